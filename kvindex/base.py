@@ -1,0 +1,280 @@
+"""What all indexes share: checks, growth, storage, fetch, housekeeping.
+
+An index on this base writes `_encode` and `_search`; `_appended`, `_truncated`, `_reordered` and
+`_cleared` let it keep statistics. The public methods check their arguments first, and change
+nothing before everything that may fail has succeeded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex import backend as backends
+from kvindex import check as checks
+from kvindex.columns import Columns, Valid
+from kvindex.config import NoConfig, make_config
+from kvindex.geometry import Geometry
+from kvindex.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.store import Store
+
+
+class BaseIndex(ABC):
+    """Base of the indexes in `kvindex/indexes/`.
+
+    Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run); `store`
+    ("device" or "host": where full-precision rows live); `check` (True: NaN in keys raises at
+    once; False: it is never looked for; None: at once on a CPU, and on a CUDA device, where
+    looking would stop it, at the next call that stops it anyway); `preset` and single fields of
+    the index's own `Config`.
+    """
+
+    Config: ClassVar[type] = NoConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    default_preset: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        *,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        rope: Any = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        backend: str = "torch",
+        store: str = "device",
+        check: bool | None = None,
+        preset: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.geometry = Geometry.of(
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            scale=scale,
+            softcap=softcap,
+            rope=rope,
+            dtype=dtype,
+            device=device,
+        )
+        self.config: Any = make_config(type(self), preset, options)
+        self.ops: Any = backends.resolve(backend)
+        self._check = check
+        self._codes = Columns()
+        self._store = Store(self.geometry, store)
+        self._valid = Valid()
+        self._batch: int | None = None  # unknown until the first append
+        self._length = 0
+        self._counts = torch.zeros(0, dtype=torch.int64)
+        self._pending: list[tuple[Tensor, Callable[[], str]]] = []  # (flag, message)
+        self._cleared()
+
+    # What an index writes
+
+    @abstractmethod
+    def _encode(self, keys: Tensor) -> Codes:
+        """Codes `[B, G, N, ...]` of finite keys `[B, G, N, D]`; invalid tokens come as zeros."""
+
+    @abstractmethod
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
+
+    def _appended(self, codes: Codes, valid: Tensor | None) -> None:
+        """`codes` were just appended. Must not fail."""
+
+    def _truncated(self, length: int) -> None:
+        """Tokens from `length` on are about to go; the codes still hold them. Must not fail."""
+
+    def _reordered(self, batch_indices: Tensor) -> None:
+        """The batch was reordered. Must not fail."""
+
+    def _cleared(self) -> None:
+        """Everything was forgotten. Must not fail."""
+
+    # The protocol
+
+    def encode(self, keys: Tensor) -> Codes:
+        """Codes of keys `[B, G, N, D]`. Raises ValueError or TypeError for a wrong tensor."""
+        self._check_tensor("keys", keys, {"B": None, **self._per_token(self.geometry.head_dim)})
+        self._check_finite("keys", keys)
+        return self._encode(keys.detach())
+
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`.
+
+        An invalid token (left padding) keeps its id and its row, is never returned by `search`
+        and counts in no statistic.
+        Raises ValueError or TypeError for wrong shapes, dtypes, devices, a changed batch size,
+        NaN or infinity in valid keys; the index stays as it was.
+        """
+        g = self.geometry
+        batch = {"B": self._batch}
+        self._check_tensor("keys", keys, {**batch, **self._per_token(g.head_dim)})
+        batch, count = {"B": keys.shape[0]}, keys.shape[2]
+        self._check_tensor("values", values, {**batch, **self._per_token(g.value_dim, count)})
+        if valid is not None:
+            checks.tensor("valid", valid, {**batch, "N": count}, torch.bool, g.device)
+        known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
+        self._check_finite("keys", known)
+        if keys.numel() == 0:
+            return
+        codes = self._encode(known.detach())
+        rows = self._store.join(keys, values)
+        counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
+        self._codes.reserve(codes)
+        self._store.reserve(rows)
+        flags = self._valid.reserve(self._length, keys, valid)
+        # from here on nothing fails
+        self._codes.append(codes)
+        self._store.append(rows)
+        self._valid.append(flags)
+        self._batch = keys.shape[0]
+        self._counts = self._counts + counts if self._length else counts.expand(self._batch)
+        self._length += count
+        self._appended(codes, valid)
+
+    def search(self, queries: Tensor, *, k: int) -> Hits:
+        """The `k` rows per KV head that queries `[B, H, D]` should attend to.
+
+        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, or k < 1.
+        """
+        checks.at_least("k", k, 1)
+        g = self.geometry
+        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        self._check_finite("queries", queries)
+        if self._length == 0 or int(self._counts.max()) == 0:
+            shape = (queries.shape[0], g.kv_heads, k)
+            ids = torch.full(shape, UNUSED, device=g.device)
+            return Hits(ids, torch.full(shape, float("-inf"), device=g.device))
+        return self._search(queries.detach(), k)
+
+    def fetch(self, hits: Hits) -> Rows:
+        """Full-precision rows of `hits`; unused slots are zero.
+
+        Raises ValueError or TypeError for ids of a wrong shape, or that name no row.
+        """
+        g = self.geometry
+        shape = {"B": self._batch, "G": g.kv_heads, "K": None}
+        checks.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
+        summaries = self._summaries()
+        lowest = UNUSED if summaries is None else UNUSED - summaries.keys.shape[2]
+        wrong = (hits.ids >= self._length) | (hits.ids < lowest)
+        allowed = f"allowed is {lowest} to {self._length - 1}"
+        self._raise_if(wrong, lambda: f"hits.ids: got {hits.ids[wrong][0].item()}, {allowed}")
+        rows = self._store.gather(hits.ids)
+        if summaries is None:
+            return rows
+        named = hits.ids < UNUSED  # id -2 is row 0 of the summaries, -3 row 1, …
+        row = torch.where(named, UNUSED - 1 - hits.ids, UNUSED)
+        gather = self.ops.fetch.gather_rows
+        return Rows(
+            torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
+            torch.where(named[..., None], gather(summaries.values, row), rows.values),
+        )
+
+    def seal(self) -> None:
+        """The prompt is complete. Nothing to do unless an index says so."""
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`. Nothing to do by default."""
+
+    def mark_boundary(self) -> None:
+        """A segment ends here. Nothing to do unless an index says so."""
+
+    def __len__(self) -> int:
+        """Tokens held, `N`, invalid ones included."""
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
+        checks.at_least("length", length, 0)
+        self.raise_pending()
+        if length >= self._length:
+            return
+        gone = torch.tensor(self._length - length)
+        if self.valid is not None:
+            gone = self.valid[:, length:].sum(1).cpu()
+        self._truncated(length)
+        for part in (self._codes, self._store, self._valid):
+            part.truncate(length)
+        self._counts = self._counts - gone
+        self._length = length
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ.
+
+        Raises ValueError or TypeError for a wrong tensor or an index outside the batch.
+        """
+        if self._batch is None:
+            checks.tensor("batch_indices", batch_indices, {"B": None}, torch.int64)
+            return
+        checks.rows("batch_indices", batch_indices, self._batch)
+        self.raise_pending()
+        for part in (self._codes, self._store, self._valid):
+            part.reorder(batch_indices)
+        self._batch = len(batch_indices)
+        self._counts = self._counts[batch_indices.cpu()]
+        self._reordered(batch_indices.to(self.geometry.device))
+
+    def reset(self) -> None:
+        """Forget everything, learnt parameters and batch size included."""
+        for part in (self._codes, self._store, self._valid):
+            part.reset()
+        self._batch, self._length = None, 0
+        self._counts = torch.zeros(0, dtype=torch.int64)
+        self._pending = []
+        self._cleared()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per tier: `codes` on the compute device, `rows` in the store."""
+        self.raise_pending()
+        return {"codes": self._codes.nbytes() + self._valid.nbytes(), "rows": self._store.nbytes()}
+
+    # Shared parts
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        return self._valid.flags
+
+    @property
+    def counts(self) -> Tensor:
+        """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
+        return self._counts
+
+    def raise_pending(self) -> None:
+        """Raise what a check on a CUDA device has found since the last call (it waits for it)."""
+        found, self._pending = self._pending, []
+        for flag, message in found:
+            if bool(flag):
+                raise ValueError(message())
+
+    def _summaries(self) -> Rows | None:
+        """Rows that are not tokens, keys `[B, G, S, D]`: row `s` has the id `-2 - s`."""
+        return None
+
+    def _per_token(self, width: int, count: int | None = None) -> dict[str, int | None]:
+        return {"G": self.geometry.kv_heads, "N": count, "D": width}
+
+    def _check_tensor(self, name: str, value: Tensor, shape: dict[str, int | None]) -> None:
+        checks.tensor(name, value, shape, self.geometry.dtype, self.geometry.device)
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        if self._check is not False:
+            message = f"{name}: got NaN or infinity, allowed are finite numbers"
+            self._raise_if(~torch.isfinite(value), lambda: message)
+
+    def _raise_if(self, wrong: Tensor, message: Callable[[], str]) -> None:
+        if self.geometry.device.type == "cuda" and not self._check:
+            self._pending.append((wrong.any(), message))
+        elif bool(wrong.any()):
+            raise ValueError(message())

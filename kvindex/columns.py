@@ -1,0 +1,132 @@
+"""Growable per-token tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class Columns:
+    """Named tensors that grow along their token axis, like the columns of a table.
+
+    Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. The
+    first append fixes names, dtypes, devices and all sizes but that of the token axis.
+    """
+
+    def __init__(self, axis: int = 2) -> None:
+        self._axis = axis
+        self._data: dict[str, Tensor] = {}  # each as long as its capacity
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A view of the column: its shape has `len(self)` at the token axis."""
+        return self._data[name].narrow(self._axis, 0, self._length)
+
+    def reserve(self, new: Mapping[str, Tensor]) -> None:
+        """Make room for `new`. May run out of memory; what is held stays as it was."""
+        self._data = self._room(new)
+
+    def append(self, new: Mapping[str, Tensor]) -> None:
+        """Append tensors that agree with the columns in all but the token axis."""
+        if not new:
+            return
+        self.reserve(new)
+        count = next(iter(new.values())).shape[self._axis]
+        for name, tensor in new.items():
+            self._data[name].narrow(self._axis, self._length, count).copy_(tensor)
+        self._length += count
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self._length = min(self._length, length)
+
+    def drop_front(self, count: int) -> None:
+        """Forget the first `count` tokens; the rest move to the front."""
+        kept = {
+            name: self[name].narrow(self._axis, count, len(self) - count) for name in self._data
+        }
+        self.reset()
+        self.append(kept)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` becomes what row `batch_indices[b]` was."""
+        self._data = {
+            name: tensor.index_select(0, batch_indices.to(tensor.device))
+            for name, tensor in self._data.items()
+        }
+
+    def reset(self) -> None:
+        """Forget everything, names and sizes included."""
+        self._data, self._length = {}, 0
+
+    def nbytes(self) -> int:
+        """Bytes in use (what is reserved beyond the length is not counted)."""
+        return sum(self[name].numel() * self[name].element_size() for name in self._data)
+
+    def _room(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        grown = dict(self._data)
+        for name, tensor in new.items():
+            need = self._length + tensor.shape[self._axis]
+            held = self._data.get(name)
+            capacity = 0 if held is None else held.shape[self._axis]
+            if held is not None and need <= capacity:
+                continue
+            shape = list(tensor.shape)
+            shape[self._axis] = max(need, 2 * capacity)
+            grown[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+            if held is not None:
+                grown[name].narrow(self._axis, 0, self._length).copy_(self[name])
+        return grown
+
+
+class Valid:
+    """Which tokens are real, bool `[B, N]`: takes no memory before the first padded token."""
+
+    def __init__(self) -> None:
+        self._columns = Columns(axis=1)
+
+    @property
+    def flags(self) -> Tensor | None:
+        """Bool `[B, N]`, or None while every token is real."""
+        return self._columns["valid"] if len(self._columns) else None
+
+    def reserve(self, length: int, like: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        """Make room for tokens `[B, G, n, ...]` `like` after `length` others; gives the flags."""
+        B, count, device = like.shape[0], like.shape[2], like.device
+        if valid is None and self.flags is None:
+            return {}
+        if valid is None:
+            valid = torch.ones((B, count), dtype=torch.bool, device=device)
+        elif self.flags is None:
+            before = torch.ones((B, length), dtype=torch.bool, device=device)
+            valid = torch.cat([before, valid], dim=1)
+        self._columns.reserve({"valid": valid})
+        return {"valid": valid}
+
+    def append(self, reserved: dict[str, Tensor]) -> None:
+        """Append what `reserve` gave."""
+        self._columns.append(reserved)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self._columns.truncate(length)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` becomes what row `batch_indices[b]` was."""
+        self._columns.reorder(batch_indices)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._columns.reset()
+
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return self._columns.nbytes()

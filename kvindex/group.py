@@ -1,0 +1,48 @@
+"""How the query heads that share a KV head agree on one list of rows.
+
+Raw scores of different heads are never compared: each head has its own scale of logits.
+`mean_share`, `max_share`: mean or maximum over the heads of softmax(scale · estimate), taken as
+logarithms so that small shares keep their order. `union`: the heads' ranked lists are walked in
+turn. `mean_query`: the raw queries are averaged and searched once (the published code).
+A group of one head agrees with itself: every policy ranks by the estimates.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvindex.ops.attention import cap
+
+POLICIES = ("mean_share", "max_share", "union", "mean_query")
+
+
+def fold(queries: Tensor, kv_heads: int, policy: str) -> Tensor:
+    """Queries `[B, H, D]` as float32 `[B, G, g, D]`; `g` is 1 for `mean_query`, else `H / G`."""
+    folded = queries.float().reshape(len(queries), kv_heads, -1, queries.shape[-1])
+    return folded.mean(2, keepdim=True) if policy == "mean_query" else folded
+
+
+def agree(estimates: Tensor, policy: str, *, scale: float, softcap: float | None) -> Tensor:
+    """The score of each row for the whole group, float32 `[B, G, C]`.
+
+    estimates: of `q·k` for each head, float32 `[B, G, g, C]`, `-inf` (for all heads alike) where
+    there is no candidate; those stay `-inf`.
+    """
+    heads = estimates.shape[2]
+    if heads == 1:
+        return estimates[:, :, 0]
+    none = estimates[:, :, 0] == float("-inf")
+    if policy == "union":
+        order = estimates.sort(dim=-1, descending=True, stable=True).indices
+        rank = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        )
+        turn = rank * heads + torch.arange(heads, device=order.device)[:, None]
+        score = -turn.amin(2).float()  # when the walk reaches the row: at most 2^24 are exact
+    else:
+        shares = torch.log_softmax(cap(estimates, scale, softcap), dim=-1)
+        score = shares.amax(2) if policy == "max_share" else shares.logsumexp(2) - math.log(heads)
+    return score.masked_fill(none, float("-inf"))

@@ -1,0 +1,1 @@
+"""One index per file; `kvindex.names()` lists the files."""

@@ -1,0 +1,56 @@
+"""Exact search: the best rows by their true scores. The anchor that everything is held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.base import BaseIndex
+from kvindex.protocol import Codes, Hits
+
+BLOCK = 16_384
+"""Tokens scored at a time: bounds what a host store copies at once."""
+
+
+@dataclass(frozen=True)
+class ExactConfig:
+    """group: how query heads agree (`kvindex.group`)."""
+
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class Exact(BaseIndex):
+    """Scores every key in float32. Keeps no codes: it reads the keys from the store.
+
+    Hits' scores: what `group.agree` returns for the true `q·k`.
+    """
+
+    Config = ExactConfig
+
+    def _encode(self, keys: Tensor) -> Codes:
+        return {}
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy = self.geometry, self.config.group
+        scores = self.scores(group.fold(queries, g.kv_heads, policy))
+        agreed = group.agree(scores, policy, scale=g.scale, softcap=g.softcap)
+        best, ids = self.ops.select.top_k(agreed, k)
+        return Hits(ids, best)
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """`q·k` of every token, float32 `[B, G, g, N]`, `-inf` where it is invalid.
+
+        queries: float32 `[B, G, g, D]`.
+        """
+        scores = torch.cat(
+            [queries @ rows.keys.float().mT for _, rows in self._store.blocks(BLOCK)], dim=-1
+        )
+        if self.valid is not None:
+            scores = scores.masked_fill(~self.valid[:, None, None], float("-inf"))
+        return scores

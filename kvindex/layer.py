@@ -1,0 +1,302 @@
+"""One attention layer over four regions: sink, retrieval, local, update buffer (paper, 4.2.1).
+
+A token's id in the index is its position in the sequence. New tokens wait in the window (local,
+then buffer); when the buffer is full the newest `local` tokens stay and the older ones move to
+the index. A row's sink is its first real tokens among those that moved: they are always attended
+to, and marked invalid in the index so that it never returns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+from kvindex.columns import Columns, Valid
+from kvindex.ops.attention import attend, attend_blocks, attend_causal
+from kvindex.ops.select import compact
+from kvindex.protocol import UNUSED, Hits, KVIndex, Rows
+from kvindex.traffic import Traffic
+
+BLOCK = 1024
+"""Queries and rows that the exact path takes at a time: bounds its memory, not its result."""
+
+GATHERED_BYTES = 2**30
+"""Rows up to this size are copied out of the index for one fused call of torch's attention, 9
+times as fast on a CPU at 4,000 tokens; more are read block by block."""
+
+
+class AttentionLayer:
+    """Attention over an index: append, attend, and let old tokens go into the index.
+
+    index: empty; k: rows per KV head that a step retrieves; sink, local, update_every: sizes of
+    the regions in tokens; full_threshold: while the sequence is shorter, attention is dense
+    (the index fills all the same). Raises ValueError for sizes out of range.
+    """
+
+    def __init__(
+        self,
+        index: KVIndex,
+        *,
+        k: int = 100,
+        sink: int = 64,
+        local: int = 256,
+        update_every: int = 256,
+        full_threshold: int = 2048,
+    ) -> None:
+        self.k = check.at_least("k", k, 1)
+        self.sink = check.at_least("sink", sink, 0)
+        self.local = check.at_least("local", local, 0)
+        self.update_every = check.at_least("update_every", update_every, 1)
+        self.full_threshold = check.at_least("full_threshold", full_threshold, 0)
+        if len(index):
+            raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
+        self.index = index
+        self._window = Columns()  # keys, values [B, G, R, D]: local, then buffer
+        self._valid = Valid()  # of all tokens, in the index and in the window
+        self._local = 0  # tokens of the window that are local; the others are the buffer
+        self._sealed = False
+        self._sink_ids = torch.empty((0, 0), dtype=torch.int64, device=index.geometry.device)
+        self._sink_rows: Rows | None = None  # of `_sink_ids` [B, S], once there are any
+        self.traffic = Traffic()
+
+    def __len__(self) -> int:
+        """Tokens seen, `N`: those in the index and those in the window."""
+        return len(self.index) + len(self._window)
+
+    def step(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Tensor:
+        """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
+
+        queries `[B, H, T, D]`, keys `[B, G, T, D]`, values `[B, G, T, Dv]`; valid bool `[B, T]`
+        marks left padding. Several queries attend exactly to everything; a single query searches
+        once the sequence is long enough. What a padded query gets means nothing.
+
+        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in valid keys (on a
+        CUDA device later), or a padded token after a real one; the layer stays as it was.
+        """
+        g, T = self.index.geometry, queries.shape[2]
+        keys, values = self._checked(queries, keys, values, valid)
+        reserved = self._valid.reserve(len(self), keys, valid)
+        if T == 1 and len(self) and not self._sealed:
+            self.index.seal()
+            self._sealed = True
+        self._window.append({"keys": keys, "values": values})
+        self._valid.append(reserved)
+        positions = torch.arange(len(self) - T, len(self), device=g.device)
+        self.index.observe(queries, positions)
+        if T == 1 and len(self) >= self.full_threshold and len(self.index):
+            output = self._retrieve(queries[:, :, 0])[:, :, None]
+        else:
+            output = self._exact(queries, positions)
+        self._update()
+        return output
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on. Raises ValueError below 0."""
+        check.at_least("length", length, 0)
+        indexed = len(self.index)
+        if length < indexed:
+            self.index.truncate(length)
+            self._keep_sink(self._sink_ids.masked_fill(self._sink_ids >= length, UNUSED))
+        self._window.truncate(max(length - indexed, 0))
+        self._local = min(self._local, len(self._window))
+        self._valid.truncate(length)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` of the batch becomes what row `batch_indices[b]` was; int64 `[B']`."""
+        if len(self) == 0:
+            return
+        check.rows("batch_indices", batch_indices, self._window["keys"].shape[0])
+        self.index.reorder(batch_indices)
+        for part in (self._window, self._valid):
+            part.reorder(batch_indices)
+        if len(self.index):
+            self._keep_sink(self._sink_ids[batch_indices.to(self._sink_ids.device)])
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.index.reset()
+        self._window.reset()
+        self._valid.reset()
+        self._local, self._sealed = 0, False
+        self._sink_ids, self._sink_rows = self._sink_ids.new_empty((0, 0)), None
+        self.traffic = Traffic()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per tier: the index's, and `window` (sink, local and buffer)."""
+        sink = 0
+        if self._sink_rows is not None:
+            sink = sum(part.nbytes for part in (self._sink_rows.keys, self._sink_rows.values))
+        return {
+            **self.index.nbytes(),
+            "window": self._window.nbytes() + self._valid.nbytes() + sink,
+        }
+
+    # Attention
+
+    def _exact(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Exact causal attention of the newest tokens to everything: `[B, H, T, Dv]`."""
+        g, parts = self.index.geometry, []
+        width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
+        copied = len(self.index) * queries.shape[0] * width
+        if g.softcap is None and copied <= GATHERED_BYTES:
+            return self._exact_gathered(queries, positions)
+        for start in range(0, queries.shape[2], BLOCK):
+            some = slice(start, start + BLOCK)
+            blocks = self._causal_blocks(positions[some])
+            output = attend_blocks(queries[:, :, some], blocks, scale=g.scale, softcap=g.softcap)
+            parts.append(output)
+        return torch.cat(parts, dim=2)
+
+    def _exact_gathered(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """The same with all rows in one piece, where that fits."""
+        scale, valid, T = self.index.geometry.scale, self._valid.flags, queries.shape[2]
+        blocks = [rows for _, rows in self._blocks(len(self))] if len(self.index) else []
+        keys, values = self._window["keys"], self._window["values"]
+        if blocks:
+            keys = torch.cat([rows.keys for rows in blocks], dim=2)
+            values = torch.cat([rows.values for rows in blocks], dim=2)
+        size = T if len(self) == T and valid is None else BLOCK  # a mask is held per block
+        parts = []
+        for start in range(0, T, size):
+            some = queries[:, :, start : start + size]
+            end = len(self) - T + start + some.shape[2]
+            seen = None if valid is None else valid[:, :end]
+            rows = keys[:, :, :end], values[:, :, :end]
+            parts.append(attend_causal(some, *rows, scale=scale, valid=seen))
+        return torch.cat(parts, dim=2)
+
+    def _causal_blocks(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Everything up to the last of `positions`, block by block, with its bias."""
+        first, last = int(positions[0]), int(positions[-1])
+        for start, rows in self._blocks(last + 1):
+            stop = start + rows.keys.shape[2]
+            bias = None
+            if stop > first + 1:
+                columns = torch.arange(start, stop, device=positions.device)
+                bias = _bias(columns <= positions[:, None])[None, None]  # [1, 1, T, R]
+            if self._valid.flags is not None:
+                padding = _bias(self._valid.flags[:, None, None, start:stop])  # [B, 1, 1, R]
+                bias = padding if bias is None else bias + padding
+            yield rows.keys, rows.values, bias
+
+    def _blocks(self, end: int) -> Iterator[tuple[int, Rows]]:
+        """The rows before position `end`, in order: (position of the first, rows)."""
+        indexed = len(self.index)
+        keys, values = self._window["keys"], self._window["values"]
+        for start in range(0, min(indexed, end), BLOCK):
+            ids = torch.arange(start, min(start + BLOCK, indexed, end), device=keys.device)
+            ids = ids.expand(*keys.shape[:2], -1)
+            yield start, self.index.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
+        for start in range(indexed, end, BLOCK):
+            some = slice(start - indexed, min(start + BLOCK, end) - indexed)
+            yield start, Rows(keys[:, :, some], values[:, :, some])
+
+    def _retrieve(self, queries: Tensor) -> Tensor:
+        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`."""
+        g = self.index.geometry
+        hits = self.index.search(queries, k=self.k)
+        found = self.index.fetch(hits)
+        window, sink = Rows(self._window["keys"], self._window["values"]), self._sink_rows
+        B, R = window.keys.shape[0], window.keys.shape[2]
+        shown = [(self._sink_ids != UNUSED)[:, None], hits.ids != UNUSED]
+        if self._valid.flags is None:
+            shown.append(torch.ones((B, 1, R), dtype=torch.bool, device=g.device))
+        else:
+            shown.append(self._valid.flags[:, None, len(self) - R :])
+        parts = [found, window] if sink is None else [sink, found, window]
+        visible = torch.cat([part.expand(-1, g.kv_heads, -1) for part in shown], dim=2)
+        bias = _bias(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, S + K + R]
+        if hits.log_weight is not None:
+            S = self._sink_ids.shape[1]
+            bias[..., S : S + self.k] += hits.log_weight
+        self.traffic.count(hits.ids, visible, self._valid.flags, len(self), found)
+        keys = torch.cat([part.keys for part in parts], dim=2)
+        values = torch.cat([part.values for part in parts], dim=2)
+        return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+
+    # Regions
+
+    def _checked(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values with padded tokens as zeros, or an error and nothing changed."""
+        g = self.index.geometry
+        B = self._window["keys"].shape[0] if len(self) else None
+        shape = {"B": B, "G": g.kv_heads, "T": None, "D": g.head_dim}
+        check.tensor("keys", keys, shape, g.dtype, g.device)
+        shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
+        check.tensor("values", values, {**shape, "D": g.value_dim}, g.dtype, g.device)
+        shape = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2], "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
+        if valid is not None:
+            check.tensor("valid", valid, {"B": shape["B"], "T": shape["T"]}, torch.bool, g.device)
+            self._check_padding(valid)
+            padded = ~valid[:, None, :, None]
+            keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
+        if g.device.type != "cuda":
+            check.finite("keys", keys)
+        return keys.detach(), values.detach()
+
+    def _check_padding(self, valid: Tensor) -> None:
+        """Padding is on the left: no padded token follows a real one."""
+        sequence = valid
+        if len(self):
+            flags = self._valid.flags
+            last = torch.ones_like(valid[:, :1]) if flags is None else flags[:, -1:]
+            sequence = torch.cat([last, valid], dim=1)
+        if bool((sequence[:, :-1] & ~sequence[:, 1:]).any()):
+            raise ValueError(
+                "valid: got a padded token after a real one, allowed is padding on the left"
+            )
+
+    def _update(self) -> None:
+        """When the buffer is full, keep the newest `local` tokens and index the older ones."""
+        held = len(self._window)
+        if held - self._local < self.update_every:
+            return
+        count = held - min(held, self.local)
+        if count:
+            keys, values = self._window["keys"][:, :, :count], self._window["values"][:, :, :count]
+            start = len(self.index)
+            real = self._valid.flags
+            if real is not None:
+                real = real[:, start : start + count]
+            sink = self._new_sink(keys.shape[0], count, real)
+            retrievable = real if sink is None else ~sink if real is None else real & ~sink
+            self.index.append(keys, values, valid=retrievable)
+            self._window.drop_front(count)
+            if sink is not None:
+                ids = compact(sink)
+                ids = torch.where(ids == UNUSED, ids, ids + start)
+                before = self._sink_ids.new_empty((keys.shape[0], 0))
+                before = self._sink_ids if self._sink_rows is not None else before
+                self._keep_sink(torch.cat([before, ids], dim=1))
+        self._local = held - count
+
+    def _new_sink(self, batch: int, count: int, real: Tensor | None) -> Tensor | None:
+        """Which of the next `count` tokens belong to the sink, bool `[B, count]`, None for none."""
+        have = (self._sink_ids != UNUSED).sum(1) if self._sink_rows is not None else 0
+        have = torch.as_tensor(have, device=self._sink_ids.device).expand(batch)
+        if int(have.min()) >= self.sink:
+            return None
+        if real is None:
+            real = torch.ones((batch, count), dtype=torch.bool, device=have.device)
+        return real & (real.cumsum(1) + have[:, None] <= self.sink)
+
+    def _keep_sink(self, ids: Tensor) -> None:
+        """Keep the rows of the sink's ids `[B, S]` (-1: none) beside the window."""
+        kv_heads = self.index.geometry.kv_heads
+        wide = ids[:, None].expand(-1, kv_heads, -1)
+        self._sink_ids = ids
+        self._sink_rows = self.index.fetch(Hits(wide, torch.zeros_like(wide, dtype=torch.float32)))
+
+
+def _bias(visible: Tensor) -> Tensor:
+    """0 where a row is visible, `-inf` where it is not; float32."""
+    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, float("-inf"))

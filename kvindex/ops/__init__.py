@@ -1,0 +1,10 @@
+"""Reference implementations in plain torch, in the order data flows through them.
+
+keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `fetch` -> `attention`
+
+These are the specification of every kernel: the same names and signatures, on any device.
+"""
+
+from kvindex.ops import attention, coarse, codes, fetch, rerank, select, transform
+
+__all__ = ["attention", "coarse", "codes", "fetch", "rerank", "select", "transform"]

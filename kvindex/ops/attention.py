@@ -1,0 +1,103 @@
+"""Exact softmax attention over the rows it is given, in one piece or block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+NEVER = float("-inf")
+
+
+def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """`scale · logits`, bounded by `softcap · tanh(· / softcap)` where there is a softcap."""
+    logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One query per head over `R` rows per KV head: `[B, H, Dv]` in the queries' dtype.
+
+    queries `[B, H, D]`, keys `[B, G, R, D]`, values `[B, G, R, Dv]`; bias float32, broadcast to
+    `[B, H, R]`, is added to the logits and `-inf` hides a row. A query that sees no row gives 0.
+    Accumulation is float32.
+    """
+    block = (keys, values, None if bias is None else bias[:, :, None])
+    return attend_blocks(queries[:, :, None], [block], scale=scale, softcap=softcap)[:, :, 0]
+
+
+def attend_blocks(
+    queries: Tensor,
+    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
+
+    queries `[B, H, T, D]`; each block is keys `[B, G, R, D]`, values `[B, G, R, Dv]` and a bias
+    that broadcasts to `[B, H, T, R]`, or None. As if the blocks were one (online softmax:
+    Milakov and Gimelshein, 2018), but no more than one block's logits are ever held.
+    """
+    B, H, T, _ = queries.shape
+    peak: Tensor | None = None  # running maximum of the logits, [B, H, T, 1]
+    total = output = torch.zeros((), device=queries.device)  # [B, H, T, 1], [B, H, T, Dv]
+    for keys, values, bias in blocks:
+        G, R = keys.shape[1:3]
+        if R == 0:
+            continue
+        folded = queries.float().reshape(B, G, H // G * T, -1)  # a group reads its keys once
+        logits = cap(folded @ keys.float().mT, scale, softcap).view(B, H, T, -1)
+        if bias is not None:
+            logits = logits + bias
+        block_peak = logits.amax(-1, keepdim=True)
+        new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
+        base = new_peak.masked_fill(new_peak == NEVER, 0.0)  # no row seen: exp(-inf - 0) = 0
+        weights = torch.exp(logits - base)
+        part = weights.view(B, G, H // G * T, -1) @ values.float()
+        part, weight = part.view(B, H, T, -1), weights.sum(-1, keepdim=True)
+        if peak is None:
+            output, total = part, weight
+        else:
+            shrink = torch.exp(peak - base)
+            output, total = output * shrink + part, total * shrink + weight
+        peak = new_peak
+    if peak is None:
+        raise ValueError("blocks: got no rows at all, allowed is at least one row")
+    return (output / total.masked_fill(total == 0, 1.0)).to(queries.dtype)
+
+
+def attend_causal(
+    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+) -> Tensor:
+    """The newest `T` tokens over all `N` rows, causally, in one piece: `[B, H, T, Dv]`.
+
+    queries `[B, H, T, D]`, keys `[B, G, N, D]`, values `[B, G, N, Dv]`; valid bool `[B, N]`, or
+    None for all. What a query at an invalid token gets means nothing. torch's fused kernel, which
+    knows no softcap.
+    """
+    T, N = queries.shape[2], keys.shape[2]
+    mask = None
+    if valid is not None or (N > T > 1):
+        rows = torch.arange(N, device=queries.device)
+        mask = (rows <= torch.arange(N - T, N, device=queries.device)[:, None])[None, None]
+        if valid is not None:
+            mask = mask & (valid[:, None, None] | ~valid[:, None, N - T :, None])  # no empty row
+    return torch.nn.functional.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None and T > 1,
+        scale=scale,
+        enable_gqa=True,
+    )

@@ -1,0 +1,74 @@
+"""Coarse stage: multi-tier collision voting on centroid ids (paper, B.2.1).
+
+A key collects points in every subspace from a table of 256 entries, one per centroid, that is
+made for the query. Votes are integers, so every implementation agrees to the bit.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kvindex.ops.codes import SUBSPACE, centroids
+
+TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+"""Fractions of the `ρn` best keys that bound the tiers (as published; 6 tiers: section 5.4)."""
+
+
+def ceil_share(count: int, *shares: float) -> int:
+    """`⌈count · share · …⌉` with the shares read as the decimals they are written as.
+
+    In binary floating point 100 · .2 · .15 is a little above 3 and its ceiling is 4.
+    """
+    product = Fraction(count)
+    for share in shares:
+        product *= Fraction(str(share))
+    return -(-product.numerator // product.denominator)
+
+
+def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Keys per centroid, int64 `[B, G, M, 256]`.
+
+    signs: uint8 `[B, G, N, M]`; valid: bool `[B, N]`, or None for all.
+    """
+    B, G, N, M = signs.shape
+    counted = torch.ones((B, N), dtype=torch.int64, device=signs.device)
+    if valid is not None:
+        counted = valid.long()
+    bins = torch.zeros((B, G, M, 2**SUBSPACE), dtype=torch.int64, device=signs.device)
+    amount = counted[:, None, None, :].expand(B, G, M, N)
+    return bins.scatter_add_(-1, signs.long().transpose(2, 3), amount)
+
+
+def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
+    """Points that each centroid earns, uint8 `[B, G, g, M, 256]`.
+
+    In each subspace the centroids are ordered by `⟨q̃_b, c⟩`, best first, equal ones by the lower
+    id. A centroid earns one point for each tier `t` with fewer than `limits[t]` keys in better
+    centroids.
+
+    queries: rotated, float32 `[B, G, g, D]`; histogram: int64 `[B, G, M, 256]`;
+    limits: int64 `[B, tiers]`.
+    """
+    parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE)  # [B, G, g, M, m]
+    similarity = parts @ centroids(queries.device).T  # [B, G, g, M, 256]
+    order = similarity.sort(dim=-1, descending=True, stable=True).indices
+    held = histogram[:, :, None].expand_as(order).gather(-1, order)
+    better = held.cumsum(-1) - held  # keys in strictly better centroids
+    points = (better[..., None] < limits[:, None, None, None, None]).sum(-1, dtype=torch.uint8)
+    return torch.empty_like(points).scatter_(-1, order, points)
+
+
+def votes(signs: Tensor, table: Tensor) -> Tensor:
+    """Points of each key summed over subspaces, int32 `[B, G, g, N]`.
+
+    signs: uint8 `[B, G, N, M]`; table: uint8 `[B, G, g, M, 256]`.
+    """
+    B, G, N, M = signs.shape
+    total = torch.zeros((B, G, table.shape[2], N), dtype=torch.int32, device=signs.device)
+    for b in range(M):
+        ids = signs[..., b].long()[:, :, None].expand_as(total)
+        total += table[..., b, :].gather(-1, ids)
+    return total

@@ -1,0 +1,129 @@
+"""Sign and magnitude codes of rotated keys (paper, A.2 and A.3; equations 5 to 9 and 12).
+
+Per subspace of `m = 8` coordinates: one byte of sign bits, which is the centroid id, and one
+byte for each magnitude bit. Sign bits serve both stages and are stored once.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SUBSPACE = 8
+"""Coordinates per subspace, `m` (paper, section 5.4): their sign bits fill a byte."""
+
+
+@lru_cache
+def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
+    """The `2^bits` Lloyd–Max levels of `|u_j|` for a random direction in `m` dimensions.
+
+    `u_j² ~ Beta(1/2, (m-1)/2)` (12), so with `u = sin θ` the density over `θ ∈ [0, π/2]` is
+    proportional to `cos^(m-2) θ`. Each level is the mean of its cell and cells end halfway
+    between levels; solved by Newton's method on those equations, with cell masses by
+    Gauss–Legendre quadrature. Raises ValueError for `m < 2` or `bits < 0`.
+    """
+    if subspace < 2 or bits < 0:
+        raise ValueError(
+            f"subspace, bits: got {subspace}, {bits}, allowed are at least 2 and at least 0"
+        )
+    count, power = 2**bits, subspace - 2
+    nodes, weights = np.polynomial.legendre.leggauss(32)
+    total = _integral(np.array([0.0]), np.array([np.pi / 2]), power, nodes, weights)[0]
+
+    def cells(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+        theta = np.arcsin(edges)
+        mass = _integral(theta[:-1], theta[1:], power, nodes, weights) / total
+        moment = -np.diff(np.cos(theta) ** (power + 1)) / (power + 1) / total
+        return edges, mass, moment / mass
+
+    # levels a little denser than uniform within three standard deviations of u_j
+    levels = (np.arange(count) + 0.5) / count * min(1.0, 3 / np.sqrt(subspace))
+    for _ in range(100):
+        edges, mass, mean = cells(levels)
+        density = (1 - edges[1:-1] ** 2) ** ((power - 1) / 2) / total
+        right = density * (edges[1:-1] - mean[:-1]) / mass[:-1] / 2  # d mean_i / d level_(i+1)
+        left = density * (mean[1:] - edges[1:-1]) / mass[1:] / 2  # d mean_(i+1) / d level_i
+        jacobian = np.diag(right, 1) + np.diag(left, -1) - np.eye(count)
+        jacobian[np.arange(count - 1), np.arange(count - 1)] += right
+        jacobian[np.arange(1, count), np.arange(1, count)] += left
+        step = np.linalg.solve(jacobian, levels - mean)
+        damping = 1.0
+        while np.any(np.diff(np.concatenate([[0.0], levels + damping * step, [1.0]])) <= 0):
+            damping /= 2
+        levels = levels + damping * step
+        if np.abs(step).max() < 1e-14:
+            break
+    return tuple(float(level) for level in levels)
+
+
+def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tensor:
+    """`lloyd_max` as a float32 tensor `[2^bits]`, ascending."""
+    return torch.tensor(lloyd_max(subspace, bits), dtype=torch.float32, device=device)
+
+
+def encode(rotated: Tensor, norms: Tensor, levels: Tensor) -> dict[str, Tensor]:
+    """Codes of rotated directions float32 `[..., D]` with norms float32 `[...]`.
+
+    signs uint8 `[..., M]`: bit j is 1 where coordinate j ≥ 0, least significant bit first;
+      the id of the nearest centroid (6).
+    magnitudes uint8 `[..., bits, M]`: bit j of byte p is bit p of the index of the level nearest
+      to `|u_j|`, the lower one at a tie.
+    weights float32 `[..., M]`: `w_b = ‖k‖ r_b / α_b` with `α_b = ⟨v_b, u_b⟩` (7, 9); 0 where
+      `r_b` is 0.
+    """
+    parts = rotated.reshape(*rotated.shape[:-1], -1, SUBSPACE)  # [..., M, m]
+    radii = parts.double().square().sum(-1).sqrt().float()
+    directions = parts / radii.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    edges = (levels[1:] + levels[:-1]) / 2
+    index = torch.bucketize(directions.abs(), edges)  # equal to an edge: the lower level
+    signs = pack(parts >= 0)
+    planes = [pack(index >> p & 1 == 1) for p in range(len(levels).bit_length() - 1)]
+    decoded = torch.where(parts >= 0, 1.0, -1.0) * levels[index]
+    alpha = (decoded * directions).sum(-1)
+    weights = torch.where(radii > 0, norms[..., None] * radii / alpha, 0.0)
+    empty = signs.new_empty((*signs.shape[:-1], 0, signs.shape[-1]))
+    magnitudes = torch.stack(planes, dim=-2) if planes else empty
+    return {"signs": signs, "magnitudes": magnitudes, "weights": weights}
+
+
+def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
+    """The quantised directions `v`, float32 `[..., D]`, not renormalised."""
+    negative = unpack(signs) == 0
+    index = torch.zeros_like(negative, dtype=torch.uint8)
+    for p in range(magnitudes.shape[-2]):
+        index += unpack(magnitudes[..., p, :]) * 2**p
+    size = levels[index.int()]
+    return torch.where(negative, -size, size).flatten(-2)
+
+
+def centroids(device: torch.device | str = "cpu") -> Tensor:
+    """All sign patterns `Ω` (5), float32 `[256, m]` of `±1/√m`; row `i` has the bits of `i`."""
+    ids = torch.arange(2**SUBSPACE, dtype=torch.uint8, device=device)
+    return (unpack(ids).float() * 2 - 1) / math.sqrt(SUBSPACE)
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Bytes uint8 `[...]` of bool `[..., 8]`, least significant bit first."""
+    place = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+    return (bits * place).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Bits uint8 `[..., 8]` (0 or 1) of bytes uint8 `[...]`, least significant bit first."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return torch.bitwise_right_shift(packed[..., None], shifts) & 1
+
+
+def _integral(
+    start: np.ndarray, stop: np.ndarray, power: int, nodes: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """`∫ cos^power θ dθ` over each `[start, stop]`."""
+    middle, half = (start + stop) / 2, (stop - start) / 2
+    theta = middle[:, None] + half[:, None] * nodes
+    integral: np.ndarray = half * (np.cos(theta) ** power * weights).sum(-1)
+    return integral

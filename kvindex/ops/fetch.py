@@ -1,0 +1,19 @@
+"""Gather rows by id (paper, B.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows `[B, G, K, ...]` of a table `[B, G, N, ...]`; a negative id gives zeros.
+
+    ids: int64 `[B, G, K]`, below `N`.
+    """
+    B, G, _ = ids.shape
+    batch = torch.arange(B, device=ids.device)[:, None, None]
+    head = torch.arange(G, device=ids.device)[:, None]
+    rows = table[batch, head, ids.clamp_min(0)]
+    unused = (ids < 0).reshape(*ids.shape, *[1] * (table.ndim - 3))
+    return rows.masked_fill(unused, 0)

@@ -1,0 +1,21 @@
+"""Reranking: inner products estimated from 4-bit codes (paper, B.2.2, equation 10)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvindex.ops.codes import SUBSPACE, decode
+
+
+def estimate(
+    queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
+) -> Tensor:
+    """`⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (10), float32 `[B, G, g, C]`.
+
+    queries: rotated, with their norms, float32 `[B, G, g, D]`;
+    signs uint8 `[B, G, C, M]`, magnitudes uint8 `[B, G, C, bits, M]`, weights `[B, G, C, M]`:
+    the codes of `C` keys; levels: float32 `[2^bits]`.
+    """
+    directions = decode(signs, magnitudes, levels)  # [B, G, C, D]
+    keys = directions * weights.float().repeat_interleave(SUBSPACE, dim=-1)
+    return queries @ keys.mT

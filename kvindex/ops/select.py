@@ -1,0 +1,68 @@
+"""Selection by score, the same from run to run: equal scores go to the lower id."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.protocol import UNUSED
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` best entries: scores float32 `[..., k]`, descending, and positions int64 `[..., k]`.
+
+    scores: float32 `[..., N]`; entries of `-inf` are never selected. Where fewer than `k` are
+    left, slots hold `-inf` and -1.
+    """
+    kept = min(k, scores.shape[-1])
+    positions = _best(_ordered(scores), kept)
+    best = scores.gather(-1, positions)
+    positions = positions.masked_fill(best == float("-inf"), UNUSED)
+    missing = (0, k - kept)
+    best = torch.nn.functional.pad(best, missing, value=float("-inf"))
+    return best, torch.nn.functional.pad(positions, missing, value=UNUSED)
+
+
+def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Ids that at least one query head of a group selects, ascending, int64 `[B, G, C]`, then -1.
+
+    Each head takes its `limits[b]` keys with the most votes, equal votes by the lower id.
+
+    votes: int32 `[B, G, g, N]`; limits: int64 `[B]`, at most the number of valid keys of a row;
+    valid: bool `[B, N]`, or None for all.
+    """
+    if valid is not None:
+        votes = votes.masked_fill(~valid[:, None, None], -1)
+    most = int(limits.max())
+    positions = _best(votes, most)  # [B, G, g, most]
+    taken = torch.arange(most, device=votes.device) < limits[:, None].to(votes.device)
+    chosen = torch.zeros(votes.shape, dtype=torch.bool, device=votes.device)
+    chosen.scatter_(-1, positions, taken[:, None, None].expand_as(positions))
+    return compact(chosen.any(2))
+
+
+def compact(chosen: Tensor) -> Tensor:
+    """Positions of the True entries, ascending, int64 `[..., C]`, padded with -1.
+
+    chosen: bool `[..., N]`; `C` is the largest number of True entries of a row.
+    """
+    rank = chosen.cumsum(-1)  # 1, 2, … at the True entries
+    width = int(rank[..., -1].max())
+    ids = torch.full((*chosen.shape[:-1], width + 1), UNUSED, device=chosen.device)
+    slots = torch.where(chosen, rank - 1, width)  # the rest falls into a slot that is dropped
+    position = torch.arange(chosen.shape[-1], device=chosen.device).expand(chosen.shape)
+    return ids.scatter_(-1, slots, position)[..., :width]
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """An int32 that orders as the float32 does; -0 equals 0."""
+    bits = (scores + 0.0).view(torch.int32)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    """Positions of the `k` largest int32 scores, best first, equal ones by the lower position."""
+    last = 2**32 - 1
+    low_bits = last - torch.arange(scores.shape[-1], device=scores.device)
+    keys = scores.long() * 2**32 + low_bits  # distinct, so that top-k has one answer
+    return keys.topk(k, dim=-1).indices

@@ -1,0 +1,47 @@
+"""Normalise and rotate (paper, A.1): `k̃ = R k/‖k‖` with a randomised Hadamard transform `R`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """The orthogonal matrix `R = (Q ⊗ H) diag(s) / √D`, float32 `[D, D]`.
+
+    `D = p · 2^a` with `p` odd: `H` is Sylvester's Hadamard matrix of order `2^a` and `Q` the
+    Hartley matrix of order `p` (`Q[i, j] = cos(2πij/p) + sin(2πij/p)`, orthogonal up to `√p`).
+    No entry exceeds `√(2/D)`, so one round mixes all `D` coordinates, whatever `p` is. The signs
+    `s` are drawn on the CPU from `seed`: the same on every device.
+    """
+    power = head_dim & -head_dim
+    odd = head_dim // power
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while hadamard.shape[0] < power:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double(), hadamard)
+    angle = torch.arange(odd, dtype=torch.float64) * (2 * math.pi / odd)
+    angle = angle[:, None] * torch.arange(odd)
+    hartley = angle.cos() + angle.sin()
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (head_dim,), generator=generator).double() * 2 - 1
+    matrix = torch.kron(hartley, hadamard) * signs / math.sqrt(head_dim)
+    return matrix.float().to(device)
+
+
+def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Directions float32 `[..., D]` and norms float32 `[...]` of vectors `[..., D]`.
+
+    Norms are summed in float64, which no finite float32 overflows. A zero vector has norm 0 and
+    direction 0.
+    """
+    wide = vectors.double()
+    norms = wide.square().sum(-1).sqrt()
+    directions = wide / norms.clamp_min(torch.finfo(torch.float64).tiny)[..., None]
+    return directions.float(), norms.float()
+
+
+def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
+    """`R x` for each vector: float32 `[..., D]`."""
+    return vectors.float() @ matrix.T

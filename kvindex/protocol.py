@@ -1,0 +1,108 @@
+"""The protocol every index speaks: encode, append, search, fetch.
+
+Letters used in every signature, docstring and page:
+`B` batch, `H` query heads, `G` KV heads (`H % G == 0`), `N` tokens in the index, `D` head
+dimension, `M` subspaces of `m = D / M` dimensions, `C` candidates after the coarse stage,
+`K` rows selected per KV head. `Dv` is the value dimension, `T` a number of new tokens.
+
+Invariants (`tests/test_contract.py` holds every index to them):
+  - ids are dense and in append order, the first token is 0; an invalid token keeps its id;
+  - `search` returns exactly `k` slots: ids distinct within a row, scores descending, equal
+    scores by the lower id, unused slots `-1` with score `-inf`;
+  - an id below -1 names a row that is not a token; `fetch` resolves it;
+  - a call that raises leaves the index as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from kvindex.geometry import Geometry
+
+Codes: TypeAlias = Mapping[str, Tensor]
+"""What an index keeps per token on the compute device: named tensors `[B, G, N, ...]`."""
+
+UNUSED = -1
+"""The id of a slot that holds no row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """The rows a search selected, best first.
+
+    ids: int64 `[B, G, K]`; `-1` marks an unused slot, lower ids name rows that are not tokens.
+    scores: float32 `[B, G, K]`, descending; what the group of query heads agreed on.
+    log_weight: float32 `[B, H, K]` added to the attention logit before softmax, or None (zeros).
+    """
+
+    ids: Tensor
+    scores: Tensor
+    log_weight: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Full-precision rows: keys `[B, G, K, D]`, values `[B, G, K, Dv]`; unused slots are zero."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@runtime_checkable
+class KVIndex(Protocol):
+    """A searchable store of the keys and values of one attention layer."""
+
+    geometry: Geometry
+    config: Any
+
+    def encode(self, keys: Tensor) -> Codes:
+        """Codes of keys `[B, G, N, D]`; deterministic, changes nothing."""
+        ...
+
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`."""
+        ...
+
+    def search(self, queries: Tensor, *, k: int) -> Hits:
+        """The `k` rows per KV head that queries `[B, H, D]` should attend to."""
+        ...
+
+    def fetch(self, hits: Hits) -> Rows:
+        """Full-precision rows of `hits`, on the compute device."""
+        ...
+
+    def seal(self) -> None:
+        """The prompt is complete."""
+        ...
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]` and the ids of their tokens, int64 `[T]`."""
+        ...
+
+    def mark_boundary(self) -> None:
+        """A sentence or segment ends with the newest token."""
+        ...
+
+    def __len__(self) -> int:
+        """Tokens held, `N`, invalid ones included."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens with ids from `length` on."""
+        ...
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything, learnt parameters and batch size included."""
+        ...
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per tier: `codes` on the compute device, `rows` in the store."""
+        ...

@@ -1,0 +1,35 @@
+"""What a layer's searching steps have read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvindex.protocol import UNUSED, Rows
+
+
+@dataclass
+class Traffic:
+    """Sums over the searching steps of a layer; the counts stay on the device until read.
+
+    steps: one-query steps that searched; rows_read: rows attended to and rows_full: rows that
+    full attention would have read, both per KV head and row of the batch; bytes_fetched: of rows
+    that the store gave.
+    """
+
+    steps: int = 0
+    rows_read: Tensor | float = 0.0
+    rows_full: Tensor | float = 0.0
+    bytes_fetched: Tensor | float = 0.0
+
+    def count(
+        self, ids: Tensor, visible: Tensor, valid: Tensor | None, length: int, rows: Rows
+    ) -> None:
+        """Add a step: hits' ids and rows, rows shown to attention, tokens that are real."""
+        self.steps += 1
+        self.rows_read = self.rows_read + visible.sum(-1).float().mean()
+        self.rows_full += length if valid is None else valid.sum(-1).float().mean()
+        width = rows.keys.shape[-1] + rows.values.shape[-1]
+        used = (ids != UNUSED).sum().float()
+        self.bytes_fetched = self.bytes_fetched + used * (width * rows.keys.element_size())

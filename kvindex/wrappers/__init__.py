@@ -1,0 +1,6 @@
+"""Indexes around any index: what is a wrapper need not be an option of each index."""
+
+from kvindex.wrappers.base import Wrapper
+from kvindex.wrappers.recall import MeasureRecall
+
+__all__ = ["MeasureRecall", "Wrapper"]

@@ -1,0 +1,74 @@
+"""A wrapper passes every call to the index inside it; subclasses change some of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvindex.geometry import Geometry
+from kvindex.protocol import Codes, Hits, KVIndex, Rows
+
+
+class Wrapper:
+    """Behaves as the index `inner`."""
+
+    def __init__(self, inner: KVIndex) -> None:
+        self.inner = inner
+
+    @property
+    def geometry(self) -> Geometry:
+        """The inner index's geometry."""
+        return self.inner.geometry
+
+    @property
+    def config(self) -> Any:
+        """The inner index's configuration."""
+        return self.inner.config
+
+    def encode(self, keys: Tensor) -> Codes:
+        """As the inner index does."""
+        return self.inner.encode(keys)
+
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """As the inner index does."""
+        self.inner.append(keys, values, valid=valid)
+
+    def search(self, queries: Tensor, *, k: int) -> Hits:
+        """As the inner index does."""
+        return self.inner.search(queries, k=k)
+
+    def fetch(self, hits: Hits) -> Rows:
+        """As the inner index does."""
+        return self.inner.fetch(hits)
+
+    def seal(self) -> None:
+        """As the inner index does."""
+        self.inner.seal()
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """As the inner index does."""
+        self.inner.observe(queries, positions)
+
+    def mark_boundary(self) -> None:
+        """As the inner index does."""
+        self.inner.mark_boundary()
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def truncate(self, length: int) -> None:
+        """As the inner index does."""
+        self.inner.truncate(length)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As the inner index does."""
+        self.inner.reorder(batch_indices)
+
+    def reset(self) -> None:
+        """As the inner index does."""
+        self.inner.reset()
+
+    def nbytes(self) -> dict[str, int]:
+        """As the inner index does."""
+        return self.inner.nbytes()

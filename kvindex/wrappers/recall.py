@@ -1,0 +1,80 @@
+"""Measure the recall of an index against exact search, while it is in use."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvindex import group
+from kvindex.indexes.exact import Exact
+from kvindex.protocol import Hits, KVIndex
+from kvindex.wrappers.base import Wrapper
+
+
+class MeasureRecall(Wrapper):
+    """Counts how many of each query head's own true top `k` the hits hold.
+
+    A group of heads shares `k` rows, so even exact search does not reach 1; `limit()` is what it
+    reaches with the same number of rows. Keeps a second copy of all rows, in an `exact` index.
+    """
+
+    def __init__(self, inner: KVIndex) -> None:
+        super().__init__(inner)
+        g = inner.geometry
+        self._exact = Exact(
+            q_heads=g.q_heads,
+            kv_heads=g.kv_heads,
+            head_dim=g.head_dim,
+            value_dim=g.value_dim,
+            scale=g.scale,
+            softcap=g.softcap,
+            dtype=g.dtype,
+            device=g.device,
+        )
+        self._found = self._reachable = self._wanted = 0
+
+    def recall(self) -> float:
+        """Share of the true top `k`, over all searches, rows of the batch and query heads."""
+        return self._found / max(self._wanted, 1)
+
+    def limit(self) -> float:
+        """The recall of exact search with the same number of rows per KV head."""
+        return self._reachable / max(self._wanted, 1)
+
+    def search(self, queries: Tensor, *, k: int) -> Hits:
+        """The inner index's hits, counted."""
+        hits = self.inner.search(queries, k=k)
+        if len(self._exact):
+            g = self.geometry
+            scores = self._exact.scores(group.fold(queries, g.kv_heads, "union"))
+            true = self._exact.ops.select.top_k(scores, k)[1]  # [B, G, g, k]
+            self._wanted += int((true >= 0).sum())
+            self._found += _shared(true, hits.ids)
+            self._reachable += _shared(true, self._exact.search(queries, k=k).ids)
+        return hits
+
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """As the inner index does."""
+        self.inner.append(keys, values, valid=valid)
+        self._exact.append(keys, values, valid=valid)
+
+    def truncate(self, length: int) -> None:
+        """As the inner index does; what was counted stays."""
+        self.inner.truncate(length)
+        self._exact.truncate(length)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As the inner index does; what was counted stays."""
+        self.inner.reorder(batch_indices)
+        self._exact.reorder(batch_indices)
+
+    def reset(self) -> None:
+        """As the inner index does; what was counted goes."""
+        self.inner.reset()
+        self._exact.reset()
+        self._found = self._reachable = self._wanted = 0
+
+
+def _shared(true: Tensor, ids: Tensor) -> int:
+    """How many of the true ids `[B, G, g, k]` are among the ids `[B, G, K]`."""
+    hit = (true[..., None] == ids[:, :, None, None]).any(-1)
+    return int((hit & (true >= 0)).sum())
