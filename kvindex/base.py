@@ -1,8 +1,8 @@
 """What all indexes share: checks, growth, storage, fetch, housekeeping.
 
-An index on this base writes `_encode` and `_search`; `_appended`, `_truncated`, `_reordered` and
-`_cleared` let it keep statistics. The public methods check their arguments first, and change
-nothing before everything that may fail has succeeded.
+An index on this base writes `_encode` and `_search`; the `_with_…` hooks, `_keep` and `_cleared`
+let it keep statistics of its tokens. The public methods check their arguments first, and change
+nothing before everything that may fail (for want of memory, say) has succeeded.
 """
 
 from __future__ import annotations
@@ -88,14 +88,21 @@ class BaseIndex(ABC):
     def _search(self, queries: Tensor, k: int) -> Hits:
         """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
 
-    def _appended(self, codes: Codes, valid: Tensor | None) -> None:
-        """`codes` were just appended. Must not fail."""
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
+        """The statistics once `codes` are appended; changes nothing."""
 
-    def _truncated(self, length: int) -> None:
-        """Tokens from `length` on are about to go; the codes still hold them. Must not fail."""
+    def _with_truncated(self, length: int) -> Any:
+        """The statistics once the tokens from `length` on are gone; changes nothing."""
 
-    def _reordered(self, batch_indices: Tensor) -> None:
-        """The batch was reordered. Must not fail."""
+    def _with_reordered(self, batch_indices: Tensor) -> Any:
+        """The statistics once the batch is reordered; changes nothing."""
+
+    def _keep(self, statistics: Any) -> None:
+        """What one of the three above returned becomes the index's statistics. Must not fail."""
+
+    def _held(self) -> list[Tensor]:
+        """Tensors that the index keeps on the device beside the codes, for `nbytes`."""
+        return []
 
     def _cleared(self) -> None:
         """Everything was forgotten. Must not fail."""
@@ -133,6 +140,7 @@ class BaseIndex(ABC):
         self._codes.reserve(codes)
         self._store.reserve(rows)
         flags = self._valid.reserve(self._length, keys, valid)
+        statistics = self._with_appended(codes, valid)
         # from here on nothing fails
         self._codes.append(codes)
         self._store.append(rows)
@@ -140,7 +148,7 @@ class BaseIndex(ABC):
         self._batch = keys.shape[0]
         self._counts = self._counts + counts if self._length else counts.expand(self._batch)
         self._length += count
-        self._appended(codes, valid)
+        self._keep(statistics)
 
     def search(self, queries: Tensor, *, k: int) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.
@@ -203,11 +211,12 @@ class BaseIndex(ABC):
         gone = torch.tensor(self._length - length)
         if self.valid is not None:
             gone = self.valid[:, length:].sum(1).cpu()
-        self._truncated(length)
+        statistics = self._with_truncated(length)
         for part in (self._codes, self._store, self._valid):
             part.truncate(length)
         self._counts = self._counts - gone
         self._length = length
+        self._keep(statistics)
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ.
@@ -219,11 +228,13 @@ class BaseIndex(ABC):
             return
         checks.rows("batch_indices", batch_indices, self._batch)
         self.raise_pending()
-        for part in (self._codes, self._store, self._valid):
-            part.reorder(batch_indices)
+        statistics = self._with_reordered(batch_indices.to(self.geometry.device))
+        codes, valid = self._codes.reordered(batch_indices), self._valid.reordered(batch_indices)
+        self._store = self._store.reordered(batch_indices)
+        self._codes, self._valid = codes, valid
         self._batch = len(batch_indices)
         self._counts = self._counts[batch_indices.cpu()]
-        self._reordered(batch_indices.to(self.geometry.device))
+        self._keep(statistics)
 
     def reset(self) -> None:
         """Forget everything, learnt parameters and batch size included."""
@@ -235,9 +246,13 @@ class BaseIndex(ABC):
         self._cleared()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: `codes` on the compute device, `rows` in the store."""
+        """Bytes in use per tier: `codes` (and statistics and constants) on the compute device,
+        `rows` in the store.
+        """
         self.raise_pending()
-        return {"codes": self._codes.nbytes() + self._valid.nbytes(), "rows": self._store.nbytes()}
+        codes = self._codes.nbytes() + self._valid.nbytes()
+        codes += sum(tensor.nbytes for tensor in self._held())
+        return {"codes": codes, "rows": self._store.nbytes()}
 
     # Shared parts
 

@@ -56,12 +56,15 @@ class Columns:
         self.reset()
         self.append(kept)
 
-    def reorder(self, batch_indices: Tensor) -> None:
-        """Row `b` becomes what row `batch_indices[b]` was."""
-        self._data = {
+    def reordered(self, batch_indices: Tensor) -> Columns:
+        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        copy = Columns(self._axis)
+        copy._length = self._length
+        copy._data = {
             name: tensor.index_select(0, batch_indices.to(tensor.device))
             for name, tensor in self._data.items()
         }
+        return copy
 
     def reset(self) -> None:
         """Forget everything, names and sizes included."""
@@ -76,6 +79,8 @@ class Columns:
         for name, tensor in new.items():
             need = self._length + tensor.shape[self._axis]
             held = self._data.get(name)
+            if held is not None and not self._length and not _alike(held, tensor, self._axis):
+                held = None  # left by a first append that failed
             capacity = 0 if held is None else held.shape[self._axis]
             if held is not None and need <= capacity:
                 continue
@@ -85,6 +90,10 @@ class Columns:
             if held is not None:
                 grown[name].narrow(self._axis, 0, self._length).copy_(self[name])
         return grown
+
+
+def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
+    return held.shape[:axis] == new.shape[:axis] and held.shape[axis + 1 :] == new.shape[axis + 1 :]
 
 
 class Valid:
@@ -119,9 +128,11 @@ class Valid:
         """Keep the first `length` tokens."""
         self._columns.truncate(length)
 
-    def reorder(self, batch_indices: Tensor) -> None:
-        """Row `b` becomes what row `batch_indices[b]` was."""
-        self._columns.reorder(batch_indices)
+    def reordered(self, batch_indices: Tensor) -> Valid:
+        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        copy = Valid()
+        copy._columns = self._columns.reordered(batch_indices)
+        return copy
 
     def reset(self) -> None:
         """Forget everything."""

@@ -43,6 +43,8 @@ def agree(estimates: Tensor, policy: str, *, scale: float, softcap: float | None
         turn = rank * heads + torch.arange(heads, device=order.device)[:, None]
         score = -turn.amin(2).float()  # when the walk reaches the row: at most 2^24 are exact
     else:
-        shares = torch.log_softmax(cap(estimates, scale, softcap), dim=-1)
+        logits = cap(estimates, scale, softcap)
+        logits = logits.masked_fill(none[:, :, None], float("-inf"))  # a softcap makes it finite
+        shares = torch.log_softmax(logits, dim=-1)
         score = shares.amax(2) if policy == "max_share" else shares.logsumexp(2) - math.log(heads)
     return score.masked_fill(none, float("-inf"))

@@ -58,13 +58,23 @@ class AttentionLayer:
         self._valid = Valid()  # of all tokens, in the index and in the window
         self._local = 0  # tokens of the window that are local; the others are the buffer
         self._sealed = False
-        self._sink_ids = torch.empty((0, 0), dtype=torch.int64, device=index.geometry.device)
-        self._sink_rows: Rows | None = None  # of `_sink_ids` [B, S], once there are any
+        self._sink_ids: Tensor | None = None  # int64 [B, S], -1 for none, once tokens have moved
+        self._sink_rows: Rows | None = None  # theirs, [B, G, S, D]
         self.traffic = Traffic()
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
         return len(self.index) + len(self._window)
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        return self._valid.flags
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, `B`; 0 before the first token."""
+        return self._window["keys"].shape[0] if len(self) else 0
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
@@ -101,7 +111,8 @@ class AttentionLayer:
         indexed = len(self.index)
         if length < indexed:
             self.index.truncate(length)
-            self._keep_sink(self._sink_ids.masked_fill(self._sink_ids >= length, UNUSED))
+            if self._sink_ids is not None:
+                self._keep_sink(self._sink_ids.masked_fill(self._sink_ids >= length, UNUSED))
         self._window.truncate(max(length - indexed, 0))
         self._local = min(self._local, len(self._window))
         self._valid.truncate(length)
@@ -111,10 +122,11 @@ class AttentionLayer:
         if len(self) == 0:
             return
         check.rows("batch_indices", batch_indices, self._window["keys"].shape[0])
+        window = self._window.reordered(batch_indices)
+        valid = self._valid.reordered(batch_indices)
         self.index.reorder(batch_indices)
-        for part in (self._window, self._valid):
-            part.reorder(batch_indices)
-        if len(self.index):
+        self._window, self._valid = window, valid
+        if self._sink_ids is not None:
             self._keep_sink(self._sink_ids[batch_indices.to(self._sink_ids.device)])
 
     def reset(self) -> None:
@@ -123,7 +135,7 @@ class AttentionLayer:
         self._window.reset()
         self._valid.reset()
         self._local, self._sealed = 0, False
-        self._sink_ids, self._sink_rows = self._sink_ids.new_empty((0, 0)), None
+        self._sink_ids = self._sink_rows = None
         self.traffic = Traffic()
 
     def nbytes(self) -> dict[str, int]:
@@ -201,18 +213,18 @@ class AttentionLayer:
         g = self.index.geometry
         hits = self.index.search(queries, k=self.k)
         found = self.index.fetch(hits)
-        window, sink = Rows(self._window["keys"], self._window["values"]), self._sink_rows
-        B, R = window.keys.shape[0], window.keys.shape[2]
-        shown = [(self._sink_ids != UNUSED)[:, None], hits.ids != UNUSED]
-        if self._valid.flags is None:
-            shown.append(torch.ones((B, 1, R), dtype=torch.bool, device=g.device))
-        else:
-            shown.append(self._valid.flags[:, None, len(self) - R :])
-        parts = [found, window] if sink is None else [sink, found, window]
+        window = Rows(self._window["keys"], self._window["values"])
+        flags = self._valid.flags
+        if flags is None:
+            flags = torch.ones((len(queries), len(self)), dtype=torch.bool, device=g.device)
+        parts, shown = [found, window], [hits.ids != UNUSED, flags[:, None, len(self.index) :]]
+        if self._sink_ids is not None and self._sink_rows is not None:
+            parts.insert(0, self._sink_rows)
+            shown.insert(0, (self._sink_ids != UNUSED)[:, None])
         visible = torch.cat([part.expand(-1, g.kv_heads, -1) for part in shown], dim=2)
         bias = _bias(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, S + K + R]
         if hits.log_weight is not None:
-            S = self._sink_ids.shape[1]
+            S = 0 if self._sink_ids is None else self._sink_ids.shape[1]
             bias[..., S : S + self.k] += hits.log_weight
         self.traffic.count(hits.ids, visible, self._valid.flags, len(self), found)
         keys = torch.cat([part.keys for part in parts], dim=2)
@@ -274,15 +286,15 @@ class AttentionLayer:
             if sink is not None:
                 ids = compact(sink)
                 ids = torch.where(ids == UNUSED, ids, ids + start)
-                before = self._sink_ids.new_empty((keys.shape[0], 0))
-                before = self._sink_ids if self._sink_rows is not None else before
-                self._keep_sink(torch.cat([before, ids], dim=1))
+                before = [] if self._sink_ids is None else [self._sink_ids]
+                self._keep_sink(torch.cat([*before, ids], dim=1))
         self._local = held - count
 
     def _new_sink(self, batch: int, count: int, real: Tensor | None) -> Tensor | None:
         """Which of the next `count` tokens belong to the sink, bool `[B, count]`, None for none."""
-        have = (self._sink_ids != UNUSED).sum(1) if self._sink_rows is not None else 0
-        have = torch.as_tensor(have, device=self._sink_ids.device).expand(batch)
+        have = torch.zeros(batch, dtype=torch.int64, device=self.index.geometry.device)
+        if self._sink_ids is not None:
+            have = (self._sink_ids != UNUSED).sum(1)
         if int(have.min()) >= self.sink:
             return None
         if real is None:

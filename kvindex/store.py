@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -60,9 +61,11 @@ class Store:
         """Keep the first `length` rows."""
         self._columns.truncate(length)
 
-    def reorder(self, batch_indices: Tensor) -> None:
-        """Row `b` of the batch becomes what row `batch_indices[b]` was."""
-        self._columns.reorder(batch_indices)
+    def reordered(self, batch_indices: Tensor) -> Store:
+        """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        copied = copy(self)
+        copied._columns = self._columns.reordered(batch_indices)
+        return copied
 
     def reset(self) -> None:
         """Forget everything."""

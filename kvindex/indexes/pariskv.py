@@ -112,14 +112,20 @@ class ParisKV(BaseIndex):
         beta, rho = self.config.beta, self.config.rho
         return scheduled[0] if beta is None else beta, scheduled[1] if rho is None else rho
 
-    def _appended(self, codes: Codes, valid: Tensor | None) -> None:
-        added = self.ops.coarse.histogram(codes["signs"], valid)
-        self._histogram = self._histogram + added if self._histogram.numel() else added
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
+        added: Tensor = self.ops.coarse.histogram(codes["signs"], valid)
+        return self._histogram + added if self._histogram.numel() else added
 
-    def _truncated(self, length: int) -> None:
+    def _with_truncated(self, length: int) -> Tensor:
         valid = None if self.valid is None else self.valid[:, length:]
-        gone = self._codes["signs"][:, :, length:]
-        self._histogram -= self.ops.coarse.histogram(gone, valid)
+        gone: Tensor = self.ops.coarse.histogram(self._codes["signs"][:, :, length:], valid)
+        return self._histogram - gone
 
-    def _reordered(self, batch_indices: Tensor) -> None:
-        self._histogram = self._histogram.index_select(0, batch_indices)
+    def _with_reordered(self, batch_indices: Tensor) -> Tensor:
+        return self._histogram.index_select(0, batch_indices)
+
+    def _keep(self, statistics: Tensor) -> None:
+        self._histogram = statistics
+
+    def _held(self) -> list[Tensor]:
+        return [self._histogram, self._rotation, self._levels]

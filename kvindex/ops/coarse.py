@@ -1,7 +1,8 @@
 """Coarse stage: multi-tier collision voting on centroid ids (paper, B.2.1).
 
 A key collects points in every subspace from a table of 256 entries, one per centroid, that is
-made for the query. Votes are integers, so every implementation agrees to the bit.
+made for the query. Votes are integers: given the same tables, every implementation agrees to the
+bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 def ceil_share(count: int, *shares: float) -> int:
     """`⌈count · share · …⌉` with the shares read as the decimals they are written as.
 
-    In binary floating point 100 · .2 · .15 is a little above 3 and its ceiling is 4.
+    In binary floating point 100 · .07 is a little above 7 and its ceiling is 8.
     """
     product = Fraction(count)
     for share in shares:
@@ -53,7 +54,8 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
     limits: int64 `[B, tiers]`.
     """
     parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE)  # [B, G, g, M, m]
-    similarity = parts @ centroids(queries.device).T  # [B, G, g, M, 256]
+    signs = centroids(queries.device).sign().double()  # ±1, in float64: sums and ties are exact
+    similarity = parts.double() @ signs.T  # [B, G, g, M, 256]
     order = similarity.sort(dim=-1, descending=True, stable=True).indices
     held = histogram[:, :, None].expand_as(order).gather(-1, order)
     better = held.cumsum(-1) - held  # keys in strictly better centroids

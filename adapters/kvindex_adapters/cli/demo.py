@@ -1,0 +1,149 @@
+"""`kvindex demo`: a needle in a long prompt, with full attention and through an index."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvindex_adapters.cli.generate import read_text
+from kvindex_adapters.cli.progress import Bars, bars
+from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
+from kvindex_adapters.evaluate.needle import Needle, hide
+from kvindex_adapters.evaluate.text import paragraphs, python_reference
+from kvindex_adapters.hf.generation import Generation, generate
+from kvindex_adapters.machine import describe
+from kvindex_adapters.models import load, smollm2
+
+MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in float32)"
+ANSWER_TOKENS = 48
+
+
+def demo(
+    tokens: Annotated[
+        int, typer.Option(min=500, max=8000, help="Length of the prompt, about.")
+    ] = 4000,
+    index: Annotated[str, typer.Option(help="Index, as name:option=value:…")] = "pariskv",
+    k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the needle and of the order of the text.")] = 0,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Hide the needle in this text instead.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result and the machine here.")
+    ] = None,
+) -> None:
+    """Let a real model find a needle in a long prompt, with full attention and with an index."""
+    text = paragraphs(read_text(prompt_file)) if prompt_file else python_reference()
+    folder, file = smollm2()
+    with bars() as progress:
+        with progress.busy("loading the model"):
+            model, tokenizer = load(folder, gguf_file=file)
+        needle = hide(tokenizer, text, tokens=tokens, seed=seed)
+        full = _answer(progress, "full attention", model, tokenizer, needle, index=None)
+        found = _answer(
+            progress, index.partition(":")[0], model, tokenizer, needle, index=index, k=k
+        )
+        fidelity = teacher_forced(
+            model,
+            full.prompt_ids,
+            full.answer_ids,
+            index=index,
+            k=k,
+            on_progress=lambda done, total: progress.update("comparing step by step", done, total),
+        )
+    result = _result(needle, index, k, full, found, fidelity)
+    _show(result)
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _answer(
+    progress: Bars, name: str, model: Any, tokenizer: Any, needle: Needle, **options: Any
+) -> Generation:
+    def report(phase: str, done: int, total: int) -> None:
+        progress.update(f"{name}: {phase}", done, total)
+
+    answer = generate(
+        model,
+        tokenizer,
+        needle.ids,
+        max_new_tokens=ANSWER_TOKENS,
+        on_progress=report,
+        **options,
+    )
+    tokens = len(answer.answer_ids)
+    report("decode", tokens, tokens)  # the answer may end before the limit
+    return answer
+
+
+def _result(
+    needle: Needle, index: str, k: int, full: Generation, found: Generation, fidelity: Fidelity
+) -> dict[str, Any]:
+    """What `--json` writes."""
+    assert found.report is not None
+    return {
+        "model": MODEL,
+        "prompt_tokens": len(needle.ids),
+        "needle": needle.value,
+        "machine": describe(),
+        "full": {
+            "answer": full.text,
+            "found": needle.found(full.text),
+            "prefill_s": full.prefill_s,
+            "token_s": full.token_s,
+        },
+        "index": {
+            "name": index.partition(":")[0],
+            "config": dataclasses.asdict(found.config),
+            "k": k,
+            "answer": found.text,
+            "found": needle.found(found.text),
+            "prefill_s": found.prefill_s,
+            "token_s": found.token_s,
+            "rows_read_fraction": found.report.rows_read_fraction,
+            "recall_at_k": fidelity.recall_at_k,
+            "recall_limit": fidelity.recall_limit,
+            "kl_mean": fidelity.kl_mean,
+            "agreement": fidelity.agreement,
+            "nbytes": found.report.nbytes,
+        },
+        "steps_compared": fidelity.steps,
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    full, index = result["full"], result["index"]
+    tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in index["nbytes"].items())
+    k, steps = index["k"], result["steps_compared"]
+    table = Table("", "full attention", f"{index['name']}, k = {k}", title=result["model"])
+    table.add_row("answer", full["answer"], index["answer"])
+    table.add_row(
+        f"needle {result['needle']} found", *("yes" if r["found"] else "no" for r in (full, index))
+    )
+    table.add_row("rows read per token", "100%", f"{index['rows_read_fraction']:.1%}")
+    table.add_row(
+        f"recall@{k} of each head's own top {k}",
+        "1",
+        f"{index['recall_at_k']:.2f} (exact search with as many rows: {index['recall_limit']:.2f})",
+    )
+    table.add_row(
+        f"same next token, mean KL ({steps} steps)",
+        "1, 0",
+        f"{index['agreement']:.2f}, {index['kl_mean']:.4f} nats",
+    )
+    table.add_row("memory", "", tiers)
+    table.add_row("prefill", f"{full['prefill_s']:.1f} s", f"{index['prefill_s']:.1f} s")
+    table.add_row("per token", f"{full['token_s']:.2f} s", f"{index['token_s']:.2f} s")
+    console = Console()
+    console.print(table)
+    machine = result["machine"]
+    console.print(
+        f"{result['prompt_tokens']} prompt tokens; plain torch on {machine['cores']} cores of "
+        f"{machine['processor']}: the times show what the reference costs, not what a GPU will."
+    )

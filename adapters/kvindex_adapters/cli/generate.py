@@ -1,0 +1,93 @@
+"""`kvindex generate`: a user's own model answers a user's own text through an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import TextStreamer
+
+from kvindex_adapters.cli.progress import bars, console
+from kvindex_adapters.hf.generation import generate as run
+from kvindex_adapters.machine import describe
+from kvindex_adapters.models import load
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def generate(
+    model: Annotated[str, typer.Option(help="Folder, .gguf file or hub id of the model.")],
+    prompt_file: Annotated[Path, typer.Option(help="Text file with the prompt.")],
+    gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
+    index: Annotated[
+        str, typer.Option(help="Index, as name:option=value:…; 'none' for full attention.")
+    ] = "pariskv",
+    k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
+    sample: Annotated[bool, typer.Option(help="Sample instead of the most likely token.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result and the machine here.")
+    ] = None,
+) -> None:
+    """Generate from a prompt through an index; tokens appear as they come."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: got {dtype!r}, allowed is one of {sorted(DTYPES)}")
+    text = read_text(prompt_file)
+    with bars() as progress, progress.busy("loading the model"):
+        loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=DTYPES[dtype])
+    torch.manual_seed(seed)
+    with bars() as progress:
+
+        def report(phase: str, done: int, total: int) -> None:
+            if phase == "prefill":  # the answer itself shows how decoding goes
+                progress.update("reading the prompt", done, total)
+
+        result = run(
+            loaded,
+            tokenizer,
+            [{"role": "user", "content": text}] if chat else text,
+            index=None if index == "none" else index,
+            k=k,
+            max_new_tokens=max_new_tokens,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            on_progress=report,
+            do_sample=sample,
+        )
+    console.print(
+        f"{len(result.prompt_ids)} prompt tokens in {result.prefill_s:.1f} s, then "
+        f"{result.token_s * 1000:.0f} ms per token. {result.report or 'Full attention.'}"
+    )
+    if json_file:
+        written = {
+            "model": model,
+            "index": index,
+            "k": k,
+            "prompt_tokens": len(result.prompt_ids),
+            "answer": result.text,
+            "prefill_s": result.prefill_s,
+            "token_s": result.token_s,
+            "machine": describe(),
+        }
+        if result.report:
+            written["rows_read_fraction"] = result.report.rows_read_fraction
+            written["nbytes"] = result.report.nbytes
+        json_file.write_text(json.dumps(written, indent=2) + "\n")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises FileNotFoundError or ValueError naming `--prompt-file`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"prompt-file: got {str(path)!r}, allowed is a file that exists")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt-file: got {str(path)!r}, allowed is UTF-8 text") from error
+    if not text.strip():
+        raise ValueError(f"prompt-file: got {str(path)!r}, which is empty; allowed is some text")
+    return text

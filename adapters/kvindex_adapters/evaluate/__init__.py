@@ -1,0 +1,1 @@
+"""Judge an index by a model's answers and by its distance from full attention."""

@@ -1,0 +1,88 @@
+"""How far a model that reads through an index is from the same model with full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvindex
+from kvindex import check
+from kvindex.protocol import KVIndex
+from kvindex.wrappers import MeasureRecall
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.generation import prefill
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over teacher-forced steps.
+
+    steps: tokens compared; kl_mean: KL divergence of the index's next-token distribution from
+    full attention's, nats; agreement: share of steps with the same most likely token; recall_at_k:
+    share of each query head's own true top k that was retrieved, mean over layers and heads;
+    recall_limit: the same for exact search with as many rows per KV head.
+    """
+
+    steps: int
+    kl_mean: float
+    agreement: float
+    recall_at_k: float
+    recall_limit: float
+
+
+def teacher_forced(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    continuation: Tensor,
+    *,
+    index: str = "pariskv",
+    k: int = 100,
+    chunk: int = 1024,
+    attach_options: dict[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Fidelity:
+    """Feed `continuation` int64 `[T]` after `prompt` int64 `[N]`, one token a step, and compare.
+
+    Both runs read the same tokens; full attention reads them in one pass. Raises ValueError for
+    tensors of another shape and what `attach` raises.
+    """
+    check.tensor("prompt", prompt, {"N": None}, torch.int64)
+    check.tensor("continuation", continuation, {"T": None}, torch.int64)
+    steps = check.at_least("continuation.shape[0]", len(continuation), 1)
+    ids = torch.cat([prompt, continuation]).to(model.device)
+    divergence, agreed = 0.0, 0
+
+    def measured(**geometry: Any) -> KVIndex:
+        return MeasureRecall(kvindex.create(index, **geometry))
+
+    with torch.no_grad():
+        full = model(input_ids=ids[None], logits_to_keep=steps, use_cache=False).logits[0]
+        with attach(model, index=measured, k=k, **(attach_options or {})) as cache:
+            prefill(model, ids, cache, stop=len(prompt), chunk=chunk)
+            for step in range(steps):
+                here = ids[None, len(prompt) + step : len(prompt) + step + 1]
+                logits = model(input_ids=here, past_key_values=cache).logits[0, -1]
+                divergence += kl(full[step], logits)
+                agreed += int(full[step].argmax() == logits.argmax())
+                if on_progress:
+                    on_progress(step + 1, steps)
+            layers = [layer for layer in cache.indexes() if isinstance(layer, MeasureRecall)]
+    return Fidelity(
+        steps=steps,
+        kl_mean=divergence / steps,
+        agreement=agreed / steps,
+        recall_at_k=sum(layer.recall() for layer in layers) / len(layers),
+        recall_limit=sum(layer.limit() for layer in layers) / len(layers),
+    )
+
+
+def kl(full: Tensor, other: Tensor) -> float:
+    """`KL(full ‖ other)` in nats between the distributions of two vectors of logits `[V]`."""
+    p = full.double().log_softmax(-1)
+    q = other.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum())

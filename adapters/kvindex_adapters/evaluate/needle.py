@@ -1,0 +1,60 @@
+"""A needle in real text: one fact hidden in a long prompt, and a question about it.
+
+The wording follows RULER's needle task (Hsieh et al., 2024); the haystack is the caller's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvindex_adapters.hf.generation import encode_prompt
+
+KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier", "compass")
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A prompt with a needle: its ids int64 `[N]`, the key asked for, the value to be found."""
+
+    ids: Tensor
+    key: str
+    value: str
+
+    def found(self, answer: str) -> bool:
+        """Whether the answer holds the value."""
+        return self.value in answer
+
+
+def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Needle:
+    """A prompt of at most `tokens` tokens: paragraphs in random order, the needle among them.
+
+    Shorter where the text is. Raises ValueError where there is no room for any paragraph.
+    """
+    draw = random.Random(seed)
+    key, value = draw.choice(KEYS), str(draw.randint(10**6, 10**7 - 1))
+    needle = f"One of the special magic numbers for {key} is: {value}."
+    room = tokens - len(_prompt(tokenizer, [needle], key))
+    chosen: list[str] = []
+    for paragraph in draw.sample(list(text), len(text)):
+        room -= len(tokenizer(paragraph + "\n\n", add_special_tokens=False)["input_ids"])
+        if room < 0:
+            break
+        chosen.append(paragraph)
+    if not chosen:
+        raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")
+    chosen.insert(draw.randint(0, len(chosen)), needle)
+    return Needle(_prompt(tokenizer, chosen, key), key, value)
+
+
+def _prompt(tokenizer: Any, body: list[str], key: str) -> Tensor:
+    text = "\n\n".join(body)
+    content = (
+        "A special magic number is hidden in the text below. Memorize it; a question about it "
+        f"follows.\n\n{text}\n\nWhat is the special magic number for {key} in the text above?"
+    )
+    return encode_prompt(tokenizer, [{"role": "user", "content": content}])

@@ -1,0 +1,160 @@
+"""`attach`: a context in which a model's attention runs through indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+import kvindex
+from kvindex.layer import AttentionLayer
+from kvindex.protocol import KVIndex
+from kvindex_adapters.hf.attention import NAME, attached
+from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.refuse import UnsupportedError, check_model
+
+IndexFactory = Callable[..., KVIndex]
+"""Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
+
+
+@contextmanager
+def attach(
+    model: PreTrainedModel,
+    *,
+    index: str | IndexFactory = "pariskv",
+    k: int = 100,
+    sink: int = 64,
+    local: int = 256,
+    update_every: int = 256,
+    full_threshold: int = 2048,
+    dense_layers: Sequence[int] = (),
+    index_options: Mapping[str, Any] | None = None,
+) -> Iterator[IndexCache]:
+    """A cache for `past_key_values`; inside the context the model attends through it.
+
+    index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
+    k: rows per KV head that a step retrieves; sink, local, update_every: sizes of the regions
+    (`kvindex.layer`); full_threshold: below this many tokens the index fills but attention is
+    dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
+    for the index (`preset`, `store`, …). Afterwards the model is as it was.
+
+    Raises UnsupportedError (a ValueError) for a model that cannot be served, ValueError for a bad
+    argument, before anything is changed.
+    """
+    config = check_model(model)
+    decoder = _decoder(model)
+    if any(module in attached for module in model.modules()):
+        raise ValueError("model: got one that is attached already, allowed is one attach() a time")
+
+    def make(**geometry: Any) -> AttentionLayer:
+        if isinstance(index, str):
+            made: KVIndex = kvindex.create(index, **{**geometry, **(index_options or {})})
+        else:
+            made = index(**{**geometry, **(index_options or {})})
+        sizes = dict(sink=sink, local=local, update_every=update_every)
+        return AttentionLayer(made, k=k, full_threshold=full_threshold, **sizes)
+
+    make(**_geometry(config))  # bad arguments raise here, not in the first forward
+    cache = IndexCache(config, make, dense_layers)
+    before = [(c, c._attn_implementation) for c in _configs(model)]
+    handles: list[Any] = []
+    try:
+        model.set_attn_implementation(_request(model, config))
+        if config._attn_implementation != NAME:
+            raise UnsupportedError(
+                f"model: got {type(model).__name__}, whose attention does not go through "
+                "transformers' AttentionInterface"
+            )
+        attached.update((module, cache) for module in model.modules())
+        handles = _watch(decoder, cache)
+        yield cache
+    finally:
+        cache.close()
+        for handle in handles:
+            handle.remove()
+        for module in model.modules():
+            attached.pop(module, None)
+        for some, implementation in before:
+            some._attn_implementation_internal = implementation
+
+
+def _watch(decoder: nn.Module, cache: IndexCache) -> list[Any]:
+    """Hooks that refuse a forward without our cache and undo one that fails half way."""
+    state: dict[str, Any] = {}
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state["lengths"], state["done"] = cache.lengths(), False
+        if kwargs.get("output_attentions"):
+            raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
+        given = kwargs.get("past_key_values")
+        if given is not cache:
+            raise UnsupportedError(
+                f"past_key_values: got {type(given).__name__}, allowed inside attach() is the "
+                "cache that it gave: model.generate(…, past_key_values=cache)"
+            )
+        cache.check_usable()
+        state["started"] = True
+
+    def succeeded(module: nn.Module, args: Any, output: Any) -> None:
+        cache.check_taken()
+        state["done"] = True
+
+    def finally_(module: nn.Module, args: Any, output: Any) -> None:
+        if state.pop("started", False) and not state["done"]:
+            cache.recover(state["lengths"])
+
+    return [
+        decoder.register_forward_pre_hook(before, with_kwargs=True),
+        decoder.register_forward_hook(succeeded),
+        decoder.register_forward_hook(finally_, always_call=True),
+    ]
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The module whose forward takes `past_key_values` and runs the layers."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, nn.Module) else model
+
+
+def _geometry(config: Any) -> dict[str, Any]:
+    """The geometry that a configuration shows, as far as it does."""
+    heads = getattr(config, "num_attention_heads", 1)
+    per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "q_heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": per_head,
+    }
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Every configuration object of the model and its parts, once."""
+    found: dict[int, Any] = {id(model.config): model.config}
+    queue = [model.config]
+    while queue:
+        config = queue.pop()
+        for name in getattr(config, "sub_configs", {}):
+            sub = getattr(config, name, None)
+            if sub is not None and id(sub) not in found:
+                found[id(sub)] = sub
+                queue.append(sub)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            found.setdefault(id(config), config)
+    return list(found.values())
+
+
+def _request(model: PreTrainedModel, config: Any) -> dict[str, str]:
+    """What to ask of `set_attn_implementation` so that only the decoder changes."""
+    if config is model.config:
+        return {"": NAME}
+    for name in model.config.sub_configs:
+        if getattr(model.config, name) is config:
+            return {name: NAME}
+    raise UnsupportedError(
+        f"model: got {type(model).__name__}, whose decoder's configuration is nested too deeply"
+    )

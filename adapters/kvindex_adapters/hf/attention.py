@@ -1,0 +1,151 @@
+"""The attention function and the mask function that transformers calls, under one name."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from kvindex.ops.attention import attend_blocks
+from kvindex_adapters.hf.cache import IndexCache, IndexedLayer
+from kvindex_adapters.hf.refuse import UnsupportedError, check_attention
+
+NAME = "kvindex"
+"""What the attention implementation is called in a model's configuration."""
+
+QUERIES = 1024
+"""Queries of a dense layer taken at a time: bounds the logits held, not the result."""
+
+attached: WeakKeyDictionary[nn.Module, IndexCache] = WeakKeyDictionary()
+"""The cache of every module of an attached model."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query `[B, H, T, D]`: (output `[B, T, H, Dv]`, no weights).
+
+    Raises UnsupportedError for a call that cannot be served.
+    """
+    name = type(module).__name__
+    cache = attached.get(module)
+    layer = None if cache is None else cache.take_pending()
+    if cache is None or layer is None:
+        raise UnsupportedError(
+            f"{name}: got a call without the cache that attach() gave; pass it as past_key_values"
+        )
+    check_attention(name, module, query.shape[2], dropout, kwargs)
+    with torch.no_grad():
+        if isinstance(layer, IndexedLayer):
+            if attention_mask is not None and attention_mask.ndim != 2:
+                raise UnsupportedError(
+                    f"attention_mask: got one of shape {list(attention_mask.shape)} in a "
+                    "full-attention layer, allowed is causal attention with left padding [B, N]"
+                )
+            mask = None if attention_mask is None else attention_mask.bool()
+            output = layer.attend(query, key, value, mask, scale=scaling, softcap=softcap)
+        else:
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            output = _dense(query, key, value, attention_mask, scaling, softcap)
+    output = output.to(query.dtype).transpose(1, 2).contiguous()
+    if torch.is_grad_enabled() and query.requires_grad:
+        output = _NoGradient.apply(output, query)
+    return output, None
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of a step: padding bool `[B, N]` for causal attention, or None without padding.
+
+    Whatever is not plain causal attention (sliding windows, chunks) gets the 4-D mask that sdpa
+    would get, except that a single query that sees everything gets none.
+    """
+    if attention_mask is not None and bool(attention_mask.all()):
+        attention_mask = None
+    if mask_function is causal_mask_function:
+        if attention_mask is None:
+            return None
+        padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        return torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip and q_length == 1,
+        **kwargs,
+    )
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """A layer without an index: `T` queries, the newest of `N` tokens, over all of them.
+
+    mask: bool `[B, 1, T, N]`; `[B, N]`, padding beside causal order; or None for causal order.
+    """
+    T, N = query.shape[2], key.shape[2]
+    parts = []
+    for start in range(0, T, QUERIES):
+        some = query[:, :, start : start + QUERIES]
+        if mask is not None and mask.ndim == 4:
+            visible = mask[:, :, start : start + QUERIES, :N]
+        else:
+            rows = torch.arange(N, device=query.device)
+            newest = rows[N - T + start : N - T + start + some.shape[2]]
+            visible = (rows <= newest[:, None])[None, None]
+            if mask is not None:
+                visible = visible & mask[:, None, None, :N]
+        if visible.dtype == torch.bool:
+            visible = torch.zeros_like(visible, dtype=torch.float32).masked_fill(
+                ~visible, float("-inf")
+            )
+        parts.append(attend_blocks(some, [(key, value, visible)], scale=scale, softcap=softcap))
+    return torch.cat(parts, dim=2)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Identity that refuses to go backward: rows in an index have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UnsupportedError(
+            "backward: got a call, allowed is inference: an index has no gradient"
+        )

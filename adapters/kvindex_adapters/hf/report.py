@@ -1,0 +1,38 @@
+"""What a cache has read and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Report:
+    """Sums and means over the indexed layers of a cache.
+
+    tokens: length of the sequence; layers: layers with an index; steps: one-query steps that
+    searched, per layer; rows_read, rows_full: rows per step and KV head that were attended to and
+    that full attention would have read; bytes_fetched: rows copied out of the stores;
+    nbytes: bytes in use per tier (`codes`, `rows`, `window`; `other` for layers without index).
+    """
+
+    tokens: int
+    layers: int
+    steps: int
+    rows_read: float
+    rows_full: float
+    bytes_fetched: int
+    nbytes: dict[str, int]
+
+    @property
+    def rows_read_fraction(self) -> float:
+        """Rows read over rows that full attention would have read; 1 before the first search."""
+        return self.rows_read / self.rows_full if self.rows_full else 1.0
+
+    def __str__(self) -> str:
+        tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in self.nbytes.items())
+        return (
+            f"{self.tokens} tokens in {self.layers} indexed layers; {self.steps} searching steps "
+            f"read {self.rows_read:.0f} of {self.rows_full:.0f} rows per KV head "
+            f"({self.rows_read_fraction:.1%}) and fetched {self.bytes_fetched / 2**20:.1f} MiB; "
+            f"memory: {tiers}"
+        )
