@@ -56,8 +56,15 @@ class Rows:
 class KVIndex(Protocol):
     """A searchable store of the keys and values of one attention layer."""
 
-    geometry: Geometry
-    config: Any
+    @property
+    def geometry(self) -> Geometry:
+        """Shapes, scale and place."""
+        ...
+
+    @property
+    def config(self) -> Any:
+        """The index's own configuration, a frozen dataclass."""
+        ...
 
     def encode(self, keys: Tensor) -> Codes:
         """Codes of keys `[B, G, N, D]`; deterministic, changes nothing."""

@@ -61,7 +61,7 @@ def attention(
             output = _dense(query, key, value, attention_mask, scaling, softcap)
     output = output.to(query.dtype).transpose(1, 2).contiguous()
     if torch.is_grad_enabled() and query.requires_grad:
-        output = _NoGradient.apply(output, query)
+        output = _NoGradient.apply(output, query)  # type: ignore[no-untyped-call]
     return output, None
 
 

@@ -15,7 +15,7 @@ class UnsupportedError(ValueError):
 def check_model(model: PreTrainedModel) -> Any:
     """The configuration of the model's decoder, if the adapter serves the model.
 
-    Raises TypeError for what is no transformers model, UnsupportedError for a model it cannot serve.
+    Raises TypeError for what is no transformers model, UnsupportedError for one it cannot serve.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, allowed is a transformers model")
