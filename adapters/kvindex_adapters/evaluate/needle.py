@@ -1,6 +1,7 @@
 """A needle in real text: one fact hidden in a long prompt, and a question about it.
 
-The wording follows RULER's needle task (Hsieh et al., 2024); the haystack is the caller's.
+After the single-needle task of RULER (Hsieh et al., 2024), in words that SmolLM2-135M answers
+with full attention; the haystack is the caller's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Need
     """
     draw = random.Random(seed)
     key, value = draw.choice(KEYS), str(draw.randint(10**6, 10**7 - 1))
-    needle = f"One of the special magic numbers for {key} is: {value}."
+    needle = f"The special magic number for {key} is {value}."
     room = tokens - len(_prompt(tokenizer, [needle], key))
     chosen: list[str] = []
     for paragraph in draw.sample(list(text), len(text)):
@@ -53,8 +54,5 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Need
 
 def _prompt(tokenizer: Any, body: list[str], key: str) -> Tensor:
     text = "\n\n".join(body)
-    content = (
-        "A special magic number is hidden in the text below. Memorize it; a question about it "
-        f"follows.\n\n{text}\n\nWhat is the special magic number for {key} in the text above?"
-    )
+    content = f"{text}\n\nWhat is the special magic number for {key} that the text mentions?"
     return encode_prompt(tokenizer, [{"role": "user", "content": content}])

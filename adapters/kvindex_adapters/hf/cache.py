@@ -118,7 +118,7 @@ class IndexedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `b` of the batch becomes what row `beam_idx[b]` was."""
         if self.attention is not None:
-            self.attention.reorder(beam_idx)
+            self.attention.reorder(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch `repeats` times in a row."""

@@ -1,0 +1,181 @@
+"""The cache on its own: crop, the batch operations, reports, and what attach() leaves behind."""
+
+import kvindex_adapters.hf as kvhf
+import pytest
+import torch
+from kvindex_adapters.hf.attention import NAME, attached
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import kvindex
+from tests.adapters.tiny import SMALL, build, dense_steps, prompt, steps
+
+REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("cropped", [0, 1, 5, 9, 25, 39])
+def test_crop_then_go_on(model, cropped):
+    """Inside the local window, past it, and deep in the index."""
+    inputs = prompt(1, 60)
+    kept = 40 - cropped
+    again = {name: torch.cat([t[:, :kept], t[:, 40:]], dim=1) for name, t in inputs.items()}
+    expected = dense_steps(model, again, [kept] + [1] * 20)[1:]
+    with kvhf.attach(model, **REGIONS) as cache:
+        steps(model, cache, inputs, [30] + [1] * 10)
+        cache.crop(-cropped)
+        assert cache.get_seq_length() == kept
+        logits = []
+        for step in range(20):
+            position = torch.tensor([[kept + step]])
+            ids = inputs["input_ids"][:, 40 + step, None]
+            with torch.no_grad():
+                out = model(input_ids=ids, position_ids=position, past_key_values=cache)
+            logits.append(out.logits)
+    assert torch.allclose(torch.cat(logits), torch.cat(expected), atol=1e-4)
+
+
+def test_crop_beyond_the_start_empties(model):
+    with kvhf.attach(model, **REGIONS) as cache:
+        steps(model, cache, prompt(1, 30), [30])
+        cache.crop(-100)
+        assert cache.get_seq_length() == 0
+
+
+def test_crop_refuses_positive_numbers(model):
+    with kvhf.attach(model, **REGIONS) as cache:
+        steps(model, cache, prompt(1, 30), [30])
+        with pytest.raises(ValueError, match="tokens_to_remove: got 5, allowed is 0 or minus"):
+            cache.crop(5)
+        assert cache.get_seq_length() == 30
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+    ],
+    ids=["repeat", "select", "select-mask", "reorder"],
+)
+def test_batch_operations(model, change, rows):
+    inputs = prompt(3, 50, padded=True)
+    chosen = {name: tensor[rows] for name, tensor in inputs.items()}
+    expected = dense_steps(model, chosen, [40] + [1] * 10)[1:]
+    with kvhf.attach(model, **REGIONS) as cache:
+        steps(model, cache, {n: t[:, :40] for n, t in inputs.items()}, [40])
+        change(cache)
+        logits = []
+        for step in range(40, 50):
+            with torch.no_grad():
+                out = model(
+                    input_ids=chosen["input_ids"][:, step, None],
+                    attention_mask=chosen["attention_mask"][:, : step + 1],
+                    position_ids=chosen["attention_mask"][:, : step + 1].sum(1, keepdim=True) - 1,
+                    past_key_values=cache,
+                )
+            logits.append(out.logits)
+    assert torch.allclose(torch.cat(logits), torch.cat(expected), atol=1e-4)
+
+
+def test_report_counts_rows_bytes_and_memory(model):
+    inputs = prompt(1, 60)
+    options = {**REGIONS, "index": "pariskv", "k": 5}
+    with kvhf.attach(model, **options) as cache:
+        steps(model, cache, inputs, [50] + [1] * 10)
+        report = cache.report()
+    assert (report.tokens, report.layers, report.steps) == (60, 2, 10)
+    # 4 sink, 5 hits, 8 local and a buffer of 1 to 8 tokens: 50 tokens leave 8 local, then updates
+    buffers = [1 + step % 8 for step in range(10)]
+    assert report.rows_read == pytest.approx(sum(4 + 5 + 8 + b for b in buffers) / 10)
+    assert report.rows_full == pytest.approx(sum(range(51, 61)) / 10)
+    assert report.bytes_fetched == 2 * 10 * 2 * 5 * (16 + 16) * 4
+    assert report.nbytes["rows"] == 2 * (60 - 8 - 2) * 2 * 32 * 4
+    assert set(report.nbytes) == {"codes", "rows", "window"}
+    assert "10 searching steps read" in str(report)
+
+
+def test_a_factory_makes_the_indexes(model):
+    made = []
+
+    def factory(**geometry):
+        made.append(kvindex.create("exact", **geometry))
+        return made[-1]
+
+    with kvhf.attach(model, **{**REGIONS, "index": factory}) as cache:
+        steps(model, cache, prompt(1, 30), [30])
+        assert [id(index) for index in cache.indexes()] == [id(index) for index in made[1:]]
+
+
+def test_index_options_reach_the_index(model):
+    options = {"index_options": {"beta": 0.3, "store": "host"}}
+    with kvhf.attach(model, index="pariskv:rho=0.4", **options) as cache:
+        steps(model, cache, prompt(1, 30), [30])
+        config = cache.indexes()[0].config
+    assert (config.beta, config.rho) == (0.3, 0.4)
+
+
+def test_the_model_is_as_it_was(model):
+    before = model.config.to_dict()
+    implementation = model.config._attn_implementation
+    with pytest.raises(RuntimeError, match="stop"), kvhf.attach(model, **REGIONS):
+        assert model.config._attn_implementation == NAME
+        raise RuntimeError("stop")
+    assert model.config._attn_implementation == implementation
+    assert model.config.to_dict() == before
+    assert not any(module in attached for module in model.modules())
+    assert not model.model._forward_hooks
+    assert not model.model._forward_pre_hooks
+    expected = dense_steps(model, prompt(1, 20), [20])
+    assert torch.equal(dense_steps(model, prompt(1, 20), [20])[0], expected[0])
+
+
+def test_sub_configurations_are_restored_and_the_vision_part_is_left_alone():
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    text = {**SMALL, "layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 16}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=text,
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=100,
+        boi_token_index=99,
+        eoi_token_index=98,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    inputs = prompt(1, 30)
+    inputs["input_ids"] = inputs["input_ids"].clamp_max(90)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    with kvhf.attach(model, **REGIONS) as cache:
+        assert model.config.text_config._attn_implementation == NAME
+        assert model.config.vision_config._attn_implementation == "eager"
+        with torch.no_grad():
+            logits = model(**inputs, past_key_values=cache).logits
+    assert torch.allclose(logits, expected, atol=1e-4)
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    assert [part._attn_implementation for part in parts] == ["eager"] * 3
+
+
+def test_a_step_that_fails_half_way_is_undone(model):
+    inputs = prompt(1, 40)
+    expected = dense_steps(model, inputs, [30] + [1] * 10)
+    with kvhf.attach(model, **REGIONS) as cache:
+        logits = steps(model, cache, {n: t[:, :30] for n, t in inputs.items()}, [30])
+        last = model.model.layers[-1].self_attn
+        handle = last.register_forward_pre_hook(lambda *call: 1 / 0)
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            model(input_ids=inputs["input_ids"][:, 30:31], past_key_values=cache)
+        handle.remove()
+        assert cache.lengths() == [30, 30]
+        for step in range(30, 40):
+            with torch.no_grad():
+                ids = inputs["input_ids"][:, step, None]
+                logits.append(model(input_ids=ids, past_key_values=cache).logits)
+    assert torch.allclose(torch.cat(logits, 1), torch.cat(expected, 1), atol=1e-4)

@@ -1,0 +1,50 @@
+"""With `exact` and k as long as the sequence, every family computes what full attention does."""
+
+import kvindex_adapters.hf as kvhf
+import pytest
+import torch
+from kvindex_adapters.hf.cache import IndexedLayer
+
+from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
+
+TOLERANCE = 1e-4
+SIZES = [40] + [1] * 14 + [6] + [1] * 4  # prompt, decoding over an update, a second turn
+REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("batch", "padded"), [(1, False), (3, True)], ids=["one", "padded-3"])
+def test_logits_equal_full_attention(family, batch, padded):
+    model, inputs = build(family), prompt(batch, sum(SIZES), padded=padded)
+    expected = dense_steps(model, inputs, SIZES)
+
+    with kvhf.attach(model, index="exact", **REGIONS) as cache:
+        logits = steps(model, cache, inputs, SIZES)
+        layers = [layer for layer in cache.layers if isinstance(layer, IndexedLayer)]
+        searches = [layer.attention.traffic.steps for layer in layers]
+
+    worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
+    assert worst < TOLERANCE
+    assert float(expected[-1].abs().max()) > 100 * TOLERANCE  # the comparison means something
+    full = getattr(model.config, "layer_types", None) or ["full_attention"] * len(cache.layers)
+    assert len(layers) == full.count("full_attention") > 0
+    assert searches == [SIZES.count(1)] * len(layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pariskv_runs_and_is_close_in_every_family(family):
+    """Enough rows to see all: differences come from what is retrieved, and nothing is left out."""
+    model, inputs = build(family), prompt(2, sum(SIZES), padded=True)
+    expected = dense_steps(model, inputs, SIZES)
+    with kvhf.attach(model, index="pariskv", **REGIONS) as cache:
+        logits = steps(model, cache, inputs, SIZES)
+    assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in zip(logits, expected, strict=True))
+
+
+def test_the_comparison_can_fail():
+    model, inputs = build("llama"), prompt(1, sum(SIZES))
+    expected = dense_steps(model, inputs, SIZES)
+    with kvhf.attach(model, index="exact", **{**REGIONS, "k": 1, "sink": 0}) as cache:
+        logits = steps(model, cache, inputs, SIZES)
+    worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
+    assert worst > 10 * TOLERANCE

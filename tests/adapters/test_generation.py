@@ -1,0 +1,224 @@
+"""generate() through an index gives what it gives with full attention, in every mode."""
+
+import kvindex_adapters.hf as kvhf
+import pytest
+import torch
+from kvindex_adapters.hf.generation import prefill
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from tests.adapters.tiny import VOCABULARY, build, prompt
+
+REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", eos_token_id=None)
+
+
+def full(model, inputs, **options):
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+def indexed(model, inputs, **options):
+    with kvhf.attach(model, **REGIONS) as cache:
+        options = {"do_sample": False, **options}
+        return model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, **options)
+
+
+def test_greedy(model):
+    inputs = prompt(1, 50)
+    assert torch.equal(indexed(model, inputs), full(model, inputs))
+
+
+def test_left_padded_batch(model):
+    inputs = prompt(3, 50, padded=True)
+    assert torch.equal(indexed(model, inputs), full(model, inputs))
+
+
+def test_a_batch_equals_its_rows(model):
+    """Mistake 8: metadata of left-padded batches read at the wrong place."""
+    inputs = prompt(3, 50, padded=True)
+    together = indexed(model, inputs)
+    for row in range(3):
+        alone = {name: tensor[row : row + 1, 5 * row :] for name, tensor in inputs.items()}
+        assert torch.equal(indexed(model, alone)[0], together[row, 5 * row :])
+
+
+def test_positions_are_those_of_full_attention(model):
+    """Mistake 2: positions off by one after the first layer. Rotary angles show in the logits."""
+    seen = []
+    inputs = prompt(1, 50)
+    handle = model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"].tolist()[0]),
+        with_kwargs=True,
+    )
+    indexed(model, inputs)
+    handle.remove()
+    assert seen[0] == list(range(50))
+    assert [step[0] for step in seen[1:]] == list(range(50, 50 + NEW - 1))
+
+
+def test_beam_search(model):
+    inputs = prompt(2, 40, padded=True)
+    beams = dict(num_beams=3, num_return_sequences=2)
+    assert torch.equal(indexed(model, inputs, **beams), full(model, inputs, **beams))
+
+
+def test_sampling_with_a_seed(model):
+    inputs = prompt(2, 40)
+
+    def sample(generate):
+        torch.manual_seed(5)
+        return generate(do_sample=True, temperature=0.7, top_k=20, num_return_sequences=2)
+
+    ours = sample(lambda **options: indexed(model, inputs, **options))
+    theirs = sample(lambda **options: model.generate(**inputs, max_new_tokens=NEW, **options))
+    assert torch.equal(ours, theirs)
+
+
+def test_assisted_decoding(model):
+    """Verification steps have several queries, and rejected tokens are cropped."""
+    assistant = build("llama", num_hidden_layers=1, eos_token_id=None)
+    inputs = prompt(1, 40)
+    with kvhf.attach(model, **REGIONS) as cache:
+        out = model.generate(
+            **inputs,
+            past_key_values=cache,
+            assistant_model=assistant,
+            max_new_tokens=NEW,
+            do_sample=False,
+        )
+        assert cache.report().tokens == out.shape[1] - 1
+    assert torch.equal(out, full(model, inputs))
+
+
+def test_prompt_lookup_decoding(model):
+    ids = prompt(1, 12)["input_ids"].repeat(1, 4)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(indexed(model, inputs, prompt_lookup_num_tokens=3), full(model, inputs))
+
+
+def test_chunked_prefill(model):
+    inputs = prompt(1, 50)
+    assert torch.equal(indexed(model, inputs, prefill_chunk_size=7), full(model, inputs))
+
+
+def test_second_turn_reuses_the_cache(model):
+    first = prompt(1, 40)
+    with kvhf.attach(model, **REGIONS) as cache:
+        options = dict(past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        turn = model.generate(**first, **options)
+        ids = torch.cat([turn, prompt(1, 9)["input_ids"]], dim=1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        out = model.generate(**second, **options)
+    assert torch.equal(out, full(model, second))
+
+
+def test_reset_starts_anew(model):
+    inputs, other = prompt(1, 40), prompt(2, 30)
+    with kvhf.attach(model, **REGIONS) as cache:
+        options = dict(past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        model.generate(**inputs, **options)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        out = model.generate(**other, **options)
+    assert torch.equal(out, full(model, other))
+
+
+def test_dense_layers_keep_their_own_cache(model):
+    inputs = prompt(2, 40, padded=True)
+    with kvhf.attach(model, **REGIONS, dense_layers=(0, 3)) as cache:
+        assert [type(layer).__name__ for layer in cache.layers] == [
+            "DynamicLayer",
+            "IndexedLayer",
+            "IndexedLayer",
+            "DynamicLayer",
+        ]
+        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(out, full(model, inputs))
+
+
+def test_below_the_threshold_attention_is_dense_and_the_index_fills(model):
+    inputs = prompt(1, 50)
+    options = {**REGIONS, "k": 1, "sink": 0, "full_threshold": 1000}
+    with kvhf.attach(model, **options) as cache:
+        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        report = cache.report()
+        assert all(len(index) > 0 for index in cache.indexes())
+    assert torch.equal(out, full(model, inputs))
+    assert report.steps == 0
+    assert report.rows_read_fraction == 1.0
+
+
+def test_half_precision(model):
+    half = build("llama", eos_token_id=None).to(torch.bfloat16)
+    inputs = prompt(2, 50, padded=True)
+    out = indexed(half, inputs)
+    assert out.shape == (2, 50 + NEW)
+
+
+class Words:
+    """A stand-in for a tokenizer: words are numbers."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids, **options):
+        return " ".join(str(int(i)) for i in ids)
+
+
+class Collect(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("index", ["exact", None])
+@pytest.mark.parametrize("length", [1, 2, 9, 16, 17, 33, 50])
+def test_one_call(model, index, length):
+    inputs, streamer, calls = prompt(1, length), Collect(), []
+    options = {key: value for key, value in REGIONS.items() if key not in ("index", "k")}
+    result = kvhf.generate(
+        model,
+        Words(),
+        " ".join(map(str, inputs["input_ids"][0].tolist())),
+        index=index,
+        k=500,
+        max_new_tokens=NEW,
+        chunk=8,
+        streamer=streamer,
+        on_progress=lambda *call: calls.append(call),
+        attach_options=options if index else None,
+    )
+    expected = full(model, inputs)[0]
+    assert torch.equal(torch.cat([result.prompt_ids, result.answer_ids]), expected)
+    assert streamer.tokens == expected.tolist()
+    assert streamer.ended
+    assert calls[-1] == ("decode", NEW, NEW)
+    assert ("prefill", length, length) in calls
+    assert result.token_s > 0
+    assert (result.report is None) == (index is None)
+
+
+def test_prefill_never_leaves_a_chunk_of_one_token(model):
+    sizes = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for length in range(2, 20):
+        sizes.clear()
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            prefill(model, torch.arange(3, 3 + length), cache, stop=length, chunk=4)
+        assert sum(sizes) == length
+        assert min(sizes) > 1
+    handle.remove()
+    assert VOCABULARY > 23

@@ -1,0 +1,241 @@
+"""What is not served is refused in words that name it, and nothing is left changed."""
+
+import kvindex_adapters.hf as kvhf
+import pytest
+import torch
+from kvindex_adapters.hf.attention import NAME
+from kvindex_adapters.hf.refuse import UnsupportedError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    StaticCache,
+)
+
+from tests.adapters.tiny import MIXED, SMALL, build, prompt
+
+REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+MLA = dict(
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    n_group=1,
+    topk_group=1,
+    num_key_value_heads=4,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", num_hidden_layers=2)
+
+
+def refused(model, match, **options):
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=match), kvhf.attach(model, **{**REGIONS, **options}):
+        pass
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "match"),
+    [
+        ("deepseek_v3", MLA, "multi-head latent attention"),
+        ("gpt_oss", {"num_local_experts": 4}, "learnt sinks"),
+        (
+            "gemma4_text",
+            {**MIXED, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
+            "share keys and values",
+        ),
+        ("bloom", {"hidden_size": 64, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
+        ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
+        ("mistral", {"sliding_window": 16}, "no full-attention layer"),
+        ("mamba", {"state_size": 4}, "no full-attention layer|AttentionInterface"),
+    ],
+)
+def test_models_that_are_not_served(family, options, match):
+    refused(build(family, **options), match)
+
+
+def test_encoder_decoders_are_refused():
+    config = AutoConfig.for_model("t5", d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
+    refused(AutoModelForSeq2SeqLM.from_config(config), "encoder-decoder")
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="model: got Linear, allowed is a transformers model"):
+        kvhf.attach(torch.nn.Linear(2, 2)).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"index": "parisvk"}, "index: got 'parisvk'.*did you mean 'pariskv'"),
+        ({"index": "pariskv:bta=.1"}, "option: got 'bta'.*did you mean 'beta'"),
+        ({"index": "pariskv", "index_options": {"beta": 2}}, "beta: got 2"),
+        ({"k": 0}, "k: got 0, allowed is an integer of at least 1"),
+        ({"sink": -1}, "sink: got -1"),
+        ({"local": -1}, "local: got -1"),
+        ({"update_every": 0}, "update_every: got 0"),
+        ({"full_threshold": -1}, "full_threshold: got -1"),
+        ({"dense_layers": (7,)}, "dense_layers: got 7, allowed are 0 to 1"),
+    ],
+)
+def test_bad_arguments(model, options, match):
+    refused(model, match, **options)
+
+
+def test_head_dimension_not_divisible_by_8():
+    refused(build("llama", head_dim=12), "head_dim: got 12, allowed is a multiple of 8")
+
+
+def test_attaching_twice(model):
+    with kvhf.attach(model, **REGIONS):
+        with (
+            pytest.raises(ValueError, match="attached already"),
+            kvhf.attach(model, **REGIONS),
+        ):
+            pass
+        assert model.config._attn_implementation == NAME  # the first one is still there
+
+
+def test_output_attentions(model):
+    inputs = prompt(1, 20)
+    with kvhf.attach(model, **REGIONS) as cache:
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(**inputs, past_key_values=cache, output_attentions=True)
+        with pytest.raises(ValueError, match="output_attentions"):
+            options = dict(output_attentions=True, return_dict_in_generate=True)
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=2, **options)
+        assert cache.get_seq_length() == 0
+
+
+def test_generate_without_our_cache(model):
+    with kvhf.attach(model, **REGIONS):
+        with pytest.raises(ValueError, match="past_key_values: got DynamicCache"):
+            model.generate(**prompt(1, 20), max_new_tokens=2)
+        with pytest.raises(ValueError, match="past_key_values: got NoneType"):
+            model(**prompt(1, 20))
+
+
+@pytest.mark.parametrize("kind", [StaticCache, DynamicCache])
+def test_other_caches(model, kind):
+    options = {"max_cache_len": 64} if kind is StaticCache else {}
+    other = kind(config=model.config, **options)
+    with (
+        kvhf.attach(model, **REGIONS),
+        pytest.raises(ValueError, match=f"past_key_values: got {kind.__name__}"),
+    ):
+        model.generate(**prompt(1, 20), past_key_values=other, max_new_tokens=2)
+
+
+def test_static_cache_implementation(model):
+    with (
+        kvhf.attach(model, **REGIONS) as cache,
+        pytest.raises(ValueError, match="cache_implementation"),
+    ):
+        model.generate(**prompt(1, 20), past_key_values=cache, cache_implementation="static")
+
+
+def test_use_after_the_context_has_closed(model):
+    with kvhf.attach(model, **REGIONS) as cache:
+        model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2)
+    assert cache.report().tokens == 21
+    with pytest.raises(RuntimeError, match="context has closed"):
+        model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2)
+
+
+def test_the_cache_of_another_model(model):
+    other = build("llama", num_hidden_layers=2)
+    with (
+        kvhf.attach(model, **REGIONS) as cache,
+        pytest.raises(UnsupportedError, match="not the model that this cache was attached to"),
+    ):
+        other(**prompt(1, 20), past_key_values=cache)
+
+
+def test_right_padding(model):
+    inputs = prompt(2, 20)
+    inputs["attention_mask"][1, 15:] = 0
+    with kvhf.attach(model, **REGIONS) as cache:
+        with pytest.raises(ValueError, match="padded token after a real one"):
+            model(**inputs, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_a_mask_that_changes_the_past(model):
+    inputs = prompt(1, 20)
+    with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        mask = torch.ones(1, 21, dtype=torch.long)
+        mask[0, :3] = 0
+        with pytest.raises(UnsupportedError, match="attention_mask: got one that hides tokens"):
+            model(input_ids=inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache)
+        assert cache.lengths() == [20, 20]
+
+
+def test_masks_other_than_causal(model):
+    inputs = prompt(1, 20)
+    mask = torch.zeros(1, 1, 20, 20)
+    with (
+        kvhf.attach(model, **REGIONS) as cache,
+        pytest.raises(UnsupportedError, match=r"attention_mask: got one of shape \[1, 1, 20, 20\]"),
+    ):
+        model(input_ids=inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+
+
+def test_training_is_refused(model):
+    inputs = prompt(1, 20)
+    with kvhf.attach(model, **REGIONS) as cache:
+        loss = model(**inputs, past_key_values=cache).logits.sum()
+        with pytest.raises(ValueError, match="inference"):
+            loss.backward()
+    training = build("llama", attention_dropout=0.1).train()
+    with (
+        kvhf.attach(training, **REGIONS) as cache,
+        pytest.raises(ValueError, match=r"dropout: got 0.1"),
+    ):
+        training(**inputs, past_key_values=cache)
+
+
+def test_iterating_and_offloading_are_refused(model):
+    with kvhf.attach(model, **REGIONS) as cache:
+        with pytest.raises(ValueError, match="iteration"):
+            list(cache)
+        with pytest.raises(ValueError, match="offloading"):
+            cache.offload(0)
+
+
+def test_a_class_around_the_interface_is_noticed():
+    """It says that it uses the interface and does not: the first forward refuses."""
+    model = build("llama", num_hidden_layers=2)
+    attention = type(model.model.layers[0].self_attn)
+
+    class Private(attention):
+        def forward(self, hidden_states, past_key_values=None, **kwargs):
+            states = self.k_proj(hidden_states)
+            states = states.view(*states.shape[:2], 2, 16).transpose(1, 2)
+            past_key_values.update(states, states, self.layer_idx)
+            return hidden_states, None
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Private
+    with (
+        kvhf.attach(model, **REGIONS) as cache,
+        pytest.raises(UnsupportedError, match="AttentionInterface"),
+    ):
+        model(**prompt(1, 20), past_key_values=cache)
+
+
+def test_empty_configuration_values_do_not_hide_a_refusal():
+    config = AutoConfig.for_model("llama", **{**SMALL, "num_hidden_layers": 1})
+    config.output_attentions = False
+    model = AutoModelForCausalLM.from_config(config)
+    with kvhf.attach(model, **REGIONS):
+        pass

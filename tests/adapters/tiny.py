@@ -1,0 +1,99 @@
+"""Tiny random models of many families, and what full attention says of their logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+VOCABULARY = 101
+LAYERS = 4
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    # large weights: attention is far from uniform, and a wrong row changes the logits
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    attention_dropout=0.0,
+)
+MIXED = dict(layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2), sliding_window=24)
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {**MIXED, "use_sliding_window": True},
+    "qwen3": {**MIXED, "use_sliding_window": True},
+    "qwen3_moe": {**EXPERTS, "sliding_window": None},
+    "mistral": {"sliding_window": None},
+    "mixtral": {**EXPERTS, "sliding_window": None},
+    "gemma2": {**MIXED, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 16},
+    "phi3": {"sliding_window": None},
+    "olmo2": {},
+    "granite": {"attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "cohere2": MIXED,
+    "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1, 0]},
+    "starcoder2": {"sliding_window": None},
+    "gpt_neox": {"num_key_value_heads": 4},
+}
+
+
+def build(family: str, **options: Any) -> PreTrainedModel:
+    """A model of the family with random float32 weights, from a fixed seed."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **options})
+    # sdpa knows no softcap; eager is then the only truth that transformers has
+    dense = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=dense)
+    return model.float().eval()
+
+
+def prompt(batch: int, length: int, *, padded: bool = False) -> dict[str, Tensor]:
+    """Random ids `[B, N]` and their attention mask; with padding, row b starts 5 b later."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(batch):
+            mask[row, : 5 * row] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def steps(
+    model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor], sizes: list[int]
+) -> list[Tensor]:
+    """Logits `[B, T, V]` of each step when the prompt is read `sizes` tokens at a time."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    logits, start = [], 0
+    with torch.no_grad():
+        for size in sizes:
+            stop = start + size
+            output = model(
+                input_ids=ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=positions[:, start:stop],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits.append(output.logits.masked_fill(mask[:, start:stop, None] == 0, 0))
+            start = stop
+    return logits
+
+
+def dense_steps(
+    model: PreTrainedModel, inputs: dict[str, Tensor], sizes: list[int]
+) -> list[Tensor]:
+    """The same with full attention and transformers' own cache."""
+    return steps(model, DynamicCache(config=model.config), inputs, sizes)
