@@ -88,8 +88,8 @@ class AttentionLayer:
         Raises ValueError or TypeError for a wrong tensor, NaN or infinity in valid keys (on a
         CUDA device later), or a padded token after a real one; the layer stays as it was.
         """
-        g, T = self.index.geometry, queries.shape[2]
         keys, values = self._checked(queries, keys, values, valid)
+        g, T = self.index.geometry, queries.shape[2]
         reserved = self._valid.reserve(len(self), keys, valid)
         if T == 1 and len(self) and not self._sealed:
             self.index.seal()
@@ -98,7 +98,7 @@ class AttentionLayer:
         self._valid.append(reserved)
         positions = torch.arange(len(self) - T, len(self), device=g.device)
         self.index.observe(queries, positions)
-        if T == 1 and len(self) >= self.full_threshold and len(self.index):
+        if self._searches(len(self), T):
             output = self._retrieve(queries[:, :, 0])[:, :, None]
         else:
             output = self._exact(queries, positions)
@@ -119,7 +119,7 @@ class AttentionLayer:
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Row `b` of the batch becomes what row `batch_indices[b]` was; int64 `[B']`."""
-        if len(self) == 0:
+        if "keys" not in self._window:
             return
         check.rows("batch_indices", batch_indices, self._window["keys"].shape[0])
         window = self._window.reordered(batch_indices)
@@ -149,6 +149,10 @@ class AttentionLayer:
         }
 
     # Attention
+
+    def _searches(self, length: int, T: int) -> bool:
+        """Whether `T` queries, the newest of `length` tokens, search the index."""
+        return T == 1 and length >= self.full_threshold and len(self.index) > 0
 
     def _exact(self, queries: Tensor, positions: Tensor) -> Tensor:
         """Exact causal attention of the newest tokens to everything: `[B, H, T, Dv]`."""
@@ -238,7 +242,7 @@ class AttentionLayer:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values with padded tokens as zeros, or an error and nothing changed."""
         g = self.index.geometry
-        B = self._window["keys"].shape[0] if len(self) else None
+        B = self._window["keys"].shape[0] if "keys" in self._window else None  # until reset
         shape = {"B": B, "G": g.kv_heads, "T": None, "D": g.head_dim}
         check.tensor("keys", keys, shape, g.dtype, g.device)
         shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
@@ -253,6 +257,8 @@ class AttentionLayer:
             keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
         if g.device.type != "cuda":
             check.finite("keys", keys)
+            if self._searches(len(self) + 1, queries.shape[2]):
+                check.finite("queries", queries)  # as the search would, but before it is too late
         return keys.detach(), values.detach()
 
     def _check_padding(self, valid: Tensor) -> None:

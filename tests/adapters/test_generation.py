@@ -1,12 +1,12 @@
 """generate() through an index gives what it gives with full attention, in every mode."""
 
-import kvindex_adapters.hf as kvhf
 import pytest
 import torch
-from kvindex_adapters.hf.generation import prefill
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.generation import prefill
 from tests.adapters.tiny import VOCABULARY, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)

@@ -1,10 +1,7 @@
 """What is not served is refused in words that name it, and nothing is left changed."""
 
-import kvindex_adapters.hf as kvhf
 import pytest
 import torch
-from kvindex_adapters.hf.attention import NAME
-from kvindex_adapters.hf.refuse import UnsupportedError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -13,6 +10,9 @@ from transformers import (
     StaticCache,
 )
 
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.attention import NAME
+from kvindex_adapters.hf.refuse import UnsupportedError
 from tests.adapters.tiny import MIXED, SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
@@ -110,8 +110,8 @@ def test_output_attentions(model):
     with kvhf.attach(model, **REGIONS) as cache:
         with pytest.raises(ValueError, match="output_attentions"):
             model(**inputs, past_key_values=cache, output_attentions=True)
+        options = dict(output_attentions=True, return_dict_in_generate=True)
         with pytest.raises(ValueError, match="output_attentions"):
-            options = dict(output_attentions=True, return_dict_in_generate=True)
             model.generate(**inputs, past_key_values=cache, max_new_tokens=2, **options)
         assert cache.get_seq_length() == 0
 

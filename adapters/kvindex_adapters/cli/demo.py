@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvindex_adapters.cli.generate import read_text
-from kvindex_adapters.cli.progress import Bars, bars
+from kvindex_adapters.cli.inputs import check_search, read_text
+from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
 from kvindex_adapters.evaluate.needle import Needle, hide
 from kvindex_adapters.evaluate.text import paragraphs, python_reference
@@ -40,10 +40,11 @@ def demo(
 ) -> None:
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
     text = paragraphs(read_text(prompt_file)) if prompt_file else python_reference()
+    check_search(index, k)
     folder, file = smollm2()
+    console.print("loading the model")  # transformers shows bars of its own
+    model, tokenizer = load(folder, gguf_file=file)
     with bars() as progress:
-        with progress.busy("loading the model"):
-            model, tokenizer = load(folder, gguf_file=file)
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
         full = _answer(progress, "full attention", model, tokenizer, needle, index=None)
         found = _answer(
@@ -140,10 +141,10 @@ def _show(result: dict[str, Any]) -> None:
     table.add_row("memory", "", tiers)
     table.add_row("prefill", f"{full['prefill_s']:.1f} s", f"{index['prefill_s']:.1f} s")
     table.add_row("per token", f"{full['token_s']:.2f} s", f"{index['token_s']:.2f} s")
-    console = Console()
-    console.print(table)
+    out = Console()
+    out.print(table)
     machine = result["machine"]
-    console.print(
+    out.print(
         f"{result['prompt_tokens']} prompt tokens; plain torch on {machine['cores']} cores of "
         f"{machine['processor']}: the times show what the reference costs, not what a GPU will."
     )

@@ -10,6 +10,8 @@ import torch
 import typer
 from transformers import TextStreamer
 
+from kvindex import check
+from kvindex_adapters.cli.inputs import check_search, read_text
 from kvindex_adapters.cli.progress import bars, console
 from kvindex_adapters.hf.generation import generate as run
 from kvindex_adapters.machine import describe
@@ -38,9 +40,12 @@ def generate(
     """Generate from a prompt through an index; tokens appear as they come."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, allowed is one of {sorted(DTYPES)}")
+    check.at_least("max_new_tokens", max_new_tokens, 1)
+    if index != "none":
+        check_search(index, k)
     text = read_text(prompt_file)
-    with bars() as progress, progress.busy("loading the model"):
-        loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=DTYPES[dtype])
+    console.print("loading the model")  # transformers shows bars of its own
+    loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=DTYPES[dtype])
     torch.manual_seed(seed)
     with bars() as progress:
 
@@ -78,16 +83,3 @@ def generate(
             written["rows_read_fraction"] = result.report.rows_read_fraction
             written["nbytes"] = result.report.nbytes
         json_file.write_text(json.dumps(written, indent=2) + "\n")
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. Raises FileNotFoundError or ValueError naming `--prompt-file`."""
-    if not path.is_file():
-        raise FileNotFoundError(f"prompt-file: got {str(path)!r}, allowed is a file that exists")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt-file: got {str(path)!r}, allowed is UTF-8 text") from error
-    if not text.strip():
-        raise ValueError(f"prompt-file: got {str(path)!r}, which is empty; allowed is some text")
-    return text

@@ -1,4 +1,4 @@
-"""Progress bars for loading, reading the prompt and decoding."""
+"""Progress bars for reading the prompt and decoding."""
 
 from __future__ import annotations
 
@@ -24,13 +24,6 @@ class Bars:
         if phase not in self._tasks:
             self._tasks[phase] = int(self._progress.add_task(phase, total=total))
         self._progress.update(self._tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
-
-    @contextmanager
-    def busy(self, phase: str) -> Iterator[None]:
-        """A phase of unknown length."""
-        task = self._progress.add_task(phase, total=None)
-        yield
-        self._progress.update(task, total=1, completed=1)
 
 
 @contextmanager

@@ -46,10 +46,14 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Need
         if room < 0:
             break
         chosen.append(paragraph)
-    if not chosen:
-        raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")
-    chosen.insert(draw.randint(0, len(chosen)), needle)
-    return Needle(_prompt(tokenizer, chosen, key), key, value)
+    depth = draw.random()
+    while chosen:
+        at = round(depth * len(chosen))
+        ids = _prompt(tokenizer, [*chosen[:at], needle, *chosen[at:]], key)
+        if len(ids) <= tokens:  # paragraphs counted alone may come out a few tokens short
+            return Needle(ids, key, value)
+        chosen.pop()
+    raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")
 
 
 def _prompt(tokenizer: Any, body: list[str], key: str) -> Tensor:

@@ -1,0 +1,13 @@
+import pytest
+
+from kvindex_adapters.models import load, smollm2
+
+
+@pytest.fixture(scope="session")
+def smollm2_model():
+    """SmolLM2-135M-Instruct and its tokenizer, loaded once (about 15 seconds)."""
+    try:
+        folder, file = smollm2()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return load(folder, gguf_file=file)

@@ -1,0 +1,20 @@
+import pytest
+import torch
+from hypothesis import settings
+
+pytest.register_assert_rewrite("tests.helpers", "tests.contract")
+
+# derandomized: the same examples on every run, so a failure is never a matter of luck
+settings.register_profile("kvindex", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("kvindex")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(request):
+    """The core's tensors are tiny: threads cost more than they give, most of all on a busy
+    machine. The adapters' tests run a model, with all of them."""
+    threads = torch.get_num_threads()
+    if "adapters" not in request.path.parts:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

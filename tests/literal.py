@@ -1,0 +1,124 @@
+"""A slow, literal reading of specs/pariskv.md in Python's own numbers: what the ops must agree
+with. Lists, dictionaries and sorting; nothing of `kvindex` is used."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+TIERS = ("0.05", "0.15", "0.30", "0.50", "0.75", "1")
+CENTROIDS = [[1.0 if i >> j & 1 else -1.0 for j in range(8)] for i in range(256)]
+
+
+def dot(x, y):
+    return sum(a * b for a, b in zip(x, y, strict=True))
+
+
+def norm(x):
+    return math.sqrt(dot(x, x))
+
+
+def parts(vector):
+    """Contiguous subspaces of 8 coordinates."""
+    return [vector[start : start + 8] for start in range(0, len(vector), 8)]
+
+
+def ceil_of(*factors):
+    """The ceiling of a product of decimals, as they are written."""
+    product = Fraction(1)
+    for factor in factors:
+        product *= Fraction(str(factor))
+    return math.ceil(product)
+
+
+def bfloat16(x):
+    """Rounded to bfloat16, ties to even."""
+    bits = int(np.float32(x).view(np.uint32))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    return float(np.uint32(bits).view(np.float32))
+
+
+def centroid_id(part):
+    """Equation (6): the centroid of the largest inner product; at a zero the bit is 1."""
+    products = [dot(part, c) for c in CENTROIDS]
+    best = max(products)
+    return max(i for i in range(256) if products[i] == best)
+
+
+def encode_part(part, key_norm, levels):
+    """Of one subspace: (centroid id, level indices, weight)."""
+    r = norm(part)
+    u = [x / r if r else 0.0 for x in part]
+    index = [min(range(len(levels)), key=lambda i: (abs(abs(x) - levels[i]), i)) for x in u]
+    v = decode_part([x >= 0 for x in u], index, levels)
+    weight = key_norm * r / dot(v, u) if r else 0.0  # (7) and (9)
+    return sum(1 << j for j in range(8) if part[j] >= 0), index, weight
+
+
+def decode_part(bits, index, levels):
+    return [levels[i] if bit else -levels[i] for bit, i in zip(bits, index, strict=True)]
+
+
+def tier_points(query_part, ids, limits):
+    """Points of each centroid in one subspace for keys with these centroid ids."""
+    held = {c: 0 for c in range(256)}
+    for c in ids:
+        held[c] += 1
+    similarity = [dot(query_part, c) for c in CENTROIDS]
+    order = sorted(range(256), key=lambda c: (-similarity[c], c))
+    points, better = {}, 0
+    for c in order:
+        points[c] = sum(better < limit for limit in limits)
+        better += held[c]
+    return points
+
+
+def votes(query, ids, limits):
+    """Points of every key: `ids[i][b]` is key i's centroid in subspace b."""
+    tables = [
+        tier_points(part, [key[b] for key in ids], limits) for b, part in enumerate(parts(query))
+    ]
+    return [sum(tables[b][c] for b, c in enumerate(key)) for key in ids]
+
+
+def best(scores, count):
+    """Positions of the `count` best, equal ones by the lower position."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+
+
+def schedule(n):
+    """(β, ρ) as published."""
+    if n < 5_000:
+        return 0.5, 0.5
+    if n < 10_000:
+        return 0.25, 0.30
+    return (0.20, 0.25) if n < 30_000 else (0.10, 0.20)
+
+
+def search(keys, query, rotation, levels, k, beta=None, rho=None):
+    """[(id, estimate)] of the `k` best keys for one query, best first (coarse stage, rerank)."""
+    n = len(keys)
+    scheduled = schedule(n)
+    beta = scheduled[0] if beta is None else beta
+    rho = scheduled[1] if rho is None else rho
+    codes = []
+    for key in keys:
+        size = norm(key)
+        unit = [x / size if size else 0.0 for x in key]
+        rotated = [dot(row, unit) for row in rotation]
+        codes.append([encode_part(part, size, levels) for part in parts(rotated)])
+    size = norm(query)
+    turned = [dot(row, [x / size if size else 0.0 for x in query]) for row in rotation]
+    limits = [ceil_of(n, rho, tier) for tier in TIERS]
+    points = votes(turned, [[c for c, _, _ in code] for code in codes], limits)
+    candidates = best(points, min(max(ceil_of(beta, n), k), n))
+    estimates = []
+    for i in sorted(candidates):
+        total = 0.0
+        for part, (c, index, weight) in zip(parts(turned), codes[i], strict=True):
+            v = decode_part([c >> j & 1 for j in range(8)], index, levels)
+            total += bfloat16(weight) * dot(v, part)
+        estimates.append((i, size * total))
+    return sorted(estimates, key=lambda pair: (-pair[1], pair[0]))[:k]

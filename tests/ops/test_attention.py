@@ -1,0 +1,137 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvindex.ops.attention import attend, attend_blocks, attend_causal, cap
+
+NEVER = float("-inf")
+seeds = st.integers(0, 2**31)
+groups = st.sampled_from([1, 3, 4])
+caps = st.sampled_from([None, 0.5, 30.0])
+
+
+def reference(queries, keys, values, bias=None, scale=0.3, softcap=None):
+    """Softmax attention in float64, in one piece; a query that sees no row gives 0."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (t.double().repeat_interleave(group, dim=1) for t in (keys, values))
+    logits = scale * (queries.double() @ keys.mT)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    if bias is not None:
+        logits = logits + bias.double()
+    return logits.softmax(-1).nan_to_num(0) @ values
+
+
+def problem(seed, group=3, T=4, N=12, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(2, 2 * group, T, 8, generator=generator).to(dtype)
+    keys = torch.randn(2, 2, N, 8, generator=generator).to(dtype)
+    values = torch.randn(2, 2, N, 5, generator=generator).to(dtype)
+    hidden = torch.rand(2, 2 * group, T, N, generator=generator) < 0.4
+    bias = torch.randn(hidden.shape, generator=generator).masked_fill(hidden, NEVER)
+    return queries, keys, values, bias
+
+
+def cut(keys, values, bias, cuts):
+    cuts = [0, *sorted(cuts), keys.shape[2]]
+    for start, stop in pairwise(cuts):
+        some = slice(start, stop)
+        yield keys[:, :, some], values[:, :, some], None if bias is None else bias[..., some]
+
+
+def assert_close(got, want, dtype=torch.float32):
+    # values are of size 1 and weights sum to 1: rounding of the output, and of the logits before
+    slack = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=slack, atol=slack)
+
+
+@given(seeds, groups, caps, st.lists(st.integers(0, 12), max_size=5), st.booleans())
+def test_blocks_equal_one_piece_for_any_split(seed, group, softcap, cuts, masked):
+    queries, keys, values, bias = problem(seed, group)
+    bias = bias if masked else None
+    blocks = cut(keys, values, bias, cuts)
+    got = attend_blocks(queries, blocks, scale=0.3, softcap=softcap)
+    assert_close(got, reference(queries, keys, values, bias, softcap=softcap))
+
+
+@given(seeds, st.lists(st.integers(0, 12), max_size=5), st.integers(0, 12))
+def test_a_mask_that_hides_whole_blocks_or_every_row(seed, cuts, hidden):
+    queries, keys, values, bias = problem(seed)
+    bias[..., :hidden] = NEVER
+    bias[1, 2] = NEVER
+    got = attend_blocks(queries, cut(keys, values, bias, cuts), scale=0.3)
+    assert not got.isnan().any()
+    assert not got[1, 2].any()
+    assert_close(got, reference(queries, keys, values, bias))
+
+
+@given(seeds, st.sampled_from([torch.float16, torch.bfloat16]))
+def test_half_precision_is_accumulated_in_float32(seed, dtype):
+    queries, keys, values, _ = problem(seed, dtype=dtype)
+    got = attend_blocks(queries, cut(keys, values, None, [5]), scale=0.3)
+    assert_close(got, reference(queries, keys, values), dtype)
+
+
+@given(seeds, groups, caps)
+def test_attend_is_the_case_of_one_query(seed, group, softcap):
+    queries, keys, values, bias = problem(seed, group, T=1)
+    got = attend(queries[:, :, 0], keys, values, scale=0.3, softcap=softcap, bias=bias[:, :, 0])
+    assert_close(got, reference(queries, keys, values, bias, softcap=softcap)[:, :, 0])
+
+
+def test_a_bias_broadcasts_over_heads():
+    queries, keys, values, bias = problem(0, T=1)
+    bias = bias[:, :1, 0]
+    got = attend(queries[:, :, 0], keys, values, scale=0.3, bias=bias)
+    assert_close(got, reference(queries, keys, values, bias[:, :, None])[:, :, 0])
+
+
+def test_huge_logits_do_not_overflow():
+    queries, keys, values, _ = problem(0)
+    got = attend_blocks(queries * 1e18, cut(keys, values, None, [3, 7]), scale=1.0)
+    assert_close(got, reference(queries * 1e18, keys, values, scale=1.0))
+
+
+def test_no_block_at_all_is_refused():
+    queries, keys, values, _ = problem(0)
+    with pytest.raises(ValueError, match="blocks: got no rows"):
+        attend_blocks(queries, cut(keys[:, :, :0], values[:, :, :0], None, []), scale=1.0)
+
+
+@given(seeds, groups, st.integers(1, 12), st.booleans())
+def test_causal_attention_of_the_newest_tokens(seed, group, T, padded):
+    queries, keys, values, _ = problem(seed, group, T=T)
+    pads = torch.tensor([5, 0]) if padded else torch.tensor([0, 0])
+    valid = torch.arange(12) >= pads[:, None]
+    rows, positions = torch.arange(12), torch.arange(12 - T, 12)
+    seen = (rows <= positions[:, None])[None] & valid[:, None]  # [2, T, 12]
+    bias = torch.zeros(2, 1, T, 12).masked_fill(~seen[:, None], NEVER)
+    got = attend_causal(queries, keys, values, scale=0.3, valid=valid if padded else None)
+    assert not got.isnan().any()
+    real = valid[:, 12 - T :][:, None, :, None].expand_as(got)
+    want = reference(queries, keys, values, bias)
+    assert_close(got[real], want[real])
+
+
+@given(st.floats(-1e6, 1e6), st.floats(0.01, 10), st.floats(0.1, 100))
+def test_cap_bounds_the_logits(logit, scale, softcap):
+    got = cap(torch.tensor([logit, 0.0]), scale, softcap)
+    assert (got.abs() <= softcap * (1 + 1e-6)).all()
+    assert got[1] == 0
+    assert cap(torch.tensor([logit]), scale, None) == torch.tensor([logit]) * scale
+
+
+def test_the_comparison_with_float64_can_fail():
+    queries, keys, values, bias = problem(0)
+    want = reference(queries, keys, values, bias)
+    for wrong in (
+        attend_blocks(queries, cut(keys, values, bias, [3]), scale=0.301),
+        attend_blocks(queries, cut(keys, values, None, [3]), scale=0.3),
+        attend_blocks(queries, cut(keys, values.roll(1, 2), bias, [3]), scale=0.3),
+    ):
+        with pytest.raises(AssertionError):
+            assert_close(wrong, want)

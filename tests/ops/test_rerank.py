@@ -1,0 +1,119 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvindex.ops import codes
+from kvindex.ops.rerank import estimate
+from kvindex.ops.transform import normalize
+from tests import literal
+
+LEVELS = codes.levels(8, 3)
+seeds = st.integers(0, 2**31)
+
+
+def coded(seed, count=12, dim=24):
+    """Queries `[2, 2, 3, D]`, and codes and float32 weights of `[2, 2, count]` rotated keys."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(2, 2, 3, dim, generator=generator)
+    keys = torch.randn(2, 2, count, dim, generator=generator)
+    got = codes.encode(*normalize(keys), LEVELS)
+    return queries, keys, got["signs"], got["magnitudes"], got["weights"]
+
+
+def represented(signs, magnitudes, weights):
+    """The vectors that the codes stand for, float64."""
+    v = codes.decode(signs, magnitudes, LEVELS).double()
+    return v * weights.double().repeat_interleave(8, dim=-1)
+
+
+def assert_close_to_inner_products(queries, keys, got):
+    want = queries.double() @ keys.mT
+    # D products, each rounded to 2^-24 of its size, and a sum of D terms
+    size = queries.double().abs() @ keys.abs().mT
+    assert ((got - want).abs() <= keys.shape[-1] * 2**-24 * size).all()
+
+
+@given(seeds)
+def test_estimate_is_the_inner_product_with_what_the_codes_represent(seed):
+    queries, _, *parts = coded(seed)
+    got = estimate(queries, *parts, LEVELS)
+    assert (got.dtype, got.shape) == (torch.float32, (2, 2, 3, 12))
+    assert_close_to_inner_products(queries, represented(*parts), got)
+
+
+@given(seeds)
+def test_estimate_is_exact_for_keys_that_codes_represent_exactly(seed):
+    """Keys w_b v_b with v_b of norm 1 have the codes v_b and the weights w_b."""
+    queries, _, signs, magnitudes, weights = coded(seed)
+    keys = represented(signs, magnitudes, weights)
+    again = codes.encode(*normalize(keys.float()), LEVELS)
+    # v_b is not of norm 1: scaled into the sphere its nearest levels may differ, so keep those
+    # keys whose codes come back, which the others' estimate says nothing about
+    back = (again["signs"] == signs).all(-1) & (again["magnitudes"] == magnitudes).all((-1, -2))
+    assert back.any()
+    got = estimate(queries, again["signs"], again["magnitudes"], again["weights"], LEVELS)
+    want = queries.double() @ keys.mT
+    size = queries.double().abs() @ keys.abs().mT
+    wrong = (got - want).abs() > 24 * 2**-22 * size
+    assert not (wrong & back[:, :, None]).any()
+
+
+@given(seeds)
+def test_keys_of_one_magnitude_are_represented_exactly(seed):
+    """±a in every coordinate of a subspace: all at one level, so w_b v_b = k_b."""
+    generator = torch.Generator().manual_seed(seed)
+    sign = torch.randint(0, 2, (1, 1, 9, 24), generator=generator) * 2.0 - 1
+    keys = sign * torch.rand(1, 1, 9, 3, generator=generator).repeat_interleave(8, -1)
+    queries = torch.randn(1, 1, 2, 24, generator=generator)
+    got = codes.encode(*normalize(keys), LEVELS)
+    estimates = estimate(queries, got["signs"], got["magnitudes"], got["weights"], LEVELS)
+    torch.testing.assert_close(estimates, queries @ keys.mT, rtol=1e-5, atol=1e-5)
+
+
+@given(seeds)
+def test_estimate_follows_equation_10_term_by_term(seed):
+    queries, keys, *parts = coded(seed, count=2)
+    got = estimate(queries, *parts, LEVELS)
+    values = LEVELS.tolist()
+    for i in range(2):
+        key = keys[0, 1, i].tolist()
+        unit = [x / literal.norm(key) for x in key]
+        query = queries[0, 1, 2].tolist()
+        total = 0.0
+        for part, q in zip(literal.parts(unit), literal.parts(query), strict=True):
+            c, index, weight = literal.encode_part(part, literal.norm(key), values)
+            v = literal.decode_part([c >> j & 1 for j in range(8)], index, values)
+            total += weight * literal.dot(v, q)
+        assert float(got[0, 1, 2, i]) == pytest.approx(total, rel=1e-4, abs=1e-4)
+
+
+@given(seeds)
+def test_estimates_follow_a_permutation_of_tokens(seed):
+    queries, _, *parts = coded(seed)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
+    moved = [part[:, :, order] for part in parts]
+    torch.testing.assert_close(
+        estimate(queries, *moved, LEVELS), estimate(queries, *parts, LEVELS)[..., order]
+    )
+
+
+@given(seeds, st.integers(-20, 20))
+def test_estimates_scale_with_the_query(seed, power):
+    queries, _, *parts = coded(seed)
+    want = estimate(queries, *parts, LEVELS) * 2.0**power
+    assert torch.equal(estimate(queries * 2.0**power, *parts, LEVELS), want)
+
+
+def test_zero_weights_and_zero_queries_give_zero():
+    queries, _, signs, magnitudes, weights = coded(0)
+    assert not estimate(queries, signs, magnitudes, weights * 0, LEVELS).any()
+    assert not estimate(queries * 0, signs, magnitudes, weights, LEVELS).any()
+
+
+def test_the_comparison_with_inner_products_can_fail():
+    queries, _, *parts = coded(0)
+    right = estimate(queries, *parts, LEVELS)
+    for wrong in (-right, right.flip(0), right * (1 + 1e-4), right.flip(3)):
+        with pytest.raises(AssertionError):
+            assert_close_to_inner_products(queries, represented(*parts), wrong)

@@ -1,0 +1,220 @@
+"""Sink, retrieval, local, update buffer: which token is where, and what a step reads."""
+
+import pytest
+import torch
+
+from kvindex import Hits
+from kvindex.indexes.exact import Exact
+from tests.helpers import Case, all_rows
+from tests.sequences import SIZES, Sequence, layer_of, steps_of
+
+PLANS = [
+    steps_of(20, *[1] * 30),
+    steps_of(2, 2, *[1] * 12, 9, 3, *[1] * 12),
+    steps_of(*[1] * 40),
+]
+
+
+class Recording(Exact):
+    """Remembers the hits of its last search."""
+
+    hits = None
+
+    def _search(self, queries, k):
+        self.hits = super()._search(queries, k)
+        return self.hits
+
+
+class ReturnsNothing(Exact):
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        return Hits(torch.full_like(hits.ids, -1), torch.full_like(hits.scores, -torch.inf))
+
+
+def layer_with(kind, case, **options):
+    layer = layer_of(case, **options)
+    layer.index = kind(q_heads=case.q_heads, kv_heads=case.kv_heads, head_dim=case.head_dim)
+    return layer
+
+
+def regions(lengths, local, update_every):
+    """Tokens in the index after each step, by the rule of the spec."""
+    held_local = buffer = indexed = 0
+    for length in lengths:
+        buffer += length
+        if buffer >= update_every:
+            joined = held_local + buffer
+            held_local, buffer = min(local, joined), 0
+            indexed += joined - held_local
+        yield indexed
+
+
+@pytest.mark.parametrize("steps", PLANS)
+@pytest.mark.parametrize(("local", "update_every"), [(4, 5), (0, 3), (7, 1), (3, 10), (9, 4)])
+def test_sizes_of_the_regions_follow_the_spec(steps, local, update_every):
+    case = Case()
+    sequence = Sequence.of(case, steps[-1][1])
+    layer = layer_of(case, local=local, update_every=update_every)
+    lengths = [stop - start for start, stop in steps]
+    for (start, stop), indexed in zip(steps, regions(lengths, local, update_every), strict=True):
+        sequence.feed(layer, start, stop)
+        assert len(layer.index) == indexed
+
+
+def test_local_is_shorter_after_a_cut_into_it():
+    sequence, layer = Sequence.of(Case(), 60), layer_of(Case(), local=4, update_every=5)
+    sequence.feed(layer, 0, 20)  # 16 indexed, 4 local
+    sequence.feed(layer, 20, 22)
+    layer.truncate(18)  # 2 local, none in the buffer
+    for token in range(18, 22):
+        sequence.feed(layer, token, token + 1)
+        assert len(layer.index) == 16
+    sequence.feed(layer, 22, 23)  # the buffer is full: of 7 the newest 4 stay
+    assert len(layer.index) == 19
+
+
+def test_the_oldest_tokens_move_and_their_rows_stay_what_they_were():
+    case, steps = Case(q_heads=4, value_dim=8, batch=2), PLANS[1]
+    sequence, layer = Sequence.of(case, steps[-1][1], [4, 0]), layer_of(case)
+    for start, stop in steps:
+        sequence.feed(layer, start, stop)
+        held = len(layer.index)
+        rows = all_rows(layer.index, 2)
+        real = sequence.valid[:, None, :held, None]
+        assert torch.equal(rows.keys * real, sequence.keys[:, :, :held] * real)
+        assert torch.equal(rows.values * real, sequence.values[:, :, :held] * real)
+
+
+@pytest.mark.parametrize("steps", PLANS)
+@pytest.mark.parametrize("pads", [[0, 0], [6, 1], [0, 11]])
+def test_a_step_reads_the_sink_the_hits_and_the_window_and_nothing_else(steps, pads):
+    """The sink is each row's first real tokens; the index never returns them (mistake 8)."""
+    case, count = Case(q_heads=4, batch=2), steps[-1][1]
+    sequence, layer = Sequence.of(case, count, pads), layer_with(Recording, case, k=4)
+    positions = torch.arange(count)
+    sink_of = torch.stack([(positions >= pad) & (positions < pad + 3) for pad in pads])
+    for start, stop in steps:
+        indexed = len(layer.index)
+        layer.index.hits = None
+        got = sequence.feed(layer, start, stop)
+        hits = layer.index.hits
+        if hits is None:
+            continue
+        shown = (sink_of | (positions >= indexed))[:, None].repeat(1, 2, 1)
+        for b in range(2):
+            for h in range(2):
+                ids = [i for i in hits.ids[b, h].tolist() if i >= 0]
+                assert not sink_of[b, ids].any(), "the sink is not retrieved"
+                assert sequence.valid[b, ids].all()
+                shown[b, h, ids] = True
+        want = sequence.dense(shown[:, :, None].expand(-1, -1, count, -1))
+        sequence.assert_equals(got, want, start)
+    assert layer.traffic.steps > 0
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(local=0), dict(local=0, update_every=1)], ids=str)
+def test_the_newest_token_is_attended_to_at_every_step(sizes):
+    """Mistake 1: with an index that finds nothing, and a key that draws all attention."""
+    case = Case(q_heads=4)
+    sequence = Sequence.of(case, 40)
+    layer = layer_with(ReturnsNothing, case, **sizes)
+    sequence.queries = 100 * sequence.keys.repeat_interleave(2, dim=1)
+    sequence.keys = sequence.keys / sequence.keys.norm(dim=-1, keepdim=True)
+    for start, stop in steps_of(5, *[1] * 30):
+        got = sequence.feed(layer, start, stop)[:, :, -1]
+        own = sequence.values[:, :, stop - 1].repeat_interleave(2, dim=1)
+        torch.testing.assert_close(got, own, rtol=1e-3, atol=1e-3)
+
+
+def test_after_a_cut_into_the_sink_the_next_real_tokens_fill_it():
+    case = Case(batch=2)
+    sequence = Sequence.of(case, 60, [2, 0])
+    layer = layer_with(Recording, case, k=100)
+    for start, stop in steps_of(20, 1):
+        sequence.feed(layer, start, stop)
+    layer.truncate(2)  # the first row keeps no real token, the second two
+    for start in range(2, 30):
+        sequence.feed(layer, start, start + 1)
+    ids = [set(row) - {-1} for row in layer.index.hits.ids[:, 0].tolist()]
+    indexed = set(range(layer.index.hits.ids.max() + 1))
+    assert ids[0] == indexed - {0, 1, 2, 3, 4}
+    assert ids[1] == indexed - {0, 1, 2}
+
+
+@pytest.mark.parametrize("threshold", [0, 17, 25, 1000])
+def test_below_the_threshold_attention_is_dense_and_the_index_fills(threshold):
+    case = Case()
+    sequence = Sequence.of(case, 40)
+    layer = layer_with(Recording, case, k=1, full_threshold=threshold)
+    want = sequence.dense()
+    for start, stop in steps_of(14, *[1] * 20):
+        layer.index.hits = None
+        had = len(layer.index)
+        got = sequence.feed(layer, start, stop)
+        searches = stop - start == 1 and stop >= threshold and had > 0
+        assert (layer.index.hits is not None) == searches
+        if not searches:
+            sequence.assert_equals(got, want, start)
+    assert len(layer.index) > 20
+
+
+def test_several_queries_never_search():
+    case = Case()
+    sequence, layer = Sequence.of(case, 60), layer_with(Recording, case, k=1)
+    for start, stop in steps_of(20, 2, 3, 17):
+        sequence.feed(layer, start, stop)
+    assert layer.index.hits is None
+    assert layer.traffic.steps == 0
+
+
+def test_traffic_counts_rows_and_bytes():
+    case = Case(q_heads=4, value_dim=8, batch=2)
+    sequence, layer = Sequence.of(case, 60, [0, 4]), layer_of(case, k=5)
+    rows_read = rows_full = fetched = 0
+    for start, stop in steps_of(20, *[1] * 12):
+        indexed = len(layer.index)
+        sequence.feed(layer, start, stop)
+        if stop - start == 1:
+            rows_read += 3 + 5 + stop - indexed
+            rows_full += stop - 2  # mean over the rows of the batch
+            fetched += 2 * 2 * 5 * (16 + 8) * 4
+    assert layer.traffic.steps == 12
+    assert float(layer.traffic.rows_read) == pytest.approx(rows_read)
+    assert float(layer.traffic.rows_full) == pytest.approx(rows_full)
+    assert float(layer.traffic.bytes_fetched) == fetched
+
+
+def test_nbytes_counts_sink_and_window_beside_the_index():
+    case = Case(q_heads=4, value_dim=8, batch=2)
+    sequence, layer = Sequence.of(case, 60), layer_of(case)
+    assert layer.nbytes()["window"] == 0
+    for start, stop in steps_of(20, 1, 1):
+        sequence.feed(layer, start, stop)
+    row = 2 * 2 * (16 + 8) * 4
+    window = len(layer) - len(layer.index)
+    assert layer.nbytes()["window"] == (SIZES["sink"] + window) * row
+    assert layer.nbytes()["rows"] == len(layer.index) * row
+
+
+def test_signals_reach_the_index():
+    calls = []
+
+    class Listening(Exact):
+        def seal(self):
+            calls.append(("seal", len(self)))
+
+        def observe(self, queries, positions):
+            calls.append((tuple(queries.shape), positions.tolist()))
+
+    case = Case()
+    sequence, layer = Sequence.of(case, 30), layer_with(Listening, case)
+    for start, stop in steps_of(12, 2, 1, 1):
+        sequence.feed(layer, start, stop)
+    shape = (1, 2)
+    assert calls == [
+        ((*shape, 12, 16), [*range(12)]),
+        ((*shape, 2, 16), [12, 13]),
+        ("seal", 8),
+        ((*shape, 1, 16), [14]),
+        ((*shape, 1, 16), [15]),
+    ]

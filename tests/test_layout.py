@@ -1,0 +1,103 @@
+"""Where things live (DESIGN, section 4): what holds the tree together without a list of names."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvindex
+
+ROOT = Path(__file__).parents[1]
+CORE = sorted((ROOT / "kvindex").rglob("*.py"))
+INDEXES = sorted(
+    path.stem for path in (ROOT / "kvindex/indexes").glob("*.py") if path.stem != "__init__"
+)
+CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
+
+
+def imported(source):
+    """The top packages that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").split(".")[0]
+
+
+def mentions(source, names):
+    """Those of the names that stand in the file's code: as imports, variables or strings."""
+    tree = ast.parse(source)
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return {name for name in names if name in strings}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_each_index_has_its_test_and_its_page(name):
+    assert (ROOT / f"tests/indexes/test_{name}.py").is_file()
+    assert (ROOT / f"docs/indexes/{name}.md").is_file()
+
+
+def test_no_test_or_page_is_left_over():
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests/indexes").glob("test_*.py")}
+    pages = {path.stem for path in (ROOT / "docs/indexes").glob("*.md")} - {"README"}
+    assert tests == set(INDEXES)
+    assert pages <= set(INDEXES)
+
+
+def test_names_are_the_files_found_by_scanning():
+    assert kvindex.names() == sorted(name.replace("_", "-") for name in INDEXES)
+    for name in kvindex.names():
+        assert kvindex.get(name).__module__ == f"kvindex.indexes.{name.replace('-', '_')}"
+
+
+def test_a_new_file_is_a_new_index(tmp_path, monkeypatch):
+    source = "from kvindex.indexes import exact\n\nclass Other(exact.Exact):\n    pass\n"
+    (tmp_path / "just_written.py").write_text(source)
+    monkeypatch.setattr(kvindex.indexes, "__path__", [*kvindex.indexes.__path__, str(tmp_path)])
+    assert "just-written" in kvindex.names()
+    index = kvindex.create("just-written:group=union", q_heads=2, kv_heads=1, head_dim=8)
+    assert type(index).__name__ == "Other"
+    assert index.config.group == "union"
+    monkeypatch.delitem(sys.modules, "kvindex.indexes.just_written")
+
+
+def test_no_list_names_the_indexes():
+    for path in CORE:
+        if path.parent.name != "indexes":
+            assert len(mentions(path.read_text(), kvindex.names())) == 0, path
+    assert mentions("NAMES = ['exact', 'pariskv']", kvindex.names())
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_core_imports_no_cuda_and_nothing_but_torch_and_numpy(path):
+    packages = set(imported(path.read_text()))
+    assert not packages & CUDA
+    if path.parent.name != "indexes":  # an index may import an optional library in its constructor
+        assert packages - set(sys.stdlib_module_names) <= {"kvindex", "torch", "numpy"}
+
+
+def test_the_search_for_imports_can_find_one():
+    source = "import torch\ndef f():\n    from cupy.cuda import Stream\n    import triton.language"
+    assert set(imported(source)) & CUDA == {"cupy", "triton"}
+
+
+def test_importing_the_core_loads_no_model_library():
+    heavy = ["transformers", "scipy", "faiss", "cupy", "triton", "kvindex_adapters", "matplotlib"]
+    code = f"import torch, sys; before = set(sys.modules); import kvindex, kvindex.layer; \
+print([name for name in {heavy} if name in set(sys.modules) - before])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_adapters_is_no_package():
+    assert not (ROOT / "adapters/__init__.py").exists()
+    assert (ROOT / "adapters/kvindex_adapters/__init__.py").is_file()
+
+
+def test_typed_packages_say_so():
+    assert (ROOT / "kvindex/py.typed").is_file()
+    assert (ROOT / "adapters/kvindex_adapters/py.typed").is_file()

@@ -1,0 +1,42 @@
+import dataclasses
+
+import pytest
+import torch
+
+import kvindex
+from kvindex.config import parse_spec
+
+GEOMETRY = dict(q_heads=4, kv_heads=2, head_dim=16)
+
+
+def test_spec_reads_numbers_and_words():
+    assert parse_spec("a-b:x=1:y=.5:z=true:w=None:v=host") == (
+        "a-b",
+        {"x": 1, "y": 0.5, "z": True, "w": None, "v": "host"},
+    )
+
+
+def test_spec_gives_options_and_keywords_override_them():
+    index = kvindex.create("pariskv:preset=paper:beta=.05:rho=.1", **GEOMETRY, rho=0.3)
+    assert (index.config.beta, index.config.rho) == (0.05, 0.3)
+
+
+def test_preset_is_overridden_field_by_field():
+    index = kvindex.create("pariskv", **GEOMETRY, preset="paper", group="union")
+    assert index.config == dataclasses.replace(kvindex.get("pariskv").Config(), group="union")
+
+
+@pytest.mark.parametrize("name", kvindex.names())
+def test_config_is_frozen(name):
+    config = kvindex.create(name, **GEOMETRY).config
+    for field in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, 1)
+
+
+def test_geometry_fills_in_defaults():
+    geometry = kvindex.create("exact", **GEOMETRY).geometry
+    assert geometry.value_dim == 16
+    assert geometry.scale == 0.25
+    assert geometry.group_size == 2
+    assert geometry.device == torch.device("cpu")
