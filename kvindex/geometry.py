@@ -69,7 +69,13 @@ class Geometry:
             raise ValueError(f"scale: got {scale}, allowed is a positive finite number")
         if softcap is not None and not 0 < softcap < float("inf"):
             raise ValueError(f"softcap: got {softcap}, allowed is None or a positive number")
-        place = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        try:
+            place = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"device: got {device!r}, allowed is one that this torch has ({reason})"
+            ) from error
         return Geometry(q_heads, kv_heads, head_dim, value_dim, scale, softcap, rope, dtype, place)
 
     @property

@@ -24,8 +24,8 @@ BLOCK = 1024
 """Queries and rows that the exact path takes at a time: bounds its memory, not its result."""
 
 GATHERED_BYTES = 2**30
-"""Rows up to this size are copied out of the index for one fused call of torch's attention, 9
-times as fast on a CPU at 4,000 tokens; more are read block by block."""
+"""Rows up to this size are copied out of the index for one fused call of torch's attention, several
+times as fast on a CPU (benchmarks/results/reference.json); more are read block by block."""
 
 
 class AttentionLayer:

@@ -246,3 +246,13 @@ def test_check_false_never_looks_for_nan():
     index = CASE.index("exact", check=False)
     index.append(spoiled(KEYS, NAN), VALUES)
     assert len(index) == 20
+
+
+def test_a_device_that_torch_does_not_have_is_named():
+    with pytest.raises(ValueError, match="device: got 'abacus', allowed is one that this torch"):
+        Case(device="abacus").index("exact")
+
+
+def test_a_seed_too_large_for_torch_is_named():
+    with pytest.raises(ValueError, match=r"seed: got 18446744073709551616, allowed is"):
+        Case().index("pariskv", seed=2**64)

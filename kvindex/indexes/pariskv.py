@@ -48,7 +48,8 @@ class ParisKVConfig:
             if getattr(self, name) is not None:
                 check.within(name, getattr(self, name), 0, 1)
         check.one_of("group", self.group, group.POLICIES)
-        check.at_least("seed", self.seed, 0)
+        if check.at_least("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
 
 
 class ParisKV(BaseIndex):

@@ -45,6 +45,13 @@ def test_crop_beyond_the_start_empties(model):
         assert cache.get_seq_length() == 0
 
 
+def test_crop_takes_a_tensor_as_transformers_5_17_gives_it(model):
+    with kvhf.attach(model, **REGIONS) as cache:
+        steps(model, cache, prompt(1, 30), [30])
+        cache.crop(-torch.tensor(7))
+        assert cache.get_seq_length() == 23
+
+
 def test_crop_refuses_positive_numbers(model):
     with kvhf.attach(model, **REGIONS) as cache:
         steps(model, cache, prompt(1, 30), [30])

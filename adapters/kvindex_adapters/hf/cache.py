@@ -111,9 +111,9 @@ class IndexedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
-        _check_crop(tokens_to_remove)
+        removed = _check_crop(tokens_to_remove)
         if self.attention is not None:
-            self.attention.truncate(max(len(self.attention) + tokens_to_remove, 0))
+            self.attention.truncate(max(len(self.attention) + removed, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `b` of the batch becomes what row `beam_idx[b]` was."""
@@ -232,8 +232,7 @@ class IndexCache(DynamicCache):
 
         Positive numbers mean different things in different versions of transformers.
         """
-        _check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        super().crop(_check_crop(tokens_to_remove))
 
     def reset(self) -> None:
         """Forget all tokens; the cache can be used again."""
@@ -265,8 +264,10 @@ class IndexCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
 
 
-def _check_crop(tokens_to_remove: int) -> None:
+def _check_crop(tokens_to_remove: int) -> int:
+    """As an int: transformers 5.17 passes a tensor of no dimensions."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"tokens_to_remove: got {tokens_to_remove}, allowed is 0 or minus the number of tokens"
         )
+    return int(tokens_to_remove)

@@ -1,0 +1,143 @@
+"""Write the tables in README and docs from `benchmarks/results/*.json`.
+
+    python benchmarks/tables.py [--check]
+
+A table stands between `<!-- name:begin -->` and `<!-- name:end -->`. With `--check` nothing is
+written, and the exit status is 1 where a table is not what the results say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/indexes/pariskv.md", "docs/pipeline/README.md")
+
+
+def demo(result: dict[str, Any]) -> str:
+    """Full attention and the index, side by side."""
+    full, index = result["full"], result["index"]
+    rows = [
+        ("answer", full["answer"], index["answer"]),
+        (f"needle {result['needle']} found", _yes(full["found"]), _yes(index["found"])),
+        ("rows read per token", "100%", f"{index['rows_read_fraction']:.1%}"),
+        (
+            f"recall of each head's own top {index['k']} (exact search, as many rows)",
+            "1",
+            f"{index['recall_at_k']:.2f} ({index['recall_limit']:.2f})",
+        ),
+        (
+            f"same next token; mean KL, {result['steps_compared']} steps",
+            "1; 0",
+            f"{index['agreement']:.2f}; {index['kl_mean']:.4f} nats",
+        ),
+        ("prefill, seconds", f"{full['prefill_s']:.1f}", f"{index['prefill_s']:.1f}"),
+        ("per token, seconds", f"{full['token_s']:.2f}", f"{index['token_s']:.2f}"),
+    ]
+    memory = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in index["nbytes"].items())
+    head = ("", "full attention", f"{index['name']}, k = {index['k']}")
+    return (
+        _table(head, rows) + f"\n\n{result['model']}, {result['prompt_tokens']} prompt tokens. "
+        f"Memory of the index: {memory}. {_machine(result)}"
+    )
+
+
+def fidelity(result: dict[str, Any]) -> str:
+    """Each index against full attention, teacher-forced."""
+    rows = [
+        (
+            f"`{name}`",
+            f"{r['kl_mean']:.4f}",
+            f"{r['agreement']:.3f}",
+            f"{r['recall_at_k']:.3f}",
+            f"{r['recall_limit']:.3f}",
+        )
+        for name, r in result["indexes"].items()
+    ]
+    k = result["k"]
+    head = ("index", "mean KL, nats", "same next token", f"recall@{k}", "exact search")
+    return (
+        f"SmolLM2-135M-Instruct, {result['prompt_tokens']} tokens of prose, then "
+        f"{result['steps']} steps with given tokens; {k} rows per KV head shared by 3 query "
+        "heads, sink 64, local 256. Recall is of each query head's own true top "
+        f"{k}; the last column is what exact search reaches with the same policy and rows.\n\n"
+        + _table(head, rows)
+        + f"\n\n{_machine(result)}"
+    )
+
+
+def reference(result: dict[str, Any]) -> str:
+    """What the plain torch reference costs."""
+    rows = [
+        (name, f"{t['median_ms']:.1f}", f"{t['low_ms']:.1f} to {t['high_ms']:.1f}")
+        for part in ("search_and_fetch", "exact_attention")
+        for name, t in result[part].items()
+    ]
+    shape = result["shape"]
+    return (
+        f"One layer, H = {shape['q_heads']}, G = {shape['kv_heads']}, D = {shape['head_dim']}, "
+        f"{shape['tokens']} tokens, k = {shape['k']}, {shape['dtype']}.\n\n"
+        + _table(("what", "median, ms", "quartiles"), rows)
+        + f"\n\n{_machine(result)}"
+    )
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "demo": demo,
+    "fidelity": fidelity,
+    "reference": reference,
+}
+
+
+def rewritten(page: str) -> str:
+    """The page with its tables made anew."""
+    for name, render in TABLES.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            body = render(json.loads(path.read_text()))
+            block = f"<!-- {name}:begin -->\n{body}\n<!-- {name}:end -->"
+            pattern = f"<!-- {name}:begin -->.*?<!-- {name}:end -->"
+            page = re.sub(pattern, lambda _, b=block: b, page, flags=re.DOTALL)
+    return page
+
+
+def main() -> int:
+    """Write the pages, or check them."""
+    stale = []
+    for name in PAGES:
+        path = ROOT / name
+        old = path.read_text()
+        new = rewritten(old)
+        if new != old:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    print("changed:" if "--check" not in sys.argv else "stale:", ", ".join(stale) or "nothing")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _machine(result: dict[str, Any]) -> str:
+    m = result["machine"]
+    return (
+        f"Measured on {m['cores']} cores of {m['processor']}, torch {m['torch']}, "
+        f"transformers {m['transformers']}."
+    )
+
+
+def _yes(found: bool) -> str:
+    return "yes" if found else "no"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""The adapter on a CUDA device, rows beside the codes or in host memory."""
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from tests.adapters.tiny import build, prompt
+
+REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("index", ["exact", "pariskv"])
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_generation_equals_full_attention(index, store):
+    model = build("llama", eos_token_id=None).to("cuda")
+    inputs = {name: tensor.to("cuda") for name, tensor in prompt(3, 60, padded=True).items()}
+    options = dict(max_new_tokens=40, do_sample=False)
+    expected = model.generate(**inputs, **options)
+    with kvhf.attach(model, index=index, index_options={"store": store}, **REGIONS) as cache:
+        out = model.generate(**inputs, past_key_values=cache, **options)
+    assert torch.equal(out, expected)

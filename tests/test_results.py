@@ -1,0 +1,29 @@
+"""Tables in README and docs say what the results say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_tables_are_what_the_results_say(name):
+    """If not: python benchmarks/tables.py."""
+    page = (ROOT / name).read_text()
+    assert tables.rewritten(page) == page
+
+
+def test_a_changed_figure_would_be_noticed():
+    page = (ROOT / "README.md").read_text().replace("nats", "bits")
+    assert tables.rewritten(page) != page
+
+
+@pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_result_names_its_machine(path):
+    machine = json.loads(path.read_text())["machine"]
+    assert machine["processor"]
+    assert machine["torch"]
