@@ -8,8 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import kvindex
 from benchmarks.fidelity import CONTINUATION, PROMPT, SEED, K, measure
+from kvindex.protocol import UNUSED, Hits
+from kvindex.wrappers import Wrapper
 from kvindex_adapters.evaluate.needle import hide
 from kvindex_adapters.evaluate.text import python_reference
 from kvindex_adapters.hf.generation import generate
@@ -35,12 +39,21 @@ def test_the_needle_is_found_at_4000_tokens(smollm2_model, needle, index):
     assert answer.report.rows_read_fraction < 0.15
 
 
+class Nothing(Wrapper):
+    """An index that finds nothing."""
+
+    def search(self, queries, *, k):
+        ids = torch.full((len(queries), self.geometry.kv_heads, k), UNUSED)
+        return Hits(ids, torch.full(ids.shape, float("-inf")))
+
+
 def test_without_retrieval_the_needle_is_lost(smollm2_model, needle):
     """The needle test can fail: sink and local alone do not hold the answer."""
-    options = dict(sink=16, local=64, update_every=64)
-    answer = generate(
-        *smollm2_model, needle.ids, index="exact", k=1, max_new_tokens=32, attach_options=options
-    )
+
+    def nothing(**geometry):
+        return Nothing(kvindex.create("exact", **geometry))
+
+    answer = generate(*smollm2_model, needle.ids, index=nothing, k=1, max_new_tokens=32)
     assert not needle.found(answer.text)
 
 
