@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+from kvindex import check
+
 BACKENDS = {"torch": "kvindex.ops", "cuda": "kvindex_cuda"}
 
 
@@ -14,9 +16,7 @@ def resolve(backend: str) -> ModuleType:
 
     Raises ValueError for an unknown name, ImportError where the backend is not installed.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, allowed is one of {sorted(BACKENDS)}")
-    module = BACKENDS[backend]
+    module = BACKENDS[check.one_of("backend", backend, BACKENDS)]
     if importlib.util.find_spec(module) is None:
         raise ImportError(
             f"backend: got {backend!r}, but {module} is not part of this installation; "

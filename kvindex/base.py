@@ -8,7 +8,7 @@ nothing before everything that may fail (for want of memory, say) has succeeded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +68,8 @@ class BaseIndex(ABC):
         )
         self.config: Any = make_config(type(self), preset, options)
         self.ops: Any = backends.resolve(backend)
+        if check is not None and not isinstance(check, bool):
+            raise ValueError(f"check: got {check!r}, allowed is True, False or None")
         self._check = check
         self._codes = Columns()
         self._store = Store(self.geometry, store)
@@ -75,7 +77,7 @@ class BaseIndex(ABC):
         self._batch: int | None = None  # unknown until the first append
         self._length = 0
         self._counts = torch.zeros(0, dtype=torch.int64)
-        self._pending: list[tuple[Tensor, Callable[[], str]]] = []  # (flag, message)
+        self._deferred: dict[str, tuple[Tensor, str]] = {}  # argument -> (flag, message)
         self._cleared()
 
     # What an index writes
@@ -171,18 +173,21 @@ class BaseIndex(ABC):
         Raises ValueError or TypeError for ids of a wrong shape, or that name no row.
         """
         g = self.geometry
+        if not isinstance(hits, Hits):
+            raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
         checks.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
         summaries = self._summaries()
         lowest = UNUSED if summaries is None else UNUSED - summaries.keys.shape[2]
         wrong = (hits.ids >= self._length) | (hits.ids < lowest)
-        allowed = f"allowed is {lowest} to {self._length - 1}"
-        self._raise_if(wrong, lambda: f"hits.ids: got {hits.ids[wrong][0].item()}, {allowed}")
-        rows = self._store.gather(hits.ids)
+        ids = hits.ids.masked_fill(wrong, UNUSED)  # a deferred error must not read outside
+        span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
+        self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
+        rows = self._store.gather(ids)
         if summaries is None:
             return rows
-        named = hits.ids < UNUSED  # id -2 is row 0 of the summaries, -3 row 1, …
-        row = torch.where(named, UNUSED - 1 - hits.ids, UNUSED)
+        named = ids < UNUSED  # id -2 is row 0 of the summaries, -3 row 1, …
+        row = torch.where(named, UNUSED - 1 - ids, UNUSED)
         gather = self.ops.fetch.gather_rows
         return Rows(
             torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
@@ -205,7 +210,7 @@ class BaseIndex(ABC):
     def truncate(self, length: int) -> None:
         """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
         checks.at_least("length", length, 0)
-        self.raise_pending()
+        self.raise_deferred()
         if length >= self._length:
             return
         gone = torch.tensor(self._length - length)
@@ -223,11 +228,10 @@ class BaseIndex(ABC):
 
         Raises ValueError or TypeError for a wrong tensor or an index outside the batch.
         """
-        if self._batch is None:
-            checks.tensor("batch_indices", batch_indices, {"B": None}, torch.int64)
-            return
         checks.rows("batch_indices", batch_indices, self._batch)
-        self.raise_pending()
+        if self._batch is None:
+            return
+        self.raise_deferred()
         statistics = self._with_reordered(batch_indices.to(self.geometry.device))
         codes, valid = self._codes.reordered(batch_indices), self._valid.reordered(batch_indices)
         self._store = self._store.reordered(batch_indices)
@@ -242,14 +246,14 @@ class BaseIndex(ABC):
             part.reset()
         self._batch, self._length = None, 0
         self._counts = torch.zeros(0, dtype=torch.int64)
-        self._pending = []
+        self._deferred = {}
         self._cleared()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in use per tier: `codes` (and statistics and constants) on the compute device,
         `rows` in the store.
         """
-        self.raise_pending()
+        self.raise_deferred()
         codes = self._codes.nbytes() + self._valid.nbytes()
         codes += sum(tensor.nbytes for tensor in self._held())
         return {"codes": codes, "rows": self._store.nbytes()}
@@ -266,12 +270,12 @@ class BaseIndex(ABC):
         """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
         return self._counts
 
-    def raise_pending(self) -> None:
+    def raise_deferred(self) -> None:
         """Raise what a check on a CUDA device has found since the last call (it waits for it)."""
-        found, self._pending = self._pending, []
-        for flag, message in found:
+        found, self._deferred = self._deferred, {}
+        for flag, message in found.values():
             if bool(flag):
-                raise ValueError(message())
+                raise ValueError(message)
 
     def _summaries(self) -> Rows | None:
         """Rows that are not tokens, keys `[B, G, S, D]`: row `s` has the id `-2 - s`."""
@@ -285,11 +289,21 @@ class BaseIndex(ABC):
 
     def _check_finite(self, name: str, value: Tensor) -> None:
         if self._check is not False:
-            message = f"{name}: got NaN or infinity, allowed are finite numbers"
-            self._raise_if(~torch.isfinite(value), lambda: message)
+            self._raise_if(name, value, ~torch.isfinite(value), "a finite number")
 
-    def _raise_if(self, wrong: Tensor, message: Callable[[], str]) -> None:
-        if self.geometry.device.type == "cuda" and not self._check:
-            self._pending.append((wrong.any(), message))
+    @property
+    def _defers(self) -> bool:
+        """Whether errors in values wait for the next call that stops the device anyway."""
+        return self.geometry.device.type == "cuda" and not self._check
+
+    def _raise_if(self, name: str, value: Tensor, wrong: Tensor, allowed: str) -> None:
+        """Raise where `wrong` is True, now or (see `check`) later."""
+        if self._defers:
+            # one flag per argument, however many calls come before it is looked at
+            flag = wrong.any()
+            if name in self._deferred:
+                flag = flag | self._deferred[name][0]
+            message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
+            self._deferred[name] = flag, message
         elif bool(wrong.any()):
-            raise ValueError(message())
+            raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {allowed}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -39,11 +42,25 @@ def at_least(name: str, value: object, minimum: int) -> int:
     return value
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
+def positive(name: str, value: object) -> float:
+    """`value`, if it is a positive finite number. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}: got {value!r}, allowed is a positive finite number")
+    return float(value)
+
+
+def text(name: str, value: object) -> str:
+    """`value`, if it is a string. Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: got {value!r}, allowed is a string")
+    return value
+
+
+def one_of(name: str, value: object, allowed: Collection[str]) -> str:
     """`value`, if it is one of the allowed names. Raises ValueError."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: got {value!r}, allowed is one of {sorted(allowed)}")
-    return str(value)
+    return value
 
 
 def within(name: str, value: object, low: float, high: float) -> float:
@@ -53,20 +70,26 @@ def within(name: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
-def rows(name: str, value: object, batch: int) -> Tensor:
-    """`value`, if it is an int64 tensor `[B']` of rows of the batch. Raises as `tensor`."""
+def rows(name: str, value: object, batch: int | None) -> Tensor:
+    """`value`, if it is an int64 tensor `[B']` of rows of the batch. Raises as `tensor`.
+
+    batch: its size, or None while it is unknown.
+    """
     indices = tensor(name, value, {"B": None}, torch.int64)
-    if len(indices) == 0 or bool(((indices < 0) | (indices >= batch)).any()):
+    wrong = indices < 0 if batch is None else (indices < 0) | (indices >= batch)
+    if len(indices) == 0 or bool(wrong.any()):
+        last = "" if batch is None else f" to {batch - 1}"
         raise ValueError(
-            f"{name}: got {indices.tolist()}, allowed are rows 0 to {batch - 1}, at least one"
+            f"{name}: got {indices.tolist()}, allowed are rows from 0{last}, at least one"
         )
     return indices
 
 
 def finite(name: str, value: Tensor) -> None:
     """Raises ValueError if `value` holds NaN or infinity (on a GPU this waits for the device)."""
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"{name}: got NaN or infinity, allowed are finite numbers")
+    wrong = ~torch.isfinite(value)
+    if bool(wrong.any()):
+        raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is a finite number")
 
 
 def _pattern(shape: dict[str, int | None]) -> str:

@@ -48,13 +48,12 @@ class Columns:
         """Keep the first `length` tokens."""
         self._length = min(self._length, length)
 
-    def drop_front(self, count: int) -> None:
-        """Forget the first `count` tokens; the rest move to the front."""
-        kept = {
-            name: self[name].narrow(self._axis, count, len(self) - count) for name in self._data
-        }
-        self.reset()
-        self.append(kept)
+    def after(self, count: int) -> Columns:
+        """A copy without the first `count` tokens."""
+        copy = Columns(self._axis)
+        rest = len(self) - count
+        copy.append({name: self[name].narrow(self._axis, count, rest) for name in self._data})
+        return copy
 
     def reordered(self, batch_indices: Tensor) -> Columns:
         """A copy in which row `b` is row `batch_indices[b]` of this."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvindex import check
+
 
 @dataclass(frozen=True)
 class NoConfig:
@@ -17,13 +19,13 @@ class NoConfig:
 def make_config(index: Any, preset: str | None, options: Mapping[str, Any]) -> Any:
     """`index.Config` from a preset, with single fields overridden.
 
-    Raises ValueError for an unknown preset or option (with near matches), and whatever the
-    configuration's own validation raises.
+    Raises ValueError for an unknown preset or option (with near matches), TypeError for a preset
+    that is no string, and whatever the configuration's own validation raises.
     """
     preset = index.default_preset if preset is None else preset
     fields = {}
     if preset is not None:
-        if preset not in index.presets:
+        if check.text("preset", preset) not in index.presets:
             raise ValueError(unknown("preset", preset, index.presets))
         fields = dict(index.presets[preset])
     known = [field.name for field in dataclasses.fields(index.Config)]
@@ -37,9 +39,9 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """`"pariskv:preset=paper:beta=.05"` as `("pariskv", {"preset": "paper", "beta": 0.05})`.
 
     Values read as integers, decimals, `true`, `false` or `none` where they look like one.
-    Raises ValueError for a part that is not `option=value`.
+    Raises ValueError for a part that is not `option=value`, TypeError for what is no string.
     """
-    name, *parts = spec.split(":")
+    name, *parts = check.text("index", spec).split(":")
     options: dict[str, Any] = {}
     for part in parts:
         option, equals, value = part.partition("=")

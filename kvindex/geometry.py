@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kvindex import check
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -54,8 +56,7 @@ class Geometry:
         value_dim = head_dim if value_dim is None else value_dim
         sizes = dict(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, allowed is an integer of at least 1")
+            check.at_least(name, value, 1)
         if q_heads % kv_heads:
             raise ValueError(
                 f"q_heads: got {q_heads}, allowed is a multiple of kv_heads = {kv_heads}"
@@ -64,14 +65,12 @@ class Geometry:
             raise ValueError(f"head_dim: got {head_dim}, allowed is a multiple of 8")
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype}, allowed is one of {list(DTYPES)}")
-        scale = head_dim**-0.5 if scale is None else float(scale)
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"scale: got {scale}, allowed is a positive finite number")
-        if softcap is not None and not 0 < softcap < float("inf"):
-            raise ValueError(f"softcap: got {softcap}, allowed is None or a positive number")
+        scale = head_dim**-0.5 if scale is None else check.positive("scale", scale)
+        if softcap is not None:
+            softcap = check.positive("softcap", softcap)
         try:
             place = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"device: got {device!r}, allowed is one that this torch has ({reason})"

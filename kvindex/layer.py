@@ -9,6 +9,7 @@ to, and marked invalid in the index so that it never returns them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvindex import check
 from kvindex.columns import Columns, Valid
 from kvindex.ops.attention import attend, attend_blocks, attend_causal
+from kvindex.ops.fetch import gather_rows
 from kvindex.ops.select import compact
 from kvindex.protocol import UNUSED, Hits, KVIndex, Rows
 from kvindex.traffic import Traffic
@@ -26,6 +28,15 @@ BLOCK = 1024
 GATHERED_BYTES = 2**30
 """Rows up to this size are copied out of the index for one fused call of torch's attention, several
 times as fast on a CPU (benchmarks/results/reference.json); more are read block by block."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point that a layer can go back to after a failure: `AttentionLayer.mark`."""
+
+    length: int
+    batch_size: int
+    traffic: Traffic
 
 
 class AttentionLayer:
@@ -73,8 +84,8 @@ class AttentionLayer:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch, `B`; 0 before the first token."""
-        return self._window["keys"].shape[0] if len(self) else 0
+        """Rows of the batch, `B`; 0 before the first token and after `reset`."""
+        return self._window["keys"].shape[0] if "keys" in self._window else 0
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
@@ -94,40 +105,59 @@ class AttentionLayer:
         if T == 1 and len(self) and not self._sealed:
             self.index.seal()
             self._sealed = True
-        self._window.append({"keys": keys, "values": values})
-        self._valid.append(reserved)
-        positions = torch.arange(len(self) - T, len(self), device=g.device)
-        self.index.observe(queries, positions)
-        if self._searches(len(self), T):
-            output = self._retrieve(queries[:, :, 0])[:, :, None]
-        else:
-            output = self._exact(queries, positions)
-        self._update()
+        mark = self.mark()
+        try:
+            self._window.append({"keys": keys, "values": values})
+            self._valid.append(reserved)
+            positions = torch.arange(len(self) - T, len(self), device=g.device)
+            self.index.observe(queries, positions)
+            if self._searches(len(self), T):
+                output = self._retrieve(queries[:, :, 0])[:, :, None]
+            else:
+                output = self._exact(queries, positions)
+            self._update()
+        except BaseException:
+            self.back_to(mark)
+            raise
         return output
+
+    def mark(self) -> Mark:
+        """Where the layer is now."""
+        return Mark(len(self), self.batch_size, self.traffic)
+
+    def back_to(self, mark: Mark) -> None:
+        """Forget what came after `mark` (what the index was told by signals stays told)."""
+        if mark.batch_size:
+            self.truncate(mark.length)
+        else:
+            self.reset()
+        self.traffic = mark.traffic
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
         check.at_least("length", length, 0)
         indexed = len(self.index)
         if length < indexed:
+            sink = self._truncated_sink(length)
             self.index.truncate(length)
-            if self._sink_ids is not None:
-                self._keep_sink(self._sink_ids.masked_fill(self._sink_ids >= length, UNUSED))
+            self._sink_ids, self._sink_rows = sink
         self._window.truncate(max(length - indexed, 0))
         self._local = min(self._local, len(self._window))
         self._valid.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Row `b` of the batch becomes what row `batch_indices[b]` was; int64 `[B']`."""
-        if "keys" not in self._window:
+        check.rows("batch_indices", batch_indices, self.batch_size or None)
+        if not self.batch_size:
             return
-        check.rows("batch_indices", batch_indices, self._window["keys"].shape[0])
         window = self._window.reordered(batch_indices)
         valid = self._valid.reordered(batch_indices)
+        sink = self._sink_ids, self._sink_rows
+        if self._sink_ids is not None and self._sink_rows is not None:
+            order, rows = batch_indices.to(self._sink_ids.device), self._sink_rows
+            sink = self._sink_ids[order], Rows(rows.keys[order], rows.values[order])
         self.index.reorder(batch_indices)
-        self._window, self._valid = window, valid
-        if self._sink_ids is not None:
-            self._keep_sink(self._sink_ids[batch_indices.to(self._sink_ids.device)])
+        self._window, self._valid, (self._sink_ids, self._sink_rows) = window, valid, sink
 
     def reset(self) -> None:
         """Forget everything."""
@@ -230,10 +260,11 @@ class AttentionLayer:
         if hits.log_weight is not None:
             S = 0 if self._sink_ids is None else self._sink_ids.shape[1]
             bias[..., S : S + self.k] += hits.log_weight
-        self.traffic.count(hits.ids, visible, self._valid.flags, len(self), found)
         keys = torch.cat([part.keys for part in parts], dim=2)
         values = torch.cat([part.values for part in parts], dim=2)
-        return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+        output = attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+        self.traffic = self.traffic.counted(hits.ids, visible, self._valid.flags, len(self), found)
+        return output
 
     # Regions
 
@@ -242,7 +273,7 @@ class AttentionLayer:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values with padded tokens as zeros, or an error and nothing changed."""
         g = self.index.geometry
-        B = self._window["keys"].shape[0] if "keys" in self._window else None  # until reset
+        B = self.batch_size or None
         shape = {"B": B, "G": g.kv_heads, "T": None, "D": g.head_dim}
         check.tensor("keys", keys, shape, g.dtype, g.device)
         shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
@@ -280,20 +311,17 @@ class AttentionLayer:
             return
         count = held - min(held, self.local)
         if count:
-            keys, values = self._window["keys"][:, :, :count], self._window["values"][:, :, :count]
-            start = len(self.index)
+            moved = Rows(self._window["keys"][:, :, :count], self._window["values"][:, :, :count])
             real = self._valid.flags
             if real is not None:
-                real = real[:, start : start + count]
-            sink = self._new_sink(keys.shape[0], count, real)
-            retrievable = real if sink is None else ~sink if real is None else real & ~sink
-            self.index.append(keys, values, valid=retrievable)
-            self._window.drop_front(count)
-            if sink is not None:
-                ids = compact(sink)
-                ids = torch.where(ids == UNUSED, ids, ids + start)
-                before = [] if self._sink_ids is None else [self._sink_ids]
-                self._keep_sink(torch.cat([*before, ids], dim=1))
+                real = real[:, len(self.index) : len(self.index) + count]
+            new = self._new_sink(self.batch_size, count, real)
+            retrievable = real if new is None else ~new if real is None else real & ~new
+            rest = self._window.after(count)
+            sink = (self._sink_ids, self._sink_rows) if new is None else self._with_sink(new, moved)
+            self.index.append(moved.keys, moved.values, valid=retrievable)
+            # from here on nothing fails
+            self._window, (self._sink_ids, self._sink_rows) = rest, sink
         self._local = held - count
 
     def _new_sink(self, batch: int, count: int, real: Tensor | None) -> Tensor | None:
@@ -307,12 +335,27 @@ class AttentionLayer:
             real = torch.ones((batch, count), dtype=torch.bool, device=have.device)
         return real & (real.cumsum(1) + have[:, None] <= self.sink)
 
-    def _keep_sink(self, ids: Tensor) -> None:
-        """Keep the rows of the sink's ids `[B, S]` (-1: none) beside the window."""
-        kv_heads = self.index.geometry.kv_heads
-        wide = ids[:, None].expand(-1, kv_heads, -1)
-        self._sink_ids = ids
-        self._sink_rows = self.index.fetch(Hits(wide, torch.zeros_like(wide, dtype=torch.float32)))
+    def _with_sink(self, new: Tensor, moved: Rows) -> tuple[Tensor, Rows]:
+        """Ids and rows of the sink once the tokens `new` (bool `[B, n]`) of `moved` join it."""
+        ids = compact(new)
+        wide = ids[:, None].expand(-1, moved.keys.shape[1], -1)
+        rows = Rows(gather_rows(moved.keys, wide), gather_rows(moved.values, wide))
+        ids = torch.where(ids == UNUSED, ids, ids + len(self.index))
+        if self._sink_ids is None or self._sink_rows is None:
+            return ids, rows
+        return torch.cat([self._sink_ids, ids], dim=1), Rows(
+            torch.cat([self._sink_rows.keys, rows.keys], dim=2),
+            torch.cat([self._sink_rows.values, rows.values], dim=2),
+        )
+
+    def _truncated_sink(self, length: int) -> tuple[Tensor, Rows] | tuple[None, None]:
+        """Ids and rows of the sink once the tokens from `length` on are gone."""
+        if self._sink_ids is None or self._sink_rows is None:
+            return None, None
+        ids, rows = self._sink_ids, self._sink_rows
+        ids = ids.masked_fill(ids >= length, UNUSED)
+        some = (ids != UNUSED).any(0)  # slots that a row of the batch still uses
+        return ids[:, some], Rows(rows.keys[:, :, some], rows.values[:, :, some])
 
 
 def _bias(visible: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from kvindex import indexes
+from kvindex import check, indexes
 from kvindex.base import BaseIndex
 from kvindex.config import parse_spec, unknown
 
@@ -18,8 +18,11 @@ def names() -> list[str]:
 
 
 def get(name: str) -> type[BaseIndex]:
-    """The class of an index. Raises ValueError for an unknown name, with near matches."""
-    if name not in names():
+    """The class of an index.
+
+    Raises ValueError for an unknown name, with near matches, TypeError for what is no string.
+    """
+    if check.text("index", name) not in names():
         raise ValueError(unknown("index", name, names()))
     module = importlib.import_module(f"{indexes.__name__}.{name.replace('-', '_')}")
     found = [
@@ -38,7 +41,8 @@ def create(index: str, **options: Any) -> BaseIndex:
     """A new index from its name, or from a line such as `"pariskv:preset=paper:beta=.05"`.
 
     options: the geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset` and single fields of
-    the index's configuration; they override what the line says. Raises ValueError.
+    the index's configuration; they override what the line says. Raises ValueError or TypeError
+    for what is not allowed, naming it.
     """
     name, given = parse_spec(index)
     return get(name)(**{**given, **options})

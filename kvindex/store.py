@@ -8,6 +8,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from kvindex import check
 from kvindex.columns import Columns
 from kvindex.geometry import Geometry
 from kvindex.ops.fetch import gather_rows
@@ -24,8 +25,7 @@ class Store:
     """
 
     def __init__(self, geometry: Geometry, place: str = "device") -> None:
-        if place not in PLACES:
-            raise ValueError(f"store: got {place!r}, allowed is one of {list(PLACES)}")
+        check.one_of("store", place, PLACES)
         self._geometry = geometry
         self._device = geometry.device if place == "device" else torch.device("cpu")
         self._columns = Columns()

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvindex.protocol import UNUSED, Rows
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traffic:
     """Sums over the searching steps of a layer; the counts stay on the device until read.
 
@@ -23,13 +23,16 @@ class Traffic:
     rows_full: Tensor | float = 0.0
     bytes_fetched: Tensor | float = 0.0
 
-    def count(
+    def counted(
         self, ids: Tensor, visible: Tensor, valid: Tensor | None, length: int, rows: Rows
-    ) -> None:
-        """Add a step: hits' ids and rows, rows shown to attention, tokens that are real."""
-        self.steps += 1
-        self.rows_read = self.rows_read + visible.sum(-1).float().mean()
-        self.rows_full += length if valid is None else valid.sum(-1).float().mean()
+    ) -> Traffic:
+        """With one step more: hits' ids and rows, rows shown to attention, tokens that are real."""
         width = rows.keys.shape[-1] + rows.values.shape[-1]
         used = (ids != UNUSED).sum().float()
-        self.bytes_fetched = self.bytes_fetched + used * (width * rows.keys.element_size())
+        full = length if valid is None else valid.sum(-1).float().mean()
+        return Traffic(
+            steps=self.steps + 1,
+            rows_read=self.rows_read + visible.sum(-1).float().mean(),
+            rows_full=self.rows_full + full,
+            bytes_fetched=self.bytes_fetched + used * (width * rows.keys.element_size()),
+        )

@@ -9,6 +9,13 @@ settings.register_profile("kvindex", deadline=None, derandomize=True, max_exampl
 settings.load_profile("kvindex")
 
 
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(request):
     """The core's tensors are tiny: threads cost more than they give, most of all on a busy

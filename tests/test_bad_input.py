@@ -1,12 +1,13 @@
 """Bad input: an error that names the argument, the value and what is allowed; nothing changes."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
 import kvindex
-from kvindex import Hits
+from kvindex import BaseIndex, Hits
 from tests.helpers import Case, assert_same_snapshot, hits_of, snapshot
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
@@ -48,14 +49,14 @@ BAD_CALLS = {
     ),
     "keys of another width": (lambda i: i.append(KEYS[..., :8], VALUES), ["keys", "8]", "D=16"]),
     "keys of another batch": (lambda i: i.append(KEYS[:1], VALUES[:1]), ["keys", "[1,", "B=2"]),
-    "NaN in keys": (lambda i: i.append(spoiled(KEYS, NAN), VALUES), ["keys", "NaN", "finite"]),
+    "NaN in keys": (lambda i: i.append(spoiled(KEYS, NAN), VALUES), ["keys", "nan", "finite"]),
     "infinity in keys": (
         lambda i: i.append(spoiled(KEYS, -INF), VALUES),
-        ["keys", "infinity", "finite"],
+        ["keys", "-inf", "finite"],
     ),
     "NaN in a valid key beside padding": (
         lambda i: i.append(spoiled(KEYS, NAN), VALUES, valid=torch.arange(20).expand(2, 20) > 3),
-        ["keys", "NaN", "finite"],
+        ["keys", "nan", "finite"],
     ),
     "values of another length": (
         lambda i: i.append(KEYS, VALUES[:, :, 1:]),
@@ -74,7 +75,7 @@ BAD_CALLS = {
         lambda i: i.append(KEYS, VALUES, valid=VALID.long()),
         ["valid", "int64", "bool"],
     ),
-    "encoding NaN": (lambda i: i.encode(spoiled(KEYS, NAN)), ["keys", "NaN", "finite"]),
+    "encoding NaN": (lambda i: i.encode(spoiled(KEYS, NAN)), ["keys", "nan", "finite"]),
     "encoding rank 3": (lambda i: i.encode(KEYS[0]), ["keys", "[2, 20, 16]", "D=16"]),
     "queries with a token axis": (
         lambda i: i.search(QUERIES[:, :, None], k=3),
@@ -91,7 +92,7 @@ BAD_CALLS = {
     ),
     "NaN in queries": (
         lambda i: i.search(spoiled(QUERIES, NAN), k=3),
-        ["queries", "NaN", "finite"],
+        ["queries", "nan", "finite"],
     ),
     "k of 0": (lambda i: i.search(QUERIES, k=0), ["k", "0", "at least 1"]),
     "k of -1": (lambda i: i.search(QUERIES, k=-1), ["k", "-1", "at least 1"]),
@@ -109,6 +110,7 @@ BAD_CALLS = {
         lambda i: i.fetch(Hits(ids(2, 2, 3).int(), torch.zeros(2, 2, 3))),
         ["ids", "int32", "int64"],
     ),
+    "fetching ids": (lambda i: i.fetch(ids(2, 2, 3)), ["hits", "Tensor", "Hits"]),
     "reorder past the batch": (
         lambda i: i.reorder(torch.tensor([0, 2])),
         ["batch_indices", "[0, 2]", "0 to 1"],
@@ -139,9 +141,16 @@ BAD_GEOMETRY = {
     "dtype as a word": (dict(dtype="float32"), ["dtype", "float32", "torch.float32"]),
     "scale of 0": (dict(scale=0), ["scale", "0", "positive"]),
     "scale of NaN": (dict(scale=NAN), ["scale", "nan", "positive"]),
+    "scale as a word": (dict(scale="abc"), ["scale", "abc", "positive"]),
+    "softcap as a word": (dict(softcap="abc"), ["softcap", "abc", "positive"]),
+    "softcap as a flag": (dict(softcap=True), ["softcap", "True", "positive"]),
     "negative softcap": (dict(softcap=-2.0), ["softcap", "-2.0", "positive"]),
     "unknown store": (dict(store="disk"), ["store", "disk", "device", "host"]),
     "unknown backend": (dict(backend="tpu"), ["backend", "tpu", "cuda", "torch"]),
+    "backend as a list": (dict(backend=[1]), ["backend", "[1]", "cuda", "torch"]),
+    "check as a word": (dict(check="yes"), ["check", "yes", "True, False or None"]),
+    "device as a list": (dict(device=[1]), ["device", "[1]", "allowed"]),
+    "preset as a number": (dict(preset=1), ["preset", "1", "string"]),
     "unknown option": (dict(gruop="union"), ["option", "gruop", "allowed"]),
     "unknown preset": (dict(preset="papre"), ["preset", "papre", "allowed"]),
     "bad policy": (dict(group="maximum"), ["group", "maximum", "max_share", "union"]),
@@ -215,6 +224,12 @@ def test_unknown_index_like_no_other_lists_what_there_is():
     assert_says(error, ["zzz", *kvindex.names()])
 
 
+@pytest.mark.parametrize("call", [kvindex.get, kvindex.create])
+def test_a_name_that_is_no_string_is_refused(call):
+    with pytest.raises(TypeError, match="index: got 5, allowed is a string"):
+        call(5)
+
+
 @pytest.mark.parametrize("spec", ["exact:group", "exact:group=", "exact:=union", "exact:"])
 def test_bad_spec_is_refused(spec):
     with pytest.raises(ValueError, match="index") as error:
@@ -246,6 +261,44 @@ def test_check_false_never_looks_for_nan():
     index = CASE.index("exact", check=False)
     index.append(spoiled(KEYS, NAN), VALUES)
     assert len(index) == 20
+
+
+def deferring(place, monkeypatch):
+    """An index whose checks wait, as on a CUDA device (on a CPU: made to)."""
+    if place == "cpu":
+        monkeypatch.setattr(BaseIndex, "_defers", True)
+    return dataclasses.replace(CASE, device=place).index("exact")
+
+
+PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("call", ["truncate", "reorder", "nbytes"])
+def test_a_deferred_error_comes_at_the_next_call_that_waits(place, call, monkeypatch):
+    index = deferring(place, monkeypatch)
+    keys, values = KEYS.to(place), VALUES.to(place)
+    for _ in range(50):
+        index.append(keys, values)
+    assert len(index._deferred) == 1  # one flag, however many calls
+    index.append(spoiled(keys, NAN), values)
+    index.append(keys, values)
+    argument = {"truncate": [5], "reorder": [torch.tensor([0])], "nbytes": []}[call]
+    with pytest.raises(ValueError, match=r"keys: got .* what is not, allowed is a finite number"):
+        getattr(index, call)(*argument)
+    assert len(index) == 52 * 20
+    index.nbytes()  # said once
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_deferred_error_reads_no_row_outside(place, monkeypatch):
+    index = deferring(place, monkeypatch)
+    index.append(KEYS.to(place), VALUES.to(place))
+    rows = index.fetch(hits_of(torch.tensor([0, 20, 2**40, -7], device=place).expand(2, 2, 4)))
+    assert torch.equal(rows.keys[:, :, 0].cpu(), KEYS[:, :, 0])
+    assert not rows.keys[:, :, 1:].any()
+    with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 19"):
+        index.nbytes()
 
 
 def test_a_device_that_torch_does_not_have_is_named():

@@ -98,10 +98,11 @@ def test_truncate_keeps_the_first_and_append_goes_on_from_there(length, more):
 
 
 @given(st.integers(0, 10))
-def test_drop_front_keeps_the_rest(count):
-    columns = Columns()
-    columns.append(rows(10))
-    columns.drop_front(count)
+def test_after_keeps_the_rest(count):
+    before = Columns()
+    before.append(rows(10))
+    columns = before.after(count)
+    assert_holds(before, rows(10))
     assert_holds(columns, rows(10 - count, count))
     columns.append(rows(3, 10))
     assert_holds(columns, rows(13 - count, count))

@@ -26,7 +26,6 @@ def test_index_keeps_the_contract(check, name, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", kvindex.names())
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_index_keeps_the_contract_on_a_gpu(check, name):

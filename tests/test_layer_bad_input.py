@@ -25,7 +25,7 @@ def padded(count, *flags):
 
 BAD_STEPS = {
     # (change of the arguments, start of the message)
-    "NaN in keys": (lambda q, k, v: (q, spoiled(k), v), "keys: got NaN or infinity"),
+    "NaN in keys": (lambda q, k, v: (q, spoiled(k), v), "keys: got nan, allowed is a finite"),
     "keys of another dtype": (lambda q, k, v: (q, k.half(), v), "keys: got dtype torch.float16"),
     "keys on another device": (lambda q, k, v: (q, k.to("meta"), v), "keys: got device meta"),
     "keys of rank 3": (lambda q, k, v: (q, k[0], v), "keys: got shape"),
@@ -48,7 +48,7 @@ BAD_STEPS = {
     ),
 }
 SEARCHING = {  # exact attention passes NaN on, as dense attention does
-    "NaN in queries": (lambda q, k, v: (spoiled(q), k, v), "queries: got NaN or infinity"),
+    "NaN in queries": (lambda q, k, v: (spoiled(q), k, v), "queries: got nan, allowed is a finite"),
 }
 
 
@@ -118,3 +118,39 @@ def test_bad_batch_indices_are_refused():
         with pytest.raises(ValueError, match="batch_indices: got"):
             layer.reorder(wrong)
     assert_goes_on(layer, sequence, 20)
+
+
+@pytest.mark.parametrize("at", ["observe", "search", "fetch", "append"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("fed", [0, 20, 23])
+def test_a_failure_inside_a_step_is_undone(monkeypatch, at, error, fed):
+    """The step that fails fills the buffer, so that its tokens were about to move."""
+    sequence, layer = Sequence.of(CASE, 60), layer_of(CASE)
+    for start, stop in steps_of(20, 1, 1, 1)[: fed and fed - 19]:
+        sequence.feed(layer, start, stop)
+    traffic, tokens = layer.traffic, 1 if fed and at in ("search", "fetch") else 20
+
+    def fail(*args, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.index, at, fail)
+        if fed or at in ("observe", "append"):
+            with pytest.raises(error):
+                sequence.feed(layer, fed, fed + tokens)
+    assert len(layer) == fed
+    assert layer.traffic is traffic
+    if not fed:
+        assert layer.batch_size == 0
+    assert_goes_on(layer, sequence, fed)
+
+
+def test_a_sink_that_is_cut_away_takes_no_room():
+    sequence, layer = Sequence.of(CASE, 60), layer_of(CASE)
+    held = set()
+    for _ in range(3):
+        sequence.feed(layer, 0, 20)
+        held.add(layer.nbytes()["window"])
+        layer.truncate(0)
+        assert layer.nbytes()["window"] == 0
+    assert len(held) == 1

@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+LONGEST = 2.0**60
+"""Bound on norms: the product of two stays far from where float32 ends."""
+
 
 def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
     """The orthogonal matrix `R = (Q ⊗ H) diag(s) / √D`, float32 `[D, D]`.
@@ -33,13 +36,13 @@ def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Te
 def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Directions float32 `[..., D]` and norms float32 `[...]` of vectors `[..., D]`.
 
-    Norms are summed in float64, which no finite float32 overflows. A zero vector has norm 0 and
-    direction 0.
+    Norms are summed in float64, which no finite float32 overflows; one above `LONGEST` counts as
+    `LONGEST`. A zero vector has norm 0 and direction 0.
     """
     wide = vectors.double()
     norms = wide.square().sum(-1).sqrt()
     directions = wide / norms.clamp_min(torch.finfo(torch.float64).tiny)[..., None]
-    return directions.float(), norms.float()
+    return directions.float(), norms.clamp_max(LONGEST).float()
 
 
 def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:

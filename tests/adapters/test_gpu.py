@@ -10,7 +10,6 @@ REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("index", ["exact", "pariskv"])
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_generation_equals_full_attention(index, store):
