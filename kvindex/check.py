@@ -50,9 +50,9 @@ def positive(name: str, value: object) -> float:
 
 
 def text(name: str, value: object) -> str:
-    """`value`, if it is a string. Raises TypeError."""
+    """`value`, if it is a string. Raises ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}: got {value!r}, allowed is a string")
+        raise ValueError(f"{name}: got {value!r}, allowed is a string")
     return value
 
 

@@ -19,8 +19,8 @@ class NoConfig:
 def make_config(index: Any, preset: str | None, options: Mapping[str, Any]) -> Any:
     """`index.Config` from a preset, with single fields overridden.
 
-    Raises ValueError for an unknown preset or option (with near matches), TypeError for a preset
-    that is no string, and whatever the configuration's own validation raises.
+    Raises ValueError for an unknown preset or option (with near matches), and whatever the
+    configuration's own validation raises.
     """
     preset = index.default_preset if preset is None else preset
     fields = {}
@@ -39,7 +39,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """`"pariskv:preset=paper:beta=.05"` as `("pariskv", {"preset": "paper", "beta": 0.05})`.
 
     Values read as integers, decimals, `true`, `false` or `none` where they look like one.
-    Raises ValueError for a part that is not `option=value`, TypeError for what is no string.
+    Raises ValueError for a part that is not `option=value`.
     """
     name, *parts = check.text("index", spec).split(":")
     options: dict[str, Any] = {}

@@ -18,10 +18,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> type[BaseIndex]:
-    """The class of an index.
-
-    Raises ValueError for an unknown name, with near matches, TypeError for what is no string.
-    """
+    """The class of an index. Raises ValueError for an unknown name, with near matches."""
     if check.text("index", name) not in names():
         raise ValueError(unknown("index", name, names()))
     module = importlib.import_module(f"{indexes.__name__}.{name.replace('-', '_')}")
@@ -41,8 +38,7 @@ def create(index: str, **options: Any) -> BaseIndex:
     """A new index from its name, or from a line such as `"pariskv:preset=paper:beta=.05"`.
 
     options: the geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset` and single fields of
-    the index's configuration; they override what the line says. Raises ValueError or TypeError
-    for what is not allowed, naming it.
+    the index's configuration; they override what the line says. Raises ValueError.
     """
     name, given = parse_spec(index)
     return get(name)(**{**given, **options})

@@ -226,7 +226,7 @@ def test_unknown_index_like_no_other_lists_what_there_is():
 
 @pytest.mark.parametrize("call", [kvindex.get, kvindex.create])
 def test_a_name_that_is_no_string_is_refused(call):
-    with pytest.raises(TypeError, match="index: got 5, allowed is a string"):
+    with pytest.raises(ValueError, match="index: got 5, allowed is a string"):
         call(5)
 
 

@@ -38,10 +38,11 @@ def load(
 ) -> tuple[PreTrainedModel, Any]:
     """The model, in evaluation mode, and its tokenizer.
 
-    model: a folder, a file, or a hub id; gguf_file: its name inside the folder. Raises
+    model: a folder, a .gguf file, or a hub id; gguf_file: its name inside that. Raises
     FileNotFoundError for what is not there, ValueError for what cannot be loaded.
     """
     folder = Path(model)
+    local = folder.is_absolute() or str(model).startswith((".", "~")) or folder.suffix == ".gguf"
     if folder.suffix == ".gguf" and gguf_file is None:
         folder, gguf_file = folder.parent, folder.name
         model = folder
@@ -50,7 +51,6 @@ def load(
         raise FileNotFoundError(
             f"gguf_file: got {gguf_file!r}, allowed is a file in {folder}: {there}"
         )
-    local = folder.is_absolute() or str(model).startswith((".", "~")) or gguf_file is not None
     if local and not folder.exists():
         raise FileNotFoundError(f"model: got {str(model)!r}, allowed is a folder that exists")
     try:

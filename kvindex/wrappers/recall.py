@@ -34,13 +34,16 @@ class MeasureRecall(Wrapper):
         )
         self._found = self._reachable = self._wanted = 0
 
-    def recall(self) -> float:
-        """Share of the true top `k`, over all searches, rows of the batch and query heads."""
-        return self._found / max(self._wanted, 1)
+    def recall(self) -> float | None:
+        """Share of the true top `k`, over all searches, rows of the batch and query heads.
 
-    def limit(self) -> float:
-        """The recall of exact search with the same number of rows per KV head."""
-        return self._reachable / max(self._wanted, 1)
+        None before the first search.
+        """
+        return self._found / self._wanted if self._wanted else None
+
+    def limit(self) -> float | None:
+        """The recall of exact search with the same number of rows per KV head, or None."""
+        return self._reachable / self._wanted if self._wanted else None
 
     def search(self, queries: Tensor, *, k: int) -> Hits:
         """The inner index's hits, counted."""

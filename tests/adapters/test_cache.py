@@ -141,8 +141,7 @@ def test_the_model_is_as_it_was(model):
     assert model.config._attn_implementation == implementation
     assert model.config.to_dict() == before
     assert not any(module in attached for module in model.modules())
-    assert not model.model._forward_hooks
-    assert not model.model._forward_pre_hooks
+    assert "forward" not in vars(model.model)
     expected = dense_steps(model, prompt(1, 20), [20])
     assert torch.equal(dense_steps(model, prompt(1, 20), [20])[0], expected[0])
 
@@ -175,19 +174,123 @@ def test_sub_configurations_are_restored_and_the_vision_part_is_left_alone():
     assert [part._attn_implementation for part in parts] == ["eager"] * 3
 
 
-def test_a_step_that_fails_half_way_is_undone(model):
+def fails_in_the_last_layer(model, error, **inputs):
+    """A forward that raises when all layers but one have taken its tokens."""
+
+    def fail(*call):
+        raise error
+
+    handle = model.model.layers[-1].self_attn.register_forward_pre_hook(fail)
+    with pytest.raises(error), torch.no_grad():
+        model(**inputs)
+    handle.remove()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("dense_layers", [(), (0,)])
+def test_a_step_that_fails_half_way_is_undone(model, error, dense_layers):
     inputs = prompt(1, 40)
     expected = dense_steps(model, inputs, [30] + [1] * 10)
-    with kvhf.attach(model, **REGIONS) as cache:
+    with kvhf.attach(model, dense_layers=dense_layers, **REGIONS) as cache:
+        fails_in_the_last_layer(model, error, past_key_values=cache, **prompt(2, 9))
+        assert cache.get_seq_length() == 0  # the first step, and of another batch
         logits = steps(model, cache, {n: t[:, :30] for n, t in inputs.items()}, [30])
-        last = model.model.layers[-1].self_attn
-        handle = last.register_forward_pre_hook(lambda *call: 1 / 0)
-        with pytest.raises(ZeroDivisionError), torch.no_grad():
-            model(input_ids=inputs["input_ids"][:, 30:31], past_key_values=cache)
-        handle.remove()
-        assert cache.lengths() == [30, 30]
+        before = cache.report()
+        ids = inputs["input_ids"][:, 30:31]
+        fails_in_the_last_layer(model, error, past_key_values=cache, input_ids=ids)
+        assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
+        assert cache.report() == before  # what an undone step read is not counted
         for step in range(30, 40):
             with torch.no_grad():
                 ids = inputs["input_ids"][:, step, None]
                 logits.append(model(input_ids=ids, past_key_values=cache).logits)
     assert torch.allclose(torch.cat(logits, 1), torch.cat(expected, 1), atol=1e-4)
+
+
+def test_sliding_layers_go_back_too_and_another_forward_is_put_back():
+    model = build("qwen3")
+    own = model.model.forward
+    model.model.forward = lambda *args, **kwargs: own(*args, **kwargs)  # as accelerate does
+    mine, inputs = model.model.forward, prompt(1, 60)
+    expected = dense_steps(model, inputs, [50] + [1] * 10)
+    with kvhf.attach(model, **REGIONS) as cache:
+        assert {layer.is_sliding for layer in cache.layers} == {True, False}
+        logits = steps(model, cache, {n: t[:, :50] for n, t in inputs.items()}, [50])
+        for step in range(50, 60):
+            ids = inputs["input_ids"][:, step, None]
+            fails_in_the_last_layer(model, RuntimeError, past_key_values=cache, input_ids=ids)
+            with torch.no_grad():
+                logits.append(model(input_ids=ids, past_key_values=cache).logits)
+    assert torch.allclose(torch.cat(logits, 1), torch.cat(expected, 1), atol=1e-4)
+    assert model.model.forward is mine
+
+
+LINEAR = dict(
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+)
+
+
+def test_linear_attention_cannot_go_back_and_says_so():
+    model = build("qwen3_next", **LINEAR)
+    inputs = prompt(1, 30)
+    with kvhf.attach(model, **REGIONS) as cache:
+        expected = steps(model, cache, inputs, [20] + [1] * 10)
+        ids = inputs["input_ids"][:, :1]
+        fails_in_the_last_layer(model, RuntimeError, past_key_values=cache, input_ids=ids)
+        with pytest.raises(RuntimeError, match="could not be undone; call reset"):
+            model(input_ids=ids, past_key_values=cache)
+        cache.reset()
+        again = steps(model, cache, inputs, [20] + [1] * 10)
+    assert torch.allclose(torch.cat(again, 1), torch.cat(expected, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda cache: cache.crop(-3), RuntimeError, "past"),
+        (lambda cache: cache.reorder_cache(torch.tensor([5, 0])), (ValueError, IndexError), None),
+        (lambda cache: cache.reorder_cache(torch.tensor([-1, 0])), (ValueError, IndexError), None),
+        (lambda cache: cache.batch_select_indices(torch.tensor([-1])), ValueError, "rows from 0"),
+        (
+            lambda cache: cache.batch_select_indices(torch.tensor([True])),
+            (ValueError, IndexError),
+            None,
+        ),
+        (lambda cache: cache.batch_repeat_interleave(0), ValueError, "repeats: got 0"),
+        (lambda cache: cache.crop(-1.5), ValueError, "tokens_to_remove: got -1.5"),
+        (lambda cache: cache.crop(True), ValueError, "tokens_to_remove: got True"),
+    ],
+    ids=["crop", "reorder", "reorder-negative", "select", "mask", "repeat", "float", "flag"],
+)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_change_that_is_refused_changes_no_layer(family, change, error, match):
+    """In a mixed model, too: a sliding window that has lost rows cannot be cropped."""
+    model, inputs = build(family), prompt(2, 50, padded=True)
+    if family == "llama" and error is RuntimeError:
+        pytest.skip("has no sliding window")
+    expected = dense_steps(model, inputs, [40] + [1] * 10)
+    with kvhf.attach(model, **REGIONS) as cache:
+        first = {name: tensor[:, :40] for name, tensor in inputs.items()}
+        logits = steps(model, cache, first, [40])
+        with pytest.raises(error, match=match):
+            change(cache)
+        mask = inputs["attention_mask"]
+        for step in range(40, 50):
+            with torch.no_grad():
+                out = model(
+                    input_ids=inputs["input_ids"][:, step, None],
+                    attention_mask=mask[:, : step + 1],
+                    position_ids=mask[:, : step + 1].sum(1, keepdim=True) - 1,
+                    past_key_values=cache,
+                )
+            logits.append(out.logits)
+    got = torch.cat(logits, 1).masked_fill(mask[..., None] == 0, 0)
+    assert torch.allclose(got, torch.cat(expected, 1), atol=1e-4)

@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import kvindex
 from kvindex_adapters.cli import app
 from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli import generate as generate_module
+from kvindex_adapters.cli.progress import bars
 from kvindex_adapters.models import load, smollm2
 
 
@@ -57,6 +59,8 @@ def test_demo_hides_the_needle_in_a_text_of_the_user(loaded, tmp_path):
     written = json.loads(out.read_text())
     assert 500 < written["prompt_tokens"] < 1200  # the file is shorter than --tokens
     assert written["index"]["rows_read_fraction"] == 1.0  # below the threshold: dense
+    assert written["index"]["recall_at_k"] is None
+    assert "nothing was searched" in result.output
 
 
 @pytest.mark.model
@@ -98,6 +102,9 @@ def test_indexes_lists_all():
         (("--prompt-file", "TEXT", "--index", "parisvk"), "did you mean 'pariskv'"),
         (("--prompt-file", "TEXT", "-k", "0"), "k: got 0"),
         (("--prompt-file", "TEXT", "--max-new-tokens", "0"), "max_new_tokens: got 0"),
+        (("--prompt-file", "TEXT", "--index", "exact:scale=2"), "got scale, which the model"),
+        (("--prompt-file", "TEXT", "--index", "pariskv:preset=1"), "preset: got 1"),
+        (("--prompt-file", "TEXT", "--json", "no/such/folder.json"), "json: got 'no/such/folder"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(tmp_path, arguments, message):
@@ -117,6 +124,33 @@ def test_a_users_mistake_is_one_line_and_status_2(tmp_path, arguments, message):
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_result_goes_to_standard_output_while_bars_are_shown(monkeypatch, capsys):
+    """On a terminal, too, where rich would take all output for a part of its display."""
+    terminal = Console(stderr=True, force_terminal=True)
+    monkeypatch.setattr("kvindex_adapters.cli.progress.console", terminal)
+    with bars() as progress:
+        progress.update("reading the prompt", 3, 3)
+        progress.stop()
+        print("an answer")
+        progress.update("reading the prompt", 3, 3)
+    shown = capsys.readouterr()
+    assert shown.out == "an answer\n"
+    assert "reading the prompt" in shown.err
+
+
+def test_load_asks_a_hub_for_a_name_that_is_no_folder(monkeypatch):
+    asked = []
+
+    def from_pretrained(model, **options):
+        asked.append((model, options["gguf_file"]))
+        raise OSError("no network")
+
+    monkeypatch.setattr("kvindex_adapters.models.AutoTokenizer.from_pretrained", from_pretrained)
+    with pytest.raises(FileNotFoundError, match=r"a hub id that can be reached \(no network\)"):
+        load("somebody/some-GGUF", gguf_file="some.Q4.gguf")
+    assert asked == [("somebody/some-GGUF", "some.Q4.gguf")]
 
 
 def test_load_names_what_is_missing(tmp_path):

@@ -47,6 +47,17 @@ def test_a_batch_equals_its_rows(model):
         assert torch.equal(indexed(model, alone)[0], together[row, 5 * row :])
 
 
+def test_rows_of_a_batch_end_at_different_steps(model):
+    """Mistake 8 again: a row that has ended is fed padding while the others go on."""
+    inputs = prompt(3, 50, padded=True)
+    tokens = full(model, inputs)[:, 50:]
+    end = int(tokens[1, 5])  # the second row ends here at the latest
+    options = dict(eos_token_id=end, pad_token_id=0)
+    expected = full(model, inputs, **options)
+    assert (expected[1] == 0).sum() > (prompt(3, 50, padded=True)["input_ids"][1] == 0).sum()
+    assert torch.equal(indexed(model, inputs, **options), expected)
+
+
 def test_positions_are_those_of_full_attention(model):
     """Mistake 2: positions off by one after the first layer. Rotary angles show in the logits."""
     seen = []
@@ -128,6 +139,18 @@ def test_reset_starts_anew(model):
     assert torch.equal(out, full(model, other))
 
 
+@pytest.mark.parametrize(("family", "dense"), [("llama", (0,)), ("qwen3", ()), ("qwen3", (1,))])
+def test_reset_empties_layers_without_an_index(family, dense):
+    model = build(family, eos_token_id=None)
+    with kvhf.attach(model, **REGIONS, dense_layers=dense) as cache:
+        options = dict(past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        model.generate(**prompt(1, 40), **options)
+        cache.reset()
+        assert [layer.get_seq_length() for layer in cache.layers] == [0] * 4
+        out = model.generate(**prompt(2, 30), **options)
+    assert torch.equal(out, full(model, prompt(2, 30)))
+
+
 def test_dense_layers_keep_their_own_cache(model):
     inputs = prompt(2, 40, padded=True)
     with kvhf.attach(model, **REGIONS, dense_layers=(0, 3)) as cache:
@@ -206,6 +229,58 @@ def test_one_call(model, index, length):
     assert ("prefill", length, length) in calls
     assert result.token_s > 0
     assert (result.report is None) == (index is None)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_beams": 2}, "num_beams: got 2, allowed is 1"),
+        ({"num_return_sequences": 3}, "num_return_sequences: got 3, allowed is 1"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate: got True"),
+        ({"past_key_values": None}, "past_key_values: got a value, allowed is none"),
+        ({"attach_options": {"k": 3}}, "attach_options: got k, allowed is k as an argument"),
+        ({"attach_options": {"index": "exact"}}, "attach_options: got index"),
+        ({"chunk": 1}, "chunk: got 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+    ],
+    ids=str,
+)
+def test_one_call_refuses_what_is_more_than_one_answer(model, options, match):
+    with pytest.raises(ValueError, match=match):
+        kvhf.generate(model, Words(), "3 4 5", **options)
+
+
+def test_one_call_overrides_beams_of_the_models_own_configuration(model):
+    copied = build("llama", eos_token_id=None)
+    copied.generation_config.num_beams = 3
+    inputs = prompt(1, 20)
+    result = kvhf.generate(copied, Words(), inputs["input_ids"][0], max_new_tokens=NEW)
+    assert torch.equal(result.answer_ids, full(model, inputs)[0, 20:])
+
+
+def test_the_prompt_is_reported_read_before_the_first_word_appears(model):
+    order = []
+
+    class Printer(Collect):
+        def put(self, value):
+            order.append(("put", value.numel()))
+
+    kvhf.generate(
+        model,
+        Words(),
+        prompt(1, 20)["input_ids"][0],
+        max_new_tokens=2,
+        streamer=Printer(),
+        on_progress=lambda phase, done, total: order.append((phase, done)),
+    )
+    assert order == [
+        ("put", 20),
+        ("prefill", 20),
+        ("put", 1),
+        ("decode", 1),
+        ("put", 1),
+        ("decode", 2),
+    ]
 
 
 def test_prefill_never_leaves_a_chunk_of_one_token(model):

@@ -12,7 +12,7 @@ from transformers import (
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
-from kvindex_adapters.hf.refuse import UnsupportedError
+from kvindex_adapters.hf.refuse import UNKNOWN, UnsupportedError, check_attention
 from tests.adapters.tiny import MIXED, SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
@@ -85,6 +85,12 @@ def test_what_is_no_model_is_refused():
         ({"update_every": 0}, "update_every: got 0"),
         ({"full_threshold": -1}, "full_threshold: got -1"),
         ({"dense_layers": (7,)}, "dense_layers: got 7, allowed are 0 to 1"),
+        ({"dense_layers": 1}, "dense_layers: got 1, allowed is a tuple"),
+        ({"dense_layers": (True,)}, "dense_layers: got True, allowed are 0 to 1"),
+        ({"dense_layers": (0, 1)}, r"dense_layers: got \[0, 1\], which leaves no layer to index"),
+        ({"index": None}, "index: got None, allowed is a name"),
+        ({"index": "exact:scale=2"}, "index_options: got scale, which the model decides"),
+        ({"index_options": {"kv_heads": 1, "dtype": 2}}, "got dtype, kv_heads, which the model"),
     ],
 )
 def test_bad_arguments(model, options, match):
@@ -178,6 +184,34 @@ def test_a_mask_that_changes_the_past(model):
         with pytest.raises(UnsupportedError, match="attention_mask: got one that hides tokens"):
             model(input_ids=inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache)
         assert cache.lengths() == [20, 20]
+
+
+def test_a_mask_that_is_dropped_over_a_padded_past(model):
+    inputs = prompt(2, 20, padded=True)
+    with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        for mask in (None, torch.ones(2, 21, dtype=torch.long)):
+            ids = inputs["input_ids"][:, -1:]
+            with pytest.raises(UnsupportedError, match="attention_mask: got one that hides tokens"):
+                model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        assert cache.lengths() == [20, 20]
+
+
+def test_another_scale_at_a_later_step(model):
+    with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+        model(**prompt(1, 20), past_key_values=cache)
+        attention = model.model.layers[1].self_attn
+        scaling, attention.scaling = attention.scaling, 0.5
+        with pytest.raises(UnsupportedError, match=r"scaling, softcap: got 0.5, None, allowed is"):
+            model(**prompt(1, 1), past_key_values=cache)
+        attention.scaling = scaling
+        assert cache.lengths() == [20, 20]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_a_class_hands_to_attention_beside_the_rows(model, name):
+    with pytest.raises(UnsupportedError, match=f"LlamaAttention: got {name} in its attention"):
+        check_attention("LlamaAttention", model, 1, 0.0, {name: torch.ones(1)})
 
 
 def test_masks_other_than_causal(model):

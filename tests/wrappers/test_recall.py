@@ -69,13 +69,13 @@ def test_fewer_tokens_than_k_are_all_that_is_wanted():
     assert small.recall() == small.limit() == 1
 
 
-def test_nothing_searched_gives_0_and_reset_forgets():
-    assert MeasureRecall(CASE.index("exact")).recall() == 0
+def test_nothing_searched_gives_none_and_reset_forgets():
+    assert MeasureRecall(CASE.index("exact")).recall() is None
     wrapper = measured(CASE.index("exact"))
     wrapper.reset()
-    assert (wrapper.recall(), wrapper.limit(), len(wrapper)) == (0, 0, 0)
+    assert (wrapper.recall(), wrapper.limit(), len(wrapper)) == (None, None, 0)
     wrapper.search(CASE.queries(), k=K)
-    assert wrapper.recall() == 0
+    assert wrapper.recall() is None
 
 
 def test_truncate_and_reorder_reach_the_copy():

@@ -25,6 +25,6 @@ def main() -> None:
     """Run a command; a user's mistake is a line on standard error and exit status 2."""
     try:
         app()
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

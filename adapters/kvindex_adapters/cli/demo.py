@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvindex_adapters.cli.inputs import check_search, read_text
+from kvindex_adapters.cli.inputs import check_output, check_search, read_text
 from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
 from kvindex_adapters.evaluate.needle import Needle, hide
@@ -41,6 +41,7 @@ def demo(
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
     text = paragraphs(read_text(prompt_file)) if prompt_file else python_reference()
     check_search(index, k)
+    check_output(json_file)
     folder, file = smollm2()
     console.print("loading the model")  # transformers shows bars of its own
     model, tokenizer = load(folder, gguf_file=file)
@@ -128,11 +129,11 @@ def _show(result: dict[str, Any]) -> None:
         f"needle {result['needle']} found", *("yes" if r["found"] else "no" for r in (full, index))
     )
     table.add_row("rows read per token", "100%", f"{index['rows_read_fraction']:.1%}")
-    table.add_row(
-        f"recall@{k} of each head's own top {k}",
-        "1",
-        f"{index['recall_at_k']:.2f} (exact search with as many rows: {index['recall_limit']:.2f})",
-    )
+    recall = "nothing was searched: the prompt is too short, so attention was dense"
+    if index["recall_at_k"] is not None:
+        limit = f"exact search with as many rows: {index['recall_limit']:.2f}"
+        recall = f"{index['recall_at_k']:.2f} ({limit})"
+    table.add_row(f"recall@{k} of each head's own top {k}", "1", recall)
     table.add_row(
         f"same next token, mean KL ({steps} steps)",
         "1, 0",

@@ -11,7 +11,7 @@ import typer
 from transformers import TextStreamer
 
 from kvindex import check
-from kvindex_adapters.cli.inputs import check_search, read_text
+from kvindex_adapters.cli.inputs import check_output, check_search, read_text
 from kvindex_adapters.cli.progress import bars, console
 from kvindex_adapters.hf.generation import generate as run
 from kvindex_adapters.machine import describe
@@ -43,6 +43,7 @@ def generate(
     check.at_least("max_new_tokens", max_new_tokens, 1)
     if index != "none":
         check_search(index, k)
+    check_output(json_file)
     text = read_text(prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=DTYPES[dtype])
@@ -50,8 +51,10 @@ def generate(
     with bars() as progress:
 
         def report(phase: str, done: int, total: int) -> None:
-            if phase == "prefill":  # the answer itself shows how decoding goes
+            if phase == "prefill":
                 progress.update("reading the prompt", done, total)
+                if done == total:  # the answer follows, which shows itself how decoding goes
+                    progress.stop()
 
         result = run(
             loaded,

@@ -6,12 +6,22 @@ from pathlib import Path
 
 import kvindex
 from kvindex import check
+from kvindex_adapters.hf.attach import check_index
 
 
 def check_search(index: str, k: int) -> None:
     """Raises ValueError for an index that cannot be made, or a `k` below 1."""
     check.at_least("k", k, 1)
+    check_index(index)
     kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8)
+
+
+def check_output(path: Path | None) -> None:
+    """Raises FileNotFoundError for a file that could not be written at the end."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise FileNotFoundError(
+            f"json: got {str(path)!r}, allowed is a file in a folder that exists"
+        )
 
 
 def read_text(path: Path) -> str:

@@ -20,10 +20,14 @@ class Bars:
         self._tasks: dict[str, int] = {}
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` tokens of a phase."""
+        """`done` of `total` tokens of a phase; after `stop` nothing is shown."""
         if phase not in self._tasks:
             self._tasks[phase] = int(self._progress.add_task(phase, total=total))
         self._progress.update(self._tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        """Leave the bars as they are, so that other output can follow them."""
+        self._progress.stop()
 
 
 @contextmanager
@@ -35,5 +39,7 @@ def bars() -> Iterator[Bars]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    # what a command prints is its result: it must not be taken for a part of the display
+    progress = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
+    with progress:
         yield Bars(progress)

@@ -24,15 +24,15 @@ class Fidelity:
 
     steps: tokens compared; kl_mean: KL divergence of the index's next-token distribution from
     full attention's, nats; agreement: share of steps with the same most likely token; recall_at_k:
-    share of each query head's own true top k that was retrieved, mean over layers and heads;
-    recall_limit: the same for exact search with as many rows per KV head.
+    share of each query head's own true top k that was retrieved, mean over layers and heads, None
+    where no step searched; recall_limit: the same for exact search with as many rows per KV head.
     """
 
     steps: int
     kl_mean: float
     agreement: float
-    recall_at_k: float
-    recall_limit: float
+    recall_at_k: float | None
+    recall_limit: float | None
 
 
 def teacher_forced(
@@ -76,9 +76,14 @@ def teacher_forced(
         steps=steps,
         kl_mean=divergence / steps,
         agreement=agreed / steps,
-        recall_at_k=sum(layer.recall() for layer in layers) / len(layers),
-        recall_limit=sum(layer.limit() for layer in layers) / len(layers),
+        recall_at_k=_mean([layer.recall() for layer in layers]),
+        recall_limit=_mean([layer.limit() for layer in layers]),
     )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def kl(full: Tensor, other: Tensor) -> float:

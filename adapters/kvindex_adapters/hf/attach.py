@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kvindex
+from kvindex.config import parse_spec
+from kvindex.geometry import Geometry
 from kvindex.layer import AttentionLayer
 from kvindex.protocol import KVIndex
 from kvindex_adapters.hf.attention import NAME, attached
@@ -39,12 +43,14 @@ def attach(
     k: rows per KV head that a step retrieves; sink, local, update_every: sizes of the regions
     (`kvindex.layer`); full_threshold: below this many tokens the index fills but attention is
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
-    for the index (`preset`, `store`, …). Afterwards the model is as it was.
+    for the index (`preset`, `store`, …), but not its geometry, which the model decides.
+    Afterwards the model is as it was.
 
     Raises UnsupportedError (a ValueError) for a model that cannot be served, ValueError for a bad
     argument, before anything is changed.
     """
     config = check_model(model)
+    check_index(index, index_options)
     decoder = _decoder(model)
     if any(module in attached for module in model.modules()):
         raise ValueError("model: got one that is attached already, allowed is one attach() a time")
@@ -60,7 +66,7 @@ def attach(
     make(**_geometry(config))  # bad arguments raise here, not in the first forward
     cache = IndexCache(config, make, dense_layers)
     before = [(c, c._attn_implementation) for c in _configs(model)]
-    handles: list[Any] = []
+    forward = vars(decoder).get("forward")  # accelerate puts one there, too
     try:
         model.set_attn_implementation(_request(model, config))
         if config._attn_implementation != NAME:
@@ -69,24 +75,41 @@ def attach(
                 "transformers' AttentionInterface"
             )
         attached.update((module, cache) for module in model.modules())
-        handles = _watch(decoder, cache)
+        decoder.forward = _guarded(decoder.forward, cache)
         yield cache
     finally:
         cache.close()
-        for handle in handles:
-            handle.remove()
+        vars(decoder).pop("forward", None)
+        if forward is not None:
+            decoder.forward = forward
         for module in model.modules():
             attached.pop(module, None)
         for some, implementation in before:
             some._attn_implementation_internal = implementation
 
 
-def _watch(decoder: nn.Module, cache: IndexCache) -> list[Any]:
-    """Hooks that refuse a forward without our cache and undo one that fails half way."""
-    state: dict[str, Any] = {}
+def check_index(index: object, index_options: Mapping[str, Any] | None = None) -> None:
+    """Raises ValueError for what names no index, and for options that the model decides."""
+    given = set(index_options or {})
+    if isinstance(index, str):
+        given |= set(parse_spec(index)[1])
+    elif not callable(index):
+        raise ValueError(
+            f"index: got {index!r}, allowed is a name, a line name:option=value:… or a factory"
+        )
+    decided = given & {field.name for field in dataclasses.fields(Geometry)}
+    if decided:
+        raise ValueError(
+            f"index_options: got {', '.join(sorted(decided))}, which the model decides; allowed "
+            "are the index's own options, preset, store, backend and check"
+        )
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state["lengths"], state["done"] = cache.lengths(), False
+
+def _guarded(forward: Callable[..., Any], cache: IndexCache) -> Callable[..., Any]:
+    """A decoder's forward that refuses another cache and undoes a step that fails half way."""
+
+    @functools.wraps(forward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("output_attentions"):
             raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
         given = kwargs.get("past_key_values")
@@ -96,21 +119,16 @@ def _watch(decoder: nn.Module, cache: IndexCache) -> list[Any]:
                 "cache that it gave: model.generate(…, past_key_values=cache)"
             )
         cache.check_usable()
-        state["started"] = True
+        marks = cache.marks()
+        try:
+            output = forward(*args, **kwargs)
+            cache.check_taken()
+        except BaseException:  # an interrupt, too, leaves layers of different lengths
+            cache.back_to(marks)
+            raise
+        return output
 
-    def succeeded(module: nn.Module, args: Any, output: Any) -> None:
-        cache.check_taken()
-        state["done"] = True
-
-    def finally_(module: nn.Module, args: Any, output: Any) -> None:
-        if state.pop("started", False) and not state["done"]:
-            cache.recover(state["lengths"])
-
-    return [
-        decoder.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(succeeded),
-        decoder.register_forward_hook(finally_, always_call=True),
-    ]
+    return guarded
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:

@@ -78,12 +78,13 @@ def mask(
 ) -> Tensor | None:
     """The mask of a step: padding bool `[B, N]` for causal attention, or None without padding.
 
-    Whatever is not plain causal attention (sliding windows, chunks) gets the 4-D mask that sdpa
-    would get, except that a single query that sees everything gets none.
+    Whatever is not plain causal attention (sliding windows, chunks, what `allow_is_causal_skip`
+    rules out) gets the 4-D mask that sdpa would get, except that a single query that sees
+    everything gets none.
     """
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None
-    if mask_function is causal_mask_function:
+    if mask_function is causal_mask_function and allow_is_causal_skip:
         if attention_mask is None:
             return None
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()

@@ -8,15 +8,16 @@ reach it, whatever the model's class did to them in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvindex import check
-from kvindex.layer import AttentionLayer
+from kvindex.layer import AttentionLayer, Mark
 from kvindex.protocol import KVIndex
 from kvindex_adapters.hf.refuse import UnsupportedError
 from kvindex_adapters.hf.report import Report
@@ -56,8 +57,8 @@ class IndexedLayer(CacheLayerMixin):
     ) -> Tensor:
         """Append and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
 
-        Raises UnsupportedError where the past of `padding` is not what it was, and what
-        `AttentionLayer.step` raises.
+        Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
+        and what `AttentionLayer.step` raises.
         """
         if self.attention is None:
             self.attention = self._make(
@@ -70,21 +71,35 @@ class IndexedLayer(CacheLayerMixin):
                 dtype=keys.dtype,
                 device=keys.device,
             )
-        valid = None
-        if padding is not None:
-            self._check_past(padding)
-            valid = padding[:, -keys.shape[2] :]
+        self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
+        self._check_past(padding)
+        valid = None if padding is None else padding[:, -keys.shape[2] :]
         queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         return self.attention.step(queries, keys, values, valid=valid)
 
-    def _check_past(self, padding: Tensor) -> None:
+    def _check_same(self, scale: float, softcap: float | None) -> None:
+        """The index was made for one scale and one softcap."""
+        assert self.attention is not None
+        g = self.attention.index.geometry
+        if (scale, softcap) != (g.scale, g.softcap):
+            raise UnsupportedError(
+                f"scaling, softcap: got {scale}, {softcap}, allowed is what the layer's first "
+                f"call had: {g.scale}, {g.softcap}"
+            )
+
+    def _check_past(self, padding: Tensor | None) -> None:
         """The mask must say of the past what it said when the tokens came."""
         length = self.get_seq_length()
         if length == 0 or self.attention is None:
             return
         was = self.attention.valid
-        now = padding[:, :length]
-        if not bool(now.all() if was is None else torch.equal(now, was)):
+        now = None if padding is None else padding[:, :length]
+        if was is None or now is None:
+            some = now if was is None else was
+            same = some is None or bool(some.all())
+        else:
+            same = torch.equal(now, was)
+        if not same:
             raise UnsupportedError(
                 "attention_mask: got one that hides tokens of the past which were visible before "
                 "(or the reverse), allowed is the same past"
@@ -109,6 +124,17 @@ class IndexedLayer(CacheLayerMixin):
         """Forget all tokens."""
         self.attention = None
 
+    def mark(self) -> Mark | None:
+        """Where the layer is now; None before its first step."""
+        return None if self.attention is None else self.attention.mark()
+
+    def back_to(self, mark: Mark | None) -> None:
+        """Forget what came after `mark`."""
+        if mark is None or self.attention is None:
+            self.attention = None
+        else:
+            self.attention.back_to(mark)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
         removed = _check_crop(tokens_to_remove)
@@ -127,9 +153,12 @@ class IndexedLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        if self.attention is not None:
-            indices = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-            self.attention.reorder(indices.long())
+        if self.attention is None:
+            return
+        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
+            check.tensor("indices", indices, {"B": self._batch})
+            indices = indices.nonzero()[:, 0]
+        self.attention.reorder(indices)
 
     def offload(self) -> None:
         """Refused: where rows live is the index's own choice (`store`)."""
@@ -151,14 +180,12 @@ class IndexCache(DynamicCache):
 
     def __init__(self, config: Any, make: LayerFactory, dense_layers: Sequence[int]) -> None:
         super().__init__(config=config)
-        for number in dense_layers:
-            if not isinstance(number, int) or not 0 <= number < len(self.layers):
-                raise ValueError(
-                    f"dense_layers: got {number!r}, allowed are 0 to {len(self.layers) - 1}"
-                )
-        for i, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer and i not in dense_layers:
+        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        _check_dense(dense_layers, len(self.layers), full)
+        for i in full:
+            if i not in dense_layers:
                 self.layers[i] = IndexedLayer(make)
+        self._config = config
         self._pending: Any = None
         self._closed = False
         self._broken: str | None = None
@@ -230,26 +257,74 @@ class IndexCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0.
 
-        Positive numbers mean different things in different versions of transformers.
+        Positive numbers mean different things in different versions of transformers. Raises
+        RuntimeError where a sliding window has lost the rows to go back to.
         """
-        super().crop(_check_crop(tokens_to_remove))
+        removed = _check_crop(tokens_to_remove)
+        self._every(lambda layer: layer.crop(removed))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        self._every(lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row of the batch `repeats` times in a row."""
+        self._every(lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
+        self._every(lambda layer: layer.batch_select_indices(indices))
 
     def reset(self) -> None:
         """Forget all tokens; the cache can be used again."""
-        super().reset()
+        fresh = DynamicCache(config=self._config).layers  # 5.17 only zeroes what a layer holds
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, IndexedLayer):
+                layer.reset()
+            else:
+                self.layers[i] = fresh[i]
         self._pending = self._broken = None
 
     def lengths(self) -> list[int]:
         """Tokens that each indexed layer holds."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
-    def recover(self, lengths: list[int]) -> None:
-        """After a step that failed: go back to `lengths`, or stay unusable until `reset()`."""
+    def marks(self) -> list[Any]:
+        """Where each layer is now. Keeps the rows of layers without an index alive."""
+        return [
+            layer.mark() if isinstance(layer, IndexedLayer) else _held(layer)
+            for layer in self.layers
+        ]
+
+    def back_to(self, marks: list[Any]) -> None:
+        """After a step that failed: go back to `marks`, or stay unusable until `reset()`."""
         self._pending = None
-        for layer, length in zip(self._indexed(), lengths, strict=True):
-            layer.crop(length - layer.get_seq_length())
-        if len(self._indexed()) < len(self.layers):
-            self._broken = "a step failed half way and only indexed layers could go back"
+        self._broken = "a step failed half way and could not be undone"
+        for layer, mark in zip(self.layers, marks, strict=True):
+            if isinstance(layer, IndexedLayer):
+                layer.back_to(mark)
+            else:
+                vars(layer).update(mark)
+        # all layers make new tensors, but linear attention overwrites its state
+        if not any(hasattr(layer, "recurrent_states") for layer in self.layers):
+            self._broken = None
+
+    def _every(self, change: Callable[[Any], None]) -> None:
+        """`change` for every layer, or for none if a layer refuses it."""
+        others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
+        held, done = [_held(layer) for layer in others], 0
+        try:
+            for layer in others:
+                change(layer)
+            for layer in self._indexed():
+                change(layer)
+                done += 1
+        except BaseException:
+            for layer, before in zip(others, held, strict=True):
+                vars(layer).update(before)
+            if done:  # they all hold the same batch and length: what one does, all can
+                self._broken = "a change of the cache failed half way"
+            raise
 
     def close(self) -> None:
         """Refuse every further use but reports."""
@@ -264,10 +339,32 @@ class IndexCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
 
 
-def _check_crop(tokens_to_remove: int) -> int:
+def _check_crop(tokens_to_remove: Any) -> int:
     """As an int: transformers 5.17 passes a tensor of no dimensions."""
-    if tokens_to_remove > 0:
+    removed = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
+    if not isinstance(removed, int) or isinstance(removed, bool) or removed > 0:
         raise ValueError(
-            f"tokens_to_remove: got {tokens_to_remove}, allowed is 0 or minus the number of tokens"
+            f"tokens_to_remove: got {removed!r}, allowed is 0 or minus the number of tokens"
         )
-    return int(tokens_to_remove)
+    return removed
+
+
+def _check_dense(dense_layers: Any, layers: int, full: list[int]) -> None:
+    if not isinstance(dense_layers, Collection):
+        raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
+    for number in dense_layers:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < layers:
+            raise ValueError(f"dense_layers: got {number!r}, allowed are 0 to {layers - 1}")
+    if set(full) <= set(dense_layers):
+        raise ValueError(
+            f"dense_layers: got {list(dense_layers)}, which leaves no layer to index; allowed is "
+            f"all but one of the full-attention layers {full}"
+        )
+
+
+def _held(layer: Any) -> dict[str, Any]:
+    """What a layer of transformers holds: as long as it makes new tensors, a copy of it."""
+    return {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in vars(layer).items()
+    }

@@ -21,6 +21,13 @@ Progress = Callable[[str, int, int], None]
 """Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
 
 
+ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
+"""What `generate` insists on, whatever the model's own generation configuration says."""
+
+OURS = {"inputs", "input_ids", "attention_mask", "past_key_values"}
+"""Options of `model.generate` that `generate` sets itself."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """An answer and what it took.
@@ -58,17 +65,20 @@ def generate(
     prompt: text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`;
     index, k, attach_options: as `attach` takes them, `index=None` for full attention with
     transformers' own cache; chunk: tokens of the prompt read at a time; generate_options: passed
-    to `model.generate` (greedy unless they say `do_sample=True`).
+    to `model.generate` (greedy unless they say `do_sample=True`). One prompt gives one answer:
+    for beams, batches or several answers call `attach` and `model.generate`.
 
-    Raises ValueError for an empty prompt or sizes out of range, and what `attach` raises.
+    Raises ValueError for an empty prompt, sizes out of range or options that do not fit, and
+    what `attach` raises.
     """
+    _check_options(attach_options, generate_options)
     check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     ids = encode_prompt(tokenizer, prompt).to(model.device)
     if len(ids) == 0:
         raise ValueError("prompt: got no tokens, allowed is at least one")
     clock = _Clock(streamer, on_progress, len(ids), max_new_tokens)
-    options = {"do_sample": False, **generate_options}
+    options = {**ONE_ANSWER, "do_sample": False, **generate_options}
     if index is None:
         context: Any = nullcontext(DynamicCache(config=model.config))
     else:
@@ -96,6 +106,19 @@ def generate(
         report=report,
         config=config,
     )
+
+
+def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:
+    for name in sorted({"index", "k"} & set(attach_options or {})):
+        raise ValueError(f"attach_options: got {name}, allowed is {name} as an argument of its own")
+    for name in sorted(OURS & set(generate_options)):
+        raise ValueError(f"{name}: got a value, allowed is none: the prompt decides it")
+    for name, only in ONE_ANSWER.items():
+        if generate_options.get(name, only) != only:
+            raise ValueError(
+                f"{name}: got {generate_options[name]}, allowed is {only}; for more call "
+                "attach() and model.generate"
+            )
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]] | Tensor) -> Tensor:
@@ -149,19 +172,21 @@ class _Clock(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         """A batch of tokens: the prompt first, then one at a time."""
+        now, answer, self._prompt_seen = time.perf_counter(), self._prompt_seen, True
+        if answer:
+            self.last = now
+            if self._tokens == 0:
+                self.first = now
+                self._report("prefill", self._prompt, self._prompt)  # before any answer appears
+            self._tokens += 1
         if self._inner:
             self._inner.put(value)
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        self.last = time.perf_counter()
-        if self._tokens == 0:
-            self.first = self.last
-            if self._progress:
-                self._progress("prefill", self._prompt, self._prompt)
-        self._tokens += 1
+        if answer:
+            self._report("decode", self._tokens, self._total)
+
+    def _report(self, *progress: Any) -> None:
         if self._progress:
-            self._progress("decode", self._tokens, self._total)
+            self._progress(*progress)
 
     def end(self) -> None:
         """No more tokens come."""

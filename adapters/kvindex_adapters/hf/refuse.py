@@ -12,6 +12,14 @@ class UnsupportedError(ValueError):
     """A model or a call that the adapter does not serve."""
 
 
+UNKNOWN = (
+    *("s_aux", "sinks", "position_bias", "alibi"),  # terms of the softmax
+    *("indices", "block_indices", "cache"),  # rows that the model chooses itself
+    *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
+)
+"""What a model's class may hand to attention that changes its result."""
+
+
 def check_model(model: PreTrainedModel) -> Any:
     """The configuration of the model's decoder, if the adapter serves the model.
 
@@ -62,7 +70,7 @@ def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: 
 
     extra: keyword arguments of the call that the adapter has no use for. Raises UnsupportedError.
     """
-    for key in ("s_aux", "sinks", "position_bias", "alibi", "indices", "cache"):
+    for key in UNKNOWN:
         if extra.get(key) is not None:
             raise UnsupportedError(
                 f"{name}: got {key} in its attention, which the index does not know"
