@@ -1,15 +1,17 @@
 """What all indexes share: checks, growth, storage, fetch, housekeeping.
 
-An index on this base writes `_encode` and `_search`; the `_with_…` hooks, `_keep` and `_cleared`
-let it keep statistics of its tokens. The public methods check their arguments first, and change
-nothing before everything that may fail (for want of memory, say) has succeeded.
+An index on this base writes `_encode` and `_search`. `_learn` lets it learn parameters, once; the
+`_with_…` hooks, `_keep` and `_cleared` let it keep statistics of its tokens. The public methods
+check their arguments first, and change nothing before everything that may fail (for want of
+memory, say) has succeeded.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -74,6 +76,7 @@ class BaseIndex(ABC):
         self._codes = Columns()
         self._store = Store(self.geometry, store)
         self._valid = Valid()
+        self._learnt: Codes = {}
         self._batch: int | None = None  # unknown until the first append
         self._length = 0
         self._counts = torch.zeros(0, dtype=torch.int64)
@@ -83,12 +86,23 @@ class BaseIndex(ABC):
     # What an index writes
 
     @abstractmethod
-    def _encode(self, keys: Tensor) -> Codes:
-        """Codes `[B, G, N, ...]` of finite keys `[B, G, N, D]`; invalid tokens come as zeros."""
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        """Codes `[B, G, N, ...]` of finite keys `[B, G, N, D]`; invalid tokens come as zeros.
+
+        learnt: what `_learn` gave; it will hold once these keys are appended.
+        """
 
     @abstractmethod
     def _search(self, queries: Tensor, k: int) -> Hits:
         """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """Parameters, tensors `[B, ...]`, once these tokens are appended; changes nothing.
+
+        A row of the batch learns from the first append that holds a valid token of it (an index
+        may ask for more), and keeps what it has learnt until `reset`.
+        """
+        return {}
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
         """The statistics once `codes` are appended; changes nothing."""
@@ -109,13 +123,22 @@ class BaseIndex(ABC):
     def _cleared(self) -> None:
         """Everything was forgotten. Must not fail."""
 
+    def _scanned(self) -> list[Tensor]:
+        """What a search reads of every token `[B, G, N, ...]`: all codes unless an index says."""
+        return [self._codes[name] for name in self._codes]
+
     # The protocol
 
     def encode(self, keys: Tensor) -> Codes:
-        """Codes of keys `[B, G, N, D]`. Raises ValueError or TypeError for a wrong tensor."""
-        self._check_tensor("keys", keys, {"B": None, **self._per_token(self.geometry.head_dim)})
+        """Codes of keys `[B, G, N, D]`. Raises ValueError or TypeError for a wrong tensor.
+
+        With parameters that are learnt: as `append` would encode these keys.
+        """
+        shape = {"B": self._batch, **self._per_token(self.geometry.head_dim)}
+        self._check_tensor("keys", keys, shape)
         self._check_finite("keys", keys)
-        return self._encode(keys.detach())
+        keys = keys.detach()
+        return self._encode(keys, self._learn(keys, None))
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`.
@@ -136,7 +159,8 @@ class BaseIndex(ABC):
         self._check_finite("keys", known)
         if keys.numel() == 0:
             return
-        codes = self._encode(known.detach())
+        learnt = self._learn(known.detach(), valid)
+        codes = self._encode(known.detach(), learnt)
         rows = self._store.join(keys, values)
         counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
         self._codes.reserve(codes)
@@ -147,6 +171,7 @@ class BaseIndex(ABC):
         self._codes.append(codes)
         self._store.append(rows)
         self._valid.append(flags)
+        self._learnt = learnt
         self._batch = keys.shape[0]
         self._counts = self._counts + counts if self._length else counts.expand(self._batch)
         self._length += count
@@ -234,8 +259,10 @@ class BaseIndex(ABC):
         self.raise_deferred()
         statistics = self._with_reordered(batch_indices.to(self.geometry.device))
         codes, valid = self._codes.reordered(batch_indices), self._valid.reordered(batch_indices)
+        order = batch_indices.to(self.geometry.device)
+        learnt = {name: tensor[order] for name, tensor in self._learnt.items()}
         self._store = self._store.reordered(batch_indices)
-        self._codes, self._valid = codes, valid
+        self._codes, self._valid, self._learnt = codes, valid, learnt
         self._batch = len(batch_indices)
         self._counts = self._counts[batch_indices.cpu()]
         self._keep(statistics)
@@ -244,6 +271,7 @@ class BaseIndex(ABC):
         """Forget everything, learnt parameters and batch size included."""
         for part in (self._codes, self._store, self._valid):
             part.reset()
+        self._learnt = {}
         self._batch, self._length = None, 0
         self._counts = torch.zeros(0, dtype=torch.int64)
         self._deferred = {}
@@ -255,8 +283,36 @@ class BaseIndex(ABC):
         """
         self.raise_deferred()
         codes = self._codes.nbytes() + self._valid.nbytes()
-        codes += sum(tensor.nbytes for tensor in self._held())
+        codes += sum(tensor.nbytes for tensor in [*self._learnt.values(), *self._held()])
         return {"codes": codes, "rows": self._store.nbytes()}
+
+    def bytes_per_key(self) -> dict[str, float]:
+        """Bytes per token and KV head: `kept` as codes, and `scanned` by every search.
+
+        Raises ValueError for an empty index, whose codes have no shape yet.
+        """
+        checks.at_least("len(index)", self._length, 1)
+        tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
+        scanned = sum(tensor.nbytes for tensor in self._scanned())
+        return {"kept": self._codes.nbytes() / tokens, "scanned": scanned / tokens}
+
+    def repeated(self, count: int) -> Self:
+        """`count` rows that all read the one row of this index: for as many queries at once.
+
+        A view, to search and to fetch from while this index stays as it is. Raises ValueError for
+        a batch other than 1.
+        """
+        checks.at_least("count", count, 1)
+        if self._batch != 1:
+            raise ValueError(f"repeated: got a batch of {self._batch}, allowed is 1")
+        rows = torch.zeros(count, dtype=torch.int64)
+        view = copy(self)
+        view._codes, view._store = self._codes.repeated(count), self._store.repeated(count)
+        view._valid = self._valid.reordered(rows)
+        view._learnt = {name: t.expand(count, *t.shape[1:]) for name, t in self._learnt.items()}
+        view._counts, view._batch = self._counts.expand(count), count
+        view._keep(self._with_reordered(rows.to(self.geometry.device)))
+        return view
 
     # Shared parts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ class Columns:
 
     def __len__(self) -> int:
         return self._length
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
 
     def __contains__(self, name: str) -> bool:
         return name in self._data
@@ -64,6 +67,15 @@ class Columns:
             for name, tensor in self._data.items()
         }
         return copy
+
+    def repeated(self, count: int) -> Columns:
+        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        view = Columns(self._axis)
+        view._length = self._length
+        view._data = {
+            name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in self._data.items()
+        }
+        return view
 
     def reset(self) -> None:
         """Forget everything, names and sizes included."""

@@ -244,24 +244,31 @@ class AttentionLayer:
 
     def _retrieve(self, queries: Tensor) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`."""
-        g = self.index.geometry
         hits = self.index.search(queries, k=self.k)
         found = self.index.fetch(hits)
-        window = Rows(self._window["keys"], self._window["values"])
         flags = self._valid.flags
         if flags is None:
-            flags = torch.ones((len(queries), len(self)), dtype=torch.bool, device=g.device)
-        parts, shown = [found, window], [hits.ids != UNUSED, flags[:, None, len(self.index) :]]
+            flags = torch.ones_like(queries[:, 0, :1], dtype=torch.bool).expand(-1, len(self))
+        return self._over_regions(queries, hits, found, flags[:, len(self.index) :])
+
+    def _over_regions(self, queries: Tensor, hits: Hits, found: Rows, seen: Tensor) -> Tensor:
+        """Attention of queries `[B, H, D]` to sink, `found` and the window's `seen` rows.
+
+        seen: bool `[B, R]`. Returns `[B, H, Dv]`. A layer of batch 1 serves any `B` queries.
+        """
+        g, B = self.index.geometry, len(queries)
+        parts = [found, Rows(self._window["keys"], self._window["values"])]
+        shown = [hits.ids != UNUSED, seen[:, None]]
         if self._sink_ids is not None and self._sink_rows is not None:
             parts.insert(0, self._sink_rows)
             shown.insert(0, (self._sink_ids != UNUSED)[:, None])
-        visible = torch.cat([part.expand(-1, g.kv_heads, -1) for part in shown], dim=2)
+        visible = torch.cat([part.expand(B, g.kv_heads, -1) for part in shown], dim=2)
         bias = _bias(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, S + K + R]
         if hits.log_weight is not None:
             S = 0 if self._sink_ids is None else self._sink_ids.shape[1]
             bias[..., S : S + self.k] += hits.log_weight
-        keys = torch.cat([part.keys for part in parts], dim=2)
-        values = torch.cat([part.values for part in parts], dim=2)
+        keys = torch.cat([part.keys.expand(B, -1, -1, -1) for part in parts], dim=2)
+        values = torch.cat([part.values.expand(B, -1, -1, -1) for part in parts], dim=2)
         output = attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
         self.traffic = self.traffic.counted(hits.ids, visible, self._valid.flags, len(self), found)
         return output

@@ -67,6 +67,12 @@ class Store:
         copied._columns = self._columns.reordered(batch_indices)
         return copied
 
+    def repeated(self, count: int) -> Store:
+        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        view = copy(self)
+        view._columns = self._columns.repeated(count)
+        return view
+
     def reset(self) -> None:
         """Forget everything."""
         self._columns.reset()

@@ -15,18 +15,23 @@ CASES = [
     Case(q_heads=3, kv_heads=3, head_dim=96, value_dim=128, dtype=torch.bfloat16, batch=2),
     Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, softcap=1.0, batch=2),
 ]
+SPECS = [
+    spec
+    for name in kvindex.names()
+    for spec in [name, *(f"{name}:preset={preset}" for preset in kvindex.get(name).presets)]
+]
 ON_GPU = Case(6, 2, 64, 64, torch.bfloat16, device="cuda", batch=2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", kvindex.names())
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_index_keeps_the_contract(check, name, case):
     check(lambda **options: case.index(name, **options), case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", kvindex.names())
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_index_keeps_the_contract_on_a_gpu(check, name):
     check(lambda **options: ON_GPU.index(name, **options), ON_GPU)

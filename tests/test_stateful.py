@@ -33,7 +33,7 @@ seeds = st.integers(0, 10_000)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Beside the index: its tokens, and those of its first append, from which it may learn."""
+    """Beside the index: its tokens."""
 
     def new_index(self):
         raise NotImplementedError
@@ -47,9 +47,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def forget(self):
         self.batch = None
-        self.tokens = self.valid = self.first = self.first_valid = None
+        self.tokens = self.valid = None
         self.calls = 0
-        self.kept = 0  # tokens of the first append that have stayed so far
 
     @property
     def count(self):
@@ -58,14 +57,12 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is None)
     @rule(batch=st.integers(1, 3), count=st.integers(1, 14), seed=seeds, pads=st.none() | seeds)
     def first_append(self, batch, count, seed, pads):
-        self.batch, self.kept = batch, count
-        self.tokens = self.first = self.case.tokens(count, seed, batch)
+        self.batch = batch
+        self.tokens = self.case.tokens(count, seed, batch)
         self.valid = torch.ones(batch, count, dtype=torch.bool)
-        self.first_valid = None
         if pads is not None:
             self.valid = left_padding([(pads >> 3 * b) % (count + 1) for b in range(batch)], count)
-            self.first_valid = self.valid
-        self.index.append(*self.first, valid=self.first_valid)
+        self.index.append(*self.tokens, valid=None if pads is None else self.valid)
 
     @precondition(lambda self: self.batch is not None)
     @rule(count=st.integers(0, 14), seed=seeds)
@@ -80,7 +77,6 @@ class IndexMachine(RuleBasedStateMachine):
     def truncate(self, length):
         self.index.truncate(length)
         self.tokens, self.valid = part(self.tokens, 0, length), self.valid[:, :length]
-        self.kept = min(self.kept, length)
 
     @precondition(lambda self: self.batch is not None)
     @rule(order=st.lists(seeds, min_size=1, max_size=4))
@@ -88,11 +84,8 @@ class IndexMachine(RuleBasedStateMachine):
         rows = torch.tensor([seed % self.batch for seed in order])
         self.index.reorder(rows)
         self.batch = len(order)
-        self.tokens, self.first = (
-            (keys[rows], values[rows]) for keys, values in (self.tokens, self.first)
-        )
+        self.tokens = self.tokens[0][rows], self.tokens[1][rows]
         self.valid = self.valid[rows]
-        self.first_valid = None if self.first_valid is None else self.first_valid[rows]
 
     @precondition(lambda self: self.calls > 4)  # or it would be every second call
     @rule()
@@ -145,11 +138,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.nbytes()["rows"] == row * self.count
 
     def fresh(self):
-        """A new index of the same tokens that learnt from the same first append."""
+        """A new index of the same tokens and the same learnt parameters."""
         index = self.new_index()
-        index.append(*self.first, valid=self.first_valid)
-        index.truncate(self.kept)
-        index.append(*part(self.tokens, self.kept, self.count))
+        index._learnt = dict(self.index._learnt)
+        if self.count:
+            index.append(*self.tokens, valid=self.valid)
         return index
 
     def compare_with_lists(self, hits, queries, k):
@@ -162,10 +155,10 @@ class IndexMachine(RuleBasedStateMachine):
                 assert hits.ids[b, h].tolist() == want + [-1] * (k - len(want))
 
 
-def machine(kind):
+def machine(kind, **options):
     def new_index(self):
         geometry = dict(q_heads=self.case.q_heads, kv_heads=2, head_dim=16, value_dim=8)
-        return kind(**geometry, store=self.store)
+        return kind(**geometry, store=self.store, **options)
 
     return type("Machine", (IndexMachine,), {"new_index": new_index})
 
@@ -173,9 +166,12 @@ def machine(kind):
 STEPS = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 
 
-@pytest.mark.parametrize("name", kvindex.names())
-def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
-    run_state_machine_as_test(machine(kvindex.get(name)), settings=STEPS)
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [(name, preset) for name in kvindex.names() for preset in [None, *kvindex.get(name).presets]],
+)
+def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name, preset):
+    run_state_machine_as_test(machine(kvindex.get(name), preset=preset), settings=STEPS)
 
 
 class ForgetsToReorder(Exact):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,12 +34,14 @@ def load(
     model: str | Path,
     *,
     gguf_file: str | None = None,
+    lora: Path | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[PreTrainedModel, Any]:
     """The model, in evaluation mode, and its tokenizer.
 
-    model: a folder, a .gguf file, or a hub id; gguf_file: its name inside that. Raises
+    model: a folder, a .gguf file, or a hub id; gguf_file: its name inside that; lora: a low-rank
+    addition to merge (`merge_lora`). Raises
     FileNotFoundError for what is not there, ValueError for what cannot be loaded.
     """
     folder = Path(model)
@@ -61,4 +64,36 @@ def load(
             f"model: got {str(model)!r}, allowed is a folder with a model or a hub id that can be "
             f"reached ({str(error).splitlines()[0]})"
         ) from error
+    if lora is not None:
+        merge_lora(loaded, lora)
     return loaded.to(device).eval(), tokenizer
+
+
+LONG_BASE = 2.0e6
+"""Rotary base of smollm2-135m-long.lora.safetensors (benchmarks/models/README.md)."""
+
+
+def merge_lora(model: PreTrainedModel, file: Path, *, rotary_base: float = LONG_BASE) -> None:
+    """Add `2 · B @ A` to each linear layer `X` that the file has `X.A` `[r, in]` and `X.B` for.
+
+    rotary_base: that the addition was made with. Raises FileNotFoundError, or ValueError for a
+    file of another model; the model is then as it was.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"lora: got {str(file)!r}, allowed is a file that exists")
+    parts = load_file(file)
+    weights = {}
+    for name in sorted({name.rpartition(".")[0] for name in parts}):
+        layer = dict(model.named_modules()).get(name)
+        shape = None if layer is None else list(layer.weight.shape)
+        given = [parts[f"{name}.B"].shape[0], parts[f"{name}.A"].shape[1]]
+        if layer is None or shape != given:
+            raise ValueError(f"lora: got {name} of shape {given}, allowed is what the model has")
+        weights[layer] = parts[f"{name}.B"].float() @ parts[f"{name}.A"].float()
+    with torch.no_grad():
+        for layer, product in weights.items():
+            layer.weight += 2 * product.to(layer.weight)
+    model.config.rope_parameters["rope_theta"] = rotary_base
+    model.config.max_position_embeddings = 2**16
+    rotary = model.get_decoder().rotary_emb
+    model.get_decoder().rotary_emb = type(rotary)(config=model.config).to(model.device)

@@ -33,7 +33,7 @@ class Exact(BaseIndex):
 
     Config = ExactConfig
 
-    def _encode(self, keys: Tensor) -> Codes:
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
         return {}
 
     def _search(self, queries: Tensor, k: int) -> Hits:
@@ -42,6 +42,9 @@ class Exact(BaseIndex):
         agreed = group.agree(scores, policy, scale=g.scale, softcap=g.softcap)
         best, ids = self.ops.select.top_k(agreed, k)
         return Hits(ids, best)
+
+    def _scanned(self) -> list[Tensor]:
+        return [rows.keys for _, rows in self._store.blocks(BLOCK)]
 
     def scores(self, queries: Tensor) -> Tensor:
         """`q·k` of every token, float32 `[B, G, g, N]`, `-inf` where it is invalid.

@@ -1,6 +1,7 @@
-"""ParisKV: collision voting on analytic centroids, then reranking with 4-bit codes.
+"""ParisKV: a coarse stage on analytic centroids, then reranking with codes of a few bits.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
+`preset="paper"` is the paper's; the others go past it (docs/indexes/pariskv.md).
 """
 
 from __future__ import annotations
@@ -17,29 +18,55 @@ from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
 from kvindex.protocol import UNUSED, Codes, Hits
 
-MAGNITUDE_BITS = 3
-"""Bits of magnitude per coordinate beside the sign (paper, A.3)."""
-
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
 
 LONGEST = (0.10, 0.20)
 """`(β, ρ)` for all longer lengths, as published."""
 
+COARSE = ("tiers", "dots", "none")
+
+BLOCKS = ("subspace", "key")
+
+WEIGHTS = ("bfloat16", "log")
+
+PAST = dict(coarse="dots", beta=0.05, pool=4, weights="log", centre=True)
+"""What the presets past the paper share (benchmarks/results/recall.json)."""
+
 
 @dataclass(frozen=True)
 class ParisKVConfig:
     """What ParisKV can be told.
 
+    coarse: how keys become candidates: "tiers" (the paper's votes), "dots" (quantised inner
+      products with the sign patterns, times the keys' weights) or "none" (all are reranked).
     beta: share of the keys that become candidates, in (0, 1]; None follows the schedule.
-    rho: share of the keys that earn points in a subspace, in (0, 1]; None follows the schedule.
+    pool: candidates are at least `pool · k`.
+    rho: tiers only: share of the keys that earn points in a subspace, in (0, 1]; None follows the
+      schedule.
+    largest: dots only: largest entry of the table, 1 to 127 (`ops.coarse.dot_table`).
+    magnitude_bits: per coordinate beside the sign, 0 to 7 (paper: 3).
+    block: what shares a weight: a "subspace" (paper) or the whole "key".
+    weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
+      that dots can use it (of 16 bits the upper byte) in the coarse stage.
+    weight_bits: of a log weight: 1 to 8, or 16.
+    centre: whether the mean of the first tokens is taken off all keys. It adds the same to every
+      score of a query, so a wrong one costs accuracy and nothing else.
     group: how query heads agree (`kvindex.group`). Each head votes for candidates of its own;
       all heads of the group then rerank the union.
     seed: of the rotation's signs.
     """
 
+    coarse: str = "tiers"
     beta: float | None = None
+    pool: int = 1
     rho: float | None = None
+    largest: int = 127
+    magnitude_bits: int = 3
+    block: str = "subspace"
+    weights: str = "bfloat16"
+    weight_bits: int = 16
+    centre: bool = False
     group: str = "mean_share"
     seed: int = 0
 
@@ -47,55 +74,155 @@ class ParisKVConfig:
         for name in ("beta", "rho"):
             if getattr(self, name) is not None:
                 check.within(name, getattr(self, name), 0, 1)
+        check.one_of("coarse", self.coarse, COARSE)
+        check.one_of("block", self.block, BLOCKS)
+        check.one_of("weights", self.weights, WEIGHTS)
         check.one_of("group", self.group, group.POLICIES)
+        check.at_least("pool", self.pool, 1)
+        for name, low, high in (("largest", 1, 127), ("magnitude_bits", 0, 7)):
+            if check.at_least(name, getattr(self, name), low) > high:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed is {low} to {high}")
+        if self.weight_bits not in (*range(1, 9), 16):
+            raise ValueError(f"weight_bits: got {self.weight_bits!r}, allowed is 1 to 8, or 16")
+        if not isinstance(self.centre, bool):
+            raise ValueError(f"centre: got {self.centre!r}, allowed is True or False")
         if check.at_least("seed", self.seed, 0) >= 2**63:
             raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
 
 
 class ParisKV(BaseIndex):
-    """Codes of 4 bits per coordinate and a weight per subspace; no training, no drift.
+    """A few bits per coordinate and a scale; nothing to train, nothing that drift makes wrong.
 
     Hits' scores: what `group.agree` returns for the estimates of `q·k`.
     """
 
     Config = ParisKVConfig
-    presets: ClassVar = {"paper": {}}
+    presets: ClassVar = {
+        "paper": {},
+        "fast": {**PAST, "block": "key"},
+        "accurate": {**PAST, "block": "subspace", "weight_bits": 8},
+        "precise": {**PAST, "block": "key", "magnitude_bits": 5},
+        "scan": {**PAST, "block": "key", "coarse": "none"},
+    }
     default_preset = "paper"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        g, ops = self.geometry, self.ops
-        self._rotation = ops.transform.rotation(g.head_dim, self.config.seed, g.device)
-        self._levels = ops.codes.levels(SUBSPACE, MAGNITUDE_BITS, g.device)
+        g, ops, config = self.geometry, self.ops, self.config
+        self._block = SUBSPACE if config.block == "subspace" else g.head_dim
+        self._rotation = ops.transform.rotation(g.head_dim, config.seed, g.device)
+        self._levels = ops.codes.levels(self._block, config.magnitude_bits, g.device)
+        if config.weights == "log":
+            self._factors = ops.codes.log_factors(config.weight_bits, g.device)
 
-    def _cleared(self) -> None:
-        self._histogram = torch.empty(0)  # keys per centroid, int64 [B, G, M, 256], once it holds
+    # Encoding
 
-    def _encode(self, keys: Tensor) -> Codes:
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        learnt = dict(self._learnt)
+        if self.config.centre:
+            learnt |= self._learnt_centre(keys, valid)
+        known = self._learnt.get("reference")
+        if self.config.weights == "log" and (known is None or not bool((known > 0).all())):
+            learnt |= self._learnt_reference(self._floats(keys, learnt)["weights"], valid)
+        return learnt
+
+    def _learnt_centre(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """Mean key, float32 `[B, G, D]`, and which rows of the batch have one, bool `[B]`."""
+        real = torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
+        total = (keys.double() * real[:, None, :, None]).sum(2)
+        mean = (total / real.sum(1).clamp_min(1)[:, None, None]).float()
+        seen = real.any(1)
+        if "seen" in self._learnt:
+            old, before = self._learnt["centre"], self._learnt["seen"]
+            mean, seen = torch.where(before[:, None, None], old, mean), seen | before
+        return {"centre": mean * seen[:, None, None], "seen": seen}
+
+    def _learnt_reference(self, weights: Tensor, valid: Tensor | None) -> Codes:
+        """What the largest weight code stands for, a power of 2, float32 `[B, G]`; 0 unlearnt."""
+        if valid is not None:
+            weights = weights * valid[:, None, :, None]
+        largest = weights.flatten(2).amax(-1) if weights.numel() else weights.new_zeros(1)
+        # the next power of 2 above the largest weight, and one more for keys to come
+        found = torch.where(largest > 0, torch.exp2(torch.log2(largest).floor() + 2), 0.0)
+        old = self._learnt.get("reference", torch.zeros_like(found))
+        return {"reference": torch.where(old > 0, old, found)}
+
+    def _floats(self, keys: Tensor, learnt: Codes) -> dict[str, Tensor]:
+        """Codes with float32 weights."""
+        keys = keys.float()
+        if "centre" in learnt:
+            keys = keys - learnt["centre"][:, :, None]
         directions, norms = self.ops.transform.normalize(keys)
         rotated = self.ops.transform.rotate(directions, self._rotation)
-        codes = self.ops.codes.encode(rotated, norms, self._levels)
-        return {**codes, "weights": codes["weights"].bfloat16()}
+        codes: dict[str, Tensor] = self.ops.codes.encode(
+            rotated, norms, self._levels, block=self._block
+        )
+        return codes
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        codes, bits = self._floats(keys, learnt), self.config.weight_bits
+        if self.config.weights == "bfloat16":
+            return {**codes, "weights": codes["weights"].bfloat16()}
+        reference = learnt["reference"][:, :, None, None]
+        logs = self.ops.codes.log_codes(codes["weights"], reference, bits)
+        if bits <= 8:
+            return {**codes, "weights": logs.to(torch.uint8)}
+        lower = (logs & 255).to(torch.uint8)
+        return {**codes, "weights": (logs >> 8).to(torch.uint8), "fractions": lower}
+
+    # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         g, policy, ops = self.geometry, self.config.group, self.ops
-        directions, norms = ops.transform.normalize(group.fold(queries, g.kv_heads, policy))
+        folded = group.fold(queries, g.kv_heads, policy)
+        directions, norms = ops.transform.normalize(folded)
         rotated = ops.transform.rotate(directions, self._rotation)  # [B, G, g, D]
 
-        tiers, limits = self._limits(k)
-        table = ops.coarse.tier_table(rotated, self._histogram, tiers)
-        votes = ops.coarse.votes(self._codes["signs"], table)
-        ids = ops.select.candidates(votes, limits, self.valid)  # [B, G, C]
-
-        codes = [
-            ops.fetch.gather_rows(self._codes[name], ids)
-            for name in ("signs", "magnitudes", "weights")
-        ]
-        estimates = ops.rerank.estimate(rotated * norms[..., None], *codes, self._levels)
+        ids = self._candidates(rotated, k)  # [B, G, C]
+        codes = {name: ops.fetch.gather_rows(self._codes[name], ids) for name in self._codes}
+        weights = codes["weights"]
+        if self.config.weights == "log":
+            weights = weights.int()
+            if "fractions" in codes:
+                weights = weights << 8 | codes["fractions"].int()
+            reference = self._learnt["reference"][:, :, None, None]
+            weights = ops.codes.log_weights(weights, reference, self.config.weight_bits)
+        turned = rotated * norms[..., None]
+        estimates = ops.rerank.estimate(
+            turned, codes["signs"], codes["magnitudes"], weights, self._levels
+        )
+        if "centre" in self._learnt:
+            estimates = estimates + folded @ self._learnt["centre"][..., None]
         estimates = estimates.masked_fill((ids < 0)[:, :, None], float("-inf"))
         agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
         scores, slots = ops.select.top_k(agreed, k)  # ids ascend, so equal scores stay in order
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), scores)
+
+    def _candidates(self, rotated: Tensor, k: int) -> Tensor:
+        """Ids that are reranked for directions `[B, G, g, D]`: ascending `[B, G, C]`, then -1."""
+        ops, signs, factors = self.ops, self._codes["signs"], None
+        tiers, limits = self._limits(k)
+        if self.config.coarse == "none":
+            flags = torch.ones(signs.shape[:1] + signs.shape[2:3], dtype=torch.bool)
+            flags = flags.to(signs.device) if self.valid is None else self.valid
+            ids: Tensor = ops.select.compact(flags[:, None].expand(-1, signs.shape[1], -1))
+            return ids
+        if self.config.coarse == "tiers":
+            table = ops.coarse.tier_table(rotated, self._histogram, tiers)
+        else:
+            table = ops.coarse.dot_table(rotated, self.config.largest)
+            if self.config.weights == "log":
+                factors = self._factors[self._codes["weights"].long()]
+        votes = ops.coarse.votes(signs, table, factors)
+        ids = ops.select.candidates(votes, limits, self.valid)
+        return ids
+
+    def _scanned(self) -> list[Tensor]:
+        if self.config.coarse == "none":
+            return super()._scanned()
+        uses_weights = self.config.coarse == "dots" and self.config.weights == "log"
+        names = ["signs", "weights"] if uses_weights else ["signs"]
+        return [self._codes[name] for name in names]
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
@@ -103,7 +230,7 @@ class ParisKV(BaseIndex):
         for n in self.counts.tolist():
             beta, rho = self._shares(n)
             tiers.append([ceil_share(n, rho, tier) for tier in TIERS])
-            candidates.append(min(max(ceil_share(n, beta), k), n))
+            candidates.append(min(max(ceil_share(n, beta), self.config.pool * k), n))
         device = self.geometry.device
         return torch.tensor(tiers, device=device), torch.tensor(candidates)
 
@@ -113,20 +240,32 @@ class ParisKV(BaseIndex):
         beta, rho = self.config.beta, self.config.rho
         return scheduled[0] if beta is None else beta, scheduled[1] if rho is None else rho
 
+    # Keys per centroid, int64 [B, G, M, 256], which tiers need
+
+    def _cleared(self) -> None:
+        self._histogram = torch.empty(0)
+
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
+        if self.config.coarse != "tiers":
+            return self._histogram
         added: Tensor = self.ops.coarse.histogram(codes["signs"], valid)
         return self._histogram + added if self._histogram.numel() else added
 
     def _with_truncated(self, length: int) -> Tensor:
+        if self.config.coarse != "tiers":
+            return self._histogram
         valid = None if self.valid is None else self.valid[:, length:]
         gone: Tensor = self.ops.coarse.histogram(self._codes["signs"][:, :, length:], valid)
         return self._histogram - gone
 
     def _with_reordered(self, batch_indices: Tensor) -> Tensor:
+        if self.config.coarse != "tiers":
+            return self._histogram
         return self._histogram.index_select(0, batch_indices)
 
     def _keep(self, statistics: Tensor) -> None:
         self._histogram = statistics
 
     def _held(self) -> list[Tensor]:
-        return [self._histogram, self._rotation, self._levels]
+        held = [self._histogram, self._rotation, self._levels]
+        return [*held, self._factors] if self.config.weights == "log" else held

@@ -63,14 +63,34 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
     return torch.empty_like(points).scatter_(-1, order, points)
 
 
-def votes(signs: Tensor, table: Tensor) -> Tensor:
-    """Points of each key summed over subspaces, int32 `[B, G, g, N]`.
+def dot_table(queries: Tensor, largest: int) -> Tensor:
+    """Inner products with the sign patterns as small integers, int8 `[B, G, g, M, 256]`.
 
-    signs: uint8 `[B, G, N, M]`; table: uint8 `[B, G, g, M, 256]`.
+    Entry `c` of subspace `b` is `⟨q̃_b, s_c⟩` with `s_c = ±1`, times the query head's own factor
+    that brings the largest entry of all its subspaces to `largest`, rounded half to even. A zero
+    query has zeros. Where `largest` is at most `⌊127 / M⌋`, a sum over subspaces lies in ±127 and
+    fits, offset, a byte: four query heads share a 32-bit word.
+
+    queries: rotated, float32 `[B, G, g, D]`; largest: 1 to 127.
+    """
+    parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE).double()
+    peak = parts.abs().sum(-1).amax(-1)[..., None, None]  # [B, G, g, 1, 1]
+    signs = centroids(queries.device).sign().double()
+    scaled = parts @ signs.T * (largest / peak.clamp_min(torch.finfo(torch.float64).tiny))
+    return scaled.round().to(torch.int8)
+
+
+def votes(signs: Tensor, table: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Table entries of each key summed over subspaces, int32 `[B, G, g, N]`.
+
+    signs: uint8 `[B, G, N, M]`; table: uint8 or int8 `[B, G, g, M, 256]`; factors: int32
+    `[B, G, N, M]` for the entries of a key, or `[B, G, N, 1]` for their sum, or None.
     """
     B, G, N, M = signs.shape
+    each = factors is not None and factors.shape[-1] > 1
     total = torch.zeros((B, G, table.shape[2], N), dtype=torch.int32, device=signs.device)
     for b in range(M):
         ids = signs[..., b].long()[:, :, None].expand_as(total)
-        total += table[..., b, :].gather(-1, ids)
-    return total
+        entries = table[..., b, :].gather(-1, ids)
+        total += entries * factors[:, :, None, :, b] if each and factors is not None else entries
+    return total if factors is None or each else total * factors[:, :, None, :, 0]

@@ -13,6 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TINY = torch.finfo(torch.float64).tiny
+
+OCTAVES = 8
+"""Range of logarithmic weights: keys' norms in a head differ by far less than 2^8."""
+
 SUBSPACE = 8
 """Coordinates per subspace, `m` (paper, section 5.4): their sign bits fill a byte."""
 
@@ -66,23 +71,29 @@ def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tens
     return torch.tensor(lloyd_max(subspace, bits), dtype=torch.float32, device=device)
 
 
-def encode(rotated: Tensor, norms: Tensor, levels: Tensor) -> dict[str, Tensor]:
+def encode(
+    rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
+) -> dict[str, Tensor]:
     """Codes of rotated directions float32 `[..., D]` with norms float32 `[...]`.
+
+    A block of `block` coordinates shares one weight: a subspace in the paper, up to all `D`.
 
     signs uint8 `[..., M]`: bit j is 1 where coordinate j ≥ 0, least significant bit first;
       the id of the nearest centroid (6).
     magnitudes uint8 `[..., bits, M]`: bit j of byte p is bit p of the index of the level nearest
-      to `|u_j|`, the lower one at a tie.
-    weights float32 `[..., M]`: `w_b = ‖k‖ r_b / α_b` with `α_b = ⟨v_b, u_b⟩` (7, 9); 0 where
-      `r_b` is 0.
+      to `|u_j|`, the lower one at a tie, `u` the direction of the coordinate's block.
+    weights float32 `[..., D / block]`: `w_b = ‖k‖ r_b / α_b` with `α_b = ⟨v_b, u_b⟩` (7, 9); 0
+      where `r_b` is 0.
     """
-    parts = rotated.reshape(*rotated.shape[:-1], -1, SUBSPACE)  # [..., M, m]
+    parts = rotated.reshape(*rotated.shape[:-1], -1, block)  # [..., D / block, block]
     radii = parts.double().square().sum(-1).sqrt().float()
     directions = parts / radii.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     edges = (levels[1:] + levels[:-1]) / 2
     index = torch.bucketize(directions.abs(), edges)  # equal to an edge: the lower level
-    signs = pack(parts >= 0)
-    planes = [pack(index >> p & 1 == 1) for p in range(len(levels).bit_length() - 1)]
+    bytes_of = (*rotated.shape[:-1], -1, SUBSPACE)
+    signs = pack(rotated.reshape(bytes_of) >= 0)
+    bits = range(len(levels).bit_length() - 1)
+    planes = [pack((index >> p & 1 == 1).reshape(bytes_of)) for p in bits]
     decoded = torch.where(parts >= 0, 1.0, -1.0) * levels[index]
     alpha = (decoded * directions).sum(-1)
     weights = torch.where(radii > 0, norms[..., None] * radii / alpha, 0.0)
@@ -98,6 +109,39 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
         index += unpack(magnitudes[..., p, :]) * 2**p
     sizes = levels.index_select(0, index.flatten().int()).view(index.shape)
     return (sizes * (unpack(signs).float() * 2 - 1)).flatten(-2)
+
+
+def log_codes(weights: Tensor, reference: Tensor, bits: int) -> Tensor:
+    """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
+
+    The largest code stands for `reference` (`[..., 1, 1]`), each lower one for the `2^(8 / 2^bits)`
+    th part of the next: eight octaves in all. 0 is kept for the weight 0; weights outside the
+    scale get its ends.
+    """
+    top, steps = 2**bits - 1, 2**bits / OCTAVES
+    octaves = torch.log2(weights.double() / reference.double().clamp_min(TINY))
+    codes = (octaves * steps + top).round().clamp(1, top)
+    return torch.where(weights > 0, codes, 0).int()
+
+
+def log_weights(codes: Tensor, reference: Tensor, bits: int) -> Tensor:
+    """What the codes of `log_codes` stand for, float32 of their shape."""
+    top, steps = 2**bits - 1, 2**bits / OCTAVES
+    weights = torch.exp2((codes - top).float() / steps) * reference
+    return weights.masked_fill(codes == 0, 0)
+
+
+def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
+    """Integers up to 2^16 - 1 for the coarse stage, in proportion to the weights, int32 `[256]`.
+
+    For the code itself up to 8 bits; for the upper byte of one of 16 bits, its middle.
+    """
+    codes = torch.arange(256, device=device)
+    if bits == 16:
+        codes = torch.where(codes > 0, codes * 256 + 128, 0)
+    top, steps = 2**bits - 1, 2**bits / OCTAVES
+    factors = torch.exp2((codes - top).double() / steps) * (2**16 - 1)
+    return factors.round().clamp_max(2**16 - 1).int().masked_fill(codes == 0, 0)
 
 
 def centroids(device: torch.device | str = "cpu") -> Tensor:

@@ -32,7 +32,7 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
     valid: bool `[B, N]`, or None for all.
     """
     if valid is not None:
-        votes = votes.masked_fill(~valid[:, None, None], -1)
+        votes = votes.masked_fill(~valid[:, None, None], torch.iinfo(torch.int32).min)
     most = int(limits.max())
     positions = _best(votes, most)  # [B, G, g, most]
     taken = torch.arange(most, device=votes.device) < limits[:, None].to(votes.device)

@@ -14,8 +14,12 @@ import kvindex
 from kvindex import check
 from kvindex.protocol import KVIndex
 from kvindex.wrappers import MeasureRecall
+from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generation import prefill
+
+PIECE = 128
+"""Steps that run at once: bounds the rows gathered for them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,48 @@ def teacher_forced(
         recall_at_k=_mean([layer.recall() for layer in layers]),
         recall_limit=_mean([layer.limit() for layer in layers]),
     )
+
+
+def divergences(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    continuation: Tensor,
+    full: Tensor,
+    *,
+    index: str = "pariskv",
+    k: int = 100,
+    chunk: int = 1024,
+    attach_options: dict[str, Any] | None = None,
+) -> Tensor:
+    """KL divergence from full attention at each token of `continuation`, nats, float64 `[T]`.
+
+    As `teacher_forced` measures it, but all steps between two updates run at once
+    (`ParallelLayer`), which makes thousands of steps affordable. full: logits `[T, V]` of
+    `full_logits`. Every step searches, whatever the length.
+    """
+    ids = torch.cat([prompt, continuation]).to(model.device)
+    options: dict[str, Any] = {"full_threshold": 0, **(attach_options or {})}
+    found: list[Tensor] = []
+    with torch.no_grad(), attach(model, index=index, k=k, layer=ParallelLayer, **options) as cache:
+        prefill(model, ids, cache, stop=len(prompt), chunk=chunk)
+        for layer in cache.attention_layers():
+            assert isinstance(layer, ParallelLayer)
+            layer.begin()
+        for start in range(len(prompt), len(ids), PIECE):
+            here = ids[None, start : start + PIECE]
+            logits = model(input_ids=here, past_key_values=cache).logits[0]
+            p = full[start - len(prompt) :][: len(logits)].double().log_softmax(-1)
+            q = logits.double().log_softmax(-1)
+            found.append((p.exp() * (p - q)).sum(-1).cpu())
+    return torch.cat(found)
+
+
+def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) -> Tensor:
+    """Full attention's logits at each token of the continuation, `[T, V]`."""
+    ids = torch.cat([prompt, continuation]).to(model.device)
+    with torch.no_grad():
+        output = model(input_ids=ids[None], logits_to_keep=len(continuation), use_cache=False)
+    return output.logits[0]
 
 
 def _mean(values: list[float | None]) -> float | None:

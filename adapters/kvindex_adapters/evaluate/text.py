@@ -1,8 +1,10 @@
-"""Real text that every Python carries: the prose of its language reference."""
+"""Real text that every Python carries: the prose of its reference, the code of its library."""
 
 from __future__ import annotations
 
 import re
+import sysconfig
+from pathlib import Path
 
 
 def python_reference() -> list[str]:
@@ -23,3 +25,10 @@ def python_reference() -> list[str]:
 def paragraphs(text: str) -> list[str]:
     """The paragraphs of a text, separated by blank lines."""
     return [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
+def python_source() -> str:
+    """Source code that every Python carries: the modules of its standard library, by name."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
+    return "\n\n".join(f"# {path.name}\n{path.read_text(errors='ignore')}" for path in files)

@@ -36,6 +36,7 @@ def attach(
     full_threshold: int = 2048,
     dense_layers: Sequence[int] = (),
     index_options: Mapping[str, Any] | None = None,
+    layer: type[AttentionLayer] = AttentionLayer,
 ) -> Iterator[IndexCache]:
     """A cache for `past_key_values`; inside the context the model attends through it.
 
@@ -44,7 +45,8 @@ def attach(
     (`kvindex.layer`); full_threshold: below this many tokens the index fills but attention is
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
     for the index (`preset`, `store`, …), but not its geometry, which the model decides.
-    Afterwards the model is as it was.
+    layer: the class around each index (`kvindex_adapters.evaluate` has another). Afterwards the
+    model is as it was.
 
     Raises UnsupportedError (a ValueError) for a model that cannot be served, ValueError for a bad
     argument, before anything is changed.
@@ -61,7 +63,7 @@ def attach(
         else:
             made = index(**{**geometry, **(index_options or {})})
         sizes = dict(sink=sink, local=local, update_every=update_every)
-        return AttentionLayer(made, k=k, full_threshold=full_threshold, **sizes)
+        return layer(made, k=k, full_threshold=full_threshold, **sizes)
 
     make(**_geometry(config))  # bad arguments raise here, not in the first forward
     cache = IndexCache(config, make, dense_layers)

@@ -227,13 +227,17 @@ class IndexCache(DynamicCache):
         if self._broken:
             raise RuntimeError(f"past_key_values: {self._broken}; call reset() first")
 
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The layers that have an index and have seen a token."""
+        return [layer.attention for layer in self._indexed() if layer.attention]
+
     def indexes(self) -> list[KVIndex]:
-        """The indexes of the layers that have one and have seen a token."""
-        return [layer.attention.index for layer in self._indexed() if layer.attention]
+        """Their indexes."""
+        return [layer.index for layer in self.attention_layers()]
 
     def report(self) -> Report:
         """What the searching steps have read so far, and what the cache holds."""
-        layers = [layer.attention for layer in self._indexed() if layer.attention]
+        layers = self.attention_layers()
         traffic = [layer.traffic for layer in layers]
         steps = sum(part.steps for part in traffic)
         nbytes: dict[str, int] = {}

@@ -1,0 +1,199 @@
+"""Recall, attention mass and bytes of index configurations on a real model's keys and queries.
+
+    python benchmarks/recall.py --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
+        [--rho ρ …] [--model … --gguf-file … --lora …] [--device cuda] --json OUT --plot OUT.png
+
+The model reads N tokens of each text, then writes some of its own; the newest queries search the
+keys of the text, each query head on its own. Without --model: SmolLM2-135M-Instruct.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvindex.config import parse_spec
+from kvindex_adapters.capture import Captured, capture
+from kvindex_adapters.evaluate.recall import Recall, bytes_per_key, measure
+from kvindex_adapters.machine import describe
+from kvindex_adapters.models import load, smollm2
+
+PRESETS = ("paper", "fast", "accurate", "precise", "scan")
+BETAS = (0.02, 0.05, 0.1, 0.2, 1.0)
+SEED = 0
+
+
+def read_and_write(
+    model: Any, tokenizer: Any, text: Path, tokens: int, written: int, progress: Any
+) -> list[Captured]:
+    """Captured layers after `tokens` of the text and `written` sampled ones, the newest queries."""
+    ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"][:tokens]
+    if len(ids) < tokens:
+        raise ValueError(f"text: got {text} of {len(ids)} tokens, allowed is at least {tokens}")
+    prompt = torch.tensor(ids, device=model.device)[None]
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        sequence = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            min_new_tokens=written,
+            max_new_tokens=written,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+        )
+    return capture(model, sequence[0].cpu(), queries=written, on_progress=progress)
+
+
+def expand(presets: list[str], betas: list[float], rhos: list[float]) -> list[str]:
+    """Specs: each preset at each β (and, where it has tiers, each ρ) that is given."""
+    specs = []
+    for preset in presets:
+        if preset == "scan" or ":" in preset or "=" in preset:
+            specs.append(f"pariskv:preset={preset}" if "=" not in preset else f"pariskv:{preset}")
+            continue
+        for beta, rho in itertools.product(betas, rhos if preset == "paper" else [None]):
+            share = f":rho={rho}" if rho else ""
+            specs.append(f"pariskv:preset={preset}:beta={beta}{share}")
+    return specs
+
+
+def summary(found: Recall) -> dict[str, float]:
+    """Mean, worst layer and worst decile of the heads; mass over that of the true top k."""
+    per_layer, per_head = found.recall.mean(1), found.recall.flatten().sort().values
+    ratio = found.mass / found.mass_true
+    return {
+        "recall": float(found.recall.mean()),
+        "recall_worst_layer": float(per_layer.min()),
+        "recall_worst_decile": float(per_head[: max(len(per_head) // 10, 1)].mean()),
+        "mass": float(found.mass.mean()),
+        "mass_true": float(found.mass_true.mean()),
+        "mass_ratio": float(found.mass.mean() / found.mass_true.mean()),
+        "mass_ratio_worst_layer": float((found.mass.mean(1) / found.mass_true.mean(1)).min()),
+        "mass_ratio_worst_decile": float(
+            ratio.flatten().sort().values[: max(ratio.numel() // 10, 1)].mean()
+        ),
+    }
+
+
+def show(cells: list[dict[str, Any]], k: int) -> None:
+    """A table, one line per configuration: means over texts and lengths."""
+    table = Table("index", "kept B", "scanned B", f"recall@{k}", "worst layer", "mass ratio")
+    for index in dict.fromkeys(cell["index"] for cell in cells):
+        mine = [cell for cell in cells if cell["index"] == index]
+        mean = {name: sum(c[name] for c in mine) / len(mine) for name in mine[0]["means"]}
+        table.add_row(
+            index,
+            *(f"{mine[0]['bytes_128'][part]:.0f}" for part in ("kept", "scanned")),
+            f"{mean['recall']:.3f}",
+            f"{min(c['recall_worst_layer'] for c in mine):.3f}",
+            f"{mean['mass_ratio']:.3f}",
+        )
+    Console().print(table)
+
+
+def plot(cells: list[dict[str, Any]], k: int, out: Path) -> None:
+    """Recall against β, and against bytes that a step reads per key, presets side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for index in dict.fromkeys(cell["index"] for cell in cells):
+        mine = [cell for cell in cells if cell["index"] == index]
+        name, beta = mine[0]["preset"], mine[0]["beta"]
+        size = mine[0]["bytes_128"]
+        read = size["scanned"] + (size["kept"] * beta if name != "scan" else 0)
+        recall = sum(cell["recall"] for cell in mine) / len(mine)
+        points.setdefault(name, []).append((beta, read, recall))
+    for name, rows in points.items():
+        rows.sort()
+        left.plot([r[0] for r in rows], [r[2] for r in rows], "o-", label=name)
+        right.plot([r[1] for r in rows], [r[2] for r in rows], "o-", label=name)
+    left.set(xscale="log", xlabel="share of the keys reranked, β", ylabel=f"recall@{k}")
+    right.set(xscale="log", xlabel="bytes read per key and KV head, D = 128")
+    left.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, dpi=150)
+
+
+def main() -> None:
+    """Capture, measure, print, write and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[7000])
+    parser.add_argument("--written", type=int, default=64, help="sampled tokens whose queries ask")
+    parser.add_argument("--presets", nargs="+", default=PRESETS)
+    parser.add_argument("--beta", nargs="+", type=float, default=BETAS)
+    parser.add_argument("--rho", nargs="+", type=float, default=[0.25])
+    parser.add_argument("-k", type=int, default=100)
+    parser.add_argument("--model")
+    parser.add_argument("--gguf-file")
+    parser.add_argument("--lora", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    given = parser.parse_args()
+    folder, file = (given.model, given.gguf_file) if given.model else smollm2()
+    model, tokenizer = load(folder, gguf_file=file, lora=given.lora, device=given.device)
+    specs, cells = expand(given.presets, given.beta, given.rho), []
+    with Progress() as progress:
+        work = list(itertools.product(given.text, given.tokens))
+        task = progress.add_task("texts and lengths", total=len(work) * len(specs))
+        for text, tokens in work:
+            reading = progress.add_task(f"{text.stem}, {tokens} tokens", total=1.0)
+            layers = read_and_write(
+                model,
+                tokenizer,
+                text,
+                tokens,
+                given.written,
+                lambda _, done, total, t=reading: progress.update(t, completed=done, total=total),
+            )
+            for spec in specs:
+                found = summary(measure(layers, spec, k=given.k, prompt=tokens))
+                options = parse_spec(spec)[1]
+                cells.append(
+                    {
+                        "text": text.stem,
+                        "tokens": tokens,
+                        "index": spec,
+                        "preset": options.get("preset", spec),
+                        "beta": options.get("beta", 1.0),
+                        "bytes": bytes_per_key(spec, layers[0].keys.shape[-1]),
+                        "bytes_128": bytes_per_key(spec, 128),
+                        "means": sorted(found),
+                        **found,
+                    }
+                )
+                progress.advance(task)
+    show(cells, given.k)
+    if given.json:
+        written = {
+            "model": str(file or folder),
+            "lora": given.lora.name if given.lora else None,
+            "k": given.k,
+            "queries_per_head": given.written,
+            "seed": SEED,
+            "machine": describe(given.device),
+            "cells": cells,
+        }
+        given.json.write_text(json.dumps(written, indent=1) + "\n")
+    if given.plot:
+        plot(cells, given.k, given.plot)
+
+
+if __name__ == "__main__":
+    main()
