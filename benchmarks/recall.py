@@ -182,7 +182,7 @@ def main() -> None:
     show(cells, given.k)
     if given.json:
         written = {
-            "model": str(file or folder),
+            "model": Path(file or folder).name,
             "lora": given.lora.name if given.lora else None,
             "k": given.k,
             "queries_per_head": given.written,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import kvindex
 from kvindex import check
@@ -120,11 +120,19 @@ def divergences(
 
 
 def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) -> Tensor:
-    """Full attention's logits at each token of the continuation, `[T, V]`."""
+    """Full attention's logits at each token of the continuation, `[T, V]`.
+
+    With transformers' own cache and attention, some tokens at a time: at 64K tokens in float32 it
+    would hold all logits of attention at once.
+    """
     ids = torch.cat([prompt, continuation]).to(model.device)
+    cache, found = DynamicCache(config=model.config), []
     with torch.no_grad():
-        output = model(input_ids=ids[None], logits_to_keep=len(continuation), use_cache=False)
-    return output.logits[0]
+        prefill(model, ids, cache, stop=len(prompt), chunk=1024)
+        for start in range(len(prompt), len(ids), 1024):
+            here = ids[None, start : start + 1024]
+            found.append(model(input_ids=here, past_key_values=cache).logits[0])
+    return torch.cat(found)
 
 
 def _mean(values: list[float | None]) -> float | None:
