@@ -96,6 +96,13 @@ class BaseIndex(ABC):
     def _search(self, queries: Tensor, k: int) -> Hits:
         """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
 
+    def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
+        """As `_search`, but no more rows than hold the share `mass`, and `Hits.mass`."""
+        raise ValueError(
+            f"mass: got {mass}, allowed is None: {type(self).__name__} does not know what share "
+            "of the attention its rows hold"
+        )
+
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Parameters, tensors `[B, ...]`, once these tokens are appended; changes nothing.
 
@@ -177,19 +184,29 @@ class BaseIndex(ABC):
         self._length += count
         self._keep(statistics)
 
-    def search(self, queries: Tensor, *, k: int) -> Hits:
+    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.
 
-        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, or k < 1.
+        mass: in (0, 1]: slots stay unused once every head of the group is believed to find this
+        share of the index's attention in the rows before; `Hits.mass` is what each finds.
+
+        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, k < 1, or a mass
+        out of range or of an index that cannot tell it.
         """
         checks.at_least("k", k, 1)
+        if mass is not None:
+            checks.within("mass", mass, 0, 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
         self._check_finite("queries", queries)
         if self._length == 0 or int(self._counts.max()) == 0:
             shape = (queries.shape[0], g.kv_heads, k)
             ids = torch.full(shape, UNUSED, device=g.device)
-            return Hits(ids, torch.full(shape, float("-inf"), device=g.device))
+            none = torch.full(shape, float("-inf"), device=g.device)
+            found = None if mass is None else torch.ones(queries.shape[:2], device=g.device)
+            return Hits(ids, none, mass=found)
+        if mass is not None:
+            return self._search_mass(queries.detach(), k, float(mass))
         return self._search(queries.detach(), k)
 
     def fetch(self, hits: Hits) -> Rows:

@@ -42,9 +42,10 @@ class Mark:
 class AttentionLayer:
     """Attention over an index: append, attend, and let old tokens go into the index.
 
-    index: empty; k: rows per KV head that a step retrieves; sink, local, update_every: sizes of
-    the regions in tokens; full_threshold: while the sequence is shorter, attention is dense
-    (the index fills all the same). Raises ValueError for sizes out of range.
+    index: empty; k: rows per KV head that a step retrieves; mass: fewer, where fewer hold this
+    share of the index's attention (`KVIndex.search`); sink, local, update_every: sizes of the
+    regions in tokens; full_threshold: while the sequence is shorter, attention is dense (the
+    index fills all the same). Raises ValueError for sizes out of range.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class AttentionLayer:
         index: KVIndex,
         *,
         k: int = 100,
+        mass: float | None = None,
         sink: int = 64,
         local: int = 256,
         update_every: int = 256,
         full_threshold: int = 2048,
     ) -> None:
         self.k = check.at_least("k", k, 1)
+        self.mass = None if mass is None else check.within("mass", mass, 0, 1)
         self.sink = check.at_least("sink", sink, 0)
         self.local = check.at_least("local", local, 0)
         self.update_every = check.at_least("update_every", update_every, 1)
@@ -244,7 +247,7 @@ class AttentionLayer:
 
     def _retrieve(self, queries: Tensor) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`."""
-        hits = self.index.search(queries, k=self.k)
+        hits = self.index.search(queries, k=self.k, mass=self.mass)
         found = self.index.fetch(hits)
         flags = self._valid.flags
         if flags is None:
@@ -270,7 +273,7 @@ class AttentionLayer:
         keys = torch.cat([part.keys.expand(B, -1, -1, -1) for part in parts], dim=2)
         values = torch.cat([part.values.expand(B, -1, -1, -1) for part in parts], dim=2)
         output = attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
-        self.traffic = self.traffic.counted(hits.ids, visible, self._valid.flags, len(self), found)
+        self.traffic = self.traffic.counted(hits, visible, self._valid.flags, len(self), found)
         return output
 
     # Regions

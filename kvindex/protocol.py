@@ -37,11 +37,14 @@ class Hits:
     ids: int64 `[B, G, K]`; `-1` marks an unused slot, lower ids name rows that are not tokens.
     scores: float32 `[B, G, K]`, descending; what the group of query heads agreed on.
     log_weight: float32 `[B, H, K]` added to the attention logit before softmax, or None (zeros).
+    mass: float32 `[B, H]`, the share of the index's attention that each query head is believed to
+      find in these rows, where the search was asked for one; else None.
     """
 
     ids: Tensor
     scores: Tensor
     log_weight: Tensor | None = None
+    mass: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +77,11 @@ class KVIndex(Protocol):
         """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`."""
         ...
 
-    def search(self, queries: Tensor, *, k: int) -> Hits:
-        """The `k` rows per KV head that queries `[B, H, D]` should attend to."""
+    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+        """The `k` rows per KV head that queries `[B, H, D]` should attend to.
+
+        mass: fewer, where fewer hold this share of the attention (some indexes only).
+        """
         ...
 
     def fetch(self, hits: Hits) -> Rows:

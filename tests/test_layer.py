@@ -183,6 +183,8 @@ def test_a_layer_must_start_empty():
         ("update_every", 0),
         ("full_threshold", -1),
         ("k", 1.5),
+        ("mass", 0),
+        ("mass", 1.1),
     ],
 )
 def test_sizes_out_of_range_are_refused(option, value):

@@ -184,6 +184,22 @@ def test_traffic_counts_rows_and_bytes():
     assert float(layer.traffic.bytes_fetched) == fetched
 
 
+def test_a_share_of_attention_needs_fewer_rows_and_is_counted():
+    case = Case(q_heads=4)
+    sequence = Sequence.of(case, 60)
+    some, all_of_it = layer_of(case, k=30), layer_of(case, k=30)
+    some.mass = 0.6
+    for start, stop in steps_of(40, *[1] * 12):
+        sequence.feed(some, start, stop)
+        sequence.feed(all_of_it, start, stop)
+    traffic = some.traffic
+    assert traffic.steps == all_of_it.traffic.steps == 12
+    assert float(traffic.rows_read) < 0.8 * float(all_of_it.traffic.rows_read)
+    assert float(traffic.bytes_fetched) < 0.8 * float(all_of_it.traffic.bytes_fetched)
+    assert 0.6 < float(traffic.mass) / 12 < 0.95
+    assert all_of_it.traffic.mass == 0
+
+
 def test_nbytes_counts_sink_and_window_beside_the_index():
     case = Case(q_heads=4, value_dim=8, batch=2)
     sequence, layer = Sequence.of(case, 60), layer_of(case)

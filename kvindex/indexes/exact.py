@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex import check, group
+from kvindex import budget, check, group
 from kvindex.base import BaseIndex
 from kvindex.protocol import Codes, Hits
 
@@ -37,11 +37,23 @@ class Exact(BaseIndex):
         return {}
 
     def _search(self, queries: Tensor, k: int) -> Hits:
+        return self._ranked(queries, k)[0]
+
+    def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
+        budget.check_policy(self.config.group)
+        hits, scores = self._ranked(queries, k)
+        known = budget.log_weights(
+            scores, None, scale=self.geometry.scale, softcap=self.geometry.softcap
+        )
+        return budget.within(hits, hits.ids, known, known.logsumexp(-1), mass)
+
+    def _ranked(self, queries: Tensor, k: int) -> tuple[Hits, Tensor]:
+        """Hits, and the scores of all tokens."""
         g, policy = self.geometry, self.config.group
         scores = self.scores(group.fold(queries, g.kv_heads, policy))
         agreed = group.agree(scores, policy, scale=g.scale, softcap=g.softcap)
         best, ids = self.ops.select.top_k(agreed, k)
-        return Hits(ids, best)
+        return Hits(ids, best), scores
 
     def _scanned(self) -> list[Tensor]:
         return [rows.keys for _, rows in self._store.blocks(BLOCK)]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex import check, group
+from kvindex import budget, check, group
 from kvindex.base import BaseIndex
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
@@ -90,6 +90,22 @@ class ParisKVConfig:
             raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Queries of a search, `[B, G, g, D]`: as they came, and rotated, as directions and whole."""
+
+    folded: Tensor
+    rotated: Tensor
+    turned: Tensor
+
+    @staticmethod
+    def of(index: ParisKV, queries: Tensor) -> _Asked:
+        folded = group.fold(queries, index.geometry.kv_heads, index.config.group)
+        directions, norms = index.ops.transform.normalize(folded)
+        rotated = index.ops.transform.rotate(directions, index._rotation)
+        return _Asked(folded, rotated, rotated * norms[..., None])
+
+
 class ParisKV(BaseIndex):
     """A few bits per coordinate and a scale; nothing to train, nothing that drift makes wrong.
 
@@ -104,7 +120,7 @@ class ParisKV(BaseIndex):
         "precise": {**PAST, "block": "key", "magnitude_bits": 5},
         "scan": {**PAST, "block": "key", "coarse": "none"},
     }
-    default_preset = "paper"
+    default_preset = "fast"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -173,12 +189,57 @@ class ParisKV(BaseIndex):
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
-        g, policy, ops = self.geometry, self.config.group, self.ops
-        folded = group.fold(queries, g.kv_heads, policy)
-        directions, norms = ops.transform.normalize(folded)
-        rotated = ops.transform.rotate(directions, self._rotation)  # [B, G, g, D]
+        return self._ranked(_Asked.of(self, queries), k)[0]
 
-        ids = self._candidates(rotated, k)  # [B, G, C]
+    def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
+        budget.check_policy(self.config.group)
+        asked, g = _Asked.of(self, queries), self.geometry
+        hits, ids, slots = self._ranked(asked, k)
+        # what the candidates leave out is judged by a sample of it
+        left = torch.ones((*ids.shape[:2], len(self) + 1), dtype=torch.bool, device=g.device)
+        left = left.scatter_(-1, torch.where(ids < 0, len(self), ids), False)[..., :-1]
+        if self.valid is not None:
+            left = left & self.valid[:, None]
+        rest = self.ops.select.compact(budget.sample(left, budget.SAMPLE))
+        known, others = (
+            budget.log_weights(
+                self._estimates(asked, some),
+                self._errors(asked, some),
+                scale=g.scale,
+                softcap=g.softcap,
+            )
+            for some in (ids, rest)
+        )
+        total = budget.log_total(known, others, left.sum(-1))
+        return budget.within(hits, slots, known, total, mass)
+
+    def _ranked(self, asked: _Asked, k: int) -> tuple[Hits, Tensor, Tensor]:
+        """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""
+        g, policy = self.geometry, self.config.group
+        ids = self._candidates(asked.rotated, k)
+        estimates = self._estimates(asked, ids)
+        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        scores, slots = self.ops.select.top_k(agreed, k)  # ids ascend: equal scores stay in order
+        found = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
+        return Hits(found, scores), ids, slots
+
+    def _estimates(self, asked: _Asked, ids: Tensor) -> Tensor:
+        """Of `q·k`, for rows int64 `[B, G, C]`: float32 `[B, G, g, C]`, `-inf` for an id of -1."""
+        found: Tensor = self.ops.rerank.estimate(asked.turned, *self._codes_of(ids), self._levels)
+        if "centre" in self._learnt:
+            found = found + asked.folded @ self._learnt["centre"][..., None]
+        return found.masked_fill((ids < 0)[:, :, None], float("-inf"))
+
+    def _errors(self, asked: _Asked, ids: Tensor) -> Tensor:
+        """Standard deviations of `_estimates`."""
+        tangent = self.ops.codes.tangent(self._block, self.config.magnitude_bits)
+        codes = self._codes_of(ids)
+        found: Tensor = self.ops.rerank.errors(asked.turned, *codes, self._levels, tangent)
+        return found
+
+    def _codes_of(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Signs, magnitudes and weights of rows int64 `[B, G, C]`."""
+        ops = self.ops
         codes = {name: ops.fetch.gather_rows(self._codes[name], ids) for name in self._codes}
         weights = codes["weights"]
         if self.config.weights == "log":
@@ -187,16 +248,7 @@ class ParisKV(BaseIndex):
                 weights = weights << 8 | codes["fractions"].int()
             reference = self._learnt["reference"][:, :, None, None]
             weights = ops.codes.log_weights(weights, reference, self.config.weight_bits)
-        turned = rotated * norms[..., None]
-        estimates = ops.rerank.estimate(
-            turned, codes["signs"], codes["magnitudes"], weights, self._levels
-        )
-        if "centre" in self._learnt:
-            estimates = estimates + folded @ self._learnt["centre"][..., None]
-        estimates = estimates.masked_fill((ids < 0)[:, :, None], float("-inf"))
-        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
-        scores, slots = ops.select.top_k(agreed, k)  # ids ascend, so equal scores stay in order
-        return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), scores)
+        return codes["signs"], codes["magnitudes"], weights
 
     def _candidates(self, rotated: Tensor, k: int) -> Tensor:
         """Ids that are reranked for directions `[B, G, g, D]`: ascending `[B, G, C]`, then -1."""

@@ -34,9 +34,9 @@ class Wrapper:
         """As the inner index does."""
         self.inner.append(keys, values, valid=valid)
 
-    def search(self, queries: Tensor, *, k: int) -> Hits:
+    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """As the inner index does."""
-        return self.inner.search(queries, k=k)
+        return self.inner.search(queries, k=k, mass=mass)
 
     def fetch(self, hits: Hits) -> Rows:
         """As the inner index does."""

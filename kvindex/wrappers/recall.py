@@ -45,9 +45,9 @@ class MeasureRecall(Wrapper):
         """The recall of exact search with the same number of rows per KV head, or None."""
         return self._reachable / self._wanted if self._wanted else None
 
-    def search(self, queries: Tensor, *, k: int) -> Hits:
+    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The inner index's hits, counted."""
-        hits = self.inner.search(queries, k=k)
+        hits = self.inner.search(queries, k=k, mass=mass)
         if len(self._exact):
             g = self.geometry
             scores = self._exact.scores(group.fold(queries, g.kv_heads, "union"))

@@ -107,6 +107,20 @@ def test_report_counts_rows_bytes_and_memory(model):
     assert "10 searching steps read" in str(report)
 
 
+def test_report_tells_the_share_that_was_asked_for(model):
+    inputs = prompt(1, 60)
+    with kvhf.attach(model, **{**REGIONS, "mass": 0.7}) as cache:
+        assert cache.report().mass is None  # nothing was searched yet
+        steps(model, cache, inputs, [50] + [1] * 10)
+        report = cache.report()
+    with kvhf.attach(model, **REGIONS) as cache:
+        steps(model, cache, inputs, [50] + [1] * 10)
+        everything = cache.report()
+    assert 0.7 < report.mass < 1
+    assert report.rows_read < 0.9 * everything.rows_read
+    assert everything.mass is None
+
+
 def test_a_factory_makes_the_indexes(model):
     made = []
 

@@ -80,6 +80,7 @@ def test_what_is_no_model_is_refused():
         ({"index": "pariskv:bta=.1"}, "option: got 'bta'.*did you mean 'beta'"),
         ({"index": "pariskv", "index_options": {"beta": 2}}, "beta: got 2"),
         ({"k": 0}, "k: got 0, allowed is an integer of at least 1"),
+        ({"mass": 0}, "mass: got 0, allowed is a number"),
         ({"sink": -1}, "sink: got -1"),
         ({"local": -1}, "local: got -1"),
         ({"update_every": 0}, "update_every: got 0"),

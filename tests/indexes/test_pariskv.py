@@ -36,7 +36,7 @@ def wanted(index, keys, queries, k):
 
 
 def searched(case, count, k, seed=0, **options):
-    index = case.index("pariskv", **options)
+    index = case.index("pariskv:preset=paper", **options)
     keys, values = case.tokens(count, seed)
     index.append(keys, values)
     return index, keys, index.search(case.queries(seed), k=k)
@@ -67,7 +67,9 @@ def test_the_comparison_with_the_spec_can_fail(broken):
     if broken == "query":
         queries = -queries
     if broken in ("rotation", "beta"):
-        index = case.index("pariskv", **({"seed": 1} if broken == "rotation" else {}), beta=0.12)
+        index = case.index(
+            "pariskv:preset=paper", **({"seed": 1} if broken == "rotation" else {}), beta=0.12
+        )
     with pytest.raises(AssertionError):
         assert_same_hits(hits, wanted(index, keys, queries, 6), close=ROUNDED)
 
@@ -89,10 +91,10 @@ def test_the_comparison_with_the_spec_can_fail(broken):
     ],
 )
 def test_schedule_as_published(n, beta, rho):
-    index = Case().index("pariskv", preset="paper")
+    index = Case().index("pariskv:preset=paper", preset="paper")
     assert index._shares(n) == literal.schedule(n) == (beta, rho)
-    assert Case().index("pariskv", beta=0.03)._shares(n) == (0.03, rho)
-    assert Case().index("pariskv", rho=0.03)._shares(n) == (beta, 0.03)
+    assert Case().index("pariskv:preset=paper", beta=0.03)._shares(n) == (0.03, rho)
+    assert Case().index("pariskv:preset=paper", rho=0.03)._shares(n) == (beta, 0.03)
 
 
 @pytest.mark.parametrize("n", [4_999, 5_000])
@@ -105,7 +107,7 @@ def test_whole_search_on_both_sides_of_a_boundary(n):
 
 def test_schedule_follows_the_number_of_valid_tokens_of_each_row():
     case = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=1, batch=2)
-    index = case.index("pariskv")
+    index = case.index("pariskv:preset=paper")
     index.append(*case.tokens(5_010), valid=left_padding([0, 20], 5_010))
     tiers, candidates = index._limits(1)
     assert candidates.tolist() == [1_253, 2_495]  # ⌈.25 · 5010⌉ and .5 · 4990
@@ -125,7 +127,7 @@ def test_candidates_are_at_least_k():
 @pytest.mark.parametrize("dim", [8, 64, 80, 128])
 def test_codes_take_six_bytes_per_subspace(dim):
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=3)
-    index = case.index("pariskv")
+    index = case.index("pariskv:preset=paper")
     index.append(*case.tokens(1))
     before = index.nbytes()["codes"]
     index.append(*case.tokens(70))
@@ -145,7 +147,7 @@ def assert_histogram_is_current(index):
 
 def test_histogram_follows_append_truncate_reorder_and_reset():
     case = Case(q_heads=2, kv_heads=2, head_dim=24, batch=2)
-    index = case.index("pariskv")
+    index = case.index("pariskv:preset=paper")
     index.append(*case.tokens(30), valid=left_padding([4, 13], 30))
     assert_histogram_is_current(index)
     index.append(*case.tokens(9, 1))
@@ -167,10 +169,12 @@ def test_histogram_follows_append_truncate_reorder_and_reset():
 def test_encoding_does_not_depend_on_the_seed_of_anything_but_the_signs():
     case = Case(q_heads=2, kv_heads=2, head_dim=64)
     keys = case.tokens(5)[0]
-    first = case.index("pariskv").encode(keys)
+    first = case.index("pariskv:preset=paper").encode(keys)
     torch.manual_seed(123)
-    assert torch.equal(first["signs"], case.index("pariskv").encode(keys)["signs"])
-    assert not torch.equal(first["signs"], case.index("pariskv", seed=1).encode(keys)["signs"])
+    assert torch.equal(first["signs"], case.index("pariskv:preset=paper").encode(keys)["signs"])
+    assert not torch.equal(
+        first["signs"], case.index("pariskv:preset=paper", seed=1).encode(keys)["signs"]
+    )
 
 
 # properties
@@ -191,7 +195,7 @@ def test_recall_on_random_keys_rises_with_beta(dim):
     true = true_top(keys, case.queries(), 50)
     recalls = []
     for beta in (0.05, 0.2, 0.5, 1.0):
-        index = case.index("pariskv", beta=beta, rho=0.25)
+        index = case.index("pariskv:preset=paper", beta=beta, rho=0.25)
         index.append(keys, values)
         recalls.append(recalled(index.search(case.queries(), k=50), true))
     assert recalls == sorted(recalls)
@@ -203,7 +207,7 @@ def test_recall_on_random_keys_rises_with_beta(dim):
 def test_recall_never_falls_as_the_ratio_grows_if_reranking_is_exact(heads, monkeypatch):
     case = Case(q_heads=2 * heads, kv_heads=2, head_dim=16)
     keys, values = case.tokens(200)
-    index = case.index("pariskv", group="mean_query", rho=0.3)
+    index = case.index("pariskv:preset=paper", group="mean_query", rho=0.3)
     index.append(keys, values)
     true = true_top(keys, case.queries().reshape(1, 2, heads, 16).mean(2), 20)
     found = []
@@ -234,7 +238,7 @@ def test_recall_never_falls_as_the_ratio_grows_if_reranking_is_exact(heads, monk
 @pytest.mark.parametrize("group", ["mean_query", "union"])
 def test_scaling_queries_by_a_power_of_two_never_changes_ids(power, group):
     case = Case(q_heads=6, kv_heads=2, head_dim=80)
-    index = case.index("pariskv", group=group, beta=0.2)
+    index = case.index("pariskv:preset=paper", group=group, beta=0.2)
     index.append(*case.tokens(100))
     want = index.search(case.queries(), k=15)
     assert torch.equal(index.search(case.queries() * 2.0**power, k=15).ids, want.ids)
@@ -245,7 +249,7 @@ def test_keys_of_equal_votes_are_candidates_by_the_lower_id():
     case = Case(q_heads=1, kv_heads=1, head_dim=16)
     direction = case.tokens(1)[0]
     keys = direction * torch.linspace(1, 2, 40)[:, None]
-    index = case.index("pariskv", beta=0.25)
+    index = case.index("pariskv:preset=paper", beta=0.25)
     index.append(keys, keys)
     hits = index.search(direction[:, :, 0], k=10)
     assert sorted(hits.ids.flatten().tolist()) == list(range(10)), "not the longest, id 30 to 39"
@@ -259,12 +263,12 @@ def test_any_head_dim_batch_and_dtype(dim, batch, dtype):
     case = Case(q_heads=6, kv_heads=2, head_dim=dim, dtype=dtype, batch=batch)
     keys, values = case.tokens(60)
     pads = [0, 17, 31][:batch]
-    index = case.index("pariskv", beta=0.3)
+    index = case.index("pariskv:preset=paper", beta=0.3)
     index.append(keys, values, valid=left_padding(pads, 60))
     hits = index.search(case.queries(), k=8)
     for b, pad in enumerate(pads):
         one = slice(b, b + 1)
-        alone = case.index("pariskv", beta=0.3)
+        alone = case.index("pariskv:preset=paper", beta=0.3)
         alone.append(keys[one, :, pad:], values[one, :, pad:])
         got = Hits(hits.ids[one], hits.scores[one])
         want = alone.search(case.queries()[one], k=8)

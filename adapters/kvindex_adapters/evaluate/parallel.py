@@ -45,7 +45,7 @@ class ParallelLayer(AttentionLayer):
         self._window.append({"keys": keys, "values": values})
         each = queries.transpose(0, 1).contiguous()  # the steps are rows of a batch
         index = self.index.repeated(T)
-        hits = index.search(each, k=self.k)
+        hits = index.search(each, k=self.k, mass=self.mass)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
         output = self._over_regions(each, hits, index.fetch(hits), seen)

@@ -30,6 +30,7 @@ def attach(
     *,
     index: str | IndexFactory = "pariskv",
     k: int = 100,
+    mass: float | None = None,
     sink: int = 64,
     local: int = 256,
     update_every: int = 256,
@@ -41,7 +42,8 @@ def attach(
     """A cache for `past_key_values`; inside the context the model attends through it.
 
     index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
-    k: rows per KV head that a step retrieves; sink, local, update_every: sizes of the regions
+    k: rows per KV head that a step retrieves; mass: fewer, where the index believes that fewer
+    hold this share of its attention; sink, local, update_every: sizes of the regions
     (`kvindex.layer`); full_threshold: below this many tokens the index fills but attention is
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
     for the index (`preset`, `store`, …), but not its geometry, which the model decides.
@@ -63,7 +65,7 @@ def attach(
         else:
             made = index(**{**geometry, **(index_options or {})})
         sizes = dict(sink=sink, local=local, update_every=update_every)
-        return layer(made, k=k, full_threshold=full_threshold, **sizes)
+        return layer(made, k=k, mass=mass, full_threshold=full_threshold, **sizes)
 
     make(**_geometry(config))  # bad arguments raise here, not in the first forward
     cache = IndexCache(config, make, dense_layers)

@@ -240,6 +240,7 @@ class IndexCache(DynamicCache):
         layers = self.attention_layers()
         traffic = [layer.traffic for layer in layers]
         steps = sum(part.steps for part in traffic)
+        asked = steps > 0 and any(layer.mass is not None for layer in layers)
         nbytes: dict[str, int] = {}
         for layer in layers:
             for tier, size in layer.nbytes().items():
@@ -256,6 +257,7 @@ class IndexCache(DynamicCache):
             rows_full=float(sum(float(part.rows_full) for part in traffic)) / max(steps, 1),
             bytes_fetched=int(sum(float(part.bytes_fetched) for part in traffic)),
             nbytes=nbytes,
+            mass=float(sum(float(part.mass) for part in traffic)) / steps if asked else None,
         )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -13,7 +13,9 @@ class Report:
     searched, in the layer with most of them; rows_read, rows_full: rows per searching step and KV
     head that were attended to and that full attention would have read; bytes_fetched: of rows
     that those steps copied out of the stores (steps that attend exactly are not counted);
-    nbytes: bytes in use per tier (`codes`, `rows`, `window`; `other` for layers without index).
+    nbytes: bytes in use per tier (`codes`, `rows`, `window`; `other` for layers without index);
+    mass: share of the indexes' attention that the rows are believed to hold, mean over layers,
+    heads and steps, where `attach` was asked for one; else None.
     """
 
     tokens: int
@@ -23,6 +25,7 @@ class Report:
     rows_full: float
     bytes_fetched: int
     nbytes: dict[str, int]
+    mass: float | None = None
 
     @property
     def rows_read_fraction(self) -> float:
