@@ -1,0 +1,199 @@
+"""ParisKV past its paper: what it learns, what it keeps, and what cannot go wrong."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import kvindex
+from kvindex.indexes.pariskv import ParisKVConfig
+from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+
+CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
+PAST = ["fast", "accurate", "precise", "scan"]
+
+
+def made(preset, **options):
+    return CASE.index(f"pariskv:preset={preset}", **options)
+
+
+def filled(preset, keys, values, **options):
+    index = made(preset, **options)
+    index.append(keys, values)
+    return index
+
+
+def test_the_default_is_a_preset_and_the_paper_is_the_bare_configuration():
+    assert CASE.index("pariskv").config == made("fast").config
+    assert made("paper").config == ParisKVConfig()
+
+
+@pytest.mark.parametrize("preset", PAST)
+def test_scores_are_near_the_inner_products(preset):
+    """The centre's share included: a softcap, and shares of all rows, need whole scores."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
+    keys, values = case.tokens(300)
+    keys = keys + 3 * case.tokens(1, seed=5)[0]
+    index = case.index(f"pariskv:preset={preset}", beta=1.0)
+    index.append(keys, values)
+    hits = index.search(case.queries(), k=300)
+    truth = (case.queries()[:, :, None] @ keys.mT)[:, :, 0].gather(-1, hits.ids)
+    deviation = float((hits.scores - truth).square().mean().sqrt())
+    assert deviation < 0.02 * float(truth.std()) * {"precise": 1}.get(preset, 6)
+
+
+@pytest.mark.parametrize("preset", PAST)
+def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
+    keys, values = CASE.tokens(200)
+    shift = 4 * CASE.tokens(1, seed=7)[0]
+    plain = filled(preset, keys, values, group="union").search(CASE.queries(), k=20)
+    moved = filled(preset, keys + shift, values, group="union").search(CASE.queries(), k=20)
+    same = (plain.ids[..., None] == moved.ids[..., None, :]).any(-1)
+    assert same.float().mean() > 0.97  # a code may flip where the sum rounds
+    rough = filled("paper", keys + shift, values, group="union", beta=0.1, rho=0.25)
+    lost = rough.search(CASE.queries(), k=20).ids
+    assert (plain.ids[..., None] == lost[..., None, :]).any(-1).float().mean() < 0.9
+
+
+@pytest.mark.parametrize("preset", PAST)
+@pytest.mark.parametrize("power", [-20, 3, 20])
+def test_scaling_all_keys_by_a_power_of_two_changes_no_code(preset, power):
+    keys, values = CASE.tokens(60)
+    index, scaled = filled(preset, keys, values), filled(preset, keys * 2.0**power, values)
+    for name in index._codes:
+        assert torch.equal(index._codes[name], scaled._codes[name])
+
+
+def test_what_is_learnt_is_learnt_from_the_first_valid_tokens_and_kept():
+    keys, values = CASE.tokens(80)
+    valid = left_padding([10, 30], 30)  # the second row has seen nothing yet
+    index = made("fast")
+    index.append(*part((keys, values), 0, 30), valid=valid)
+    mean = keys[0, :, 10:30].double().mean(1).float()
+    torch.testing.assert_close(index._learnt["centre"][0], mean)
+    assert not index._learnt["centre"][1].any()
+    assert index._learnt["seen"].tolist() == [True, False]
+    first = dict(index._learnt)
+    index.append(*part((keys, values), 30, 50))
+    torch.testing.assert_close(index._learnt["centre"][1], keys[1, :, 30:50].mean(1))
+    assert torch.equal(index._learnt["centre"][0], first["centre"][0])
+    second = dict(index._learnt)
+    index.append(*part((100 * keys, values), 50, 80))
+    index.truncate(0)
+    index.append(*part((keys, values), 50, 80))
+    for name, learnt in second.items():
+        assert torch.equal(index._learnt[name], learnt), "learnt once"
+    index.reorder(torch.tensor([1]))
+    assert torch.equal(index._learnt["centre"], second["centre"][1:])
+    index.reset()
+    assert index._learnt == {}
+
+
+def test_a_first_append_of_zeros_or_of_one_token_leaves_the_scale_open():
+    keys, values = CASE.tokens(40)
+    index = made("fast")
+    index.append(0 * keys[:, :, :5], values[:, :, :5])
+    assert not index._learnt["reference"].any()
+    index.append(keys, values)
+    assert (index._learnt["reference"] > 0).all()
+    hits = index.search(CASE.queries(), k=10)
+    assert (hits.ids >= 5).float().mean() > 0.9
+    alone = made("fast")
+    alone.append(keys[:, :, :1], values[:, :, :1])  # its own centre: nothing is left to code
+    hits = alone.search(CASE.queries(), k=1)
+    truth = CASE.queries().reshape(2, 2, 2, 64) @ keys[:, :, 0, :, None]
+    assert (hits.ids == 0).all()
+    shares = alone.search(CASE.queries(), k=1, mass=0.5)
+    torch.testing.assert_close(shares.mass, torch.ones(2, 4))
+    assert truth.isfinite().all()
+
+
+def test_a_wrong_reference_costs_accuracy_alone():
+    """Later keys 2^10 times as large as those that the scale was learnt from."""
+    keys, values = CASE.tokens(100)
+    index = made("fast", beta=1.0)
+    index.append(keys[:, :, :50] * 2.0**-10, values[:, :, :50])
+    index.append(keys[:, :, 50:], values[:, :, 50:])
+    hits = index.search(CASE.queries(), k=100)
+    assert hits.scores.isfinite().all()
+    assert (hits.ids.sort(dim=-1).values == torch.arange(100)).all()
+    assert (hits.ids[..., 0] >= 50).all()
+
+
+def test_encode_on_an_empty_index_is_what_append_would_keep():
+    keys, values = CASE.tokens(40)
+    index = made("accurate")
+    codes = index.encode(keys)
+    assert len(index) == 0
+    index.append(keys, values)
+    for name in index._codes:
+        assert torch.equal(index._codes[name], codes[name])
+
+
+@pytest.mark.parametrize("preset", ["paper", *PAST])
+def test_many_queries_at_once_find_what_each_finds_alone(preset):
+    case = Case(q_heads=6, kv_heads=2, head_dim=64)
+    index = case.index(f"pariskv:preset={preset}")
+    index.append(*case.tokens(300), valid=left_padding([40], 300))
+    queries = case.queries(batch=5)
+    together = index.repeated(5).search(queries, k=9)
+    rows = index.repeated(5).fetch(together)
+    for i in range(5):
+        alone = index.search(queries[i : i + 1], k=9)
+        got = dataclasses.replace(
+            together, ids=together.ids[i : i + 1], scores=together.scores[i : i + 1]
+        )
+        assert_same_hits(got, alone, close=ROUNDED)
+    assert torch.equal(
+        rows.keys[:1], index.fetch(dataclasses.replace(got, ids=together.ids[:1])).keys
+    )
+
+
+def test_repeated_is_for_a_batch_of_one():
+    index = filled("fast", *CASE.tokens(20))
+    with pytest.raises(ValueError, match="repeated: got a batch of 2, allowed is 1"):
+        index.repeated(3)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("coarse", "tables"),
+        ("block", "head"),
+        ("weights", "int8"),
+        ("weight_bits", 0),
+        ("weight_bits", 9),
+        ("largest", 0),
+        ("largest", 128),
+        ("magnitude_bits", -1),
+        ("magnitude_bits", 8),
+        ("pool", 0),
+        ("centre", "yes"),
+    ],
+)
+def test_bad_options_are_named(option, value):
+    with pytest.raises(ValueError, match=f"{option}: got {value!r}, allowed is"):
+        kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64, **{option: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(weights="log", weight_bits=4),
+        dict(weights="log", weight_bits=1),
+        dict(coarse="dots"),  # bfloat16 weights: the coarse stage does without
+        dict(coarse="dots", largest=7, weights="log"),
+        dict(coarse="tiers", centre=True),
+        dict(block="key", magnitude_bits=0),
+        dict(block="key", magnitude_bits=7),
+    ],
+    ids=str,
+)
+def test_any_combination_finds_more_than_chance(options):
+    keys, values = CASE.tokens(400)
+    index = CASE.index("pariskv:preset=paper", beta=0.2, rho=0.25, group="mean_query", **options)
+    index.append(keys, values)
+    hits = index.search(CASE.queries(), k=20)
+    mean = CASE.queries().reshape(2, 2, 2, 64).mean(2)
+    true = (mean[:, :, None] @ keys.mT)[:, :, 0].topk(20).indices
+    assert (true[..., None] == hits.ids[..., None, :]).any(-1).float().mean() > 0.3  # chance: .05
