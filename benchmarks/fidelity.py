@@ -26,7 +26,11 @@ from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
 PROMPT, CONTINUATION, K, SEED = 4000, 200, 100, 0
-INDEXES = ("exact", "pariskv", *(f"pariskv:group={group}" for group in POLICIES[1:]))
+PRESETS = ("accurate", "precise", "paper")
+INDEXES = (
+    *("exact", "pariskv", *(f"pariskv:preset={preset}" for preset in PRESETS)),
+    *(f"pariskv:group={group}" for group in POLICIES[1:]),
+)
 
 
 def text_ids(tokenizer: Any, count: int, seed: int) -> Tensor:

@@ -88,10 +88,82 @@ def reference(result: dict[str, Any]) -> str:
     )
 
 
+def recall(result: dict[str, Any]) -> str:
+    """Presets at several β: bytes, recall and mass, means over texts."""
+    rows, cells = [], result["cells"]
+    for index in dict.fromkeys(cell["index"] for cell in cells):
+        mine = [cell for cell in cells if cell["index"] == index]
+        size, tokens = mine[0]["bytes_128"], mine[0]["tokens"]
+        if mine[0]["beta"] * tokens < 4 * result["k"] and mine[0]["preset"] != "paper":
+            if mine[0]["beta"] < 0.05:
+                continue  # the pool of 4 k is larger: the same row twice
+            share = f"{mine[0]['beta']:.0%} (400 rows)"
+        else:
+            share = f"{mine[0]['beta']:.0%}"
+        mean = {name: sum(c[name] for c in mine) / len(mine) for name in mine[0]["means"]}
+        rows.append(
+            (
+                f"`{mine[0]['preset']}`",
+                share,
+                f"{size['kept']:.0f}",
+                f"{size['scanned']:.0f}",
+                f"{mean['recall']:.3f}",
+                f"{min(c['recall_worst_layer'] for c in mine):.3f}",
+                f"{mean['recall_worst_decile']:.3f}",
+                f"{mean['mass_ratio']:.3f}",
+            )
+        )
+    k, texts = result["k"], ", ".join(dict.fromkeys(cell["text"] for cell in cells))
+    head = ("preset", "β", "bytes kept", "scanned", f"recall@{k}", "worst layer")
+    return (
+        f"SmolLM2-135M-Instruct, {cells[0]['tokens']} tokens of {texts}; all 30 layers, each of 9 "
+        f"query heads on its own, {result['queries_per_head']} queries each; bytes per key and KV "
+        f"head at D = 128; mass is that of the selected rows over that of the true top {k}.\n\n"
+        + _table((*head, "worst tenth of heads", "mass"), rows)
+        + f"\n\n{_machine(result)}"
+    )
+
+
+def divergence(result: dict[str, Any]) -> str:
+    """KL over that of exact search with as many rows; longer texts from files beside it."""
+    parts = [("to 6K", result)]
+    for name in ("16k", "32k"):
+        path = RESULTS / f"divergence_{name}.json"
+        if path.exists():
+            parts.append((f"{name.upper()}, long model", json.loads(path.read_text())))
+    rows = []
+    for length, part in parts:
+        for index, found in part["indexes"].items():
+            if index == "exact":
+                continue
+            low, high = found["ratio_95"]
+            exact = part["indexes"]["exact"]["kl_mean"]
+            rows.append(
+                (
+                    f"`{index}`",
+                    length,
+                    str(len(found["cells"])),
+                    f"{found['kl_mean']:.4f}",
+                    f"{exact:.4f}",
+                    f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})",
+                )
+            )
+    head = ("index", "prompt", "cells", "mean KL, nats", "of `exact`", "ratio (95%)")
+    return (
+        f"Each cell: a text (prose, code, dialogue) and a length, {result['steps']} steps with "
+        f"given tokens, k = {result['k']} rows per KV head shared by 3 query heads. The ratio is "
+        "the geometric mean over cells; its interval a paired bootstrap over tokens.\n\n"
+        + _table(head, rows)
+        + f"\n\n{_machine(result)}"
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "fidelity": fidelity,
     "reference": reference,
+    "recall": recall,
+    "divergence": divergence,
 }
 
 
@@ -129,10 +201,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _machine(result: dict[str, Any]) -> str:
     m = result["machine"]
-    return (
-        f"Measured on {m['cores']} cores of {m['processor']}, torch {m['torch']}, "
-        f"transformers {m['transformers']}."
-    )
+    place = m.get("gpu") or f"{m['cores']} cores of {m['processor']}"
+    return f"Measured on {place}, torch {m['torch']}, transformers {m['transformers']}."
 
 
 def _yes(found: bool) -> str:

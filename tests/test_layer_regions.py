@@ -1,5 +1,7 @@
 """Sink, retrieval, local, update buffer: which token is where, and what a step reads."""
 
+import math
+
 import pytest
 import torch
 
@@ -182,6 +184,39 @@ def test_traffic_counts_rows_and_bytes():
     assert float(layer.traffic.rows_read) == pytest.approx(rows_read)
     assert float(layer.traffic.rows_full) == pytest.approx(rows_full)
     assert float(layer.traffic.bytes_fetched) == fetched
+
+
+class Doubled(Recording):
+    """Every row that it finds counts twice, and for the second query head of a group not at all."""
+
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        twice = torch.full(hits.ids.shape, math.log(2.0)).repeat_interleave(2, dim=1)
+        twice[:, 1::2] = float("-inf")
+        unused = (hits.ids == -1).repeat_interleave(2, dim=1)
+        return Hits(hits.ids, hits.scores, twice.masked_fill(unused, float("-inf")))
+
+
+def test_log_weights_of_hits_reach_the_softmax_of_each_query_head():
+    case = Case(q_heads=4)
+    sequence = Sequence.of(case, 60)
+    layer = layer_with(Doubled, case, k=6)
+    for start, stop in steps_of(30, *[1] * 20):
+        indexed = len(layer.index)
+        got = sequence.feed(layer, start, stop)
+        if stop - start > 1:
+            continue
+        ids = layer.index.hits.ids
+        counted = torch.zeros(1, 2, stop, dtype=torch.float64)
+        counted[:, :, : SIZES["sink"]] = counted[:, :, indexed:] = 1
+        first = counted.scatter(-1, ids, 2.0)  # heads 0 and 2
+        times = torch.stack([first, counted], dim=2).flatten(1, 2)  # [B, H, N]
+        pair = (sequence.keys, sequence.values)
+        rows = [part[:, :, :stop].double().repeat_interleave(2, 1) for part in pair]
+        query = sequence.queries[:, :, stop - 1].double()
+        weights = (0.25 * query[:, :, None] @ rows[0].mT)[:, :, 0].exp() * times
+        want = (weights[:, :, None] @ rows[1])[:, :, 0] / weights.sum(-1, keepdim=True)
+        torch.testing.assert_close(got[:, :, 0].double(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_share_of_attention_needs_fewer_rows_and_is_counted():

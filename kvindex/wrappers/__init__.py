@@ -2,5 +2,6 @@
 
 from kvindex.wrappers.base import Wrapper
 from kvindex.wrappers.recall import MeasureRecall
+from kvindex.wrappers.sample import Sample
 
-__all__ = ["MeasureRecall", "Wrapper"]
+__all__ = ["MeasureRecall", "Sample", "Wrapper"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvindex.base import BaseIndex
 from kvindex.layer import AttentionLayer
 
 
@@ -13,7 +12,7 @@ class ParallelLayer(AttentionLayer):
     """After `begin`, each of several tokens attends as a decoding step of its own would.
 
     Between two updates an index does not change, so all steps between them can search it at once.
-    For a batch of 1 without padding, and indexes on `kvindex.BaseIndex`.
+    For a batch of 1 without padding, and indexes that have `repeated`, as `kvindex.BaseIndex`.
     """
 
     _begun = False
@@ -40,11 +39,10 @@ class ParallelLayer(AttentionLayer):
 
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Steps between two updates: queries `[H, T, D]`; gives `[T, H, Dv]`."""
-        assert isinstance(self.index, BaseIndex)
         T, held = queries.shape[1], len(self._window)
         self._window.append({"keys": keys, "values": values})
         each = queries.transpose(0, 1).contiguous()  # the steps are rows of a batch
-        index = self.index.repeated(T)
+        index = self.index.repeated(T)  # type: ignore[attr-defined]
         hits = index.search(each, k=self.k, mass=self.mass)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]

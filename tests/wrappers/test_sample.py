@@ -1,0 +1,137 @@
+"""Rows drawn at random: k rows, known chances, and right on average."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvindex.wrappers import Sample
+from kvindex.wrappers.sample import drawn_in_order, inclusion
+from tests.helpers import Case, assert_well_formed
+
+CASE = Case(q_heads=6, kv_heads=2, head_dim=32, value_dim=32, batch=2)
+COUNT = 400
+
+
+def sampled(case=CASE, name="exact", count=COUNT, strength=2.0, **options):
+    keys, values = case.tokens(count)
+    index = Sample(case.index(name), **options)
+    index.append(keys * strength, values)
+    return index
+
+
+@pytest.mark.parametrize("name", ["exact", "pariskv", "pariskv:preset=paper"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_k_rows_of_which_the_best_are_sure(name, share):
+    index = sampled(name=name, share=share)
+    hits = index.search(CASE.queries(), k=40)
+    assert_well_formed(hits, index, 2, 40)
+    assert ((hits.ids >= 0).sum(-1) >= 39).all()  # chances in float32 may sum to a hair below
+    best = index.inner.search(CASE.queries(), k=8 * 40).ids[..., : 40 - int(40 * share)]
+    assert (best[..., None] == hits.ids[:, :, None]).any(-1).all()
+    sure = hits.log_weight[..., : best.shape[-1]]
+    assert (sure == 0).all()
+    assert (hits.log_weight[hits.log_weight > float("-inf")] >= 0).all()
+    again = index.search(CASE.queries(), k=40)
+    assert torch.equal(hits.ids, again.ids)
+    assert torch.equal(hits.log_weight, again.log_weight)
+
+
+def test_fewer_tokens_than_rows_are_all_taken():
+    index = sampled(count=30, share=0.5)
+    hits = index.search(CASE.queries(), k=40)
+    assert (hits.ids[..., :30].sort(-1).values == torch.arange(30)).all()
+    assert (hits.log_weight[..., :30] == 0).all()
+    assert (hits.ids[..., 30:] == -1).all()
+
+
+def test_an_empty_index_gives_nothing():
+    hits = Sample(CASE.index("exact")).search(CASE.queries(), k=5)
+    assert (hits.ids == -1).all()
+    assert (hits.log_weight == float("-inf")).all()
+
+
+@pytest.mark.parametrize("drawn", [1, 7, 30])
+@pytest.mark.parametrize("strength", [0.1, 1.0, 6.0])
+def test_chances_sum_to_what_is_drawn_and_none_exceeds_1(drawn, strength):
+    generator = torch.Generator().manual_seed(0)
+    logits = (strength * torch.randn(2, 3, 100, generator=generator)).sort(-1, True).values
+    logits[0, 0, 60:] = float("-inf")
+    chances = inclusion(logits, 20, drawn)
+    assert (chances[..., :20] == 1).all()
+    assert (chances[0, 0, 60:] == 0).all()
+    rest = chances[..., 20:]
+    assert (rest <= 1).all()
+    torch.testing.assert_close(rest.sum(-1), torch.full((2, 3), float(drawn)))
+    inside = (rest > 0) & (rest < 1)
+    ratio = (rest.log() - logits[..., 20:])[1, 1][inside[1, 1]]
+    assert ratio.numel() == 0 or (ratio.max() - ratio.min()) < 1e-3, "in proportion to exp"
+
+
+def test_drawing_follows_the_chances():
+    """Over shifted orders each row is drawn as often as its chance says, to 1/400."""
+    chances = torch.tensor([[[0.5, 0.25, 0.75, 0.1, 0.9, 0.5]]]).repeat(1, 1, 1)
+    seen = torch.zeros(6)
+    for step in range(400):
+        # a row before all others whose chance moves the places where it is drawn
+        shifted = torch.cat([torch.full((1, 1, 1), step / 400), chances], -1)
+        ids = torch.tensor([[[0, 5, 3, 4, 1, 6, 2]]])
+        got = drawn_in_order(ids, shifted)
+        assert int(got[..., 1:].sum()) in (2, 3, 4)
+        seen += got[0, 0, 1:]
+    torch.testing.assert_close(seen / 400, chances[0, 0], rtol=0, atol=0.006)
+
+
+@pytest.mark.parametrize("name", ["exact", "pariskv"])
+def test_weighted_rows_give_the_softmax_of_all_rows_on_average(name):
+    """The sum of exp(logit) and the sum of exp(logit) · value, over 300 orders of the tokens."""
+    case = Case(q_heads=3, kv_heads=1, head_dim=32, value_dim=4)
+    keys, values = case.tokens(120)
+    keys, queries = keys * 1.5, case.queries()
+    g = case.index("exact").geometry
+    weights = (g.scale * queries @ keys[:, 0].mT).double().exp()[0]  # [H, N]
+    want = torch.cat([weights @ values[0, 0].double(), weights.sum(-1, keepdim=True)], -1)
+    got, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(300):
+        order = torch.randperm(120, generator=generator)
+        index = Sample(case.index(name), share=0.7, pool=12)
+        index.append(keys[:, :, order], values[:, :, order])
+        hits = index.search(queries, k=10)
+        rows = index.fetch(hits)
+        some = (g.scale * queries @ rows.keys[:, 0].mT).double() + hits.log_weight
+        some = some.exp()[0]
+        parts = [some @ rows.values[0, 0].double(), some.sum(-1, keepdim=True)]
+        got.append(torch.cat(parts, -1))
+    mean, spread = torch.stack(got).mean(0), torch.stack(got).std(0)
+    # 4.5 standard errors: 15 means, together wrong with probability 1e-4 for a seed drawn afresh
+    assert ((mean - want).abs() <= 4.5 * spread / 300**0.5).all()
+    best = case.index(name)
+    best.append(keys, values)
+    unweighted = weights.gather(-1, best.search(queries, k=10).ids[0].expand(3, -1)).sum(-1)
+    assert (unweighted < 0.6 * want[:, -1]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"share": 0}, "share: got 0"),
+        ({"share": 1.5}, "share: got 1.5"),
+        ({"pool": 1}, "pool: got 1"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        Sample(CASE.index("exact"), **options)
+
+
+@pytest.mark.parametrize("group", ["union", "mean_query"])
+def test_scores_that_are_no_shares_are_refused(group):
+    with pytest.raises(ValueError, match=f"inner: got one with group='{group}'"):
+        Sample(CASE.index("exact", group=group))
+    alone = dataclasses.replace(CASE, q_heads=2)
+    Sample(alone.index("exact", group=group))  # a head agrees with itself
+
+
+def test_a_mass_is_refused():
+    with pytest.raises(ValueError, match=r"mass: got 0\.9, allowed is None where rows are drawn"):
+        sampled().search(CASE.queries(), k=5, mass=0.9)
