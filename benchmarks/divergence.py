@@ -55,7 +55,7 @@ def ratio_interval(cells: list[tuple[Tensor, Tensor]], seed: int = 0) -> tuple[f
 
 def group_of(spec: str) -> str:
     """`exact` with the same policy of the group."""
-    policy = [part for part in spec.split(":") if part.startswith("group=")]
+    policy = [part for part in spec.split("+")[0].split(":") if part.startswith("group=")]
     return ":".join(["exact", *policy])
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from typing import Any
 
-from kvindex import check, indexes
+from kvindex import check, indexes, wrappers
 from kvindex.base import BaseIndex
 from kvindex.config import parse_spec, unknown
+from kvindex.protocol import KVIndex
+from kvindex.wrappers.base import Wrapper
 
 
 def names() -> list[str]:
@@ -21,24 +24,49 @@ def get(name: str) -> type[BaseIndex]:
     """The class of an index. Raises ValueError for an unknown name, with near matches."""
     if check.text("index", name) not in names():
         raise ValueError(unknown("index", name, names()))
-    module = importlib.import_module(f"{indexes.__name__}.{name.replace('-', '_')}")
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, BaseIndex)
-        and value.__module__ == module.__name__
-    ]
-    if len(found) != 1:
-        raise TypeError(f"{module.__name__}: got {len(found)} index classes, allowed is one")
-    return found[0]
+    found: type[BaseIndex] = _only(f"{indexes.__name__}.{name.replace('-', '_')}", BaseIndex)
+    return found
 
 
-def create(index: str, **options: Any) -> BaseIndex:
+def create(index: str, **options: Any) -> KVIndex:
     """A new index from its name, or from a line such as `"pariskv:preset=paper:beta=.05"`.
+
+    Wrappers (`kvindex/wrappers/`) follow after a plus: `"pariskv+sample:share=.5"`.
 
     options: the geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset` and single fields of
     the index's configuration; they override what the line says. Raises ValueError.
     """
-    name, given = parse_spec(index)
-    return get(name)(**{**given, **options})
+    first, *around = check.text("index", index).split("+")
+    name, given = parse_spec(first)
+    made: KVIndex = get(name)(**{**given, **options})
+    for part in around:
+        name, given = parse_spec(part)
+        made = _wrapped(made, name, given)
+    return made
+
+
+def _wrapped(inner: KVIndex, name: str, given: dict[str, Any]) -> KVIndex:
+    known = sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__))
+    known.remove("base")
+    if name not in known:
+        raise ValueError(unknown("wrapper", name, known))
+    wrapper = _only(f"{wrappers.__name__}.{name}", Wrapper)
+    allowed = [option for option in inspect.signature(wrapper).parameters if option != "inner"]
+    for option in given:
+        if option not in allowed:
+            raise ValueError(unknown("option", option, allowed))
+    made: KVIndex = wrapper(inner, **given)
+    return made
+
+
+def _only(name: str, base: type) -> Any:
+    """The one class on `base` that a module defines."""
+    module = importlib.import_module(name)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, base) and value.__module__ == name
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{name}: got {len(found)} classes on {base.__name__}, allowed is one")
+    return found[0]

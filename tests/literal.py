@@ -47,14 +47,37 @@ def centroid_id(part):
     return max(i for i in range(256) if products[i] == best)
 
 
-def encode_part(part, key_norm, levels):
-    """Of one subspace: (centroid id, level indices, weight)."""
-    r = norm(part)
-    u = [x / r if r else 0.0 for x in part]
+def sign_byte(part):
+    """The signs of 8 coordinates, least significant bit first."""
+    return sum(1 << j for j in range(8) if part[j] >= 0)
+
+
+def encode_block(block, key_norm, levels):
+    """Of coordinates that share a weight: (level indices, weight)."""
+    r = norm(block)
+    u = [x / r if r else 0.0 for x in block]
     index = [min(range(len(levels)), key=lambda i: (abs(abs(x) - levels[i]), i)) for x in u]
     v = decode_part([x >= 0 for x in u], index, levels)
-    weight = key_norm * r / dot(v, u) if r else 0.0  # (7) and (9)
-    return sum(1 << j for j in range(8) if part[j] >= 0), index, weight
+    return index, key_norm * r / dot(v, u) if r else 0.0  # (7) and (9)
+
+
+def encode_part(part, key_norm, levels):
+    """Of one subspace: (centroid id, level indices, weight)."""
+    return sign_byte(part), *encode_block(part, key_norm, levels)
+
+
+def log_code(weight, reference, bits):
+    """The nearest of `2^bits - 1` points in equal ratios, the last of which is `reference`."""
+    top = 2**bits - 1
+    if weight == 0:
+        return 0
+    steps = math.log2(weight / reference) * 2**bits / 12  # twelve octaves
+    return min(max(round(steps + top), 1), top)
+
+
+def log_weight(code, reference, bits):
+    """What that code stands for."""
+    return reference * 2 ** ((code - (2**bits - 1)) * 12 / 2**bits) if code else 0.0
 
 
 def decode_part(bits, index, levels):
@@ -75,12 +98,30 @@ def tier_points(query_part, ids, limits):
     return points
 
 
+def dot_tables(query, largest):
+    """Of each subspace, its products with all sign patterns: the query's largest is `largest`."""
+    products = [[dot(part, c) for c in CENTROIDS] for part in parts(query)]
+    peak = max(max(row) for row in products)
+    return [[round(x * (largest / peak)) if peak else 0 for x in row] for row in products]
+
+
+def sums(tables, ids, factors=None):
+    """Of every key, its entries times its factors (one, or one per subspace)."""
+    if factors is None:
+        factors = [[1]] * len(ids)
+    total = []
+    for key, factor in zip(ids, factors, strict=True):
+        each = factor * len(key) if len(factor) == 1 else factor
+        total.append(sum(tables[b][c] * each[b] for b, c in enumerate(key)))
+    return total
+
+
 def votes(query, ids, limits):
     """Points of every key: `ids[i][b]` is key i's centroid in subspace b."""
     tables = [
         tier_points(part, [key[b] for key in ids], limits) for b, part in enumerate(parts(query))
     ]
-    return [sum(tables[b][c] for b, c in enumerate(key)) for key in ids]
+    return sums(tables, ids)
 
 
 def best(scores, count):

@@ -5,6 +5,7 @@ import torch
 
 import kvindex
 from kvindex.config import parse_spec
+from kvindex.wrappers import MeasureRecall, Sample
 
 GEOMETRY = dict(q_heads=4, kv_heads=2, head_dim=16)
 
@@ -40,3 +41,29 @@ def test_geometry_fills_in_defaults():
     assert geometry.scale == 0.25
     assert geometry.group_size == 2
     assert geometry.device == torch.device("cpu")
+
+
+def test_wrappers_follow_after_a_plus():
+    index = kvindex.create("exact:group=max_share+sample:share=.5:pool=3", **GEOMETRY)
+    assert isinstance(index, Sample)
+    assert (index.share, index.pool, index.config.group) == (0.5, 3, "max_share")
+    both = kvindex.create("pariskv+sample+recall", **GEOMETRY, preset="paper")
+    assert isinstance(both, MeasureRecall)
+    assert isinstance(both.inner, Sample)
+    assert both.config == kvindex.get("pariskv").Config()
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ("exact+smaple", "wrapper: got 'smaple'.*did you mean 'sample'"),
+        ("exact+", "wrapper: got ''"),
+        ("exact+base", "wrapper: got 'base'"),
+        ("exact+sample:shar=.5", "option: got 'shar'.*did you mean 'share'"),
+        ("exact+sample:share=2", "share: got 2, allowed"),
+        ("exact+sample:inner=2", "option: got 'inner'"),
+    ],
+)
+def test_bad_wrappers_are_named(spec, match):
+    with pytest.raises(ValueError, match=match):
+        kvindex.create(spec, **GEOMETRY)

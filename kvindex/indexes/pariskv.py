@@ -134,17 +134,16 @@ class ParisKV(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        real = torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
         learnt = dict(self._learnt)
         if self.config.centre:
-            learnt |= self._learnt_centre(keys, valid)
-        known = self._learnt.get("reference")
-        if self.config.weights == "log" and (known is None or not bool((known > 0).all())):
-            learnt |= self._learnt_reference(self._floats(keys, learnt)["weights"], valid)
+            learnt |= self._learnt_centre(keys, real)
+        if self.config.weights == "log":
+            learnt |= self._learnt_reference(keys, real)
         return learnt
 
-    def _learnt_centre(self, keys: Tensor, valid: Tensor | None) -> Codes:
+    def _learnt_centre(self, keys: Tensor, real: Tensor) -> Codes:
         """Mean key, float32 `[B, G, D]`, and which rows of the batch have one, bool `[B]`."""
-        real = torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
         total = (keys.double() * real[:, None, :, None]).sum(2)
         mean = (total / real.sum(1).clamp_min(1)[:, None, None]).float()
         seen = real.any(1)
@@ -153,13 +152,15 @@ class ParisKV(BaseIndex):
             mean, seen = torch.where(before[:, None, None], old, mean), seen | before
         return {"centre": mean * seen[:, None, None], "seen": seen}
 
-    def _learnt_reference(self, weights: Tensor, valid: Tensor | None) -> Codes:
-        """What the largest weight code stands for, a power of 2, float32 `[B, G]`; 0 unlearnt."""
-        if valid is not None:
-            weights = weights * valid[:, None, :, None]
-        largest = weights.flatten(2).amax(-1) if weights.numel() else weights.new_zeros(1)
-        # the next power of 2 above the largest weight, and one more for keys to come
-        found = torch.where(largest > 0, torch.exp2(torch.log2(largest).floor() + 2), 0.0)
+    def _learnt_reference(self, keys: Tensor, real: Tensor) -> Codes:
+        """What the largest weight code stands for, a power of 2, float32 `[B, G]`; 0 unlearnt.
+
+        4 to 8 times the largest norm of the first keys as they come, centre included: what the
+        centre leaves of a few alike keys says nothing of those to come.
+        """
+        norms = self.ops.transform.normalize(keys)[1] * real[:, None]
+        largest = norms.amax(-1) if norms.numel() else norms.new_zeros(norms.shape[:2])
+        found = torch.where(largest > 0, torch.exp2(torch.log2(largest).floor() + 3), 0.0)
         old = self._learnt.get("reference", torch.zeros_like(found))
         return {"reference": torch.where(old > 0, old, found)}
 

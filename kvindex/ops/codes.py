@@ -15,8 +15,9 @@ from torch import Tensor
 
 TINY = torch.finfo(torch.float64).tiny
 
-OCTAVES = 8
-"""Range of logarithmic weights: keys' norms in a head differ by far less than 2^8."""
+OCTAVES = 12
+"""Range of logarithmic weights: 2 to 3 above the largest key of the first append, for keys to
+come; 9 below it, for keys that lie close to a centre far from zero."""
 
 SUBSPACE = 8
 """Coordinates per subspace, `m` (paper, section 5.4): their sign bits fill a byte."""
@@ -63,8 +64,8 @@ def tangent(subspace: int, bits: int) -> float:
     """`(1 - A) / A` with `A = E‖v‖² = m Σ p_i ℓ_i²`: the mean of `tan² θ` between `u` and its code.
 
     Each level is the mean of its cell, so `E⟨v, u⟩ = E‖v‖²`; the mean of `‖v‖²/⟨v, u⟩² - 1` is
-    then near this value: within 13% for `m ≥ 64`, up to 23% above it for `m = 8`
-    (docs/pipeline/rerank.md).
+    then near this value: 4% below to 1% above it for `m ≥ 64`, 21% below to 7% above it for
+    `m = 8` (docs/pipeline/rerank.md).
     """
     levels = np.array(lloyd_max(subspace, bits))
     aligned = float(subspace * (_cells(levels, subspace - 2)[1] * levels**2).sum())
@@ -119,9 +120,8 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
 def log_codes(weights: Tensor, reference: Tensor, bits: int) -> Tensor:
     """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
 
-    The largest code stands for `reference` (`[..., 1, 1]`), each lower one for the `2^(8 / 2^bits)`
-    th part of the next: eight octaves in all. 0 is kept for the weight 0; weights outside the
-    scale get its ends.
+    The largest code stands for `reference` (`[..., 1, 1]`), and `2^bits / OCTAVES` codes make a
+    factor of 2. 0 is kept for the weight 0; weights outside the scale get its ends.
     """
     top, steps = 2**bits - 1, 2**bits / OCTAVES
     octaves = torch.log2(weights.double() / reference.double().clamp_min(TINY))

@@ -120,6 +120,39 @@ def test_a_wrong_reference_costs_accuracy_alone():
     assert (hits.ids[..., 0] >= 50).all()
 
 
+@pytest.mark.parametrize("preset", PAST)
+@pytest.mark.parametrize("times", [4.0, 2.0**-6])
+def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
+    """The scale of the weights has room above for keys 4 times as large, and more below."""
+    keys, values = CASE.tokens(600)
+    mean = CASE.queries().reshape(2, 2, 2, 64).mean(2)
+    true = (mean[:, :, None] @ keys[:, :, 100:].mT)[:, :, 0].topk(20).indices + 100
+    found = {}
+    for factor in (1.0, times):
+        index = made(preset, group="mean_query", beta=1.0, centre=False)
+        index.append(keys[:, :, :100] / factor, values[:, :, :100])
+        index.append(keys[:, :, 100:], values[:, :, 100:])
+        hits = index.search(CASE.queries(), k=140).ids.flatten(0, 1).tolist()
+        best = [[i for i in row if i >= 100][:40] for row in hits]  # the first may be larger
+        pairs = zip(best, true.flatten(0, 1).tolist(), strict=True)
+        found[factor] = sum(len({*got} & {*want}) for got, want in pairs) / (4 * 20)
+    assert found[1.0] > 0.85
+    assert found[times] > found[1.0] - 0.04
+
+
+def test_alike_first_keys_do_not_narrow_the_scale():
+    """Nearly one key, 50 times: the centre leaves next to nothing of it."""
+    keys, values = CASE.tokens(300)
+    alike = keys[:, :, :1] * (1 + 1e-4 * torch.arange(50)[:, None])
+    index = made("fast", group="mean_query", beta=1.0)
+    index.append(alike, values[:, :, :50])
+    index.append(keys[:, :, 50:], values[:, :, 50:])
+    mean = CASE.queries().reshape(2, 2, 2, 64).mean(2)
+    true = (mean[:, :, None] @ keys[:, :, 50:].mT)[:, :, 0].topk(20).indices + 50
+    hits = index.search(CASE.queries(), k=40).ids
+    assert (true[..., None] == hits[..., None, :]).any(-1).float().mean() > 0.8
+
+
 def test_encode_on_an_empty_index_is_what_append_would_keep():
     keys, values = CASE.tokens(40)
     index = made("accurate")

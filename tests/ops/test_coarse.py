@@ -176,3 +176,199 @@ def test_a_row_without_keys_earns_nothing():
     table = coarse.tier_table(queries, coarse.histogram(signs, valid), limits)
     assert table[0].any()
     assert not table[1].any()
+
+
+# signed dots
+
+largests = st.sampled_from([1, 2, 3, 7, 15, 127])
+
+
+def assert_dots(queries, largest):
+    got = coarse.dot_table(queries, largest)
+    B, G, g, D = queries.shape
+    assert (got.dtype, got.shape) == (torch.int8, (B, G, g, D // 8, 256))
+    for query, table in zip(queries.reshape(-1, D).tolist(), got.flatten(0, 2), strict=True):
+        assert table.tolist() == literal.dot_tables(query, largest)
+
+
+@settings(max_examples=20)
+@given(seeds, largests, st.sampled_from([1, 3, 10]))
+def test_dots_are_those_of_the_literal_reading(seed, largest, subspaces):
+    assert_dots(setting(seed, 2, 1, 2, 1, subspaces)[0], largest)
+
+
+def test_halves_are_rounded_to_even():
+    """Eight ones, largest 2: products ±8, ±6, ±4, ±2, 0 become ±2, ±1.5, ±1, ±.5, 0."""
+    queries = torch.ones(1, 1, 1, 8)
+    got = coarse.dot_table(queries, 2)[0, 0, 0, 0].tolist()
+    ones = [i.bit_count() for i in range(256)]
+    want = {8: 2, 7: 2, 6: 1, 5: 0, 4: 0, 3: 0, 2: -1, 1: -2, 0: -2}
+    assert got == [want[count] for count in ones]
+    assert_dots(queries, 2)
+
+
+@pytest.mark.parametrize("broken", ["sign", "half up", "scale of a subspace", "scale of a group"])
+def test_the_comparison_of_dots_can_fail(broken, monkeypatch):
+    right = coarse.dot_table
+
+    def wrong(queries, largest):
+        if broken == "sign":
+            return right(-queries, largest)
+        if broken == "half up":
+            return ((right(queries, 2 * largest) + 1) // 2).to(torch.int8)
+        if broken == "scale of a subspace":
+            parts = [right(part, largest) for part in queries.split(8, -1)]
+            return torch.cat(parts, dim=-2)
+        peak = queries.unflatten(-1, (-1, 8)).abs().sum(-1).amax(-1)
+        scaled = queries * (peak / peak.amax(2, keepdim=True))[..., None]
+        table = (
+            right(scaled, largest).double() * (peak / peak.amax(2, keepdim=True))[..., None, None]
+        )
+        return table.round().to(torch.int8)
+
+    monkeypatch.setattr(coarse, "dot_table", wrong)
+    queries, largest = setting(2, subspaces=2)[0], 20
+    if broken == "half up":
+        queries, largest = torch.ones(1, 1, 2, 16), 2
+    with pytest.raises(AssertionError):
+        assert_dots(queries, largest)
+
+
+@given(seeds, largests)
+def test_each_heads_own_largest_entry_is_largest_on_both_sides(seed, largest):
+    queries = setting(seed)[0] * torch.tensor([1e-3, 1e3])[:, None]
+    table = coarse.dot_table(queries, largest)
+    assert (table.amax((-2, -1)) == largest).all()
+    assert (table.amin((-2, -1)) == -largest).all()
+    assert torch.equal(table, -table.flip(-1))  # the opposite pattern has the opposite product
+
+
+def test_a_zero_query_has_zeros():
+    queries = setting(0)[0]
+    queries[0, 0, 1] = 0
+    table = coarse.dot_table(queries, 127)
+    assert not table[0, 0, 1].any()
+    assert table[0, 0, 0].any()
+
+
+@given(seeds, st.integers(-60, 60), largests)
+def test_dots_do_not_change_when_queries_are_scaled_by_a_power_of_two(seed, power, largest):
+    queries = setting(seed)[0]
+    want = coarse.dot_table(queries, largest)
+    assert torch.equal(coarse.dot_table(queries * 2.0**power, largest), want)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e38])
+def test_dots_of_queries_at_the_ends_of_float32(size):
+    queries = setting(0)[0].sign() * size
+    assert_dots(queries, 127)
+
+
+@settings(max_examples=10)
+@given(seeds)
+@pytest.mark.parametrize("subspaces", [1, 8, 10, 16, 32])
+def test_four_heads_share_a_word_where_largest_is_small_enough(subspaces, seed):
+    """Entries plus `largest` are added as bytes of 32-bit words and never carry."""
+    largest = 127 // subspaces
+    queries, signs = setting(seed, 1, 1, 4, 30, subspaces)
+    queries[0, 0, 0] = queries[0, 0, 0].sign()  # every subspace reaches ±largest
+    patterns = (queries[0, 0, 0].reshape(-1, 8) > 0).long() @ (2 ** torch.arange(8))
+    signs[0, 0, 0], signs[0, 0, 1] = patterns, 255 - patterns  # the best and the worst key
+    table = coarse.dot_table(queries, largest)
+    got = coarse.votes(signs, table)[0, 0]
+    assert int(got[0, 0]) == -int(got[0, 1]) == subspaces * largest
+    assert int(got.abs().max()) <= 127
+    lanes = (table[0, 0].long() + largest) << torch.tensor([0, 8, 16, 24])[:, None, None]
+    words = lanes.sum(0)  # [M, 256]
+    total = sum(words[b][signs[0, 0, :, b].long()] for b in range(subspaces))
+    assert int(total.max()) < 2**32
+    split = total >> torch.tensor([0, 8, 16, 24])[:, None] & 255
+    assert torch.equal(split - subspaces * largest, got.long())
+
+
+@pytest.mark.parametrize("subspaces", [8, 10, 16, 32])
+def test_one_more_would_not_fit_a_byte(subspaces):
+    queries = torch.ones(1, 1, 1, 8 * subspaces)
+    signs = torch.full((1, 1, 1, subspaces), 255, dtype=torch.uint8)
+    table = coarse.dot_table(queries, 127 // subspaces + 1)
+    assert int(coarse.votes(signs, table)) > 127
+
+
+# factors
+
+kinds_of_factors = st.sampled_from(["none", "key", "subspace"])
+
+
+def factors_of(kind, signs, seed):
+    if kind == "none":
+        return None
+    shape = (*signs.shape[:-1], 1 if kind == "key" else signs.shape[-1])
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2**16, shape, generator=generator, dtype=torch.int32)
+
+
+def assert_sums(signs, table, factors, got):
+    B, G, g = table.shape[:3]
+    assert (got.dtype, got.shape) == (torch.int32, (B, G, g, signs.shape[2]))
+    for b in range(B):
+        for h in range(G):
+            known = None if factors is None else factors[b, h].tolist()
+            for i in range(g):
+                want = literal.sums(table[b, h, i].tolist(), signs[b, h].tolist(), known)
+                assert got[b, h, i].tolist() == want
+
+
+@settings(max_examples=20)
+@given(seeds, kinds_of_factors, st.sampled_from([1, 3, 16]), st.booleans())
+def test_votes_are_sums_of_entries_times_factors(seed, kind, subspaces, dots):
+    queries, signs = setting(seed, 2, 2, 2, 12, subspaces)
+    if dots:
+        table = coarse.dot_table(queries, 127)
+    else:
+        limits = torch.tensor(limits_of(12, 0.5)).expand(2, -1)
+        table = coarse.tier_table(queries, coarse.histogram(signs), limits)
+    factors = factors_of(kind, signs, seed)
+    assert_sums(signs, table, factors, coarse.votes(signs, table, factors))
+
+
+@pytest.mark.parametrize("broken", ["none", "key", "subspace", "order", "sign"])
+def test_the_comparison_of_sums_can_fail(broken):
+    queries, signs = setting(3, subspaces=4)
+    table, factors = coarse.dot_table(queries, 127), factors_of("subspace", signs, 3)
+    given_table, given_factors = table, factors
+    if broken == "none":
+        given_factors = None
+    if broken == "key":
+        given_factors = factors[..., :1]
+    if broken == "subspace":
+        given_factors = factors.flip(-1)
+    if broken == "order":
+        given_factors = factors.flip(2)
+    if broken == "sign":
+        given_table = table.view(torch.uint8)
+    with pytest.raises(AssertionError):
+        assert_sums(signs, table, factors, coarse.votes(signs, given_table, given_factors))
+
+
+@pytest.mark.parametrize("kind", ["key", "subspace"])
+@pytest.mark.parametrize("pattern", [255, 0])
+def test_the_largest_factors_and_entries_do_not_overflow(kind, pattern):
+    """D = 256, every entry ±127 and every factor 65535: an eighth of what int32 holds."""
+    queries = torch.ones(1, 1, 2, 256)
+    signs = torch.full((1, 1, 3, 32), pattern, dtype=torch.uint8)
+    factors = torch.full((1, 1, 3, 1 if kind == "key" else 32), 65535, dtype=torch.int32)
+    got = coarse.votes(signs, coarse.dot_table(queries, 127), factors)
+    want = 32 * 127 * 65535 * (1 if pattern else -1)
+    assert abs(want) < 2**31 // 8
+    assert (got == want).all()
+
+
+@settings(max_examples=12)
+@given(seeds, kinds_of_factors)
+def test_sums_of_dots_follow_a_permutation_of_tokens(seed, kind):
+    queries, signs = setting(seed)
+    table, factors = coarse.dot_table(queries, 127), factors_of(kind, signs, seed)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(seed))
+    moved = None if factors is None else factors[:, :, order]
+    want = coarse.votes(signs, table, factors)[..., order]
+    assert torch.equal(coarse.votes(signs[:, :, order], table, moved), want)

@@ -10,21 +10,22 @@ from tests import literal
 
 LEVELS = codes.levels(8, 3)
 seeds = st.integers(0, 2**31)
+shapes = st.sampled_from([(24, 8), (24, 24), (80, 16), (80, 80)])
 
 
-def coded(seed, count=12, dim=24):
+def coded(seed, count=12, dim=24, block=8, levels=LEVELS):
     """Queries `[2, 2, 3, D]`, and codes and float32 weights of `[2, 2, count]` rotated keys."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(2, 2, 3, dim, generator=generator)
     keys = torch.randn(2, 2, count, dim, generator=generator)
-    got = codes.encode(*normalize(keys), LEVELS)
+    got = codes.encode(*normalize(keys), levels, block=block)
     return queries, keys, got["signs"], got["magnitudes"], got["weights"]
 
 
-def represented(signs, magnitudes, weights):
+def represented(signs, magnitudes, weights, levels=LEVELS):
     """The vectors that the codes stand for, float64."""
-    v = codes.decode(signs, magnitudes, LEVELS).double()
-    return v * weights.double().repeat_interleave(8, dim=-1)
+    v = codes.decode(signs, magnitudes, levels).double()
+    return (v.unflatten(-1, (weights.shape[-1], -1)) * weights.double()[..., None]).flatten(-2)
 
 
 def assert_close_to_inner_products(queries, keys, got):
@@ -40,6 +41,34 @@ def test_estimate_is_the_inner_product_with_what_the_codes_represent(seed):
     got = estimate(queries, *parts, LEVELS)
     assert (got.dtype, got.shape) == (torch.float32, (2, 2, 3, 12))
     assert_close_to_inner_products(queries, represented(*parts), got)
+
+
+@given(seeds, shapes, st.integers(0, 5))
+def test_estimate_with_a_weight_per_block(seed, shape, bits):
+    dim, block = shape
+    levels = codes.levels(block, bits)
+    queries, _, *parts = coded(seed, 12, dim, block, levels)
+    assert parts[2].shape == (2, 2, 12, dim // block)
+    got = estimate(queries, *parts, levels)
+    assert (got.dtype, got.shape) == (torch.float32, (2, 2, 3, 12))
+    assert_close_to_inner_products(queries, represented(*parts, levels), got)
+
+
+@given(seeds, shapes, st.integers(0, 5))
+def test_a_keys_own_inner_product_is_estimated_exactly(seed, shape, bits):
+    dim, block = shape
+    levels = codes.levels(block, bits)
+    _, keys, *parts = coded(seed, 12, dim, block, levels)
+    got = estimate(keys, *parts, levels).diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(got, keys.square().sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@given(seeds)
+def test_one_weight_may_be_repeated_for_every_subspace(seed):
+    queries, _, signs, magnitudes, weights = coded(seed, block=24)
+    want = estimate(queries, signs, magnitudes, weights, LEVELS)
+    repeated = weights.expand(-1, -1, -1, 3)
+    assert torch.equal(estimate(queries, signs, magnitudes, repeated, LEVELS), want)
 
 
 @given(seeds)
@@ -117,3 +146,12 @@ def test_the_comparison_with_inner_products_can_fail():
     for wrong in (-right, right.flip(0), right * (1 + 1e-4), right.flip(3)):
         with pytest.raises(AssertionError):
             assert_close_to_inner_products(queries, represented(*parts), wrong)
+
+
+def test_the_comparison_notices_weights_of_other_blocks():
+    queries, _, signs, magnitudes, weights = coded(0, dim=80, block=16)
+    wants = represented(signs, magnitudes, weights)
+    for wrong in (weights.flip(-1), weights[..., :1], weights.repeat(1, 1, 1, 2)):
+        got = estimate(queries, signs, magnitudes, wrong, LEVELS)
+        with pytest.raises(AssertionError):
+            assert_close_to_inner_products(queries, wants, got)

@@ -57,13 +57,7 @@ def test_top_k_follows_a_permutation_where_scores_are_distinct(seed, k):
     assert torch.equal(order[top_k(row[order], k)[1]], top_k(row, k)[1])
 
 
-@given(st.integers(0, 2**31), st.sampled_from([1, 2, 3]), st.integers(1, 4))
-def test_candidates_are_each_heads_best_by_votes_then_id(seed, heads, most):
-    generator = torch.Generator().manual_seed(seed)
-    votes = torch.randint(0, most, (2, 2, heads, 20), generator=generator).int()
-    valid = torch.rand(2, 20, generator=generator) > 0.3
-    limits = [int(row.sum()) // 2 for row in valid]
-    got = candidates(votes, torch.tensor(limits), valid)
+def assert_candidates(got, votes, limits, valid):
     for b, limit in enumerate(limits):
         real = valid[b].nonzero()[:, 0].tolist()
         for h in range(2):
@@ -72,6 +66,44 @@ def test_candidates_are_each_heads_best_by_votes_then_id(seed, heads, most):
                 chosen |= set(sorted(real, key=lambda i, row=row: (-row[i], i))[:limit])
             want = sorted(chosen)
             assert got[b, h].tolist() == want + [-1] * (got.shape[-1] - len(want))
+
+
+def padded_votes(seed, heads, least, most, share=2):
+    """Votes `[2, 2, heads, 20]` from `least` to below `most`, limits and valid keys."""
+    generator = torch.Generator().manual_seed(seed)
+    votes = torch.randint(least, most, (2, 2, heads, 20), generator=generator).int()
+    valid = torch.rand(2, 20, generator=generator) > 0.3
+    return votes, [int(row.sum()) // share for row in valid], valid
+
+
+LEAST = -32 * 127 * 65535  # of signed dots at D = 256 (tests/ops/test_coarse.py)
+
+
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([(0, 1), (0, 4), (-3, 4), (-9, -6), (LEAST, -LEAST), (LEAST, LEAST + 3)]),
+    st.sampled_from([1, 2]),
+)
+def test_candidates_are_each_heads_best_by_votes_then_id(seed, heads, between, share):
+    votes, limits, valid = padded_votes(seed, heads, *between, share)
+    got = candidates(votes, torch.tensor(limits), valid)
+    assert_candidates(got, votes, limits, valid)
+
+
+@pytest.mark.parametrize("padding", [-1, 0])
+def test_padding_that_beats_negative_votes_is_noticed(padding):
+    """Signed dots have keys below 0: padding must be below all of them."""
+    votes, limits, valid = padded_votes(0, 2, -9, -6, 1)
+    right = candidates(votes, torch.tensor(limits), valid)
+    assert_candidates(right, votes, limits, valid)
+    wrong = candidates(votes.masked_fill(~valid[:, None, None], padding), torch.tensor(limits))
+    with pytest.raises(AssertionError):
+        assert_candidates(wrong, votes, limits, valid)
+    with pytest.raises(AssertionError):
+        assert_candidates(
+            candidates(-votes, torch.tensor(limits) // 2, valid), votes, limits, valid
+        )
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvindex
+from kvindex import BaseIndex
+from kvindex.ops.select import top_k
 from kvindex_adapters.capture import Captured
 
 SINK = 64
@@ -41,6 +44,7 @@ def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
     """`BaseIndex.bytes_per_key` of keys in bfloat16."""
     options = dict(q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     made = kvindex.create(index, **options)
+    assert isinstance(made, BaseIndex)
     made.append(*torch.ones(2, 1, 1, 1, head_dim, dtype=torch.bfloat16))
     return made.bytes_per_key()
 
@@ -48,7 +52,7 @@ def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
 def _layer(layer: Captured, spec: str, k: int, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
     H, T, D = layer.queries.shape
     keys = layer.keys[None, :, SINK:prompt].repeat_interleave(H // len(layer.keys), dim=1)
-    index = kvindex.create(
+    index: Any = kvindex.create(
         spec,
         q_heads=H,
         kv_heads=H,
@@ -62,7 +66,7 @@ def _layer(layer: Captured, spec: str, k: int, prompt: int) -> tuple[Tensor, Ten
     queries = layer.queries.transpose(0, 1).contiguous()  # [T, H, D]
     hits = index.repeated(T).search(queries, k=k)
     scores = (layer.queries.float() @ keys[0].float().mT).transpose(0, 1)  # [T, H, N]
-    true = index.ops.select.top_k(scores, k)[1]
+    true = top_k(scores, k)[1]
     share = (scores.double() * layer.scale).softmax(-1)
     found = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, hits.ids.clamp_min(0), True)
     recall = found.gather(-1, true).double().mean(-1)

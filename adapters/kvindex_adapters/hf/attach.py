@@ -96,7 +96,7 @@ def check_index(index: object, index_options: Mapping[str, Any] | None = None) -
     """Raises ValueError for what names no index, and for options that the model decides."""
     given = set(index_options or {})
     if isinstance(index, str):
-        given |= set(parse_spec(index)[1])
+        given |= set(parse_spec(index.partition("+")[0])[1])
     elif not callable(index):
         raise ValueError(
             f"index: got {index!r}, allowed is a name, a line name:option=value:… or a factory"
