@@ -134,35 +134,13 @@ class ParisKV(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        real = torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
-        learnt = dict(self._learnt)
+        learn, learnt = self.ops.learn, dict(self._learnt)
         if self.config.centre:
-            learnt |= self._learnt_centre(keys, real)
+            learnt |= learn.centre(keys, valid, self._learnt)
         if self.config.weights == "log":
-            learnt |= self._learnt_reference(keys, real)
+            norms = self.ops.transform.normalize(keys)[1]
+            learnt |= learn.reference(norms, valid, self._learnt)
         return learnt
-
-    def _learnt_centre(self, keys: Tensor, real: Tensor) -> Codes:
-        """Mean key, float32 `[B, G, D]`, and which rows of the batch have one, bool `[B]`."""
-        total = (keys.double() * real[:, None, :, None]).sum(2)
-        mean = (total / real.sum(1).clamp_min(1)[:, None, None]).float()
-        seen = real.any(1)
-        if "seen" in self._learnt:
-            old, before = self._learnt["centre"], self._learnt["seen"]
-            mean, seen = torch.where(before[:, None, None], old, mean), seen | before
-        return {"centre": mean * seen[:, None, None], "seen": seen}
-
-    def _learnt_reference(self, keys: Tensor, real: Tensor) -> Codes:
-        """What the largest weight code stands for, a power of 2, float32 `[B, G]`; 0 unlearnt.
-
-        4 to 8 times the largest norm of the first keys as they come, centre included: what the
-        centre leaves of a few alike keys says nothing of those to come.
-        """
-        norms = self.ops.transform.normalize(keys)[1] * real[:, None]
-        largest = norms.amax(-1) if norms.numel() else norms.new_zeros(norms.shape[:2])
-        found = torch.where(largest > 0, torch.exp2(torch.log2(largest).floor() + 3), 0.0)
-        old = self._learnt.get("reference", torch.zeros_like(found))
-        return {"reference": torch.where(old > 0, old, found)}
 
     def _floats(self, keys: Tensor, learnt: Codes) -> dict[str, Tensor]:
         """Codes with float32 weights."""

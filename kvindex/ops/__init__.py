@@ -1,10 +1,20 @@
 """Reference implementations in plain torch, in the order data flows through them.
 
-keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `fetch` -> `attention`
+keys -> (`learn`) -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `fetch` ->
+`attention`
 
 These are the specification of every kernel: the same names and signatures, on any device.
 """
 
-from kvindex.ops import attention, coarse, codes, fetch, rerank, select, transform
+from kvindex.ops import attention, coarse, codes, fetch, learn, rerank, select, transform
 
-__all__ = ["attention", "coarse", "codes", "fetch", "rerank", "select", "transform"]
+__all__ = [
+    "attention",
+    "coarse",
+    "codes",
+    "fetch",
+    "learn",
+    "rerank",
+    "select",
+    "transform",
+]
