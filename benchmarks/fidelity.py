@@ -28,7 +28,7 @@ from kvindex_adapters.models import load, smollm2
 PROMPT, CONTINUATION, K, SEED = 4000, 200, 100, 0
 PRESETS = ("accurate", "precise", "paper")
 INDEXES = (
-    *("exact", "pariskv", *(f"pariskv:preset={preset}" for preset in PRESETS)),
+    *("exact", "pariskv", "pariskv+sample", *(f"pariskv:preset={preset}" for preset in PRESETS)),
     *(f"pariskv:group={group}" for group in POLICIES[1:]),
 )
 

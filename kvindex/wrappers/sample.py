@@ -33,7 +33,7 @@ class Sample(Wrapper):
     (`group` other than `mean_share` and `max_share`, unless groups have one head).
     """
 
-    def __init__(self, inner: KVIndex, *, share: float = 0.25, pool: int = 8) -> None:
+    def __init__(self, inner: KVIndex, *, share: float = 0.5, pool: int = 8) -> None:
         super().__init__(inner)
         self.share = check.within("share", share, 0, 1)
         self.pool = check.at_least("pool", pool, 2)
