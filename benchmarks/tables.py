@@ -61,13 +61,14 @@ def fidelity(result: dict[str, Any]) -> str:
         for name, r in result["indexes"].items()
     ]
     k = result["k"]
+    drawn = any("+sample" in name for name in result["indexes"])
+    note = " `+sample` draws half of the rows at random." if drawn else ""
     head = ("index", "mean KL, nats", "same next token", f"recall@{k}", "exact search")
     return (
         f"SmolLM2-135M-Instruct, {result['prompt_tokens']} tokens of prose, then "
         f"{result['steps']} steps with given tokens; {k} rows per KV head shared by 3 query "
         "heads, sink 64, local 256. Recall is of each query head's own true top "
-        f"{k}; the last column is what exact search reaches with the same policy and rows. "
-        "`+sample` draws half of the rows at random.\n\n"
+        f"{k}; the last column is what exact search reaches with the same policy and rows.{note}\n\n"
         + _table(head, rows)
         + f"\n\n{_machine(result)}"
     )
