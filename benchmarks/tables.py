@@ -68,9 +68,8 @@ def fidelity(result: dict[str, Any]) -> str:
         f"SmolLM2-135M-Instruct, {result['prompt_tokens']} tokens of prose, then "
         f"{result['steps']} steps with given tokens; {k} rows per KV head shared by 3 query "
         "heads, sink 64, local 256. Recall is of each query head's own true top "
-        f"{k}; the last column is what exact search reaches with the same policy and rows.{note}\n\n"
-        + _table(head, rows)
-        + f"\n\n{_machine(result)}"
+        f"{k}; the last column is what exact search reaches with the same policy and rows."
+        f"{note}\n\n" + _table(head, rows) + f"\n\n{_machine(result)}"
     )
 
 
