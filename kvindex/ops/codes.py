@@ -16,8 +16,8 @@ from torch import Tensor
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 12
-"""Range of logarithmic weights: 2 to 3 above the largest key of the first append, for keys to
-come; 9 below it, for keys that lie close to a centre far from zero."""
+"""Range of logarithmic weights: 4 to 5 above the largest key of the first append, for keys to
+come; 7 below it, for keys that lie close to a centre far from zero."""
 
 SUBSPACE = 8
 """Coordinates per subspace, `m` (paper, section 5.4): their sign bits fill a byte."""

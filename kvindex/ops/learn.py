@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-HEADROOM = 3
-"""Powers of 2 from the largest norm (rounded down) to the reference: room for norms that drift."""
+HEADROOM = 5
+"""Powers of 2 from the largest norm (rounded down) to the reference: room for norms that drift
+(docs/drift.md)."""
 
 
 def centre(keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -34,7 +35,7 @@ def centre(keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]) -> 
 def reference(
     norms: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """`reference`: 4 to 8 times the largest of the norms `[B, G, N]`, a power of 2, float32
+    """`reference`: 16 to 32 times the largest of the norms `[B, G, N]`, a power of 2, float32
     `[B, G]`; 0 where no valid key has a norm yet.
 
     Of keys as they come: what a centre leaves of a few alike keys says nothing of those to come.

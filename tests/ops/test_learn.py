@@ -24,10 +24,10 @@ def test_centre_is_the_mean_of_valid_keys_and_kept():
 
 
 @pytest.mark.parametrize("norm", [1e-20, 0.99, 1.0, 3.0, 1e15])
-def test_reference_is_4_to_8_times_the_largest_norm_and_a_power_of_2(norm):
+def test_reference_is_16_to_32_times_the_largest_norm_and_a_power_of_2(norm):
     norms = torch.tensor([[[norm / 3, norm, 0.0]]])
     got = float(learn.reference(norms, None, {})["reference"])
-    assert 4 * norm * (1 - 1e-6) < got <= 8 * norm * (1 + 1e-6)
+    assert 16 * norm * (1 - 1e-6) < got <= 32 * norm * (1 + 1e-6)
     assert torch.frexp(torch.tensor(got)).mantissa == 0.5
 
 
@@ -35,11 +35,11 @@ def test_reference_is_learnt_where_it_is_not_and_not_of_padding():
     norms = torch.tensor([[[9.0, 1.0]], [[9.0, 0.0]], [[9.0, 2.0]]])
     valid = torch.tensor([[False, True], [False, True], [True, True]])
     got = learn.reference(norms, valid, {})
-    assert got["reference"].tolist() == [[8.0], [0.0], [64.0]]
+    assert got["reference"].tolist() == [[32.0], [0.0], [256.0]]
     assert learn.reference(100 * norms, None, got)["reference"].tolist() == [
-        [8.0],
-        [4096.0],
-        [64.0],
+        [32.0],
+        [16384.0],
+        [256.0],
     ]
     empty = learn.reference(norms[:, :, :0], None, got)
     assert torch.equal(empty["reference"], got["reference"])

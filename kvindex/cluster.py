@@ -1,0 +1,92 @@
+"""One batched k-means (Lloyd) for everything that needs centroids."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+
+ROUNDS = 16
+"""Rounds in which the starting points are drawn: up to as many clusters, one point each."""
+
+BLOCK = 2**20
+"""Distances held at once: 4 MiB, which a core keeps near."""
+
+
+def kmeans(points: Tensor, clusters: int, *, iterations: int = 10, seed: int = 0) -> Tensor:
+    """Centroids float32 `[B, clusters, D]` of points float32 `[B, N, D]`, each row on its own.
+
+    iterations: of Lloyd's; 0 gives the starting points. seed: of those. The same from run to run
+    on every device: random numbers are drawn on the CPU, alike for all rows, and sums are of
+    integers, whose order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN
+    or infinity in it, fewer points than clusters, or a number out of range.
+    """
+    check.tensor("points", points, {"B": None, "N": None, "D": None}, torch.float32)
+    check.finite("points", points)
+    count = points.shape[1]
+    if check.at_least("clusters", clusters, 1) > count:
+        raise ValueError(f"clusters: got {clusters}, allowed is 1 to the {count} points")
+    check.at_least("iterations", iterations, 0)
+    check.at_least("seed", seed, 0)
+    middle = points.double().mean(1, keepdim=True).float()
+    points = points - middle  # distances lose nothing where all points are far from 0
+    centroids = _start(points, clusters, seed)
+    for _ in range(iterations):
+        centroids = _means(points, *assign(points, centroids), clusters)
+    return centroids + middle
+
+
+def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest of centroids `[B, C, D]` to each point `[B, N, D]`, all float32.
+
+    Returns labels int64 `[B, N]` and squared distances float32 `[B, N]`.
+    """
+    lengths = centroids.square().sum(-1)[:, None]  # [B, 1, C]
+    step = max(BLOCK // max(lengths.numel(), 1), 1)
+    labels, distances = [], []
+    for block in torch.split(points, step, dim=1):
+        least = torch.baddbmm(lengths, block, centroids.mT, alpha=-2).min(-1)
+        labels.append(least.indices)
+        distances.append((least.values + block.square().sum(-1)).clamp_min(0))
+    return torch.cat(labels, 1), torch.cat(distances, 1)
+
+
+def _start(points: Tensor, clusters: int, seed: int) -> Tensor:
+    """Some of the points, drawn in rounds in proportion to the squared distance to those so far."""
+    generator = torch.Generator().manual_seed(seed)
+    count, rounds = points.shape[1], min(ROUNDS, clusters)
+    first = torch.randint(count, (1,), generator=generator).to(points.device)
+    chosen = points[:, first]
+    distances = assign(points, chosen)[1]
+    for left in range(rounds - 1, 0, -1):
+        waits = torch.empty(count).exponential_(generator=generator).to(points.device)
+        take = math.ceil((clusters - chosen.shape[1]) / left)
+        order = (waits / distances).argsort(dim=1, stable=True)[:, :take]  # the shortest waits
+        new = _rows(points, order)
+        chosen = torch.cat([chosen, new], 1)
+        distances = torch.minimum(distances, assign(points, new)[1])
+    return chosen
+
+
+def _means(points: Tensor, labels: Tensor, distances: Tensor, clusters: int) -> Tensor:
+    """Mean of the points of each cluster; an empty one moves to a point far from its centroid."""
+    B, N, D = points.shape
+    counts = labels.new_zeros(B, clusters).scatter_add_(1, labels, torch.ones_like(labels))
+    largest = points.abs().amax((1, 2)).double().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = torch.exp2(61 - math.ceil(math.log2(N)) - torch.log2(largest).ceil())[:, None, None]
+    whole = (points * scale).round().long()
+    sums = labels.new_zeros(B, clusters, D)
+    sums.scatter_add_(1, labels[..., None].expand(-1, -1, D), whole)
+    means = (sums / scale / counts.clamp_min(1)[..., None]).float()
+    empty = counts == 0
+    farthest = distances.argsort(dim=1, descending=True, stable=True)
+    rank = (empty.cumsum(1) - 1).clamp_min(0)  # each empty cluster gets a point of its own
+    return torch.where(empty[..., None], _rows(points, farthest.gather(1, rank)), means)
+
+
+def _rows(points: Tensor, order: Tensor) -> Tensor:
+    """Rows `[B, C, D]` of points `[B, N, D]` at order `[B, C]`."""
+    return points.gather(1, order[..., None].expand(-1, -1, points.shape[2]))

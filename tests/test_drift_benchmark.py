@@ -1,0 +1,135 @@
+"""What the drift study measures: shifts of the size they say, recall that can be 1 and can fail."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+
+from benchmarks import drift
+from kvindex_adapters.capture import Captured
+
+ROOT = Path(__file__).parents[1]
+PROMPT, WRITTEN = 400, 200
+
+
+def layer(seed=0, later=0.0):
+    """Two KV heads read by two query heads each; the keys after the prompt are moved."""
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, PROMPT + WRITTEN, 16, generator=draw)
+    keys[:, PROMPT:] += later
+    return Captured(keys, torch.randn(4, WRITTEN, 16, generator=draw), 0.25, None)
+
+
+def exact(one, **options):
+    return drift.System("exact", lambda _: drift.Indexed("exact", one), **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(rebuilt=True), dict(rescored=True)], ids=str)
+def test_exact_search_finds_everything_whatever_shifts(options):
+    one = layer()
+    found, size = drift.along(one, exact(one, **options), [400, 450, 536], 10)
+    assert torch.stack(found).eq(1).all()
+    assert found[0].shape == (4,)
+    assert size["kept"] == 0
+    moved = drift.shifted(one, exact(one, **options), 10, 150)
+    assert torch.stack(list(moved.values())).eq(1).all()
+    sizes = [(kind, size) for kind, (_, sizes, _) in drift.SHIFTS.items() for size in sizes]
+    assert list(moved) == sizes
+
+
+def test_recall_can_fail():
+    one = layer()
+    system = exact(one)
+    searcher = system.make(one)
+    searcher.add(one.keys[:, drift.SINK : 400].flip(1))  # ids that mean other keys
+    found = system.recall(searcher, one.keys[:, drift.SINK : 400], one.queries[:, :8], 10)
+    assert found.mean() < 0.2
+
+
+def test_candidates_are_scored_again_but_no_more_are_found_than_there_are():
+    one = layer()
+    keys, queries = one.keys[:, drift.SINK : 400], one.queries[:, :8]
+    options = {"whole": {}, "candidates": dict(rescored=True)}
+    shares = {}
+    for stage, option in options.items():
+        make = lambda one: drift.Quantised(subspace=8)  # noqa: E731
+        system = drift.System("PQ", make, **option)
+        searcher = system.make(one)
+        searcher.add(keys)
+        shares[stage] = float(system.recall(searcher, keys, queries, 10).mean())
+    assert 0 < shares["whole"] < shares["candidates"] < 1
+
+
+def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
+    one = layer(later=3.0)
+    make = lambda _: drift.Quantised(subspace=8)  # noqa: E731
+    stale, fresh = (
+        drift.along(one, drift.System("PQ", make, rebuilt=rebuilt), [400, 536], 50)[0]
+        for rebuilt in (False, True)
+    )
+    assert torch.equal(stale[0], fresh[0])
+    assert stale[1].mean() < fresh[1].mean() - 0.05
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0])
+def test_shifts_do_what_they_say(size):
+    learnt, keys = layer().keys, layer(seed=1).keys
+    draw = lambda: torch.Generator().manual_seed(0)  # noqa: E731
+    norms = (learnt - learnt.mean(1, keepdim=True)).norm(dim=-1).mean(1)
+    moved = drift.mean_shift(keys, learnt, size, draw()) - keys
+    torch.testing.assert_close(moved.norm(dim=-1), (size * norms)[:, None].expand(-1, 600))
+    middle = learnt.mean(1, keepdim=True)
+    scaled = (drift.covariance_shift(keys, learnt, size, draw()) - middle) / (keys - middle)
+    torch.testing.assert_close(scaled, scaled[:, :1].expand_as(scaled), rtol=1e-2, atol=1e-3)
+    assert scaled.min() > 0
+    tails = (drift.tail_shift(keys, learnt, size, draw()) - middle).norm(dim=-1)
+    ratio = tails / (keys - middle).norm(dim=-1)
+    # the median of χ²₃ is 2.366: half of the keys are scaled by more than (3/2.366)^(size / 2)
+    assert abs(float((ratio > (3 / 2.366) ** (size / 2)).float().mean()) - 0.5) < 0.06  # 4 σ
+    for change, _, _ in drift.SHIFTS.values():
+        still = change(keys, learnt, 0.0, draw())
+        torch.testing.assert_close(still, keys, atol=1e-5, rtol=1e-5)
+
+
+def test_the_study_names_every_system_and_draws(tmp_path):
+    def few(one):
+        return drift.Quantised(subspace=8)
+
+    compared = [
+        drift.System("PQ", few),
+        drift.System("PQ", few, rebuilt=True, rescored=True, shifts=False),
+        drift.System("fast", lambda one: drift.Indexed("pariskv:preset=fast", one)),
+    ]
+    runs = {"a": [layer(0), layer(1)], "b": [layer(2), layer(3)]}
+    with Progress(disable=True) as progress:
+        cells, sizes = drift.study(runs, compared, [400, 450, 500], 10, progress)
+    assert set(sizes) == {"PQ", "fast"}
+    points = [("a", 3), ("b", 3), ("mean", 4), ("covariance", 4), ("tails", 4)]
+    for kind, count in points:
+        line = drift.lines(cells, kind)["fast", "whole", "prompt"]
+        assert len(line) == count
+        assert all(0 < share <= 1 for share in line.values())
+    assert len(drift.lines(cells, "a")["PQ", "candidates", "all keys"]) == 3
+    keys = [(c["system"], c["stage"], c["learns_from"], c["kind"], c["at"]) for c in cells]
+    assert all(a != b for a, b in itertools.combinations(keys, 2))
+    json.dumps(cells)
+    drift.show(cells, 10)
+    pytest.importorskip("matplotlib")
+    drift.plot(cells, sizes, 10, tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").stat().st_size > 10_000
+
+
+def test_the_page_says_what_the_results_say():
+    """If not: put `drift.markdown` of the result between the marks."""
+    page = (ROOT / "docs/drift.md").read_text()
+    result = json.loads((ROOT / "benchmarks/results/drift.json").read_text())
+    before, table, after = re.split(r"<!-- drift:(?:begin|end) -->\n", page)
+    assert table.strip() == drift.markdown(result)
+    shares = {f"{one['recall']:.3f}"[1:] for one in result["cells"]}
+    named = re.findall(r"(?<!\d)\.\d{3}(?!\d)", before + after)
+    assert named
+    assert set(named) <= shares
