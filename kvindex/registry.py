@@ -45,13 +45,21 @@ def create(index: str, **options: Any) -> KVIndex:
     return made
 
 
+def wrapper_options() -> dict[str, dict[str, Any]]:
+    """The wrappers that may follow an index after a plus: name -> option -> default."""
+    found = {}
+    for name in sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__)):
+        if name != "base":
+            options = inspect.signature(_only(f"{wrappers.__name__}.{name}", Wrapper)).parameters
+            found[name] = {o: p.default for o, p in options.items() if o != "inner"}
+    return found
+
+
 def _wrapped(inner: KVIndex, name: str, given: dict[str, Any]) -> KVIndex:
-    known = sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__))
-    known.remove("base")
+    known = wrapper_options()
     if name not in known:
         raise ValueError(unknown("wrapper", name, known))
-    wrapper = _only(f"{wrappers.__name__}.{name}", Wrapper)
-    allowed = [option for option in inspect.signature(wrapper).parameters if option != "inner"]
+    wrapper, allowed = _only(f"{wrappers.__name__}.{name}", Wrapper), known[name]
     for option in given:
         if option not in allowed:
             raise ValueError(unknown("option", option, allowed))

@@ -88,6 +88,8 @@ def test_indexes_lists_all():
     result = run("indexes")
     assert result.exit_code == 0
     assert all(name in result.output for name in kvindex.names())
+    assert "+sample" in result.output
+    assert "share" in result.output
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 import kvindex
+from kvindex.registry import wrapper_options
 
 
 def indexes() -> None:
-    """List the indexes, their presets and their options."""
+    """List the indexes, their presets and their options, and the wrappers around them."""
     table = Table("index", "presets", "options (default)")
     for name in kvindex.names():
         index = kvindex.get(name)
@@ -19,4 +20,7 @@ def indexes() -> None:
             f"{field.name} ({field.default!r})" for field in dataclasses.fields(index.Config)
         ]
         table.add_row(name, ", ".join(index.presets) or "-", ", ".join(options) or "-")
+    for name, given in wrapper_options().items():
+        options = [f"{option} ({default!r})" for option, default in given.items()]
+        table.add_row(f"…+{name}", "-", ", ".join(options) or "-")
     Console().print(table)
