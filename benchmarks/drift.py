@@ -115,6 +115,7 @@ def systems() -> list[System]:
         System("paper, pool 4", preset("paper", f"{paper}:pool={POOL}")),
         System("fast", preset("fast")),
         System("fast", preset("fast"), rebuilt=True),
+        System("fast, one centre", preset("fast", ":centre=65536")),
         System("accurate", preset("accurate")),
         System("PQ, m = 8", pq(8)),
         System("PQ, m = 2", pq(2)),

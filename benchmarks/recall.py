@@ -1,10 +1,13 @@
 """Recall, attention mass and bytes of index configurations on a real model's keys and queries.
 
     python benchmarks/recall.py --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
-        [--rho ρ …] [--model … --gguf-file … --lora …] [--device cuda] --json OUT --plot OUT.png
+        [--rho ρ …] [--first N …] [--mass SHARE …] [--model … --gguf-file … --lora …]
+        [--device cuda] --json OUT --plot OUT.png
 
 The model reads N tokens of each text, then writes some of its own; the newest queries search the
-keys of the text, each query head on its own. Without --model: SmolLM2-135M-Instruct.
+keys of the text, each query head on its own. With --mass, they search once more for that share
+of the attention, and what they believe is compared with the truth. Without --model:
+SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from rich.table import Table
 
 from kvindex.config import parse_spec
 from kvindex_adapters.capture import Captured, capture
-from kvindex_adapters.evaluate.recall import Recall, bytes_per_key, measure
+from kvindex_adapters.evaluate.recall import Certified, Recall, bytes_per_key, certify, measure
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
 PRESETS = ("paper", "fast", "accurate", "precise", "scan")
 BETAS = (0.02, 0.05, 0.1, 0.2, 1.0)
+MOST = 1024
+"""Rows that a search for a share of the attention may return."""
 SEED = 0
 
 
@@ -84,14 +89,28 @@ def summary(found: Recall) -> dict[str, float]:
     }
 
 
+def certificate(found: Certified) -> dict[str, float]:
+    """How many rows were enough, and what was believed of them against the truth."""
+    gap = (found.believed - found.true).flatten()
+    return {
+        "rows": float(found.rows.mean()),
+        "believed": float(found.believed.mean()),
+        "true": float(found.true.mean()),
+        "gap": float(gap.mean()),
+        "gap_absolute": float(gap.abs().mean()),
+        "gap_90": float(gap.abs().sort().values[int(0.9 * (len(gap) - 1))]),
+        "too_sure_by_5_points": float((gap > 0.05).double().mean()),
+    }
+
+
 def show(cells: list[dict[str, Any]], k: int) -> None:
     """A table, one line per configuration: means over texts and lengths."""
     table = Table("index", "kept B", "scanned B", f"recall@{k}", "worst layer", "mass ratio")
-    for index in dict.fromkeys(cell["index"] for cell in cells):
-        mine = [cell for cell in cells if cell["index"] == index]
+    for index, first in dict.fromkeys((cell["index"], cell["first"]) for cell in cells):
+        mine = [cell for cell in cells if cell["index"] == index and cell["first"] == first]
         mean = {name: sum(c[name] for c in mine) / len(mine) for name in mine[0]["means"]}
         table.add_row(
-            index,
+            index if first is None else f"{index}, first append {first}",
             *(f"{mine[0]['bytes_128'][part]:.0f}" for part in ("kept", "scanned")),
             f"{mean['recall']:.3f}",
             f"{min(c['recall_worst_layer'] for c in mine):.3f}",
@@ -109,6 +128,7 @@ def plot(cells: list[dict[str, Any]], k: int, out: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     points: dict[str, list[tuple[float, float, float]]] = {}
+    cells = [cell for cell in cells if cell["first"] is None]
     for index in dict.fromkeys(cell["index"] for cell in cells):
         mine = [cell for cell in cells if cell["index"] == index]
         name, beta = mine[0]["preset"], mine[0]["beta"]
@@ -138,6 +158,8 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--beta", nargs="+", type=float, default=BETAS)
     parser.add_argument("--rho", nargs="+", type=float, default=[0.25])
+    parser.add_argument("--first", nargs="+", type=int, default=[], help="of the first append")
+    parser.add_argument("--mass", nargs="+", type=float, default=[], help="shares to search for")
     parser.add_argument("-k", type=int, default=100)
     parser.add_argument("--model")
     parser.add_argument("--gguf-file")
@@ -149,6 +171,7 @@ def main() -> None:
     folder, file = (given.model, given.gguf_file) if given.model else smollm2()
     model, tokenizer = load(folder, gguf_file=file, lora=given.lora, device=given.device)
     specs, cells = expand(given.presets, given.beta, given.rho), []
+    certified: list[dict[str, Any]] = []
     with Progress() as progress:
         work = list(itertools.product(given.text, given.tokens))
         task = progress.add_task("texts and lengths", total=len(work) * len(specs))
@@ -163,21 +186,33 @@ def main() -> None:
                 lambda _, done, total, t=reading: progress.update(t, completed=done, total=total),
             )
             for spec in specs:
-                found = summary(measure(layers, spec, k=given.k, prompt=tokens))
                 options = parse_spec(spec)[1]
-                cells.append(
+                certified += [
                     {
                         "text": text.stem,
                         "tokens": tokens,
                         "index": spec,
-                        "preset": options.get("preset", spec),
-                        "beta": options.get("beta", 1.0),
-                        "bytes": bytes_per_key(spec, layers[0].keys.shape[-1]),
-                        "bytes_128": bytes_per_key(spec, 128),
-                        "means": sorted(found),
-                        **found,
+                        "mass": mass,
+                        **certificate(certify(layers, spec, k=MOST, mass=mass, prompt=tokens)),
                     }
-                )
+                    for mass in given.mass
+                ]
+                for first in [None, *given.first]:
+                    found = summary(measure(layers, spec, k=given.k, prompt=tokens, first=first))
+                    cells.append(
+                        {
+                            "text": text.stem,
+                            "tokens": tokens,
+                            "first": first,
+                            "index": spec,
+                            "preset": options.get("preset", spec),
+                            "beta": options.get("beta", 1.0),
+                            "bytes": bytes_per_key(spec, layers[0].keys.shape[-1]),
+                            "bytes_128": bytes_per_key(spec, 128),
+                            "means": sorted(found),
+                            **found,
+                        }
+                    )
                 progress.advance(task)
     show(cells, given.k)
     if given.json:
@@ -189,6 +224,7 @@ def main() -> None:
             "seed": SEED,
             "machine": describe(given.device),
             "cells": cells,
+            **({"certified": certified, "certified_k": MOST} if certified else {}),
         }
         given.json.write_text(json.dumps(written, indent=1) + "\n")
     if given.plot:

@@ -20,6 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     *("README.md", "docs/indexes/pariskv.md", "docs/pipeline/README.md"),
     "docs/decisions/0010-rows-drawn-at-random.md",
+    "docs/decisions/0012-a-centre-for-every-segment.md",
+    "docs/pipeline/rerank.md",
 )
 
 
@@ -128,6 +130,80 @@ def recall(result: dict[str, Any]) -> str:
     )
 
 
+def lengths(result: dict[str, Any]) -> str:
+    """Recall at other lengths: with the results at 7,000 tokens and those of the long model."""
+    cells = list(result["cells"])
+    for name in ("recall", "recall_long"):
+        path = RESULTS / f"{name}.json"
+        cells += json.loads(path.read_text())["cells"] if path.exists() else []
+    at = sorted({cell["tokens"] for cell in cells})
+    rows = []
+    for preset, beta in (("paper", 0.05), ("fast", 0.05), ("accurate", 0.05), ("scan", 1.0)):
+        mine = [cell for cell in cells if (cell["preset"], cell["beta"]) == (preset, beta)]
+        row = [f"`{preset}`" if beta == 1 else f"`{preset}`, β = {beta:.0%}"]
+        for tokens in at:
+            here = [cell for cell in mine if cell["tokens"] == tokens]
+            worst = min((c["recall_worst_layer"] for c in here), default=0)
+            row.append(f"{_mean(here, 'recall'):.3f} ({worst:.3f})" if here else "")
+        rows.append(tuple(row))
+    head = ("", *(f"{tokens:,}" + (" (long model)" if tokens > 8192 else "") for tokens in at))
+    title = "Recall@100 by the prompt's length, means over texts (worst layer):"
+    return f"{title}\n\n" + _table(head, rows)
+
+
+def certified(result: dict[str, Any]) -> str:
+    """Searches for a share of the attention: what was believed, and what was true."""
+    rows, cells = [], result["certified"]
+    for index, mass in sorted({(cell["index"], cell["mass"]) for cell in cells}):
+        mine = [cell for cell in cells if (cell["index"], cell["mass"]) == (index, mass)]
+        parts = ("believed", "true", "gap_absolute", "gap_90", "too_sure_by_5_points")
+        figures = [_mean(mine, part) for part in parts]
+        rows.append(
+            (
+                f"`{index}`",
+                f"{mass:.0%}",
+                f"{_mean(mine, 'rows'):.0f}",
+                *(f"{figure:.3f}" for figure in figures[:4]),
+                f"{figures[4]:.1%}",
+            )
+        )
+    head = ("index", "asked for", "rows", "believed", "true", "mean gap", "90% of gaps below")
+    first = result["cells"][0]
+    texts = ", ".join(dict.fromkeys(cell["text"] for cell in cells))
+    return (
+        f"SmolLM2-135M-Instruct, {first['tokens']} tokens of {texts}; all layers and query heads, "
+        f"each on its own, {result['queries_per_head']} queries each, at most "
+        f"{result['certified_k']} rows (where these are not enough, less is believed). Gaps are "
+        "between what is believed and what is true, of single searches; the last column says how "
+        "often a search believed 5 points too much.\n\n"
+        + _table((*head, "5 points too sure"), rows)
+        + f"\n\n{_machine(result)}"
+    )
+
+
+def centres(result: dict[str, Any]) -> str:
+    """Recall by the number of tokens that share a centre."""
+    rows, cells = [], result["cells"]
+    for index in dict.fromkeys(cell["index"] for cell in cells):
+        mine = [cell for cell in cells if cell["index"] == index]
+        size, every = mine[0]["bytes_128"], int(index.rsplit("=", 1)[1])
+        whole = [cell for cell in mine if cell["first"] is None]
+        pieces = [cell for cell in mine if cell["first"] is not None]
+        rows.append(
+            (
+                {0: "none", 65536: "one for all"}.get(every, f"{every}"),
+                f"{size['kept']:.1f}",
+                f"{_mean(whole, 'recall'):.3f}",
+                f"{min(c['recall_worst_layer'] for c in whole):.3f}",
+                f"{_mean(whole, 'mass_ratio'):.3f}",
+                f"{_mean(pieces, 'recall'):.3f}",
+            )
+        )
+    pieces = next(cell["first"] for cell in cells if cell["first"] is not None)
+    head = ("tokens per centre", "bytes kept", "recall@100", "worst layer", "mass ratio")
+    return _table((*head, f"recall@100, first append {pieces}"), rows) + f"\n\n{_machine(result)}"
+
+
 def divergence(result: dict[str, Any]) -> str:
     """KL over that of exact search with as many rows; longer texts from files beside it."""
     parts = [("to 6K", result)]
@@ -185,6 +261,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "fidelity": fidelity,
     "reference": reference,
     "recall": recall,
+    "recall_lengths": lengths,
+    "recall_mass": certified,
+    "recall_centre": centres,
     "divergence": divergence,
     "divergence_sampled": sampled,
 }
@@ -220,6 +299,10 @@ def main() -> int:
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _mean(cells: list[dict[str, Any]], name: str) -> float:
+    return sum(float(cell[name]) for cell in cells) / max(len(cells), 1)
 
 
 def _machine(result: dict[str, Any]) -> str:

@@ -304,14 +304,15 @@ class BaseIndex(ABC):
         return {"codes": codes, "rows": self._store.nbytes()}
 
     def bytes_per_key(self) -> dict[str, float]:
-        """Bytes per token and KV head: `kept` as codes, and `scanned` by every search.
+        """Bytes per token and KV head: `kept` (codes and what is learnt), `scanned` by a search.
 
         Raises ValueError for an empty index, whose codes have no shape yet.
         """
         checks.at_least("len(index)", self._length, 1)
         tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
         scanned = sum(tensor.nbytes for tensor in self._scanned())
-        return {"kept": self._codes.nbytes() / tokens, "scanned": scanned / tokens}
+        kept = self._codes.nbytes() + sum(tensor.nbytes for tensor in self._learnt.values())
+        return {"kept": kept / tokens, "scanned": scanned / tokens}
 
     def repeated(self, count: int) -> Self:
         """`count` rows that all read the one row of this index: for as many queries at once.

@@ -102,7 +102,7 @@ def test_error_bars_cover_what_they_say(block, bits):
     keys, values = case.tokens(COUNT)
     queries = case.queries()
     options = dict(block=block, magnitude_bits=bits, coarse="none", weights="log", weight_bits=16)
-    index = case.index("pariskv", **{**options, "centre": True})
+    index = case.index("pariskv", **{**options, "centre": 256})
     index.append(keys, values)
     asked, ids = _Asked.of(index, queries), torch.arange(COUNT).expand(1, 1, -1)
     truth = queries.double().reshape(1, 1, 30, 64) @ keys.double().mT

@@ -30,7 +30,12 @@ BLOCKS = ("subspace", "key")
 
 WEIGHTS = ("bfloat16", "log")
 
-PAST = dict(coarse="dots", beta=0.05, pool=4, weights="log", centre=True)
+LARGEST_SEGMENT = 2**16
+"""Tokens that may share a centre."""
+
+LISTS = ("head", "group")
+
+PAST = dict(coarse="dots", beta=0.05, pool=4, weights="log", centre=256)
 """What the presets past the paper share (benchmarks/results/recall.json)."""
 
 
@@ -50,10 +55,12 @@ class ParisKVConfig:
     weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
       that dots can use it (of 16 bits the upper byte) in the coarse stage.
     weight_bits: of a log weight: 1 to 8, or 16.
-    centre: whether the mean of the first tokens is taken off all keys. It adds the same to every
-      score of a query, so a wrong one costs accuracy and nothing else.
-    group: how query heads agree (`kvindex.group`). Each head votes for candidates of its own;
-      all heads of the group then rerank the union.
+    centre: so many neighbouring tokens share a centre, which is taken off their keys; 0 for none.
+      What it adds to a query's scores is known, so a wrong one costs accuracy and nothing else.
+    lists: whose candidates are reranked: "head": each query head takes `C` keys by its own votes,
+      and all heads of the group rerank the union; "group": the group takes `C` keys by the largest
+      vote of its heads (each head's votes on its own scale).
+    group: how query heads agree on the estimates (`kvindex.group`).
     seed: of the rotation's signs.
     """
 
@@ -66,7 +73,8 @@ class ParisKVConfig:
     block: str = "subspace"
     weights: str = "bfloat16"
     weight_bits: int = 16
-    centre: bool = False
+    centre: int = 0
+    lists: str = "head"
     group: str = "mean_share"
     seed: int = 0
 
@@ -77,6 +85,7 @@ class ParisKVConfig:
         check.one_of("coarse", self.coarse, COARSE)
         check.one_of("block", self.block, BLOCKS)
         check.one_of("weights", self.weights, WEIGHTS)
+        check.one_of("lists", self.lists, LISTS)
         check.one_of("group", self.group, group.POLICIES)
         check.at_least("pool", self.pool, 1)
         for name, low, high in (("largest", 1, 127), ("magnitude_bits", 0, 7)):
@@ -84,26 +93,37 @@ class ParisKVConfig:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed is {low} to {high}")
         if self.weight_bits not in (*range(1, 9), 16):
             raise ValueError(f"weight_bits: got {self.weight_bits!r}, allowed is 1 to 8, or 16")
-        if not isinstance(self.centre, bool):
-            raise ValueError(f"centre: got {self.centre!r}, allowed is True or False")
+        if check.at_least("centre", self.centre, 0) > LARGEST_SEGMENT:
+            raise ValueError(f"centre: got {self.centre}, allowed is 0 to {LARGEST_SEGMENT}")
+        weighted = self.coarse == "dots" and self.weights == "log"
+        if self.centre and self.coarse != "none" and not weighted:
+            raise ValueError(
+                f"centre: got {self.centre} with coarse={self.coarse!r}, weights={self.weights!r}, "
+                "allowed is 0, or coarse='dots' with weights='log', or coarse='none'"
+            )
         if check.at_least("seed", self.seed, 0) >= 2**63:
             raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Queries of a search, `[B, G, g, D]`: as they came, and rotated, as directions and whole."""
+    """Queries of a search `[B, G, g, D]`: rotated, as directions and whole; and their inner
+    products with the centres, `[B, G, g, S]`, or None.
+    """
 
-    folded: Tensor
     rotated: Tensor
     turned: Tensor
+    offsets: Tensor | None
 
     @staticmethod
     def of(index: ParisKV, queries: Tensor) -> _Asked:
         folded = group.fold(queries, index.geometry.kv_heads, index.config.group)
         directions, norms = index.ops.transform.normalize(folded)
         rotated = index.ops.transform.rotate(directions, index._rotation)
-        return _Asked(folded, rotated, rotated * norms[..., None])
+        offsets = None
+        if "centres" in index._learnt:
+            offsets = folded @ index._learnt["centres"].float().mT
+        return _Asked(rotated, rotated * norms[..., None], offsets)
 
 
 class ParisKV(BaseIndex):
@@ -128,6 +148,7 @@ class ParisKV(BaseIndex):
         self._block = SUBSPACE if config.block == "subspace" else g.head_dim
         self._rotation = ops.transform.rotation(g.head_dim, config.seed, g.device)
         self._levels = ops.codes.levels(self._block, config.magnitude_bits, g.device)
+        self._level = ops.codes.lloyd_max(self._block, 0)[0]
         if config.weights == "log":
             self._factors = ops.codes.log_factors(config.weight_bits, g.device)
 
@@ -136,7 +157,8 @@ class ParisKV(BaseIndex):
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         learn, learnt = self.ops.learn, dict(self._learnt)
         if self.config.centre:
-            learnt |= learn.centre(keys, valid, self._learnt)
+            where = dict(start=len(self), every=self.config.centre)
+            learnt |= learn.centres(keys, valid, self._learnt, **where)
         if self.config.weights == "log":
             norms = self.ops.transform.normalize(keys)[1]
             learnt |= learn.reference(norms, valid, self._learnt)
@@ -145,8 +167,9 @@ class ParisKV(BaseIndex):
     def _floats(self, keys: Tensor, learnt: Codes) -> dict[str, Tensor]:
         """Codes with float32 weights."""
         keys = keys.float()
-        if "centre" in learnt:
-            keys = keys - learnt["centre"][:, :, None]
+        if "centres" in learnt:
+            ids = torch.arange(len(self), len(self) + keys.shape[2], device=keys.device)
+            keys = keys - learnt["centres"][:, :, ids // self.config.centre].float()
         directions, norms = self.ops.transform.normalize(keys)
         rotated = self.ops.transform.rotate(directions, self._rotation)
         codes: dict[str, Tensor] = self.ops.codes.encode(
@@ -195,7 +218,7 @@ class ParisKV(BaseIndex):
     def _ranked(self, asked: _Asked, k: int) -> tuple[Hits, Tensor, Tensor]:
         """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""
         g, policy = self.geometry, self.config.group
-        ids = self._candidates(asked.rotated, k)
+        ids = self._candidates(asked, k)
         estimates = self._estimates(asked, ids)
         agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
         scores, slots = self.ops.select.top_k(agreed, k)  # ids ascend: equal scores stay in order
@@ -205,8 +228,9 @@ class ParisKV(BaseIndex):
     def _estimates(self, asked: _Asked, ids: Tensor) -> Tensor:
         """Of `q·k`, for rows int64 `[B, G, C]`: float32 `[B, G, g, C]`, `-inf` for an id of -1."""
         found: Tensor = self.ops.rerank.estimate(asked.turned, *self._codes_of(ids), self._levels)
-        if "centre" in self._learnt:
-            found = found + asked.folded @ self._learnt["centre"][..., None]
+        if asked.offsets is not None:
+            segments = (ids.clamp_min(0) // self.config.centre)[:, :, None]
+            found = found + asked.offsets.gather(-1, segments.expand_as(found))
         return found.masked_fill((ids < 0)[:, :, None], float("-inf"))
 
     def _errors(self, asked: _Asked, ids: Tensor) -> Tensor:
@@ -229,9 +253,9 @@ class ParisKV(BaseIndex):
             weights = ops.codes.log_weights(weights, reference, self.config.weight_bits)
         return codes["signs"], codes["magnitudes"], weights
 
-    def _candidates(self, rotated: Tensor, k: int) -> Tensor:
-        """Ids that are reranked for directions `[B, G, g, D]`: ascending `[B, G, C]`, then -1."""
-        ops, signs, factors = self.ops, self._codes["signs"], None
+    def _candidates(self, asked: _Asked, k: int) -> Tensor:
+        """Ids that are reranked: ascending `[B, G, C]`, then -1."""
+        ops, signs, factors, offsets = self.ops, self._codes["signs"], None, None
         tiers, limits = self._limits(k)
         if self.config.coarse == "none":
             flags = torch.ones(signs.shape[:1] + signs.shape[2:3], dtype=torch.bool)
@@ -239,21 +263,28 @@ class ParisKV(BaseIndex):
             ids: Tensor = ops.select.compact(flags[:, None].expand(-1, signs.shape[1], -1))
             return ids
         if self.config.coarse == "tiers":
-            table = ops.coarse.tier_table(rotated, self._histogram, tiers)
+            table = ops.coarse.tier_table(asked.rotated, self._histogram, tiers)
         else:
-            table = ops.coarse.dot_table(rotated, self.config.largest)
+            largest = self.config.largest
+            table = ops.coarse.dot_table(asked.rotated, largest)
             if self.config.weights == "log":
                 factors = self._factors[self._codes["weights"].long()]
-        votes = ops.coarse.votes(signs, table, factors)
+            if asked.offsets is not None:
+                scale = self._learnt["reference"], self._level
+                offsets = ops.coarse.dot_offsets(asked.offsets, asked.turned, largest, *scale)
+        votes = ops.coarse.votes(signs, table, factors, offsets, self.config.centre)
+        if self.config.lists == "group":
+            votes = votes.amax(2, keepdim=True)
         ids = ops.select.candidates(votes, limits, self.valid)
         return ids
 
     def _scanned(self) -> list[Tensor]:
-        if self.config.coarse == "none":
-            return super()._scanned()
-        uses_weights = self.config.coarse == "dots" and self.config.weights == "log"
-        names = ["signs", "weights"] if uses_weights else ["signs"]
-        return [self._codes[name] for name in names]
+        names = list(self._codes)
+        if self.config.coarse != "none":
+            weighted = self.config.coarse == "dots" and self.config.weights == "log"
+            names = ["signs", "weights"] if weighted else ["signs"]
+        centres = [self._learnt["centres"]] if self.config.centre else []
+        return [*(self._codes[name] for name in names), *centres]
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""

@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvindex.ops.codes import SUBSPACE, centroids
+from kvindex.ops.codes import FACTOR, SUBSPACE, TINY, centroids
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 """Fractions of the `ρn` best keys that bound the tiers (as published; 6 tiers: section 5.4)."""
@@ -80,11 +80,38 @@ def dot_table(queries: Tensor, largest: int) -> Tensor:
     return scaled.round().to(torch.int8)
 
 
-def votes(signs: Tensor, table: Tensor, factors: Tensor | None = None) -> Tensor:
+def dot_offsets(
+    offsets: Tensor, queries: Tensor, largest: int, reference: Tensor, level: float
+) -> Tensor:
+    """What `⟨q, μ⟩` of a segment's centre adds to the votes of its keys, int32 `[B, G, g, S]`.
+
+    A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
+    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `dot_table` and of
+    `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
+
+    offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
+    largest: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
+    one level of 0 magnitude bits.
+    """
+    parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE).double()
+    peak = parts.abs().sum(-1).amax(-1, keepdim=True)  # [B, G, g, 1]
+    unit = peak * level * reference[..., None, None].double() / (largest * FACTOR)
+    ratio = torch.where(unit > 0, offsets.double() / unit.clamp_min(TINY), 0.0)
+    return ratio.round().clamp(-(2**30), 2**30).int()
+
+
+def votes(
+    signs: Tensor,
+    table: Tensor,
+    factors: Tensor | None = None,
+    offsets: Tensor | None = None,
+    every: int = 1,
+) -> Tensor:
     """Table entries of each key summed over subspaces, int32 `[B, G, g, N]`.
 
     signs: uint8 `[B, G, N, M]`; table: uint8 or int8 `[B, G, g, M, 256]`; factors: int32
-    `[B, G, N, M]` for the entries of a key, or `[B, G, N, 1]` for their sum, or None.
+    `[B, G, N, M]` for the entries of a key, or `[B, G, N, 1]` for their sum, or None; offsets:
+    int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
     """
     B, G, N, M = signs.shape
     each = factors is not None and factors.shape[-1] > 1
@@ -93,4 +120,8 @@ def votes(signs: Tensor, table: Tensor, factors: Tensor | None = None) -> Tensor
         ids = signs[..., b].long()[:, :, None].expand_as(total)
         entries = table[..., b, :].gather(-1, ids)
         total += entries * factors[:, :, None, :, b] if each and factors is not None else entries
-    return total if factors is None or each else total * factors[:, :, None, :, 0]
+    if factors is not None and not each:
+        total *= factors[:, :, None, :, 0]
+    if offsets is not None:
+        total += offsets.repeat_interleave(every, dim=-1)[..., :N]
+    return total

@@ -19,6 +19,9 @@ OCTAVES = 12
 """Range of logarithmic weights: 4 to 5 above the largest key of the first append, for keys to
 come; 7 below it, for keys that lie close to a centre far from zero."""
 
+FACTOR = 2**16 - 1
+"""The coarse stage's integer for a weight as large as the reference."""
+
 SUBSPACE = 8
 """Coordinates per subspace, `m` (paper, section 5.4): their sign bits fill a byte."""
 
@@ -137,7 +140,7 @@ def log_weights(codes: Tensor, reference: Tensor, bits: int) -> Tensor:
 
 
 def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Integers up to 2^16 - 1 for the coarse stage, in proportion to the weights, int32 `[256]`.
+    """Integers up to `FACTOR` for the coarse stage, in proportion to the weights, int32 `[256]`.
 
     For the code itself up to 8 bits; for the upper byte of one of 16 bits, its middle.
     """
@@ -145,8 +148,8 @@ def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
     if bits == 16:
         codes = torch.where(codes > 0, codes * 256 + 128, 0)
     top, steps = 2**bits - 1, 2**bits / OCTAVES
-    factors = torch.exp2((codes - top).double() / steps) * (2**16 - 1)
-    return factors.round().clamp_max(2**16 - 1).int().masked_fill(codes == 0, 0)
+    factors = torch.exp2((codes - top).double() / steps) * FACTOR
+    return factors.round().clamp_max(FACTOR).int().masked_fill(codes == 0, 0)
 
 
 def centroids(device: torch.device | str = "cpu") -> Tensor:

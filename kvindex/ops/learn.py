@@ -1,4 +1,4 @@
-"""What an index learns of its first tokens, once for each row of the batch.
+"""What an index learns of tokens as they come, once for each row of the batch.
 
 Both functions take what is learnt already and give it back where a row has it.
 """
@@ -10,26 +10,56 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvindex.ops.transform import LONGEST
+
+LEAN = 16
+"""Tokens that the segment before counts for in the centre of one that has only begun
+(docs/decisions/0012-a-centre-for-every-segment.md)."""
+
 HEADROOM = 5
 """Powers of 2 from the largest norm (rounded down) to the reference: room for norms that drift
 (docs/drift.md)."""
 
 
-def centre(keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`centre`: mean of the valid keys `[B, G, N, D]`, float32 `[B, G, D]`, zeros where there is
-    none yet; `seen`: which rows of the batch have one, bool `[B]`.
+def centres(
+    keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int, every: int
+) -> dict[str, Tensor]:
+    """Centres of segments of `every` tokens, bfloat16 `[B, G, S, D]`, once `keys` are appended.
 
-    valid: bool `[B, N]`, or None for all.
+    A segment's centre is the mean of its valid keys in the first append that holds one; where that
+    append ends inside the segment, the centre of the one before counts as `LEAN` keys more.
+    `known`: bool `[B, S]`, which segments of a row have one; the others hold zeros, or, where they
+    are begun, the one before.
+
+    keys: `[B, G, N, D]`, whose first has the id `start`; valid: bool `[B, N]`, or None for all.
     """
-    real = _real(keys[:, 0, :, 0], valid)
-    total = (keys.double() * real[:, None, :, None]).sum(2)
-    mean = (total / real.sum(1).clamp_min(1)[:, None, None]).float()
-    seen = real.any(1)
-    if "seen" in learnt:
-        before = learnt["seen"]
-        mean = torch.where(before[:, None, None], learnt["centre"], mean)
-        seen = seen | before
-    return {"centre": mean * seen[:, None, None], "seen": seen}
+    B, G, N, D = keys.shape
+    first, stop = start // every, -(-(start + N) // every)  # segments that the keys are in
+    before, after = start - first * every, stop * every - start - N
+    pad = torch.nn.functional.pad
+    real = pad(_real(keys[:, 0, :, 0], valid), (before, after)).view(B, 1, stop - first, every, 1)
+    split = pad(keys.double(), (0, 0, before, after)).view(B, G, stop - first, every, D)
+    total, counts = (split * real).sum(3), real.sum(3)  # [B, G, S', D], [B, 1, S', 1]
+
+    found = learnt.get("centres", keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16))
+    known = learnt.get("known", keys.new_zeros((B, 0), dtype=torch.bool))
+    missing, here = max(stop - found.shape[2], 0), slice(first, stop)
+    found, known = pad(found, (0, 0, 0, missing)), pad(known, (0, missing))
+    old, held = found[:, :, here], known[:, None, here, None]
+    new = _rounded(total / counts.clamp_min(1))
+    found, known = found.clone(), known.clone()
+    found[:, :, here] = torch.where(held, old, new)
+    known[:, here] |= counts[:, 0, :, 0] > 0
+    if after and stop > 1:
+        lean = LEAN * known[:, None, stop - 2, None]
+        total = total[:, :, -1] + lean * found[:, :, stop - 2]
+        new = _rounded(total / (counts[:, :, -1] + lean).clamp_min(1))
+        found[:, :, stop - 1] = torch.where(held[:, :, -1], old[:, :, -1], new)
+    return {"centres": found, "known": known}
+
+
+def _rounded(centres: Tensor) -> Tensor:
+    return centres.clamp(-LONGEST, LONGEST).bfloat16()
 
 
 def reference(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvindex
-from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.indexes.pariskv import ParisKVConfig, _Asked
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -69,14 +69,15 @@ def test_what_is_learnt_is_learnt_from_the_first_valid_tokens_and_kept():
     valid = left_padding([10, 30], 30)  # the second row has seen nothing yet
     index = made("fast")
     index.append(*part((keys, values), 0, 30), valid=valid)
-    mean = keys[0, :, 10:30].double().mean(1).float()
-    torch.testing.assert_close(index._learnt["centre"][0], mean)
-    assert not index._learnt["centre"][1].any()
-    assert index._learnt["seen"].tolist() == [True, False]
+    mean = keys[0, :, 10:30].mean(1)
+    torch.testing.assert_close(index._learnt["centres"][0, :, 0].float(), mean, rtol=8e-3, atol=0)
+    assert not index._learnt["centres"][1].any()
+    assert index._learnt["known"].tolist() == [[True], [False]]
     first = dict(index._learnt)
     index.append(*part((keys, values), 30, 50))
-    torch.testing.assert_close(index._learnt["centre"][1], keys[1, :, 30:50].mean(1))
-    assert torch.equal(index._learnt["centre"][0], first["centre"][0])
+    mean = keys[1, :, 30:50].mean(1)
+    torch.testing.assert_close(index._learnt["centres"][1, :, 0].float(), mean, rtol=8e-3, atol=0)
+    assert torch.equal(index._learnt["centres"][0], first["centres"][0])
     second = dict(index._learnt)
     index.append(*part((100 * keys, values), 50, 80))
     index.truncate(0)
@@ -84,7 +85,7 @@ def test_what_is_learnt_is_learnt_from_the_first_valid_tokens_and_kept():
     for name, learnt in second.items():
         assert torch.equal(index._learnt[name], learnt), "learnt once"
     index.reorder(torch.tensor([1]))
-    assert torch.equal(index._learnt["centre"], second["centre"][1:])
+    assert torch.equal(index._learnt["centres"], second["centres"][1:])
     index.reset()
     assert index._learnt == {}
 
@@ -129,7 +130,7 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
     true = (mean[:, :, None] @ keys[:, :, 100:].mT)[:, :, 0].topk(20).indices + 100
     found = {}
     for factor in (1.0, times):
-        index = made(preset, group="mean_query", beta=1.0, centre=False)
+        index = made(preset, group="mean_query", beta=1.0, centre=0)
         index.append(keys[:, :, :100] / factor, values[:, :, :100])
         index.append(keys[:, :, 100:], values[:, :, 100:])
         hits = index.search(CASE.queries(), k=140).ids.flatten(0, 1).tolist()
@@ -202,6 +203,10 @@ def test_repeated_is_for_a_batch_of_one():
         ("magnitude_bits", 8),
         ("pool", 0),
         ("centre", "yes"),
+        ("centre", True),
+        ("centre", -1),
+        ("centre", 2**16 + 1),
+        ("lists", "all"),
     ],
 )
 def test_bad_options_are_named(option, value):
@@ -216,7 +221,9 @@ def test_bad_options_are_named(option, value):
         dict(weights="log", weight_bits=1),
         dict(coarse="dots"),  # bfloat16 weights: the coarse stage does without
         dict(coarse="dots", largest=7, weights="log"),
-        dict(coarse="tiers", centre=True),
+        dict(coarse="dots", weights="log", centre=32),
+        dict(coarse="dots", weights="log", centre=100, lists="group"),
+        dict(coarse="none", centre=2**16),
         dict(block="key", magnitude_bits=0),
         dict(block="key", magnitude_bits=7),
     ],
@@ -230,3 +237,63 @@ def test_any_combination_finds_more_than_chance(options):
     mean = CASE.queries().reshape(2, 2, 2, 64).mean(2)
     true = (mean[:, :, None] @ keys.mT)[:, :, 0].topk(20).indices
     assert (true[..., None] == hits.ids[..., None, :]).any(-1).float().mean() > 0.3  # chance: .05
+
+
+@pytest.mark.parametrize("options", [dict(coarse="tiers"), dict(coarse="dots")], ids=str)
+def test_votes_without_weights_know_no_scale_for_a_centre(options):
+    with pytest.raises(ValueError, match=r"centre: got 256 with coarse=.*, allowed is 0, or"):
+        CASE.index("pariskv:preset=paper", centre=256, **options)
+
+
+@pytest.mark.parametrize("preset", PAST)
+def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centres(preset):
+    """Each 64 keys lie around another point, far from the rest: one centre for all would be no
+    better than none."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
+    keys, values = case.tokens(512)
+    places = 6 * case.tokens(8, seed=3)[0].repeat_interleave(64, dim=2)
+    truth = (case.queries()[:, :, None] @ (keys + places).mT)[:, :, 0]
+    error = {}
+    for centre in (64, 512):
+        index = case.index(f"pariskv:preset={preset}", beta=1.0, centre=centre)
+        index.append(keys + places, values)
+        hits = index.search(case.queries(), k=512)
+        error[centre] = (hits.scores - truth.gather(-1, hits.ids)).square().mean()
+    assert error[64] < error[512] / 20
+
+
+@pytest.mark.parametrize("preset", ["fast", "accurate", "precise"])
+def test_candidates_come_from_all_centres_by_their_scores(preset):
+    """As many of the best keys are candidates as if the centres' share were not told apart."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
+    keys, values = case.tokens(1024)
+    keys = keys + case.tokens(16, seed=3)[0].repeat_interleave(64, dim=2)
+    truth = (case.queries()[:, :, None] @ keys.mT)[:, :, 0].topk(20).indices
+    found = {}
+    for centre in (0, 64):
+        index = case.index(f"pariskv:preset={preset}", beta=0.06, pool=1, centre=centre)
+        index.append(keys, values)
+        hits = index.search(case.queries(), k=60)
+        found[centre] = (truth[..., None] == hits.ids[..., None, :]).any(-1).float().mean()
+    assert found[64] > found[0] + 0.02
+
+
+def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
+    keys, values = CASE.tokens(400)
+    for lists, most in (("head", 80), ("group", 40)):
+        index = made("fast", lists=lists, beta=0.1, pool=1)
+        index.append(keys, values)
+        width = index._candidates(_Asked.of(index, CASE.queries()), 10).shape[-1]
+        assert (width == most) if lists == "group" else 40 < width <= most
+
+
+def test_an_append_in_pieces_of_whole_segments_learns_the_same():
+    keys, values = CASE.tokens(600)
+    whole, pieces = filled("fast", keys, values), made("fast")
+    for start in range(0, 600, 256):
+        pieces.append(*part((keys, values), start, min(start + 256, 600)))
+    assert torch.equal(whole._learnt["centres"], pieces._learnt["centres"])
+    one_by_one = made("fast")
+    for start in range(300):
+        one_by_one.append(*part((keys, values), start, start + 1))
+    assert one_by_one._learnt["centres"].shape == (2, 2, 2, 64)

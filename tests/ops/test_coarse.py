@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvindex.ops import coarse
+from kvindex.ops import coarse, codes, transform
 from tests import literal
 
 seeds = st.integers(0, 2**31)
@@ -372,3 +372,83 @@ def test_sums_of_dots_follow_a_permutation_of_tokens(seed, kind):
     moved = None if factors is None else factors[:, :, order]
     want = coarse.votes(signs, table, factors)[..., order]
     assert torch.equal(coarse.votes(signs[:, :, order], table, moved), want)
+
+
+# a centre's share
+
+
+def literal_offsets(product, query, largest, reference, level):
+    """`⟨q, μ⟩` in units of a vote: `level` times a weight's step times a table's step."""
+    peak = max(sum(abs(x) for x in part) for part in literal.parts(query))
+    unit = level * (reference / codes.FACTOR) * (peak / largest)
+    return max(-(2**30), min(2**30, round(product / unit))) if unit > 0 else 0
+
+
+@settings(max_examples=20)
+@given(seeds, largests)
+def test_offsets_are_those_of_the_literal_reading(seed, largest):
+    queries = 3 * setting(seed, 2, 1, 2, 1, 4)[0]
+    generator = torch.Generator().manual_seed(seed)
+    products = 100 * torch.randn(2, 1, 2, 5, generator=generator)
+    reference = torch.tensor([[8.0], [0.25]])
+    got = coarse.dot_offsets(products, queries, largest, reference, 0.1)
+    assert got.dtype == torch.int32
+    for b in range(2):
+        for h in range(2):
+            query = queries[b, 0, h].tolist()
+            want = [
+                literal_offsets(x, query, largest, float(reference[b, 0]), 0.1)
+                for x in products[b, 0, h].tolist()
+            ]
+            for mine, theirs in zip(got[b, 0, h].tolist(), want, strict=True):
+                assert abs(mine - theirs) <= 1  # the unit is a product, in another order
+
+
+def test_offsets_are_bounded_and_none_without_a_scale():
+    queries = setting(0)[0]
+    B, G, g, _ = queries.shape
+    products = torch.full((B, G, g, 3), 1e30)
+    reference = torch.ones(B, G)
+    got = coarse.dot_offsets(products, queries, 127, reference, 0.1)
+    assert (got == 2**30).all()
+    assert not coarse.dot_offsets(products, queries, 127, 0 * reference, 0.1).any()
+    assert not coarse.dot_offsets(0 * products, 0 * queries, 127, reference, 0.1).any()
+
+
+def test_offsets_are_added_to_the_votes_of_their_segment():
+    queries, signs = setting(5, 2, 1, 3, 50, 4)
+    table, factors = coarse.dot_table(queries, 127), factors_of("key", signs, 5)
+    plain = coarse.votes(signs, table, factors)
+    offsets = torch.arange(2 * 3 * 4, dtype=torch.int32).view(2, 1, 3, 4) * 1000
+    got = coarse.votes(signs, table, factors, offsets, 16) - plain
+    assert torch.equal(got, offsets[..., torch.arange(50) // 16])
+
+
+def test_a_vote_and_its_offset_are_on_one_scale():
+    """Votes with offsets, times their unit, are the regression of `q·k` on the signs."""
+    generator = torch.Generator().manual_seed(0)
+    D, N = 64, 4000
+    keys = torch.randn(1, 1, N, D, generator=generator)
+    queries = torch.randn(1, 1, 8, D, generator=generator)
+    centre = torch.randn(D, generator=generator)
+    turn = transform.rotation(D, 0)
+    directions, norms = transform.normalize(keys)
+    levels = codes.levels(D, 3)
+    found = codes.encode(transform.rotate(directions, turn), norms, levels, block=D)
+    reference = torch.full((1, 1), 64.0)
+    logs = codes.log_codes(found["weights"], reference[..., None, None], 16)
+    factors = codes.log_factors(16)[logs.long() >> 8]
+    turned = transform.rotate(queries, turn)
+    table, level = coarse.dot_table(turned, 127), codes.lloyd_max(D, 0)[0]
+    product = (queries @ centre)[..., None]
+    offsets = coarse.dot_offsets(product, turned, 127, reference, level)
+    votes = coarse.votes(found["signs"], table, factors, offsets, N).double()
+    truth = (queries @ (keys + centre).mT).double()
+    unit = (product.double() / offsets.double()).abs()
+    error = votes * unit - truth
+    spread = truth.std(-1)
+    assert (error.mean(-1).abs() < 0.05 * spread).all()
+    deviations = votes * unit - (votes * unit).mean(-1, keepdim=True)
+    slope = (deviations * truth).mean(-1) / deviations.square().mean(-1)
+    assert (slope - 1).abs().max() < 0.1
+    assert 0.55 < float((error.std(-1) / spread).mean()) < 0.65  # √(1 - 2/π) = .603

@@ -8,19 +8,68 @@ def keys_of(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_centre_is_the_mean_of_valid_keys_and_kept():
-    keys = keys_of(0, 3, 2, 10, 8)
-    valid = torch.arange(10) >= torch.tensor([0, 4, 10])[:, None]
-    got = learn.centre(keys, valid, {})
-    assert got["seen"].tolist() == [True, True, False]
-    torch.testing.assert_close(got["centre"][0], keys[0].mean(1))
-    torch.testing.assert_close(got["centre"][1], keys[1, :, 4:].mean(1))
-    assert not got["centre"][2].any()
-    again = learn.centre(5 + keys, None, got)
-    assert torch.equal(again["centre"][:2], got["centre"][:2])
-    torch.testing.assert_close(again["centre"][2], 5 + keys[2].mean(1))
-    assert again["seen"].all()
-    assert torch.equal(learn.centre(keys[:, :, :0], None, got)["centre"], got["centre"])
+def means(keys, valid, every):
+    """Of each segment's valid keys, `[B, G, S, D]`; and how many they are, `[B, S]`."""
+    parts = zip(keys.split(every, 2), valid.split(every, 1), strict=True)
+    sums = [((k * v[:, None, :, None]).sum(2), v.sum(1)) for k, v in parts]
+    total, counts = (
+        torch.stack(part, dim) for part, dim in zip(zip(*sums, strict=True), (2, 1), strict=True)
+    )
+    return total / counts.clamp_min(1)[:, None, :, None], counts
+
+
+def test_a_centre_is_the_mean_of_its_segment_and_leans_on_the_one_before_while_begun():
+    keys = keys_of(0, 3, 2, 50, 8).double()
+    valid = torch.arange(50) >= torch.tensor([0, 25, 50])[:, None]
+    got = learn.centres(keys, valid, {}, start=0, every=20)
+    mean, counts = means(keys, valid, 20)
+    want = mean.clone()
+    share = learn.LEAN * (counts[:, 1] > 0) / (counts[:, 2] + learn.LEAN)  # ten of twenty tokens
+    want[:, :, 2] += share[:, None, None] * (mean[:, :, 1] - mean[:, :, 2])
+    want *= (counts > 0)[:, None, :, None]
+    assert got["centres"].dtype == torch.bfloat16
+    assert got["centres"].shape == (3, 2, 3, 8)
+    torch.testing.assert_close(got["centres"].double(), want, rtol=5e-3, atol=5e-3)
+    assert torch.equal(got["known"], counts > 0)
+
+
+@pytest.mark.parametrize("every", [1, 7, 20, 64, 1000])
+@pytest.mark.parametrize("pieces", [[50], [20, 30], [1] * 50, [0, 7, 0, 43], [19, 2, 29]], ids=str)
+def test_a_segment_learns_from_the_first_append_that_holds_a_token_of_it(every, pieces):
+    keys = keys_of(1, 2, 1, 50, 8)
+    valid = torch.arange(50) >= torch.tensor([0, 11])[:, None]
+    learnt, start = {}, 0
+    for count in pieces:
+        before, some = learnt, slice(start, start + count)
+        learnt = learn.centres(keys[:, :, some], valid[:, some], learnt, start=start, every=every)
+        if "known" in before:
+            old = before["known"]
+            assert learnt["known"][:, : old.shape[1]][old].all()
+            kept = old[:, None, :, None] & torch.ones_like(before["centres"], dtype=torch.bool)
+            now = learnt["centres"][:, :, : old.shape[1]]
+            assert torch.equal(now[kept], before["centres"][kept])
+        start += count
+    segments = -(-50 // every)
+    assert learnt["centres"].shape == (2, 1, segments, 8)
+    ends = (torch.arange(segments) + 1) * every
+    assert torch.equal(learnt["known"], ends > torch.tensor([0, 11])[:, None])
+    if every == 1000:  # the mean of the first tokens, nothing to lean on
+        first = next(count for count in pieces if count)
+        mean = keys[0, :, :first].mean(1).bfloat16()
+        torch.testing.assert_close(learnt["centres"][0, :, 0], mean)
+
+
+def test_learnt_segments_stay_when_their_tokens_come_again():
+    keys = keys_of(2, 1, 1, 40, 8)
+    learnt = learn.centres(keys, None, {}, start=0, every=16)
+    again = learn.centres(9 + keys[:, :, :10], None, learnt, start=20, every=16)
+    assert torch.equal(again["centres"], learnt["centres"])
+    assert torch.equal(again["known"], learnt["known"])
+
+
+def test_centres_of_huge_keys_are_finite():
+    keys = torch.full((1, 1, 20, 8), torch.finfo(torch.float32).max)
+    assert learn.centres(keys, None, {}, start=0, every=8)["centres"].isfinite().all()
 
 
 @pytest.mark.parametrize("norm", [1e-20, 0.99, 1.0, 3.0, 1e15])

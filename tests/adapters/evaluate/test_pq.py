@@ -174,8 +174,9 @@ def test_a_wrong_centre_costs_accuracy(preset):
 def test_scores_stay_within_the_codes_error(preset, norms):
     """`|q·k̂ - q·k| ≤ ‖q‖ ‖k̂ - k‖`, and the codes err by less than a quarter of `‖k - centre‖`.
 
-    A weight above the learnt reference counts as the reference: of a key that far from the centre
-    what is beyond is lost as well, and weights are at most 4/3 of that distance.
+    All 250 lie in one segment, whose centre is that of the first 50. A weight above the learnt
+    reference counts as the reference: of a key that far from the centre what is beyond is lost as
+    well, and weights are at most 4/3 of that distance.
     """
     first, later = normal(1, 2, 50, 32), far_keys(norms)
     index, queries = indexed(preset, first, later), normal(1, 2, 32, seed=2)
@@ -183,7 +184,7 @@ def test_scores_stay_within_the_codes_error(preset, norms):
     hits = index.search(queries, k=250)
     scores = torch.zeros(1, 2, 250).scatter_(2, hits.ids, hits.scores)
     true = (keys @ queries[..., None])[..., 0]
-    radius = (keys - index._learnt["centre"][:, :, None]).norm(dim=-1)
+    radius = (keys - index._learnt["centres"].float()).norm(dim=-1)
     beyond = 4 / 3 * radius - index._learnt["reference"][..., None]
     allowed = radius / 4 + beyond.clamp_min(0)
     assert ((scores - true).abs() <= queries.norm(dim=-1)[..., None] * allowed).all()
