@@ -360,9 +360,9 @@ def plot(
         row[0].set_ylabel(f"recall@{k}" + (", coarse stage alone" if stage != "whole" else ""))
     handles = [pyplot.Line2D([], [], color=f"C{i}", marker="o") for i in range(len(names))]
     labels = [f"{name}: {size['kept']:.0f} B per key" for name, size in sizes.items()]
-    figure.legend(handles, labels, loc="upper center", ncol=len(names), frameon=False)
+    figure.legend(handles, labels, loc="upper center", ncol=-(-len(names) // 2), frameon=False)
     figure.text(0.5, 0.005, "solid: learnt from the prompt; dotted: from all keys", ha="center")
-    figure.tight_layout(rect=(0, 0.02, 1, 0.95))
+    figure.tight_layout(rect=(0, 0.02, 1, 0.92))
     figure.savefig(out, dpi=100)
 
 

@@ -107,9 +107,14 @@ class BaseIndex(ABC):
         """Parameters, tensors `[B, ...]`, once these tokens are appended; changes nothing.
 
         A row of the batch learns from the first append that holds a valid token of it (an index
-        may ask for more), and keeps what it has learnt until `reset`.
+        may ask for more), and keeps what it has learnt until `reset`, or until what it was learnt
+        from is gone (`_learnt_before`).
         """
         return {}
+
+    def _learnt_before(self, length: int) -> Codes:
+        """What stays learnt once the tokens from `length` on are gone; changes nothing."""
+        return self._learnt
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
         """The statistics once `codes` are appended; changes nothing."""
@@ -258,9 +263,10 @@ class BaseIndex(ABC):
         gone = torch.tensor(self._length - length)
         if self.valid is not None:
             gone = self.valid[:, length:].sum(1).cpu()
-        statistics = self._with_truncated(length)
+        statistics, learnt = self._with_truncated(length), self._learnt_before(length)
         for part in (self._codes, self._store, self._valid):
             part.truncate(length)
+        self._learnt = learnt
         self._counts = self._counts - gone
         self._length = length
         self._keep(statistics)

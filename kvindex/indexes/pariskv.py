@@ -164,6 +164,13 @@ class ParisKV(BaseIndex):
             learnt |= learn.reference(norms, valid, self._learnt)
         return learnt
 
+    def _learnt_before(self, length: int) -> Codes:
+        if not self.config.centre or not self._learnt:
+            return self._learnt
+        segments = -(-length // self.config.centre)
+        centres, known = self._learnt["centres"][:, :, :segments], self._learnt["known"]
+        return {**self._learnt, "centres": centres.clone(), "known": known[:, :segments].clone()}
+
     def _floats(self, keys: Tensor, learnt: Codes) -> dict[str, Tensor]:
         """Codes with float32 weights."""
         keys = keys.float()

@@ -80,7 +80,7 @@ def test_what_is_learnt_is_learnt_from_the_first_valid_tokens_and_kept():
     assert torch.equal(index._learnt["centres"][0], first["centres"][0])
     second = dict(index._learnt)
     index.append(*part((100 * keys, values), 50, 80))
-    index.truncate(0)
+    index.truncate(1)
     index.append(*part((keys, values), 50, 80))
     for name, learnt in second.items():
         assert torch.equal(index._learnt[name], learnt), "learnt once"
@@ -285,6 +285,20 @@ def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
         index.append(keys, values)
         width = index._candidates(_Asked.of(index, CASE.queries()), 10).shape[-1]
         assert (width == most) if lists == "group" else 40 < width <= most
+
+
+def test_segments_that_are_gone_learn_anew():
+    keys, values = CASE.tokens(600)
+    index = filled("fast", 9 + keys, values)
+    before = index._learnt["centres"]
+    index.truncate(512)
+    assert torch.equal(index._learnt["centres"], before[:, :, :2])
+    index.append(*part((keys - 9, values), 512, 600))
+    assert (index._learnt["centres"][:, :, 2] < 0).all()
+    assert torch.equal(index._learnt["centres"][:, :, :2], before[:, :, :2])
+    index.truncate(0)
+    index.append(keys, values)
+    assert torch.equal(index._learnt["centres"], filled("fast", keys, values)._learnt["centres"])
 
 
 def test_an_append_in_pieces_of_whole_segments_learns_the_same():
