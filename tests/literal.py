@@ -99,10 +99,10 @@ def tier_points(query_part, ids, limits):
 
 
 def dot_tables(query, largest):
-    """Of each subspace, its products with all sign patterns: the query's largest is `largest`."""
-    products = [[dot(part, c) for c in CENTROIDS] for part in parts(query)]
-    peak = max(max(row) for row in products)
-    return [[round(x * (largest / peak)) if peak else 0 for x in row] for row in products]
+    """Of each subspace of the rounded query, its products with all sign patterns."""
+    peak = max(abs(x) for x in query)
+    integers = [round(x * (largest / peak)) if peak else 0 for x in query]
+    return [[int(dot(part, c)) for c in CENTROIDS] for part in parts(integers)]
 
 
 def sums(tables, ids, factors=None):

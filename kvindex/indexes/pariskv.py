@@ -49,7 +49,8 @@ class ParisKVConfig:
     pool: candidates are at least `pool · k`.
     rho: tiers only: share of the keys that earn points in a subspace, in (0, 1]; None follows the
       schedule.
-    largest: dots only: largest entry of the table, 1 to 127 (`ops.coarse.dot_table`).
+    largest: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`);
+      less where the head dimension is above 256, for votes to fit 32 bits.
     magnitude_bits: per coordinate beside the sign, 0 to 7 (paper: 3).
     block: what shares a weight: a "subspace" (paper) or the whole "key".
     weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
@@ -272,7 +273,7 @@ class ParisKV(BaseIndex):
         if self.config.coarse == "tiers":
             table = ops.coarse.tier_table(asked.rotated, self._histogram, tiers)
         else:
-            largest = self.config.largest
+            largest = min(self.config.largest, 2**15 // self.geometry.head_dim)
             table = ops.coarse.dot_table(asked.rotated, largest)
             if self.config.weights == "log":
                 factors = self._factors[self._codes["weights"].long()]

@@ -1,4 +1,4 @@
-"""Coarse stage: multi-tier collision voting on centroid ids (paper, B.2.1).
+"""Coarse stage: multi-tier collision voting on centroid ids (paper, B.2.1), or signed dots.
 
 A key collects points in every subspace from a table of 256 entries, one per centroid, that is
 made for the query. Votes are integers: given the same tables, every implementation agrees to the
@@ -63,21 +63,30 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
     return torch.empty_like(points).scatter_(-1, order, points)
 
 
-def dot_table(queries: Tensor, largest: int) -> Tensor:
-    """Inner products with the sign patterns as small integers, int8 `[B, G, g, M, 256]`.
+def rounded(queries: Tensor, largest: int) -> Tensor:
+    """Queries as small integers, int8 `[B, G, g, D]`: each query's largest coordinate is `largest`.
 
-    Entry `c` of subspace `b` is `⟨q̃_b, s_c⟩` with `s_c = ±1`, times the query head's own factor
-    that brings the largest entry of all its subspaces to `largest`, rounded half to even. A zero
-    query has zeros. Where `largest` is at most `⌊127 / M⌋`, a sum over subspaces lies in ±127 and
-    fits, offset, a byte: four query heads share a 32-bit word.
+    Rounded half to even. Multiplied in float64, so that scaling a query by a power of two changes
+    nothing. A zero query gives zeros.
 
     queries: rotated, float32 `[B, G, g, D]`; largest: 1 to 127.
     """
-    parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE).double()
-    peak = parts.abs().sum(-1).amax(-1)[..., None, None]  # [B, G, g, 1, 1]
-    signs = centroids(queries.device).sign().double()
-    scaled = parts @ signs.T * (largest / peak.clamp_min(torch.finfo(torch.float64).tiny))
-    return scaled.round().to(torch.int8)
+    wide = queries.double()
+    peak = wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
+    return (wide * (largest / peak)).round().to(torch.int8)
+
+
+def dot_table(queries: Tensor, largest: int) -> Tensor:
+    """Inner products of rounded queries with the sign patterns, int16 `[B, G, g, M, 256]`.
+
+    Entry `c` of subspace `b` is `⟨r_b, s_c⟩` with `r` from `rounded` and `s_c = ±1`, so that a sum
+    over subspaces is one inner product of signs with small integers: what matrix units compute.
+
+    queries, largest: as for `rounded`.
+    """
+    parts = rounded(queries, largest).reshape(*queries.shape[:-1], -1, SUBSPACE)
+    # float32 holds these integers, below 2^10, exactly
+    return (parts.float() @ centroids(queries.device).sign().T).to(torch.int16)
 
 
 def dot_offsets(
@@ -86,15 +95,14 @@ def dot_offsets(
     """What `⟨q, μ⟩` of a segment's centre adds to the votes of its keys, int32 `[B, G, g, S]`.
 
     A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
-    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `dot_table` and of
+    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
 
     offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
     largest: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
     one level of 0 magnitude bits.
     """
-    parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE).double()
-    peak = parts.abs().sum(-1).amax(-1, keepdim=True)  # [B, G, g, 1]
+    peak = queries.double().abs().amax(-1, keepdim=True)  # [B, G, g, 1]
     unit = peak * level * reference[..., None, None].double() / (largest * FACTOR)
     ratio = torch.where(unit > 0, offsets.double() / unit.clamp_min(TINY), 0.0)
     return ratio.round().clamp(-(2**30), 2**30).int()
@@ -109,7 +117,7 @@ def votes(
 ) -> Tensor:
     """Table entries of each key summed over subspaces, int32 `[B, G, g, N]`.
 
-    signs: uint8 `[B, G, N, M]`; table: uint8 or int8 `[B, G, g, M, 256]`; factors: int32
+    signs: uint8 `[B, G, N, M]`; table: uint8 or int16 `[B, G, g, M, 256]`; factors: int32
     `[B, G, N, M]` for the entries of a key, or `[B, G, N, 1]` for their sum, or None; offsets:
     int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
     """

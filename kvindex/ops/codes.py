@@ -19,8 +19,9 @@ OCTAVES = 12
 """Range of logarithmic weights: 4 to 5 above the largest key of the first append, for keys to
 come; 7 below it, for keys that lie close to a centre far from zero."""
 
-FACTOR = 2**16 - 1
-"""The coarse stage's integer for a weight as large as the reference."""
+FACTOR = 2**15 - 1
+"""The coarse stage's integer for a weight as large as the reference: votes of signed dots stay
+below `D · 127 · FACTOR`, under 2^30 for D up to 256."""
 
 SUBSPACE = 8
 """Coordinates per subspace, `m` (paper, section 5.4): their sign bits fill a byte."""

@@ -369,9 +369,9 @@ def test_log_weights_scale_exactly_with_a_power_of_two(seed, power, bits):
 
 
 def assert_factors_follow_weights(factors, bits):
-    """Nearest integers to `65535 · weight / reference`."""
+    """Nearest integers to `FACTOR · weight / reference`."""
     every = torch.arange(min(2**bits, 256))
-    weights = codes.log_weights(every, torch.ones(1), bits).double() * 65535
+    weights = codes.log_weights(every, torch.ones(1), bits).double() * codes.FACTOR
     # float32 weights are off by a few units in the last place
     assert ((factors[: len(every)] - weights).abs() <= 0.5 + 4 * ULP * weights).all()
 
@@ -380,7 +380,7 @@ def assert_factors_follow_weights(factors, bits):
 def test_factors_are_in_proportion_to_the_weights(bits):
     factors = codes.log_factors(bits)
     assert (factors.shape, factors.dtype) == ((256,), torch.int32)
-    assert int(factors.max()) == 65535
+    assert int(factors.max()) == codes.FACTOR
     assert int(factors[0]) == 0
     assert (factors[1:] > 0).all()
     assert_factors_follow_weights(factors, bits)
@@ -397,7 +397,7 @@ def test_the_factor_of_an_upper_byte_is_within_half_an_upper_step():
     """Of 16 bits: 256 codes share an upper byte, and the factor is that of their middle."""
     factors = codes.log_factors(16)
     every = torch.arange(256, 2**16)
-    weights = codes.log_weights(every, torch.ones(1), 16).double() * 65535
+    weights = codes.log_weights(every, torch.ones(1), 16).double() * codes.FACTOR
     step = 2 ** (256 * codes.OCTAVES / 2**16)  # the ratio between two upper bytes
     off = (factors[every >> 8] - weights).abs()
     assert (off <= weights * (step**0.5 - 1 + 4 * ULP) + 0.5).all()
