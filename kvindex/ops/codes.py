@@ -77,8 +77,12 @@ def tangent(subspace: int, bits: int) -> float:
 
 
 def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """`lloyd_max` as a float32 tensor `[2^bits]`, ascending."""
-    return torch.tensor(lloyd_max(subspace, bits), dtype=torch.float32, device=device)
+    """`lloyd_max` rounded to float16, as a float32 tensor `[2^bits]`, ascending.
+
+    Rounded so that matrix units take the levels as they are: by at most 2^-12 of a level.
+    """
+    rounded = torch.tensor(lloyd_max(subspace, bits), dtype=torch.float64).half()
+    return rounded.float().to(device)
 
 
 def encode(

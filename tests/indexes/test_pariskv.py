@@ -8,12 +8,12 @@ import torch
 from kvindex import Hits
 from kvindex.indexes import pariskv
 from kvindex.ops.coarse import histogram
-from kvindex.ops.codes import lloyd_max
+from kvindex.ops.codes import levels
 from kvindex.ops.transform import rotation
 from tests import literal
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding
 
-LEVELS = list(lloyd_max(8, 3))
+LEVELS = levels(8, 3).tolist()
 
 
 def wanted(index, keys, queries, k):

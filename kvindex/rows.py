@@ -1,0 +1,139 @@
+"""Row codecs: the key and the value of a token as the bytes of one row, and back.
+
+A row is a multiple of 16 bytes, so that every row of an aligned block can be read 16 bytes at a
+time; what the padding holds is zero. A row of zero bytes is a key and a value of zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvindex import check
+from kvindex.geometry import Geometry
+from kvindex.protocol import Rows
+
+ALIGNMENT_BYTES = 16
+"""The widest load of a GPU's thread."""
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""A subnormal scale has few bits, and is flushed to zero by kernels compiled so."""
+
+CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Of a codec with scales: the type of a code and its largest value."""
+
+NAMES = ("plain", *CODES)
+
+
+class RowCodec(Protocol):
+    """How rows become bytes."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        ...
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[B, G, N, row_bytes]` of finite keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        ...
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys and values, of the geometry's dtype, of uint8 `[B, G, N, row_bytes]`."""
+        ...
+
+
+def codec(name: str, geometry: Geometry) -> RowCodec:
+    """The codec `name`: "plain", "int8" or "fp8". Raises ValueError for another."""
+    check.one_of("rows", name, NAMES)
+    return Plain(geometry) if name == "plain" else Scaled(geometry, name)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Keys and values bit for bit: `D` elements, then `Dv`."""
+
+    geometry: Geometry
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        return _aligned(self._used)
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[B, G, N, row_bytes]`."""
+        rows = torch.cat([keys.detach(), values.detach()], dim=-1).view(torch.uint8)
+        return pad(rows, (0, self.row_bytes - self._used))
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""
+        both = rows[..., : self._used].view(self.geometry.dtype)
+        D = self.geometry.head_dim
+        return Rows(both[..., :D], both[..., D:])
+
+    @property
+    def _used(self) -> int:
+        return (self.geometry.head_dim + self.geometry.value_dim) * self.geometry.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One byte per number, and one float32 scale for a row's key, one for its value.
+
+    `D` key codes, `Dv` value codes, zeros up to a multiple of 4, the key's scale, the value's. A
+    number is `code · scale`, computed in float32; `scale = absmax / largest code`, and 0 with
+    zero codes for a part whose scale would not be a normal float32 (zeros, for one).
+
+    codes: "int8" (rounded half to even, -127 to 127) or "fp8" (e4m3, up to 448).
+    """
+
+    geometry: Geometry
+    codes: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        return _aligned(self.scales_at + 8)
+
+    @property
+    def scales_at(self) -> int:
+        """The first byte of the two scales."""
+        return _aligned(self.geometry.head_dim + self.geometry.value_dim, 4)
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[B, G, N, row_bytes]`."""
+        key_codes, key_scale = self._quantized(keys)
+        value_codes, value_scale = self._quantized(values)
+        codes = torch.cat([key_codes, value_codes], dim=-1)
+        codes = pad(codes, (0, self.scales_at - codes.shape[-1]))
+        scales = torch.cat([key_scale, value_scale], dim=-1).view(torch.uint8)
+        rows = torch.cat([codes, scales], dim=-1)
+        return pad(rows, (0, self.row_bytes - rows.shape[-1]))
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        D, Dv = self.geometry.head_dim, self.geometry.value_dim
+        dtype, _ = CODES[self.codes]
+        codes = rows[..., : D + Dv].view(dtype).float()
+        scales = rows[..., self.scales_at : self.scales_at + 8].view(torch.float32)
+        keys, values = codes[..., :D] * scales[..., :1], codes[..., D:] * scales[..., 1:]
+        return Rows(keys.to(self.geometry.dtype), values.to(self.geometry.dtype))
+
+    def _quantized(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes uint8 `[B, G, N, D]` and scales float32 `[B, G, N, 1]`."""
+        dtype, largest = CODES[self.codes]
+        part = part.detach().float()
+        scale = part.abs().amax(dim=-1, keepdim=True) / largest
+        # float32's largest number / largest may round up: the product must stay finite
+        scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
+        scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
+        scaled = torch.where(scale > 0, part / scale, 0)
+        codes = scaled.round() if dtype == torch.int8 else scaled
+        return codes.to(dtype).view(torch.uint8), scale
+
+
+def _aligned(count: int, multiple: int = ALIGNMENT_BYTES) -> int:
+    return -(-count // multiple) * multiple
