@@ -9,7 +9,7 @@ memory, say) has succeeded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, ClassVar, Self
 
@@ -22,7 +22,7 @@ from kvindex.columns import Columns, Valid
 from kvindex.config import NoConfig, make_config
 from kvindex.geometry import Geometry
 from kvindex.protocol import UNUSED, Codes, Hits, Rows
-from kvindex.store import Store
+from kvindex.store import PLACES, Store
 
 
 class BaseIndex(ABC):
@@ -70,11 +70,15 @@ class BaseIndex(ABC):
         )
         self.config: Any = make_config(type(self), preset, options)
         self.ops: Any = backends.resolve(backend)
+        if backend != "torch":
+            self.ops.ready(self.geometry.device)
         if check is not None and not isinstance(check, bool):
             raise ValueError(f"check: got {check!r}, allowed is True, False or None")
         self._check = check
         self._codes = Columns()
-        self._store = Store(self.geometry, store)
+        checks.one_of("store", store, PLACES)
+        make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
+        self._store = make_store(self.geometry, store)
         self._valid = Valid()
         self._learnt: Codes = {}
         self._batch: int | None = None  # unknown until the first append
@@ -240,6 +244,16 @@ class BaseIndex(ABC):
             torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
             torch.where(named[..., None], gather(summaries.values, row), rows.values),
         )
+
+    def attend(
+        self, queries: Tensor, near: Rows, shown: Tensor, *, k: int
+    ) -> tuple[Tensor, Hits] | None:
+        """Search, fetch and attend in one go, where an index can: else None.
+
+        The attention of queries `[B, H, D]` over the best `k` rows and those of `near`
+        (`[B, G, W, …]`) that are `shown`, bool `[B, W]`: `[B, H, Dv]`; and the hits, in any order.
+        """
+        return None
 
     def seal(self) -> None:
         """The prompt is complete. Nothing to do unless an index says so."""

@@ -8,8 +8,9 @@ to, and marked invalid in the index so that it never returns them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ BLOCK = 1024
 GATHERED_BYTES = 2**30
 """Rows up to this size are copied out of the index for one fused call of torch's attention, several
 times as fast on a CPU (benchmarks/results/reference.json); more are read block by block."""
+
+
+InOneGo: TypeAlias = Callable[..., tuple[Tensor, Hits] | None]
+"""`BaseIndex.attend`."""
 
 
 @dataclass(frozen=True)
@@ -247,34 +252,55 @@ class AttentionLayer:
 
     def _retrieve(self, queries: Tensor) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`."""
-        hits = self.index.search(queries, k=self.k, mass=self.mass)
-        found = self.index.fetch(hits)
         flags = self._valid.flags
         if flags is None:
             flags = torch.ones_like(queries[:, 0, :1], dtype=torch.bool).expand(-1, len(self))
-        return self._over_regions(queries, hits, found, flags[:, len(self.index) :])
+        seen = flags[:, len(self.index) :]
+        in_one_go: InOneGo | None = getattr(self.index, "attend", None)
+        if in_one_go is not None and self.mass is None:
+            near, shown = self._near(seen)
+            done = in_one_go(queries, near, shown, k=self.k)
+            if done is not None:
+                output, hits = done
+                self._count(hits, shown, near)
+                return output
+        hits = self.index.search(queries, k=self.k, mass=self.mass)
+        return self._over_regions(queries, hits, self.index.fetch(hits), seen)
 
     def _over_regions(self, queries: Tensor, hits: Hits, found: Rows, seen: Tensor) -> Tensor:
-        """Attention of queries `[B, H, D]` to sink, `found` and the window's `seen` rows.
+        """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
 
         seen: bool `[B, R]`. Returns `[B, H, Dv]`. A layer of batch 1 serves any `B` queries.
         """
         g, B = self.index.geometry, len(queries)
-        parts = [found, Rows(self._window["keys"], self._window["values"])]
-        shown = [hits.ids != UNUSED, seen[:, None]]
-        if self._sink_ids is not None and self._sink_rows is not None:
-            parts.insert(0, self._sink_rows)
-            shown.insert(0, (self._sink_ids != UNUSED)[:, None])
-        visible = torch.cat([part.expand(B, g.kv_heads, -1) for part in shown], dim=2)
-        bias = _bias(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, S + K + R]
+        near, shown = self._near(seen)
+        visible = self._count(hits, shown, found)
+        bias = _bias(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + W]
         if hits.log_weight is not None:
-            S = 0 if self._sink_ids is None else self._sink_ids.shape[1]
-            bias[..., S : S + self.k] += hits.log_weight
-        keys = torch.cat([part.keys.expand(B, -1, -1, -1) for part in parts], dim=2)
-        values = torch.cat([part.values.expand(B, -1, -1, -1) for part in parts], dim=2)
-        output = attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
-        self.traffic = self.traffic.counted(hits, visible, self._valid.flags, len(self), found)
-        return output
+            bias[..., : hits.log_weight.shape[-1]] += hits.log_weight
+        keys = torch.cat([found.keys, near.keys.expand(B, -1, -1, -1)], dim=2)
+        values = torch.cat([found.values, near.values.expand(B, -1, -1, -1)], dim=2)
+        return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+
+    def _near(self, seen: Tensor) -> tuple[Rows, Tensor]:
+        """Rows of sink and window, and which of them are shown, bool `[B, W]`."""
+        window = Rows(self._window["keys"], self._window["values"])
+        if self._sink_ids is None or self._sink_rows is None:
+            return window, seen
+        parts = [self._sink_rows, window]
+        rows = Rows(
+            torch.cat([part.keys for part in parts], dim=2),
+            torch.cat([part.values for part in parts], dim=2),
+        )
+        sink = (self._sink_ids != UNUSED).expand(len(seen), -1)
+        return rows, torch.cat([sink, seen], dim=1)
+
+    def _count(self, hits: Hits, shown: Tensor, rows: Rows) -> Tensor:
+        """Add a step to `traffic`; which rows attention sees, bool `[B, G, K + W]`."""
+        used = hits.ids != UNUSED
+        visible = torch.cat([used, shown[:, None].expand(*used.shape[:2], -1)], dim=2)
+        self.traffic = self.traffic.counted(hits, visible, self._valid.flags, len(self), rows)
+        return visible
 
     # Regions
 

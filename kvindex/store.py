@@ -57,6 +57,18 @@ class Store:
         for start in range(0, len(self), size):
             yield start, self._split(self._columns["rows"][:, :, start : start + size])
 
+    def table(self, block: int) -> tuple[Tensor, int, int]:
+        """Where blocks of `block` rows lie: addresses int64 `[B, S]` on the compute device, bytes
+        from one KV head's rows to the next one's, and bytes of a row. Until the store grows.
+        """
+        data = self._columns.data("rows")
+        row = data.shape[3] * data.element_size()
+        head = data.shape[2] * row
+        count = -(-len(self) // block)
+        first = data.data_ptr() + torch.arange(data.shape[0])[:, None] * (data.shape[1] * head)
+        addresses = first + torch.arange(count) * (block * row)
+        return addresses.to(self._geometry.device), head, row
+
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows."""
         self._columns.truncate(length)

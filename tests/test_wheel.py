@@ -37,8 +37,10 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_the_packages_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"kvindex", "kvindex_adapters"}
-    assert {"kvindex/py.typed", "kvindex_adapters/py.typed"} <= set(names)
+    assert packages == {"kvindex", "kvindex_adapters", "kvindex_cuda"}
+    assert {f"{package}/py.typed" for package in packages} <= set(names)
+    kernels = {path.name for path in (ROOT / "kvindex_cuda/kernels").glob("*.cu*")}
+    assert {f"kvindex_cuda/kernels/{name}" for name in kernels} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
 
 

@@ -16,7 +16,7 @@ from kvindex import budget, check, group
 from kvindex.base import BaseIndex
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
-from kvindex.protocol import UNUSED, Codes, Hits
+from kvindex.protocol import UNUSED, Codes, Hits, Rows
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
@@ -150,6 +150,11 @@ class ParisKV(BaseIndex):
         self._rotation = ops.transform.rotation(g.head_dim, config.seed, g.device)
         self._levels = ops.codes.levels(self._block, config.magnitude_bits, g.device)
         self._level = ops.codes.lloyd_max(self._block, 0)[0]
+        # a backend may keep the codes its own way, and search them in one go
+        fused = getattr(ops, "fused", None)
+        self._fused: Any = fused(self) if fused else None
+        if self._fused:
+            self._codes = self._fused.codes
         if config.weights == "log":
             self._factors = ops.codes.log_factors(config.weight_bits, g.device)
 
@@ -199,7 +204,23 @@ class ParisKV(BaseIndex):
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
+        if self._fused:
+            hits: Hits = self._fused.search(self, queries, k)
+            return hits
         return self._ranked(_Asked.of(self, queries), k)[0]
+
+    def attend(
+        self, queries: Tensor, near: Rows, shown: Tensor, *, k: int
+    ) -> tuple[Tensor, Hits] | None:
+        """As `BaseIndex.attend`; the fused kernels can."""
+        if not self._fused or not len(self):
+            return None
+        check.at_least("k", k, 1)
+        g = self.geometry
+        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        self._check_finite("queries", queries)
+        done: tuple[Tensor, Hits] = self._fused.attend(self, queries.detach(), near, shown, k)
+        return done
 
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
         budget.check_policy(self.config.group)
@@ -314,6 +335,8 @@ class ParisKV(BaseIndex):
 
     def _cleared(self) -> None:
         self._histogram = torch.empty(0)
+        if getattr(self, "_fused", None):
+            self._fused.cleared()
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
         if self.config.coarse != "tiers":
@@ -335,6 +358,8 @@ class ParisKV(BaseIndex):
 
     def _keep(self, statistics: Tensor) -> None:
         self._histogram = statistics
+        if self._fused:
+            self._fused.changed(self)
 
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]

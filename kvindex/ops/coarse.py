@@ -72,8 +72,9 @@ def rounded(queries: Tensor, largest: int) -> Tensor:
     queries: rotated, float32 `[B, G, g, D]`; largest: 1 to 127.
     """
     wide = queries.double()
-    peak = wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
-    return (wide * (largest / peak)).round().to(torch.int8)
+    peak = wide.abs().amax(-1, keepdim=True)
+    factor = torch.where(peak > 0, largest / peak, 0.0)
+    return (wide * factor).round().to(torch.int8)
 
 
 def dot_table(queries: Tensor, largest: int) -> Tensor:

@@ -1,0 +1,105 @@
+"""What each stage must move, and how fast this machine moves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.decode.setting import Setting
+from benchmarks.decode.timing import Timed, read_all
+from kvindex_cuda import step as steps
+from kvindex_cuda.layout import BLOCK
+
+SECTOR = 32
+"""Bytes that memory moves at least."""
+
+READ_BYTES, COPY_BYTES, PINNED_BYTES = 2**32, 2**32, 2**30
+"""Moved to measure rates."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes that a stage must move: on the device, and from the host."""
+
+    device: float
+    host: float = 0
+
+    def floor_us(self, read_gb_s: float, host_gb_s: float) -> float:
+        """Microseconds at the measured rates, both at once."""
+        return max(self.device / read_gb_s, self.host / host_gb_s) / 1e3
+
+
+def stage_bytes(
+    setting: Setting, tokens: int, batch: int, listed: float, place: str = "host"
+) -> dict[str, Bytes]:
+    """Bytes of each kernel of a step, by its name: inputs once, outputs once, gathers by sectors.
+
+    listed: entries of the scan's list per KV head, on average. Left out: what a kernel counts,
+    and what it reads again from the L2 cache.
+    """
+    g, layout = setting.geometry, setting.layout
+    size, groups = g.dtype.itemsize, batch * g.kv_heads
+    heads, group, width = batch * g.q_heads, g.group_size, layout.stride
+    S, C = -(-tokens // BLOCK), min(setting.candidates(tokens), listed)
+    row = (g.head_dim + g.value_dim) * size
+    cleared = 4 * (2 * group * steps.BUCKETS + 2 * steps.BINS + 6)
+
+    def sectors(count: int) -> int:
+        return -(-count // SECTOR) * SECTOR
+
+    asked = 4 * g.head_dim**2 + heads * g.head_dim * (size + 4 + 1) + groups * cleared
+    tile = sectors(16 * width) + sectors(16) + sectors(2 * g.head_dim)
+    sampled = steps.SAMPLED // 16 * tile + 8 * steps.SAMPLED
+    key = sectors(width) + sectors(layout.magnitude_bits * width) + sectors(2)
+    scanned = tokens * (width + 1) + S * (2 * g.head_dim + 4 * group) + 8 * listed
+    agreed = listed * (4 * group + 4)
+    near = groups * setting.near * row + 2 * heads * g.head_dim * size
+    rows = groups * min(setting.k, C) * row
+    return {
+        "ask": Bytes(asked),
+        "sample": Bytes(groups * sampled),
+        "scan": Bytes(groups * scanned + batch * S * BLOCK / 8),
+        "exact": Bytes(groups * 12),
+        "rerank": Bytes(groups * (8 * listed + C * key + 4 * group * (listed + S))),
+        "agree": Bytes(groups * agreed),
+        "attend": Bytes(
+            groups * 4 * listed + near + (rows if place == "device" else 0),
+            rows if place == "host" else 0,
+        ),
+    }
+
+
+def ceilings(timed: Timed, device: str, shrink: int = 1) -> dict[str, Any]:
+    """Reading alone (the best of some grids), copying on the device, copying to it: GB/s.
+
+    shrink: divides the sizes, for tests.
+    """
+    drawn = dict(dtype=torch.int32, device=device)
+    data = torch.randint(-(2**31), 2**31 - 1, (READ_BYTES // shrink // 4,), **drawn)
+    total = torch.zeros(1, dtype=torch.int32, device=device)
+    read_all(data, total)
+    if int(total) & 0xFFFFFFFF != int(data.sum(dtype=torch.int64)) & 0xFFFFFFFF:
+        raise SystemExit("the kernel that reads everything does not: its sum is wrong")
+    best: dict[str, Any] = {}
+    for blocks in (264, 528, 1056, 2112, 8448):
+        for loads in (2, 4, 8):
+            times = timed(partial(read_all, data, total, blocks, loads), 1)
+            if not best or times["median_us"] < best["median_us"]:
+                best = {**times, "grid": blocks, "loads": loads}
+    found = {"read": {**best, "bytes": data.nbytes, "GB_s": data.nbytes / best["median_us"] / 1e3}}
+    other = torch.empty(COPY_BYTES // shrink // 4, dtype=torch.int32, device=device)
+    times = timed(lambda: other.copy_(data[: len(other)]), 1)
+    moved = 2 * other.nbytes
+    found["copy"] = {**times, "bytes": moved, "GB_s": moved / times["median_us"] / 1e3}
+    host = torch.ones(PINNED_BYTES // shrink, dtype=torch.uint8, pin_memory=device != "cpu")
+    target = other.view(torch.uint8)[: len(host)]
+    times = timed(lambda: target.copy_(host, non_blocking=True), 1)
+    found["pinned"] = {
+        **times,
+        "bytes": host.nbytes,
+        "GB_s": host.nbytes / times["median_us"] / 1e3,
+    }
+    return found

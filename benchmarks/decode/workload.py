@@ -1,0 +1,212 @@
+"""What lies in memory, and the step that reads it.
+
+Codes of a pool of sequences, at least L (the layers) and at least 8 times the L2 cache: layer l of
+batch row b reads sequence (l B + b) mod pool, so that as many bytes lie between two reads of one
+byte at every batch size. The layers share one set of rows (those of 16 layers would take 64 GB),
+and each starts to read it elsewhere, so that no two read the same rows. Sink and window lie on the
+device, as in `KVIndexCache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode.setting import Setting, synthetic
+from benchmarks.decode.timing import Clock, Launches
+from kvindex_cuda.host_store import HostStore
+from kvindex_cuda.layout import BLOCK
+from kvindex_cuda.slabs import Budget
+from kvindex_cuda.step import State, Step, words_of
+
+PIECE = 65_536
+"""Tokens drawn or encoded at once: the temporaries of encoding take 3 GB."""
+
+ROWS = 2**20
+"""Tokens of the shared set of rows: 4 GiB, past what the GPU's page tables cache."""
+
+COLD = 8
+"""Sizes of the L2 cache between two reads of one byte."""
+
+SETS = 8
+"""Of queries."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Codes of sequences: blocks uint8 `[Q, S, G, head_bytes]`, references float32 `[Q, G]`."""
+
+    blocks: Tensor
+    references: Tensor
+
+    @staticmethod
+    def of(setting: Setting, tokens: int, sequences: int, clock: Clock) -> Pool:
+        """Encode synthetic keys. Raises OutOfTimeError."""
+        g, layout, index = setting.geometry, setting.layout, setting.index
+        learn, S = index.ops.learn, -(-tokens // BLOCK)
+        shape = (sequences, S, g.kv_heads, layout.head_bytes)
+        blocks = torch.empty(shape, dtype=torch.uint8, device=g.device)
+        references = torch.empty((sequences, g.kv_heads), device=g.device)
+        for q in range(sequences):
+            learnt: dict[str, Tensor] = {}  # of the sequence's first piece
+            for start in range(0, tokens, PIECE):
+                clock.check()
+                keys = synthetic(g, q, start, min(PIECE, tokens - start))
+                if not learnt:
+                    norms = index.ops.transform.normalize(keys)[1]
+                    learnt = learn.reference(norms, None, {})
+                centres = learn.centres(keys, None, {}, start=0, every=BLOCK)
+                codes = index._encode(keys, {**centres, **learnt})
+                packed = layout.pack(codes, centres["centres"])[0]
+                blocks[q, start // BLOCK : start // BLOCK + len(packed)] = packed
+            references[q] = learnt["reference"][0]
+        return Pool(blocks, references)
+
+    def table(self, layer: int, batch: int) -> Tensor:
+        """Addresses of a layer's blocks, int64 `[B, S]`."""
+        Q, S = self.blocks.shape[:2]
+        size = self.blocks[0, 0].nbytes
+        sequence = (layer * batch + torch.arange(batch, device=self.blocks.device)) % Q
+        slots = sequence[:, None] * S + torch.arange(S, device=self.blocks.device)
+        return self.blocks.data_ptr() + slots * size
+
+    def reference(self, layer: int, batch: int) -> Tensor:
+        """Float32 `[B, G]`."""
+        sequence = (layer * batch + torch.arange(batch)) % len(self.references)
+        return self.references[sequence.to(self.references.device)].contiguous()
+
+
+def sequences_of(scanned_bytes: int, layers: int, l2_bytes: int) -> int:
+    """Sequences in the pool if a step scans so many bytes of each."""
+    return max(layers, -(-COLD * l2_bytes // scanned_bytes))
+
+
+@dataclass(frozen=True)
+class RowPool:
+    """Blocks of rows that the layers share: addresses int64 `[P]`, and what keeps them alive."""
+
+    addresses: Tensor
+    row_bytes: int
+    alive: Any
+
+    def table(self, blocks: int, place: int, places: int) -> Tensor:
+        """Addresses int64 `[blocks]` for the `place`-th of so many readers."""
+        P = len(self.addresses)
+        slots = torch.arange(blocks, device=self.addresses.device) + place * P // places
+        return self.addresses[slots % P]
+
+
+def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPool]:
+    """The same random rows of so many tokens on the `host` and on the `device`.
+
+    options: for `HostStore`.
+    """
+    g = setting.geometry
+    store = HostStore(g, max_tokens=tokens, budget=Budget(), **options)
+    S = -(-tokens // BLOCK)
+    shape = (S, g.kv_heads, BLOCK, store.row_bytes)
+    device = torch.empty(shape, dtype=torch.uint8, device=g.device)
+    draw = torch.Generator(g.device).manual_seed(2)
+    for start in range(0, tokens, PIECE):
+        count = min(PIECE, tokens - start)
+        drawn = torch.randn(
+            (2, 1, g.kv_heads, count, g.head_dim), generator=draw, device=g.device
+        ).to(g.dtype)
+        rows = store.join(*drawn)
+        store.append(rows)
+        whole = count // BLOCK * BLOCK
+        first = start // BLOCK
+        encoded = rows["rows"][0]
+        part = encoded[:, :whole].unflatten(1, (-1, BLOCK)).transpose(0, 1)
+        device[first : first + whole // BLOCK] = part
+        if whole < count:
+            device[first + whole // BLOCK, :, : count - whole] = encoded[:, whole:]
+    store.wait()
+    store._pool.settle()
+    if g.device.type == "cuda":
+        torch.cuda.synchronize()
+    size = device[0].nbytes
+    found = device.data_ptr() + size * torch.arange(S, device=g.device)
+    return {
+        "host": RowPool(store.table[0, :S].contiguous(), store.row_bytes, store),
+        "device": RowPool(found, store.row_bytes, device),
+    }
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step of L layers: all queries `[SETS, L, B, H, D]`, states for rows here and there."""
+
+    step: Step
+    asked: Tensor
+    queries: Tensor  # [L, B, H, D], what the step reads
+    states: dict[str, list[State]]
+
+    @staticmethod
+    def of(
+        setting: Setting,
+        tokens: int,
+        batch: int,
+        layers: int,
+        pool: Pool,
+        rows: dict[str, RowPool],
+        multiprocessors: int,
+    ) -> Workload:
+        """Of codes and rows that are shared; allocates what is the batch's own."""
+        g = setting.geometry
+        C, S = setting.candidates(tokens), -(-tokens // BLOCK)
+        draw = torch.Generator(g.device).manual_seed(3)
+        shape = (layers, batch, g.kv_heads, setting.near, g.head_dim + g.value_dim)
+        near = torch.randn(shape, generator=draw, device=g.device, dtype=torch.float32).to(g.dtype)
+
+        def filled(shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=g.device)
+
+        flags = torch.ones((1, tokens), dtype=torch.bool, device=g.device)
+        shared = dict(
+            valid=words_of(flags, S).repeat(batch, 1, 1),
+            length=filled((1,), tokens, torch.int64),
+            wanted=filled((batch,), C, torch.int32),
+            counted=filled((batch,), tokens, torch.int32),
+            shown=filled((batch, setting.near), 1, torch.uint8),
+            held=filled((1,), setting.near, torch.int64),
+        )
+        states: dict[str, list[State]] = {place: [] for place in rows}
+        for layer in range(layers):
+            codes, reference = pool.table(layer, batch), pool.reference(layer, batch)
+            for place, part in rows.items():
+                at = [part.table(S, layer * batch + b, layers * batch) for b in range(batch)]
+                states[place].append(
+                    State(
+                        codes=codes,
+                        rows=torch.stack(at),
+                        reference=reference,
+                        near=near[layer],
+                        row_bytes=part.row_bytes,
+                        **shared,
+                    )
+                )
+        step = Step(
+            g,
+            setting.layout,
+            batch=batch,
+            k=setting.k,
+            most=C,
+            multiprocessors=multiprocessors,
+        )
+        asked = setting.queries(SETS, layers, batch)
+        return Workload(step, asked, asked[0].clone(), states)
+
+    def ask(self, number: int) -> None:
+        """Let the step read another set of queries."""
+        self.queries.copy_(self.asked[number % len(self.asked)])
+
+    def run(self, place: str, launches: Launches | None = None) -> None:
+        """The step of every layer, with rows on `place`."""
+        for queries, state in zip(self.queries, self.states[place], strict=True):
+            if launches is not None:
+                launches.begin()
+            self.step(queries, state)

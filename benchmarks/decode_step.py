@@ -1,0 +1,199 @@
+"""One decoding step of one layer on a GPU, from query to attention output, and where it spends it.
+
+    PYTHONPATH=.:adapters python benchmarks/decode_step.py [--tokens N …] [--batch B …] [--beta β]
+        [--layers L] [--replays R] [--seconds S] [--faiss FOLDER] --json OUT --plot OUT.png
+    PYTHONPATH=.:adapters python benchmarks/decode_step.py --draw RESULT.json [--plot OUT.png]
+
+H = 32, G = 8, D = 128, bfloat16, k = 100, `pariskv:preset=fast:lists=group`. First the answer is
+checked; a wrong one is not timed. All times are of replays of a CUDA graph that holds the step
+of L layers one after another, divided by L, by CUDA events, after the L2 cache was filled with
+something else and with other queries in each replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.decode.correctness import check
+from benchmarks.decode.floors import ceilings
+from benchmarks.decode.rivals import dense, faiss_times
+from benchmarks.decode.setting import NEAR, D, G, H, K, Setting
+from benchmarks.decode.show import plot, show, spread
+from benchmarks.decode.stages import measure
+from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
+from benchmarks.decode.workload import ROWS, Pool, Workload, row_pools, sequences_of
+from kvindex.geometry import Geometry
+from kvindex_adapters.machine import describe
+from kvindex_cuda import launch as launching
+from kvindex_cuda.layout import BLOCK
+
+TOKENS = (32_768, 131_072, 1_048_576)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What the command was told; exits with words where it cannot be done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--beta", type=float, default=0.02)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
+    parser.add_argument("--faiss", type=Path, help="folder of an unpacked bundle (FAISS-GPU)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--draw", type=Path, help="show and draw this result; measure nothing")
+    found = parser.parse_args(given)
+    least = dict(tokens=4096, batch=1, layers=1, replays=50)
+    for name, low in least.items():
+        values = getattr(found, name)
+        for value in values if isinstance(values, (list, tuple)) else [values]:
+            if value < low:
+                parser.error(f"{name}: got {value}, allowed is at least {low}")
+    if not 0 < found.beta <= 1:
+        parser.error(f"beta: got {found.beta}, allowed is above 0, to 1")
+    if not found.seconds > 0:
+        parser.error(f"seconds: got {found.seconds}, allowed is above 0")
+    if found.faiss is not None and not (found.faiss / "faiss").is_dir():
+        parser.error(f"faiss: got {found.faiss}, allowed is a folder with the package faiss in it")
+    if found.draw is not None and not found.draw.is_file():
+        parser.error(f"draw: got {found.draw}, allowed is a JSON that this script has written")
+    for name in ("json", "plot"):
+        path = getattr(found, name)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{name}: got {path}, allowed is a file in a folder that exists")
+    if found.draw is None and not torch.cuda.is_available():
+        parser.error("this measures a CUDA device, and torch sees none; --draw draws a result")
+    return found
+
+
+def keep(result: dict[str, Any], given: argparse.Namespace) -> None:
+    """Write and draw what is known so far."""
+    if given.json and given.draw is None:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if given.plot and result["points"]:
+        plot(result, given.plot)
+
+
+def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Check, then measure point by point; batch 1 first of every length."""
+    clock = Clock(given.seconds)
+    card = torch.cuda.get_device_properties(0)
+    launching.checked(torch.cuda.current_device())
+    geometry = Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16, device="cuda")
+    setting = Setting(geometry, given.beta)
+    processors, l2 = card.multi_processor_count, card.L2_cache_size
+    timed = GraphTimer(given.replays, clock, l2)
+    result: dict[str, Any] = {
+        "shape": {"q_heads": H, "kv_heads": G, "head_dim": D, "k": K, "dtype": "bfloat16"},
+        "index": f"pariskv:preset=fast:lists=group:beta={given.beta}",
+        "near": NEAR,
+        "l2_bytes": l2,
+        "machine": describe("cuda"),
+        "ceilings": {},
+        "points": [],
+        "faiss": [],
+        "notes": [],
+    }
+
+    def say(text: str) -> None:
+        console.print(f"{clock.spent:5.0f} s  {text}")
+
+    def end(note: str) -> None:
+        result["notes"].append(note)
+        say(note)
+
+    result["check"] = check(setting, processors)
+    say(f"checked: {result['check']}")
+    try:
+        result["ceilings"] = ceilings(timed, "cuda")
+        _free()
+        say(str({name: round(part["GB_s"]) for name, part in result["ceilings"].items()}))
+        rows = row_pools(setting, min(max(given.tokens), ROWS))
+        say(f"rows: {rows['host'].alive.pinned_bytes / 2**30:.1f} GiB pinned")
+        layout = setting.layout
+        for tokens in given.tokens:
+            S = -(-tokens // BLOCK)
+            scanned = G * tokens * (layout.stride + 1)
+            sequences = sequences_of(scanned, given.layers, l2)
+            fit = int(0.85 * torch.cuda.mem_get_info()[0]) // (S * G * layout.head_bytes)
+            if fit < 1:
+                end(f"{tokens} tokens: their codes do not fit into the device")
+                continue
+            if fit < sequences:
+                end(f"{tokens} tokens: codes of {fit} sequences, not {sequences}: memory")
+            points = [{"tokens": tokens, "batch": batch} for batch in given.batch]
+            for point in points:
+                need = 4 * G * D * tokens * point["batch"]
+                layers = min(given.layers, int(0.8 * torch.cuda.mem_get_info()[0]) // need)
+                if layers:
+                    point |= dense(setting, tokens, point["batch"], layers, timed)
+                else:
+                    end(f"{tokens} tokens, batch {point['batch']}: dense needs more memory")
+                _free()
+                result["points"].append(point)
+                if "dense" in point:
+                    say(f"{tokens} × {point['batch']} dense: {spread(point, 'dense')} µs")
+            pool = Pool.of(setting, tokens, min(fit, sequences), clock)
+            say(f"{tokens} tokens: {pool.blocks.nbytes / 2**30:.1f} GiB of codes")
+            for point in points:
+                batch = point["batch"]
+                work = Workload.of(setting, tokens, batch, given.layers, pool, rows, processors)
+                sizes = dict(tokens=tokens, batch=batch)
+                point |= measure(setting, work, timed, result["ceilings"], **sizes)
+                point["sequences"] = len(pool.blocks)
+                say(f"{tokens} × {batch} step: {spread(point, 'step_host')} µs")
+                for part, times in point.items():
+                    if isinstance(times, dict) and not times["graph"]:
+                        end(f"{tokens} tokens, batch {batch}: {part} was not captured in a graph")
+                keep(result, given)
+                del work
+                _free()
+            del pool
+            _free()
+        if given.faiss is None:
+            end("FAISS was not measured: no --faiss")
+        for tokens in [n for n in given.tokens if n <= ROWS] if given.faiss else []:
+            try:
+                result["faiss"].append(faiss_times(given.faiss, tokens, clock, given.replays))
+            except (ImportError, OSError) as error:
+                end(f"FAISS was not measured: {error}")
+                break
+            finally:
+                _free()
+    except OutOfTimeError as error:
+        end(f"stopped: {error}")
+    except torch.cuda.OutOfMemoryError as error:
+        end(f"stopped: {str(error).splitlines()[0]}")
+    finally:  # whatever happens on the device, what was measured is kept
+        result["seconds"] = clock.spent
+        keep(result, given)
+    return result
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Check, measure, print, write and draw."""
+    given, console = arguments(), Console(width=160)
+    if given.draw is not None:
+        result = json.loads(given.draw.read_text())
+        keep(result, given)
+    else:
+        with torch.no_grad():
+            result = measure_all(given, console)
+    show(result, console)
+
+
+if __name__ == "__main__":
+    main()

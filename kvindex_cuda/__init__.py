@@ -1,0 +1,42 @@
+"""The ops of `kvindex.ops` as CUDA kernels: same names, same signatures, on CUDA tensors.
+
+Importing it needs neither CuPy nor a GPU: the first launch does (`launch.checked`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvindex.geometry import Geometry
+from kvindex.store import Store
+from kvindex_cuda import attention, coarse, codes, fetch, launch, learn, rerank, select, transform
+from kvindex_cuda.fused import fused
+from kvindex_cuda.host_store import HostStore
+
+__all__ = [
+    "attention",
+    "coarse",
+    "codes",
+    "fetch",
+    "fused",
+    "learn",
+    "ready",
+    "rerank",
+    "select",
+    "store",
+    "transform",
+]
+
+
+def ready(device: torch.device) -> None:
+    """Raises ValueError for a device that is no CUDA device, and as `launch.checked`."""
+    if device.type not in launch.LOADERS:
+        raise ValueError(f"device: got {device} with backend='cuda', allowed is a CUDA device")
+    if device.type == "cuda":
+        launch.checked(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def store(geometry: Geometry, place: str) -> Store | HostStore:
+    """Where rows live: on a GPU's host in pinned memory that kernels read."""
+    pinned = place == "host" and geometry.device.type == "cuda"
+    return HostStore(geometry) if pinned else Store(geometry, place)

@@ -1,0 +1,63 @@
+"""What launchers share: checks of tensors, strides, and how many blocks keep a device busy."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""`DTYPE` of the kernels' sources."""
+
+EMULATED = 4
+"""Multiprocessors where there is no GPU: enough for several blocks to share a row."""
+
+
+def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
+    """The tensor. Raises ValueError for another dtype."""
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(dtype) for dtype in allowed)
+        raise ValueError(f"{name}: got {tensor.dtype}, allowed is {names}")
+    return tensor
+
+
+def of_shape(name: str, tensor: Tensor, *shape: int) -> Tensor:
+    """The tensor. Raises ValueError for another shape."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed is {shape}")
+    return tensor
+
+
+def rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
+    """The tensor, or a copy where its last `inner` dimensions have gaps.
+
+    Copied too where a row of them does not start at a multiple of `aligned` bytes.
+    """
+    outer = tensor.ndim - inner
+    whole, expected = True, 1
+    for size, step in zip(tensor.shape[outer:][::-1], tensor.stride()[outer:][::-1], strict=True):
+        whole &= size == 1 or step == expected
+        expected *= size
+    starts = gcd(*(step * tensor.element_size() for step in steps(tensor)[:outer]), aligned)
+    if whole and starts == aligned and tensor.data_ptr() % aligned == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def steps(tensor: Tensor) -> list[int]:
+    """Strides, 0 along a dimension of one entry, which nobody steps along."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [step if size > 1 else 0 for size, step in pairs]
+
+
+def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4) -> int:
+    """Blocks for each of some rows of `work` items: `blocks` per multiprocessor in all.
+
+    No more than leave `each` items to a block.
+    """
+    count = EMULATED
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = -(-blocks * count // max(1, rows))
+    return max(1, min(wanted, -(-work // each), 65535))

@@ -1,0 +1,147 @@
+"""Append's fast path: keys to codes in blocks, in one kernel (`kernels/encode.cu`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvindex.ops import transform
+from kvindex_cuda.arguments import CODES, of_shape, of_type, rows
+from kvindex_cuda.launch import launch
+from kvindex_cuda.layout import BLOCK, Layout
+
+MOST_BITS, WIDEST = 7, 256
+
+ROOM = 2.0**-10
+"""The largest size of a coordinate that is told apart lies above the last edge by this share."""
+
+
+class Encoder:
+    """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
+
+    rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
+    a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
+    Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
+    head dimension that 8 does not divide or above 256, more than 7 bits.
+    """
+
+    def __init__(self, layout: Layout, rotation: Tensor, levels: Tensor) -> None:
+        D, bits = layout.head_dim, layout.magnitude_bits
+        if D % 8 or not 8 <= D <= WIDEST or not 0 <= bits <= MOST_BITS:
+            raise ValueError(
+                f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST} "
+                f"and 0 to {MOST_BITS}"
+            )
+        of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
+        of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
+        self.layout, self.device = layout, rotation.device
+        signs, hartley = _factors(rotation.cpu())
+        self._flips = _flips(signs).to(self.device)
+        self._hartley = hartley.to(self.device)
+        self.largest, tables = _tables(levels.cpu())
+        self._tables = tables.to(self.device)
+
+    def __call__(
+        self,
+        keys: Tensor,
+        centres: Tensor | None,
+        reference: Tensor,
+        table: Tensor,
+        *,
+        start: int,
+        valid: Tensor | None = None,
+    ) -> None:
+        """Write codes of keys `[B, G, N, D]`, the first of which has the id `start`, to blocks.
+
+        All fields of the keys' places, and the centre of each block that has one; the rest of a
+        block stays as it is. An invalid key counts as zero before the centre is taken off.
+
+        centres: bfloat16 `[B, G, S, D]`, one for each block of 256 ids, or None for zeros;
+        reference: float32 `[B, G]`; table: int64 `[B, S]`, addresses of blocks; valid: bool
+        `[B, N]`. Raises ValueError for wrong dtypes or shapes, ids beyond the table.
+        """
+        L, D = self.layout, self.layout.head_dim
+        B, G, N, _ = of_type("keys", keys, *CODES).shape
+        of_shape("keys", keys, B, G, N, D)
+        of_shape("reference", of_type("reference", reference, torch.float32), B, G)
+        of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
+        first, stop = start // BLOCK, -(-(start + N) // BLOCK)
+        held = table.shape[1] if centres is None else min(table.shape[1], centres.shape[2])
+        if start < 0 or stop > held:
+            raise ValueError(
+                f"start: got {start} for {N} keys, allowed are ids from 0 to {held * BLOCK - 1}"
+            )
+        if centres is not None:
+            of_type("centres", centres, torch.bfloat16)
+            centres = rows(of_shape("centres", centres, B, G, centres.shape[2], D), 1)
+        if valid is not None:
+            valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+        keys = rows(keys, 1)
+        steps = (0, 0, 0) if centres is None else centres.stride()[:3]
+        launch(
+            "encode.cu",
+            "encode",
+            (stop - first if N else 0, G, B),
+            (256,),
+            *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
+            *(self._hartley, self._tables, N, start),
+            *keys.stride()[:3],
+            0 if valid is None else valid.stride(0),
+            *steps,
+            table.shape[1],
+            *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.centre),
+            *(1 / self.largest, D**-0.5),
+            D=D,
+            BITS=L.magnitude_bits,
+            DTYPE=CODES[keys.dtype],
+            WIDE=int(_wide(keys)),
+        )
+
+
+def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """Signs `[D]` of `R = (Q ⊗ H) diag(s) / √D`, and `Q` with zeros up to what the lanes hold."""
+    D = len(rotation)
+    power = D & -D
+    odd = D // power
+    plain = transform.rotation(D, 0)
+    plain = plain * plain[0].sign()  # the first rows of Q and H are ones
+    signs = rotation[0].sign()
+    if not torch.allclose(plain * signs, rotation, rtol=0, atol=1e-6):
+        raise ValueError("rotation: got another matrix, allowed is one of ops.transform.rotation")
+    order = odd if power >= 32 else -(-D // 32) * 32 // power
+    hartley = torch.zeros(order, order)
+    hartley[:odd, :odd] = plain[::power, ::power] * D**0.5
+    return signs, hartley
+
+
+def _flips(signs: Tensor) -> Tensor:
+    """Sign bits of pairs of 16-bit numbers, int32 `[D / 2]` up to whole words of a plane."""
+    D = len(signs)
+    bits = np.zeros(-(-D // 32) * 32, dtype=np.uint32)
+    bits[:D] = (signs < 0).numpy() * np.uint32(0x8000)
+    pairs = bits[0::2] | bits[1::2] << 16
+    return torch.from_numpy(pairs.view(np.int32))
+
+
+def _tables(levels: Tensor) -> tuple[float, Tensor]:
+    """The largest size that is told apart; by cells of it edges, indices of levels; levels."""
+    bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
+    cells = 16 if bits <= 3 else 4 << bits
+    largest = float(edges[-1]) * (1 + ROOM) if bits else 1.0
+    places = (edges.double() / largest).float()
+    found = (places.double() * (cells - 1)).round().long()  # as the kernel rounds: ties to even
+    if (found.diff() < 1).any():
+        raise ValueError(f"levels: got {levels.tolist()}, allowed are those of ops.codes.levels")
+    scaled = torch.full((cells,), torch.inf)
+    scaled[found] = places
+    below = torch.searchsorted(found, torch.arange(cells))
+    indices = torch.stack([below, (below + 1).clamp_max(len(edges))], dim=1)
+    return largest, torch.cat([scaled, indices.flatten().float(), levels])
+
+
+def _wide(keys: Tensor) -> bool:
+    """Whether each key begins at a multiple of 16 bytes."""
+    sized = [s for size, s in zip(keys.shape[:3], keys.stride()[:3], strict=True) if size > 1]
+    places = [keys.data_ptr(), *(step * keys.element_size() for step in sized)]
+    return all(place % 16 == 0 for place in places)

@@ -1,0 +1,181 @@
+"""Full-precision rows in pinned host memory, which kernels read through unified addresses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+from kvindex.geometry import Geometry
+from kvindex.protocol import Rows
+from kvindex.rows import codec
+from kvindex_cuda.blocks import BLOCK, BlockTable
+from kvindex_cuda.offload import Offload, PinnedAllocator
+from kvindex_cuda.slabs import Allocator, Budget, Pool, shared_budget
+
+MAX_TOKENS = 4 * 2**20
+"""The longest context of issue 4: 128 KB of table per row of the batch."""
+
+SLAB_BYTES = 32 * 2**20
+"""32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
+
+
+class HostStore:
+    """Rows as bytes in blocks `[G, 256, row_bytes]` of one batch row each; nothing ever moves.
+
+    A token's key and value are one contiguous row (`kvindex.rows`). Row `n` of head `g` of batch
+    row `b` is for kernels at `table[b, n // 256] + (g · 256 + n % 256) · row_bytes`. Interface of
+    `kvindex.store.Store`; to be used by one thread at a time.
+
+    rows: "plain", "int8" or "fp8". max_tokens: what the table has room for. slab_bytes: pinned at
+    a time, rounded down to blocks, at least one. budget: the process's unless given.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        rows: str = "plain",
+        max_tokens: int = MAX_TOKENS,
+        slab_bytes: int = SLAB_BYTES,
+        allocator: Allocator | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self._geometry = geometry
+        self._codec = codec(rows, geometry)
+        self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
+        self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)
+        self._allocator = PinnedAllocator(geometry.device) if allocator is None else allocator
+        self._budget = shared_budget() if budget is None else budget
+        self._open()
+
+    def _open(self) -> None:
+        slab_blocks = max(1, self._slab_bytes // self.block_bytes)
+        self._pool = Pool(self.block_bytes, slab_blocks, self._allocator, self._budget)
+        self._close = weakref.finalize(self, self._pool.close)
+        self._offload = Offload(self._geometry.device)
+        self._lent_by: HostStore | None = None  # whose rows a view reads
+        self._length = 0
+        self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's key and value for one head, a multiple of 16."""
+        return self._codec.row_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, `G · 256 · row_bytes`."""
+        return self._geometry.kv_heads * BLOCK * self.row_bytes
+
+    @property
+    def table(self) -> Tensor:
+        """Device addresses of blocks, int64 `[B, S]` on the compute device; 0 where there is none.
+
+        The same tensor from the first append until `reset`: `[0, S]` before it. Whoever reads
+        through it calls `wait` first.
+        """
+        return self._table.addresses
+
+    def wait(self) -> None:
+        """What the current stream runs from here on sees all rows. Not for a captured stream."""
+        self._offload.wait()
+
+    def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are."""
+        return {"rows": self._codec.encode(keys, values)}
+
+    def reserve(self, rows: dict[str, Tensor]) -> None:
+        """Make room for `rows`, as `join` makes them; what is held stays as it was.
+
+        Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
+        RuntimeError if no memory can be pinned.
+        """
+        if self._lent_by is not None:
+            raise RuntimeError("host store: a repeated view cannot be appended to")
+        batch, _, count, _ = rows["rows"].shape
+        if count:
+            self._table.room(batch, self._length, count)
+
+    def append(self, rows: dict[str, Tensor]) -> None:
+        """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
+        self.reserve(rows)
+        encoded = rows["rows"]
+        if not encoded.shape[2]:
+            return
+        self._offload.copy(self._table.pieces(encoded, self._length), encoded)
+        self._length += encoded.shape[2]
+        if not self._table.full:
+            self._pool.ahead()
+
+    def gather(self, ids: Tensor) -> Rows:
+        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros.
+
+        By the CPU, for which it waits: a kernel that reads `table` is the fast way.
+        """
+        where = ids.cpu()
+        self._offload.synchronize()
+        rows = self._table.read(where)
+        return self._codec.decode(rows.to(self._geometry.device))
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
+        """All rows in order, at most `size` tokens at a time: (first id, rows)."""
+        shape = (self._table.batch, self._geometry.kv_heads, -1)
+        for start in range(0, len(self), size):
+            ids = torch.arange(start, min(start + size, len(self)))
+            yield start, self.gather(ids.expand(shape))
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` rows; the blocks of the others wait for new ones."""
+        self._length = min(self._length, length)
+
+    def reordered(self, batch_indices: Tensor) -> HostStore:
+        """A copy, in its own blocks, in which row `b` of the batch is row `batch_indices[b]`.
+
+        Raises as `reserve`.
+        """
+        copied = copy(self)
+        copied._open()
+        if not self._length:
+            return copied
+        try:
+            copied._table.room(len(batch_indices), 0, self._length)
+            self._offload.synchronize()
+            copied._table.copy_from(self._table, batch_indices)
+        except BaseException:
+            copied.reset()
+            raise
+        copied._length = self._length
+        return copied
+
+    def repeated(self, count: int) -> HostStore:
+        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        view = copy(self)
+        view._lent_by = self
+        view._table = self._table.repeated(count)
+        return view
+
+    def reset(self) -> None:
+        """Forget everything, and free the memory."""
+        try:
+            if self._lent_by is None:
+                self._pool.settle()
+                self._close()
+        finally:
+            self._open()
+
+    def nbytes(self) -> int:
+        """Bytes of rows in use (see `pinned_bytes`)."""
+        return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory held: rows, room for more, the slab pinned ahead."""
+        return self._pool.pinned_bytes

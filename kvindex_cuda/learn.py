@@ -1,0 +1,94 @@
+"""What an index learns of tokens as they come; `kvindex.ops.learn` on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvindex.ops.learn import HEADROOM, LEAN
+from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows
+from kvindex_cuda.launch import launch
+
+__all__ = ["HEADROOM", "LEAN", "centres", "reference"]
+
+THREADS, TALL, WIDEST = 256, 16, 1024
+"""As in `learn.cu`; the largest head dimension whose sums fit shared memory."""
+
+
+def centres(
+    keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int, every: int
+) -> dict[str, Tensor]:
+    """Centres bfloat16 `[B, G, S, D]` and `known` bool `[B, S]`: as `kvindex.ops.learn.centres`.
+
+    Sums in double, in another order. Raises ValueError for wrong dtypes or shapes, a `D` that 8
+    does not divide or above 1,024.
+    """
+    B, G, N, D = of_type("keys", keys, *CODES).shape
+    if D % 8 or D > WIDEST:
+        raise ValueError(f"keys: got D = {D}, allowed are multiples of 8 up to {WIDEST}")
+    if start < 0 or every < 1:
+        raise ValueError(f"start, every: got {start}, {every}, allowed are from 0 and from 1 on")
+    given, flags = rows(keys, 1), _flags(valid, B, N)
+    none: dict[str, Tensor] = {
+        "centres": keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16),
+        "known": keys.new_zeros((B, 0), dtype=torch.bool),
+    }
+    old = of_type("centres", learnt.get("centres", none["centres"]), torch.bfloat16).contiguous()
+    held = of_type("known", learnt.get("known", none["known"]), torch.bool).contiguous()
+    before = old.shape[2]
+    of_shape("centres", old, B, G, before, D)
+    of_shape("known", held, B, before)
+    S = max(before, -(-(start + N) // every))
+    found = torch.empty((B, G, S, D), dtype=torch.bfloat16, device=keys.device)
+    known = torch.empty((B, S), dtype=torch.bool, device=keys.device)
+    launch(
+        "learn.cu",
+        "centres",
+        (S, G, B),
+        (THREADS,),
+        *(given, flags, old, held, found, known, N, D, before, start, every),
+        *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
+        shared_bytes=8 * D * (1 + min(TALL, THREADS * 8 // D)),
+        DTYPE=CODES[keys.dtype],
+        WIDE=int(_wide(given)),
+    )
+    return {"centres": found, "known": known}
+
+
+def reference(
+    norms: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """`reference` float32 `[B, G]`: as `kvindex.ops.learn.reference`. norms: `[B, G, N]`."""
+    B, G, N = of_type("norms", norms, torch.float32).shape
+    flags, old = _flags(valid, B, N), learnt.get("reference")
+    if old is not None:
+        of_shape("reference", of_type("reference", old, torch.float32), B, G)
+        old = old.contiguous()
+    found = norms.new_zeros((B, G)) if old is None else old.clone()
+    splits = busy(norms.device, B * G, N, 16 * THREADS)
+    launch(
+        "learn.cu",
+        "reference",
+        (splits if N else 0, B * G),
+        (THREADS,),
+        *(norms.contiguous(), flags, old, found, N),
+        *(0 if flags is None else flags.stride(0), G),
+        DTYPE=0,
+        WIDE=1,
+    )
+    return {"reference": found}
+
+
+def _flags(valid: Tensor | None, batch: int, count: int) -> Tensor | None:
+    if valid is None:
+        return None
+    return rows(of_shape("valid", of_type("valid", valid, torch.bool), batch, count), 1)
+
+
+def _wide(keys: Tensor) -> bool:
+    """Whether each key begins at a multiple of 16 bytes."""
+    sized = [s for size, s in zip(keys.shape[:3], keys.stride()[:3], strict=True) if size > 1]
+    places = [keys.data_ptr(), *(step * keys.element_size() for step in sized)]
+    return all(place % 16 == 0 for place in places)

@@ -1,0 +1,114 @@
+"""Pinned host memory, and copies into it beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.launch import checked
+
+PORTABLE, MAPPED = 1, 2
+"""`cudaHostAllocPortable`, `cudaHostAllocMapped`."""
+
+DEVICE_TO_HOST = 2
+"""`cudaMemcpyDeviceToHost`."""
+
+MAX_PITCH_BYTES = 2**31 - 1
+"""`cudaDevAttrMaxPitch` of every GPU so far."""
+
+
+@dataclass(frozen=True)
+class PinnedSlab:
+    """Pinned, mapped, portable memory; a `kvindex_cuda.slabs.Slab`."""
+
+    host_address: int
+    device_address: int
+    device: int
+
+    def free(self) -> None:
+        """Unpin, once kernels and copies in flight are done."""
+        cupy = checked(self.device)
+        with cupy.cuda.Device(self.device):
+            cupy.cuda.runtime.deviceSynchronize()
+            cupy.cuda.runtime.freeHost(self.host_address)
+
+
+class PinnedAllocator:
+    """Slabs by `cudaHostAlloc`, for a CUDA device. Raises as `launch.checked`, or ValueError."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda" or device.index is None:
+            raise ValueError(f"device: got {device}, allowed is a CUDA device: rows are pinned")
+        self._device = device.index
+        checked(self._device)
+
+    def allocate(self, nbytes: int) -> PinnedSlab:
+        """A slab of `nbytes`. Raises MemoryError."""
+        cupy = checked(self._device)
+        runtime = cupy.cuda.runtime
+        with cupy.cuda.Device(self._device):
+            address = 0
+            try:
+                address = runtime.hostAlloc(nbytes, PORTABLE | MAPPED)
+                mapped = runtime.pointerGetAttributes(address).devicePointer
+            except runtime.CUDARuntimeError as error:
+                if address:
+                    runtime.freeHost(address)
+                raise MemoryError(str(error)) from error
+        return PinnedSlab(address, mapped, self._device)
+
+
+class Offload:
+    """Copies to host memory on a side stream of a CUDA device; plain ones on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done: torch.cuda.Event | None = None
+
+    def copy(self, pieces: Iterable[tuple[Tensor, Tensor]], source: Tensor) -> None:
+        """Copy pairs of (host, device) uint8 `[h, w]` whose rows are contiguous.
+
+        source: the tensor that all of the second are views of; what writes it on the current
+        stream comes first, and it may be let go of at once.
+        """
+        if self._side is None:
+            for target, piece in pieces:
+                target.copy_(piece)
+            return
+        cupy = checked(self._device.index)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with cupy.cuda.Device(self._device.index):
+            for target, piece in pieces:
+                _copy_2d(cupy.cuda.runtime, target, piece, self._side.cuda_stream)
+        source.record_stream(self._side)
+        self._done = self._side.record_event()
+
+    def wait(self) -> None:
+        """What the current stream runs from here on sees the copies."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def synchronize(self) -> None:
+        """The host waits for the copies."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
+def _copy_2d(runtime: Any, target: Tensor, piece: Tensor, stream: int) -> None:
+    height, width = piece.shape
+    pitches = [max(part.stride(0), width) for part in (target, piece)]
+    if height > 1 and max(pitches) > MAX_PITCH_BYTES:
+        for row in range(height):
+            _copy_2d(runtime, target[row : row + 1], piece[row : row + 1], stream)
+        return
+    if height == 1:
+        pitches = [width, width]  # the stride of a single row says nothing
+    to, come = (part.data_ptr() for part in (target, piece))
+    runtime.memcpy2DAsync(to, pitches[0], come, pitches[1], width, height, DEVICE_TO_HOST, stream)

@@ -1,0 +1,196 @@
+"""Kernels on a CPU: what `kvindex_cuda.launch` loads for CPU tensors while `emulated()` holds.
+
+`emulator.h` says what a kernel may use and which mistakes end a launch (RuntimeError).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from kvindex_cuda import launch as launching
+from kvindex_cuda.launch import Grid, Launch
+
+HEADER = Path(__file__).with_name("emulator.h")
+ORDERS = ("forward", "backward", "random")
+CHECKS = "bounds,alignment,null,shift-exponent,integer-divide-by-zero,signed-integer-overflow"
+FLAGS = (
+    *("-std=c++17", "-O1", "-g", "-fPIC", "-w", "-fvisibility=hidden", "-fno-exceptions"),
+    *("-fno-strict-aliasing", "-ffp-contract=off", "-fdata-sections", "-U_FORTIFY_SOURCE"),
+    *(f"-fsanitize={CHECKS}", "-fno-sanitize-recover=all"),
+)
+LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024, 227 * 1024
+"""Grid, block, threads of a block, bytes of dynamic shared memory (compute capability 9.0)."""
+
+ENTRY = """
+#line 1 "entry"
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+EXPORTED const char* emulated_signature() {{ return emulator::Entry<{name}>::signature; }}
+EXPORTED int emulated_launch(void** arguments, const unsigned* grid, const unsigned* block,
+                             size_t shared_bytes, int order, unsigned long long seed,
+                             char* message, size_t message_bytes) {{
+    return emulator::Entry<{name}>::launch(arguments, grid, block, shared_bytes, order, seed,
+                                           message, message_bytes);
+}}
+"""
+
+SCRIPT = """
+SECTIONS { shared : { __start_shared = .; *(.bss._ZZ*) __stop_shared = .; } } INSERT BEFORE .bss;
+"""
+"""For the linker: variables of functions, which is what `__shared__` makes, side by side."""
+
+_one_at_a_time = Lock()
+
+
+def available() -> bool:
+    """Whether there is a g++ to compile kernels with."""
+    return shutil.which("g++") is not None
+
+
+@contextmanager
+def emulated(*, order: str = "forward", seed: int = 0) -> Iterator[None]:
+    """`kvindex_cuda.launch.launch` takes CPU tensors.
+
+    order: in which warps, lanes and blocks run: "forward", "backward" or "random" by the seed.
+    """
+    before = launching.LOADERS.get("cpu")
+    launching.LOADERS["cpu"] = partial(load, order=order, seed=seed)
+    try:
+        yield
+    finally:
+        del launching.LOADERS["cpu"]
+        if before is not None:
+            launching.LOADERS["cpu"] = before
+
+
+def load(
+    file: str,
+    name: str,
+    defines: tuple[tuple[str, int], ...],
+    *,
+    order: str = "forward",
+    seed: int = 0,
+) -> Launch:
+    """`name` of `kernels/<file>`: a `kvindex_cuda.launch.Loader`."""
+    text = launching.source(file)
+    return compile_text(text, name, defines, file=file, order=order, seed=seed)
+
+
+def compile_text(
+    text: str,
+    name: str,
+    defines: tuple[tuple[str, int], ...] = (),
+    *,
+    file: str = "text.cu",
+    order: str = "forward",
+    seed: int = 0,
+) -> Launch:
+    """Kernel `name` of a source. file: what messages call it."""
+    if order not in ORDERS:
+        raise ValueError(f"order: got {order!r}, allowed are {ORDERS}")
+    # not -D: what is left open in a kernel is not meant for the header
+    opened = "".join(f"#define {key} {value}\n" for key, value in defines)
+    head = f'#include "{HEADER}"\n{opened}#line 1 "{file}"\n'
+    library = _opened(_built(f"{head}{text}\n{ENTRY.format(name=name)}"))
+    return partial(_run, library, name, ORDERS.index(order), seed)
+
+
+def _built(program: str) -> Path:
+    """The shared library of a program, compiled unless it has been before."""
+    sources = sorted((*launching.SOURCES.glob("*.cu"), *launching.SOURCES.glob("*.cuh"), HEADER))
+    parts = [program, SCRIPT, *FLAGS, _compiler(), *(part.read_text() for part in sources)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    folder = Path(tempfile.gettempdir()) / f"kvindex-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{key}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        source, unit, shared = (Path(scratch) / part for part in ("a.cpp", "a.o", "a.so"))
+        source.write_text(program)
+        _checked("g++", *FLAGS, f"-I{launching.SOURCES}", "-c", source, "-o", unit)
+        (script := Path(scratch) / "a.ld").write_text(SCRIPT)
+        # without -fsanitize: emulator.h has the handlers
+        _checked("g++", "-shared", "-fuse-ld=bfd", unit, f"-Wl,-T,{script}", "-o", shared)
+        shared.replace(library)
+    return library
+
+
+@cache
+def _compiler() -> str:
+    return _checked("g++", "--version")
+
+
+def _checked(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"g++ does not compile it:\n{done.stderr[:4000]}")
+    return done.stdout
+
+
+@cache
+def _opened(library: Path) -> ctypes.CDLL:
+    opened = ctypes.CDLL(str(library))
+    opened.emulated_signature.restype = ctypes.c_char_p
+    opened.emulated_launch.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+        *(ctypes.c_ulonglong, ctypes.c_char_p, ctypes.c_size_t),
+    )
+    return opened
+
+
+def _run(
+    library: ctypes.CDLL,
+    name: str,
+    order: int,
+    seed: int,
+    grid: Grid,
+    block: Grid,
+    arguments: list[Any],
+    shared_bytes: int,
+) -> None:
+    kinds = library.emulated_signature().decode()
+    if len(arguments) != len(kinds):
+        raise TypeError(f"{name}: got {len(arguments)} arguments, allowed are {len(kinds)}")
+    values = [
+        _typed(f"{name}: argument {i}", *pair)
+        for i, pair in enumerate(zip(kinds, arguments, strict=True))
+    ]
+    sizes = [(*dims, 1, 1, 1)[:3] for dims in (grid, block)]
+    for dims, limit in zip(sizes, LIMITS[:2], strict=True):
+        if any(not 0 < size <= most for size, most in zip(dims, limit, strict=True)):
+            raise RuntimeError(f"{name}: got dimensions {dims}, allowed are {limit}")
+    if (threads := sizes[1][0] * sizes[1][1] * sizes[1][2]) > LIMITS[2]:
+        raise RuntimeError(f"{name}: got {threads} threads in a block, allowed are {LIMITS[2]}")
+    if not 0 <= shared_bytes <= LIMITS[3]:
+        raise RuntimeError(f"{name}: got {shared_bytes} bytes of shared memory, of {LIMITS[3]}")
+    passed = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    message = ctypes.create_string_buffer(1024)
+    with _one_at_a_time:
+        failed = library.emulated_launch(
+            passed,
+            *((ctypes.c_uint * 3)(*dims) for dims in sizes),
+            *(shared_bytes, order, seed, message, len(message)),
+        )
+    if failed:
+        raise RuntimeError(f"{name}: {message.value.decode()}")
+
+
+def _typed(which: str, kind: str, value: Any) -> Any:
+    """As `kvindex_cuda.launch` passes it: an address, a `long long` or a `float`."""
+    wanted = float if kind == "f" else int
+    if type(value) is not wanted:
+        raise TypeError(f"{which}: got {value!r}, allowed is {wanted.__name__}")
+    if kind == "p" and value != 0 and not 65536 <= value < 2**63:
+        raise TypeError(f"{which}: got {value}, allowed is an address")
+    return ctypes.c_float(value) if kind == "f" else ctypes.c_longlong(int(value))

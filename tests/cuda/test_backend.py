@@ -1,0 +1,89 @@
+"""`backend="cuda"`: every preset on its kernels, against the same in plain torch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from kvindex.layer import AttentionLayer
+from kvindex_cuda.host_store import HostStore
+from tests.cuda import emulator
+from tests.cuda.host_memory import FakeAllocator
+from tests.cuda.test_step import DEVICES
+from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+
+PRESETS = [
+    f"pariskv:preset={preset}:lists={lists}"
+    for preset in ("paper", "fast", "accurate", "precise", "scan")
+    for lists in ("head", "group")
+]
+CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Where tensors lie; on a CPU the kernels are emulated."""
+    with emulator.emulated() if request.param == "cpu" else nullcontext():
+        yield request.param
+
+
+def pair(spec, device, case=CASE, **options):
+    return [case.index(spec, backend=name, device=device, **options) for name in ("cuda", "torch")]
+
+
+def moved(tokens, device):
+    return tuple(piece.to(device) for piece in tokens)
+
+
+def assert_found(mine, theirs, queries, k=20):
+    """The same hits but for a few whose scores are within what a flipped code changes."""
+    hits = [index.search(queries, k=k) for index in (mine, theirs)]
+    same = (hits[0].ids[..., None] == hits[1].ids[..., None, :]).any(-1).float().mean()
+    assert same > 0.97
+    if same == 1:
+        assert_same_hits(*hits, close=ROUNDED)
+
+
+@pytest.mark.parametrize("spec", ["exact", *PRESETS])
+def test_every_preset_searches_as_in_torch(spec, device):
+    mine, theirs = pair(spec, device)
+    tokens, queries = moved(CASE.tokens(600), device), CASE.queries().to(device)
+    valid = left_padding([0, 70], 300).to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300), valid=valid)
+        index.append(*part(tokens, 300, 600))
+    assert_found(mine, theirs, queries)
+    for index in (mine, theirs):
+        index.truncate(400)
+        index.reorder(torch.tensor([1, 0, 1]))
+    three = CASE.queries(batch=3).to(device)
+    assert_found(mine, theirs, three)
+    hits = mine.search(three, k=5)
+    rows = [index.fetch(hits) for index in (mine, theirs)]
+    assert torch.equal(rows[0].keys, rows[1].keys)
+    assert torch.equal(rows[0].values, rows[1].values)
+
+
+@pytest.mark.parametrize("spec", ["pariskv:preset=fast:lists=group", "pariskv:preset=paper"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_layer_attends_as_in_torch(spec, pinned, device):
+    indexes = pair(spec, device)
+    if pinned:
+        allocator = None
+        if device == "cpu":
+            allocator = FakeAllocator()
+            allocator.shift = 0  # the emulated kernels read where the host writes
+        indexes[0]._store = HostStore(indexes[0].geometry, allocator=allocator)
+    sizes = dict(k=20, sink=4, local=16, update_every=8, full_threshold=64)
+    layers = [AttentionLayer(index, **sizes) for index in indexes]
+    tokens = moved(CASE.tokens(312), device)
+    for layer in layers:
+        queries = CASE.tensor(5, 2, 4, 300, 64).to(device)
+        layer.step(queries, *part(tokens, 0, 300))
+    off = []
+    for t in range(300, 312):
+        query = CASE.tensor(100 + t, 2, 4, 1, 64).to(device)
+        mine, theirs = (layer.step(query, *part(tokens, t, t + 1)) for layer in layers)
+        off.append(float((mine - theirs).norm() / theirs.norm()))
+    assert sorted(off)[len(off) // 2] < 1e-3
+    assert max(off) < 0.1  # a row that is another, of nearly the same score

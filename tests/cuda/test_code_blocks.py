@@ -1,0 +1,109 @@
+"""Codes in blocks: `Columns` by another name, at addresses that stay."""
+
+import pytest
+import torch
+
+from kvindex.columns import Columns
+from kvindex_cuda.code_blocks import CodeBlocks
+from kvindex_cuda.layout import BLOCK, Layout
+
+LAYOUT = Layout(40, 3)
+
+
+def codes(count, batch=2, heads=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def bytes_of(*shape):
+        full = (batch, heads, count, *shape)
+        return torch.randint(0, 256, full, generator=generator).to(torch.uint8)
+
+    return {
+        "signs": bytes_of(5),
+        "magnitudes": bytes_of(3, 5),
+        "weights": bytes_of(1),
+        "fractions": bytes_of(1),
+    }
+
+
+def both(*pieces):
+    blocks, columns = CodeBlocks(LAYOUT, 3, torch.device("cpu"), 4096), Columns()
+    for part in pieces:
+        blocks.append(part)
+        columns.append(part)
+    return blocks, columns
+
+
+def assert_same(blocks, columns):
+    assert len(blocks) == len(columns)
+    assert set(blocks) == set(columns)
+    for name in columns:
+        assert torch.equal(blocks[name], columns[name]), name
+
+
+@pytest.mark.parametrize("counts", [[1], [255], [256], [257], [1, 255, 1], [300, 0, 900]], ids=str)
+def test_what_is_appended_is_there(counts):
+    assert_same(*both(*[codes(count, seed=i) for i, count in enumerate(counts)]))
+
+
+def test_blocks_do_not_move_when_there_are_more():
+    blocks, _ = both(codes(300))
+    before, table = blocks.table.clone(), blocks.table
+    for seed in range(5):
+        blocks.append(codes(400, seed=seed))
+    assert blocks.table is table
+    assert torch.equal(blocks.table[:, :2], before[:, :2])
+    used = blocks.table[:, : -(-len(blocks) // BLOCK)].flatten()
+    assert used.unique().numel() == used.numel()
+    assert (used > 0).all()
+
+
+def test_truncated_blocks_are_filled_again():
+    blocks, columns = both(codes(700))
+    table = blocks.table.clone()
+    for part in (blocks, columns):
+        part.truncate(300)
+        part.append(codes(100, seed=3))
+    assert_same(blocks, columns)
+    assert torch.equal(blocks.table, table)
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0], [1, 1, 0]], ids=str)
+def test_a_reordered_copy_is_on_its_own(order):
+    blocks, columns = both(codes(300))
+    order = torch.tensor(order)
+    mine, theirs = blocks.reordered(order), columns.reordered(order)
+    assert_same(mine, theirs)
+    more = codes(300, batch=len(order), seed=5)
+    mine.append(more)
+    theirs.append(more)
+    assert_same(mine, theirs)
+    assert_same(blocks, columns)
+
+
+def test_a_view_repeats_the_one_row():
+    blocks, columns = both(codes(300, batch=1))
+    assert_same(blocks.repeated(3), columns.repeated(3))
+
+
+def test_centres_go_to_their_blocks():
+    blocks, _ = both(codes(600))
+    centres = torch.randn(2, 3, 3, 40).bfloat16()
+    blocks.put_centres(centres, 0)
+    blocks.put_centres(centres * 2, 2)
+    found = [
+        blocks._fields(*at)["centre"].contiguous().view(torch.bfloat16) for at in blocks._held[1]
+    ]
+    assert torch.equal(found[0][..., 0], centres[1, :, 0])
+    assert torch.equal(found[2][..., 0], 2 * centres[1, :, 2])
+
+
+def test_too_many_tokens_change_nothing():
+    blocks, columns = both(codes(300))
+    with pytest.raises(ValueError, match="max_tokens: got 4300 tokens, allowed are 4096"):
+        blocks.append(codes(4000))
+    assert_same(blocks, columns)
+
+
+def test_bytes_of_a_key():
+    blocks, _ = both(codes(300))
+    assert blocks.nbytes() == 2 * 3 * 300 * (8 + 24 + 3)  # 5 bytes padded to 8

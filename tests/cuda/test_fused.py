@@ -1,0 +1,146 @@
+"""ParisKV whose codes lie in blocks and whose search is fused, against itself in plain torch."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvindex
+from kvindex import backend, ops
+from kvindex.layer import AttentionLayer
+from kvindex_cuda.fused import fused
+from tests.cuda import emulator
+from tests.cuda.test_step import DEVICES
+from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+
+CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
+OPTIONS = dict(preset="fast", lists="group")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """The torch ops with the fused search beside them; the kernels emulated on a CPU."""
+    names = {name: getattr(ops, name) for name in ops.__all__}
+    resolve = backend.resolve
+    both = SimpleNamespace(**names, fused=fused, ready=lambda device: None)
+    monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
+    with emulator.emulated() if request.param == "cpu" else nullcontext():
+        yield request.param
+
+
+def pair(device, case=CASE, **options):
+    """The index with fused kernels, and in plain torch."""
+    options = OPTIONS | dict(device=device) | options
+    return [case.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
+
+
+def moved(tokens, device):
+    return tuple(piece.to(device) for piece in tokens)
+
+
+def assert_same(mine, theirs, queries, k=20):
+    assert mine._fused
+    assert not theirs._fused
+    for name in theirs._codes:
+        assert torch.equal(mine._codes[name], theirs._codes[name]), name
+    assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
+
+
+@pytest.mark.parametrize("k", [1, 20, 700])
+def test_a_fused_search_is_the_reference_search(device, k):
+    mine, theirs = pair(device)
+    for index in (mine, theirs):
+        index.append(*moved(CASE.tokens(600), device))
+    assert_same(mine, theirs, CASE.queries().to(device), k)
+
+
+@pytest.mark.parametrize("group", [dict(q_heads=2), dict(q_heads=6)], ids=str)
+@pytest.mark.parametrize("options", [dict(preset="precise"), dict(centre=0)], ids=str)
+def test_other_groups_and_options(device, group, options):
+    case = Case(kv_heads=2, head_dim=64, **group)
+    mine, theirs = pair(device, case, **options)
+    for index in (mine, theirs):
+        index.append(*moved(case.tokens(400), device))
+    assert_same(mine, theirs, case.queries().to(device))
+
+
+def test_it_follows_appends_truncation_reordering_and_reset(device):
+    mine, theirs = pair(device)
+    tokens, queries = moved(CASE.tokens(900), device), CASE.queries().to(device)
+    valid = left_padding([0, 70], 300).to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300), valid=valid)
+    assert_same(mine, theirs, queries)
+    for start, stop in ((300, 301), (301, 700)):
+        for index in (mine, theirs):
+            index.append(*part(tokens, start, stop))
+        assert_same(mine, theirs, queries)
+    for index in (mine, theirs):
+        index.truncate(500)
+        index.append(*part(tokens, 700, 900))
+    assert_same(mine, theirs, queries)
+    for index in (mine, theirs):
+        index.reorder(torch.tensor([1, 1, 0]))
+    three = CASE.queries(batch=3).to(device)
+    assert_same(mine, theirs, three)
+    for index in (mine, theirs):
+        index.reset()
+        index.append(*part(tokens, 0, 200))
+    assert_same(mine, theirs, queries)
+
+
+def test_many_queries_at_once(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64)
+    mine, theirs = pair(device, case)
+    for index in (mine, theirs):
+        index.append(*moved(case.tokens(300), device))
+    queries = case.queries(batch=3).to(device)
+    found = [index.repeated(3).search(queries, k=9) for index in (mine, theirs)]
+    assert_same_hits(*found, close=ROUNDED)
+    assert_same(mine, theirs, queries[:1])
+
+
+def test_a_share_of_the_attention(device):
+    mine, theirs = pair(device)
+    for index in (mine, theirs):
+        index.append(*moved(CASE.tokens(300), device))
+    queries = CASE.queries().to(device)
+    found = [index.search(queries, k=50, mass=0.6) for index in (mine, theirs)]
+    torch.testing.assert_close(found[0].mass, found[1].mass, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_layer_attends_in_one_go(device, softcap):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2, softcap=softcap)
+    layers = [
+        AttentionLayer(index, k=20, sink=4, local=16, update_every=8, full_threshold=64)
+        for index in pair(device, case)
+    ]
+    keys, values = moved(case.tokens(312), device)
+    valid = left_padding([0, 9], 300).to(device)
+    for layer in layers:
+        queries = case.tensor(5, 2, 4, 300, 64).to(device)
+        layer.step(queries, *part((keys, values), 0, 300), valid=valid)
+    for t in range(300, 312):
+        query = case.tensor(100 + t, 2, 4, 1, 64).to(device)
+        mine, theirs = (layer.step(query, *part((keys, values), t, t + 1)) for layer in layers)
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    mine, theirs = (layer.traffic for layer in layers)
+    assert mine.steps == theirs.steps == 12
+    assert float(mine.rows_read) == float(theirs.rows_read)
+    assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(lists="head"), dict(preset="accurate"), dict(preset="paper", lists="head")],
+    ids=str,
+)
+def test_what_is_not_fused_runs_op_by_op(device, options):
+    index = pair(device, **options)[0]
+    assert index._fused is None
+
+
+def test_the_plain_index_knows_nothing_of_it():
+    assert kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64)._fused is None

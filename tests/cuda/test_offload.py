@@ -1,0 +1,170 @@
+import ctypes
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from kvindex.geometry import Geometry
+from kvindex.store import Store
+from kvindex_cuda import offload
+from kvindex_cuda.host_store import HostStore
+from kvindex_cuda.slabs import Budget
+from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_store, settled, tokens
+
+
+class FakeRuntime:
+    """What of CuPy's runtime is used, on CPU memory."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self):
+        self.copies, self.held, self.fails = [], {}, None
+
+    def memcpy2DAsync(self, to, to_pitch, come, come_pitch, width, height, kind, stream):  # noqa: N802
+        assert min(to_pitch, come_pitch) >= width
+        assert max(to_pitch, come_pitch) <= max(offload.MAX_PITCH_BYTES, width)
+        self.copies.append((width, height, kind, stream))
+        for row in range(height):
+            ctypes.memmove(to + row * to_pitch, come + row * come_pitch, width)
+
+    def hostAlloc(self, nbytes, flags):  # noqa: N802
+        if self.fails == "hostAlloc":
+            raise self.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        assert flags == 3
+        memory = (ctypes.c_uint8 * nbytes)()
+        self.held[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def pointerGetAttributes(self, address):  # noqa: N802
+        if self.fails == "pointerGetAttributes":
+            raise self.CUDARuntimeError("cudaErrorInvalidValue")
+        return type("Attributes", (), {"devicePointer": address + 16})
+
+    def deviceSynchronize(self):  # noqa: N802
+        self.copies.append("synchronized")
+
+    def freeHost(self, address):  # noqa: N802
+        del self.held[address]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    fake = FakeRuntime()
+    cuda = type("Cuda", (), {"runtime": fake, "Device": lambda index: nullcontext()})
+    monkeypatch.setattr(offload, "checked", lambda device: type("Cupy", (), {"cuda": cuda}))
+    return fake
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 700), (100, 90), (100, 900), (250, 6), (0, 1)])
+@pytest.mark.parametrize("max_pitch", [2**31 - 1, 100])
+def test_pieces_are_copied_by_their_pitches(start, count, max_pitch, runtime, monkeypatch):
+    monkeypatch.setattr(offload, "MAX_PITCH_BYTES", max_pitch)
+    reference = append(Store(GEOMETRY), tokens(start), tokens(count, 1))
+    store = append(host_store(), tokens(start))
+    rows = store.join(*tokens(count, 1))
+    store.reserve(rows)
+    for target, piece in store._table.pieces(rows["rows"], start):
+        assert not target.numel() or target.stride(1) == piece.stride(1) == 1
+        offload._copy_2d(runtime, target, piece, 7)
+    store._length += count
+    assert_same(store, reference)
+    assert {copy[2:] for copy in runtime.copies} == {(2, 7)}
+    assert max_pitch > 100 or {height for _, height, *_ in runtime.copies} == {1}
+    if (start, count, max_pitch) == (0, 700, 2**31 - 1):  # 2 blocks of a head at once, then heads
+        whole, rest = (256 * ROW, 2), (188 * ROW, 2)
+        assert [copy[:2] for copy in runtime.copies[-2:]] == [rest] * 2
+        assert whole in [copy[:2] for copy in runtime.copies]
+
+
+def test_pinning_asks_for_mapped_portable_memory_and_frees_it(runtime):
+    allocator = offload.PinnedAllocator(torch.device("cuda:0"))
+    slab = allocator.allocate(64)
+    assert runtime.held.keys() == {slab.host_address}
+    assert slab.device_address == slab.host_address + 16
+    slab.free()
+    assert (runtime.held, runtime.copies) == ({}, ["synchronized"])
+
+
+@pytest.mark.parametrize("fails", ["hostAlloc", "pointerGetAttributes"])
+def test_pinning_that_fails_holds_nothing(fails, runtime):
+    allocator, runtime.fails = offload.PinnedAllocator(torch.device("cuda:0")), fails
+    with pytest.raises(MemoryError, match="cudaError"):
+        allocator.allocate(64)
+    assert not runtime.held
+
+
+def test_pinned_memory_needs_a_gpu():
+    with pytest.raises(ValueError, match="device: got cpu, allowed is a CUDA device"):
+        HostStore(GEOMETRY)
+
+
+def on_gpu(dtype=torch.bfloat16, **options):
+    sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 128}
+    geometry = Geometry.of(**sizes, dtype=dtype, device="cuda")
+    return geometry, HostStore(geometry, slab_bytes=2**20, budget=Budget(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pinned_rows_come_back_from_the_host(dtype):
+    geometry, store = on_gpu(dtype)
+    pieces = [tokens(count, count, geometry=geometry) for count in (0, 1, 255, 256, 257, 3000)]
+    for keys, values in pieces:
+        append(store, (keys.cuda(), values.cuda()))
+    keys, values = (torch.cat(parts, dim=2).cuda() for parts in zip(*pieces, strict=True))
+    ids = torch.randint(0, len(store), (2, 2, 500), device="cuda")
+    rows = store.gather(ids)
+    assert rows.keys.device == ids.device
+    assert torch.equal(rows.keys, keys.gather(2, ids[..., None].expand(-1, -1, -1, 128)))
+    assert torch.equal(rows.values, values.gather(2, ids[..., None].expand(-1, -1, -1, 128)))
+    assert store.table.device == ids.device
+
+
+@pytest.mark.gpu
+def test_the_copy_waits_for_what_makes_the_rows_and_outlives_them():
+    geometry, store = on_gpu()
+    big = torch.randn(4096, 4096, device="cuda")
+    keys, values = (part.cuda() for part in tokens(2000, geometry=geometry))
+    want = keys.clone(), values.clone()
+    for _ in range(20):
+        big = (big @ big).tanh()  # keeps the stream busy while the append is queued
+    late = keys + 0 * big[0, 0].to(keys.dtype)
+    append(store, (late, values))
+    del late
+    for _ in range(8):
+        torch.full((2, 2, 2000, 256), float("nan"), device="cuda")  # wants the freed memory
+    ids = torch.arange(2000, device="cuda").expand(2, 2, -1)
+    rows = store.gather(ids)
+    assert torch.equal(rows.keys, want[0])
+    assert torch.equal(rows.values, want[1])
+
+
+@pytest.mark.gpu
+def test_device_addresses_are_those_of_the_rows():
+    import cupy
+
+    geometry, store = on_gpu(rows="int8")
+    rows = store.join(*(part.cuda() for part in tokens(600, geometry=geometry)))
+    store.append(rows)
+    store.wait()
+    for b, slot in [(0, 0), (1, 1), (0, 2)]:
+        address = int(store.table[b, slot])
+        memory = cupy.cuda.UnownedMemory(address, store.block_bytes, store)
+        block = cupy.ndarray((2, 256, store.row_bytes), "u1", cupy.cuda.MemoryPointer(memory, 0))
+        held = min(256, 600 - 256 * slot)
+        got = torch.from_dlpack(cupy.ascontiguousarray(block[:, :held]).copy())
+        assert torch.equal(got, rows["rows"][b, :, 256 * slot : 256 * slot + held])
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_given_back():
+    geometry, store = on_gpu()
+    budget = store._budget
+    append(store, tuple(part.cuda() for part in tokens(5000, geometry=geometry)))
+    settled(store)
+    assert budget.used_bytes == store.pinned_bytes > 0
+    del store
+    gc.collect()
+    assert budget.used_bytes == 0

@@ -1,0 +1,245 @@
+"""A decoding step's kernels against the torch reference; on a CPU they are emulated."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvindex.ops.attention import attend
+from kvindex_cuda.layout import BLOCK, Layout
+from kvindex_cuda.step import State, Step, words_of
+from tests.cuda import emulator
+from tests.helpers import Case, left_padding
+
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **options):
+    """An index of `count` tokens, the state that a step reads, and what keeps it alive."""
+    keys, values = (part.to(device) for part in tokens or case.tokens(count + near))
+    options = dict(preset="fast", lists="group", device=device) | options
+    index = case.index("pariskv", **options)
+    index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
+    layout = Layout(case.head_dim, index.config.magnitude_bits)
+    centres = index._learnt.get("centres")
+    blocks = layout.pack({name: index._codes[name] for name in index._codes}, centres)
+    S, rows = blocks.shape[1], torch.cat([keys, values], dim=-1)
+    padded = rows.new_zeros(*rows.shape[:2], S * BLOCK, rows.shape[-1])
+    padded[:, :, :count] = rows[:, :, :count]
+    host = padded.unflatten(2, (S, BLOCK)).transpose(1, 2).contiguous()  # [B, S, G, 256, D + Dv]
+
+    def table(part):
+        start, size = part.data_ptr(), part[0, 0].numel() * part.element_size()
+        flat = start + size * torch.arange(case.batch * S, device=device)
+        return flat.view(case.batch, S)
+
+    flags = index.valid
+    if flags is None:
+        flags = torch.ones(case.batch, count, dtype=torch.bool, device=device)
+    counts = flags.sum(1)
+    k = 20
+    wanted = [index._limits(k)[1][b].item() for b in range(case.batch)]
+    state = State(
+        codes=table(blocks),
+        rows=table(host),
+        valid=words_of(flags, S),
+        length=torch.tensor([count], device=device),
+        wanted=torch.tensor(wanted, dtype=torch.int32, device=device),
+        counted=counts.int(),
+        reference=index._learnt["reference"],
+        near=rows[:, :, count:].contiguous(),
+        shown=torch.ones(case.batch, near, dtype=torch.uint8, device=device),
+        held=torch.tensor([near], device=device),
+        row_bytes=host.shape[-1] * host.element_size(),
+        row_head=BLOCK * host.shape[-1] * host.element_size(),
+    )
+    return index, layout, state, (blocks, host, keys, values), k
+
+
+CASES = {
+    "g4": (Case(q_heads=8, kv_heads=2, head_dim=128, value_dim=128), 1500, {}),
+    "g1-B2": (Case(q_heads=2, kv_heads=2, head_dim=64, batch=2), 700, {}),
+    "g3-D96": (Case(q_heads=3, kv_heads=1, head_dim=96), 600, {}),
+    "g2-D80": (Case(q_heads=2, kv_heads=1, head_dim=80), 600, {}),
+    "g8-D256": (Case(q_heads=8, kv_heads=1, head_dim=256, value_dim=64), 300, {}),
+    "g12": (Case(q_heads=12, kv_heads=1, head_dim=64), 400, {}),
+    "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
+    "256": (Case(q_heads=4, kv_heads=2, head_dim=64), 256, {}),
+    "257": (Case(q_heads=4, kv_heads=2, head_dim=64), 257, {}),
+    "softcap": (Case(q_heads=4, kv_heads=2, head_dim=64, softcap=5.0), 500, {}),
+    "max_share": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(group="max_share")),
+    "precise": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(preset="precise")),
+    "bfloat16": (Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16), 500, {}),
+    "float16": (Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.float16), 500, {}),
+}
+
+
+def run(index, layout, state, queries, k, *, device="cpu", order="forward", capacity=None):
+    """A step with poisoned outputs: its output, and the ids of each group, ascending."""
+    batch, policy = len(queries), index.config.group
+    most = max(1, int(state.wanted.max()))
+    step = Step(
+        index.geometry, layout, batch=batch, k=k, most=most, policy=policy, multiprocessors=4
+    )
+    if capacity:
+        step.capacity = capacity
+    for part in (step.output, step.estimates, step.shares, step._partial):
+        part.fill_(float("nan"))
+    for part in (step.list, step.ids, step._votes, step._cleared, step._edge):
+        part.fill_(0x5A5A5A5A)
+    with emulator.emulated(order=order, seed=1) if device == "cpu" else nullcontext():
+        output = step(queries, state, ids=True)
+    found = step.found.tolist()
+    ids = [row[:n].sort().values.tolist() for row, n in zip(step.ids, found, strict=True)]
+    return output, ids
+
+
+def expected(index, queries, state, k):
+    """The reference's hits, and its attention over them and the near rows."""
+    hits = index.search(queries, k=k)
+    rows, D = index.fetch(hits), index.geometry.head_dim
+    near = state.near.tensor_split([D], dim=-1)
+    group = index.geometry.group_size
+    bias = torch.zeros(hits.ids.shape, device=queries.device).masked_fill(hits.ids < 0, -torch.inf)
+    shown = state.shown[:, None].expand(-1, near[0].shape[1], -1)
+    bias = torch.cat([bias, torch.where(shown > 0, 0.0, -torch.inf)], -1)
+    keys = torch.cat([rows.keys, near[0]], 2)
+    values = torch.cat([rows.values, near[1]], 2)
+    bias = bias.repeat_interleave(group, 1)
+    g = index.geometry
+    return hits, attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+
+
+def assert_close(got, want, hits, *, missing=0.0):
+    """Ids are equal but for `missing` of them (scores within rounding of each other)."""
+    output, ids = got
+    rows = hits.ids.flatten(0, 1).tolist()
+    mine = [{i for i in row if i >= 0} for row in rows]
+    assert [len(row) for row in ids] == [len(row) for row in mine]
+    lost = sum(len(want - set(row)) for row, want in zip(ids, mine, strict=True))
+    assert lost <= missing * sum(map(len, mine))
+    if not lost:
+        close = 1e-4 if output.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(output, want, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_selects_and_attends_as_the_reference(name, device):
+    case, count, options = CASES[name]
+    index, layout, state, _kept, k = setting(case, count, device=device, **options)
+    queries = case.queries().to(device)
+    got = run(index, layout, state, queries, k, device=device)
+    hits, want = expected(index, queries, state, k)
+    assert_close(got, want, hits, missing=0.01)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padded_tokens_and_hidden_rows_are_never_read(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=3)
+    valid = left_padding([0, 130, 600], 600).to(device)
+    index, layout, state, _kept, k = setting(case, 600, valid=valid, device=device)
+    state.shown[1, ::3] = 0
+    queries = case.queries().to(device)
+    got = run(index, layout, state, queries, k, device=device)
+    hits, want = expected(index, queries, state, k)
+    assert_close(got, want, hits, missing=0.01)
+    assert got[1][4] == got[1][5] == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("capacity", [None, 500, 90], ids=["edge", "full", "short"])
+def test_ties_go_to_the_lower_ids(device, capacity):
+    """Nearly all keys are equal: a bin that shared memory cannot hold, or a list that overflows."""
+    case = Case(q_heads=4, kv_heads=2, head_dim=64)
+    keys, values = case.tokens(1340)
+    keys[:, :, 5:] = keys[:, :, 5:6]
+    index, layout, state, _kept, k = setting(case, 1300, device=device, tokens=(keys, values))
+    queries = case.queries().to(device)
+    got = run(index, layout, state, queries, k, device=device, capacity=capacity)
+    hits, want = expected(index, queries, state, k)
+    assert_close(got, want, hits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_list_that_overflows_is_made_right(device):
+    case, count = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2), 900
+    index, layout, state, _kept, k = setting(case, count, device=device)
+    queries = case.queries().to(device)
+    got = run(index, layout, state, queries, k, device=device, capacity=int(state.wanted.max()))
+    hits, want = expected(index, queries, state, k)
+    assert_close(got, want, hits, missing=0.01)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_zero_query_and_a_single_key_give_numbers(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64)
+    index, layout, state, _kept, k = setting(case, 300, device=device)
+    queries = torch.zeros_like(case.queries()).to(device)
+    output, ids = run(index, layout, state, queries, k, device=device)
+    assert output.isfinite().all()
+    assert [len(row) for row in ids] == [k, k]
+    want = expected(index, queries, state, k)[1]
+    torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_neither_the_order_of_threads_nor_of_blocks_changes_ids():
+    case, count, _ = CASES["g4"]
+    index, layout, state, _kept, k = setting(case, count)
+    found = [
+        run(index, layout, state, case.queries(), k, order=order)
+        for order in ("forward", "backward", "random")
+    ]
+    assert found[0][1] == found[1][1] == found[2][1]
+    for output, _ in found[1:]:
+        torch.testing.assert_close(output, found[0][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_a_batch_equals_its_rows():
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=3)
+    index, layout, state, _kept, k = setting(case, 500)
+    queries = case.queries()
+    output, ids = run(index, layout, state, queries, k)
+    for b in range(3):
+        some = slice(b, b + 1)
+        parts = {
+            name: getattr(state, name)[some].contiguous()
+            for name in (
+                "codes",
+                "rows",
+                "valid",
+                "wanted",
+                "counted",
+                "reference",
+                "near",
+                "shown",
+            )
+        }
+        alone = replace(state, **parts)
+        one, its = run(index, layout, alone, queries[some].contiguous(), k)
+        assert its == ids[2 * b : 2 * b + 2]
+        torch.testing.assert_close(one[0], output[b], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(q_heads=34, kv_heads=2), "q_heads: got 17 per KV head, allowed is up to 16"),
+        (dict(policy="union"), "group: got 'union', allowed is"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_not_serve_is_refused(options, message):
+    policy = options.pop("policy", "mean_share")
+    case = replace(Case(), head_dim=64, **options)
+    geometry = case.index("exact").geometry
+    with pytest.raises(ValueError, match=message):
+        Step(geometry, Layout(64, 3), batch=1, k=5, most=20, policy=policy)

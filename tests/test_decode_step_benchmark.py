@@ -1,0 +1,410 @@
+"""The decode step's benchmark, but for the clock: what it checks, counts, shows and refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import decode_step
+from benchmarks.decode import correctness, workload
+from benchmarks.decode.correctness import CLOSE, SAME, check, judge
+from benchmarks.decode.floors import Bytes, ceilings, stage_bytes
+from benchmarks.decode.rivals import dense
+from benchmarks.decode.setting import D, G, H, Setting, synthetic
+from benchmarks.decode.show import plot, show, stages_table, summary
+from benchmarks.decode.stages import measure, staged
+from benchmarks.decode.timing import Clock, Launches, OutOfTimeError, quartiles, read_all
+from benchmarks.decode.workload import Pool, Workload, row_pools, sequences_of
+from kvindex.geometry import Geometry
+from kvindex_cuda import launch as launching
+from kvindex_cuda.host_store import HostStore
+from kvindex_cuda.layout import Layout
+from tests.cuda import emulator
+from tests.cuda.host_memory import FakeAllocator
+
+emulated = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate kernels with")
+
+TOKENS = 1500
+WHOLE = Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16)
+RATES = {"read": {"GB_s": 4000.0}, "pinned": {"GB_s": 50.0}}
+
+
+class Mapped(FakeAllocator):
+    """Kernels find memory where the CPU does."""
+
+    shift = 0
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    monkeypatch.setattr(correctness, "CHECKED", TOKENS)
+    monkeypatch.setattr(workload, "PIECE", 1024)
+    monkeypatch.setattr(workload, "SETS", 2)
+    geometry = Geometry.of(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    return Setting(geometry, k=20, near=24)
+
+
+class Once:
+    """Runs, and says what the n-th call took."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, run, layers, before=None):
+        if before is not None:
+            before(1)
+        run()
+        self.calls.append(layers)
+        us = 10.0 * len(self.calls)
+        return {"median_us": us, "low_us": us - 1, "high_us": us + 1, "replays": 1}
+
+
+def made_up():
+    """A result as a run writes it: two lengths, one of them unfinished."""
+
+    def times(us):
+        return {"median_us": us, "low_us": 0.9 * us, "high_us": 1.2 * us, "replays": 50}
+
+    names = ["ask", "sample", "scan", "exact", "rerank", "agree", "attend", "unheard_of"]
+    setting, points = Setting(WHOLE), []
+    for tokens, full in ((131_072, 130.0), (1_048_576, 930.0)):
+        reached = [0.0, 2.0, 6.0, 40.0, 39.5, 50.0, 53.0, 80.0, 81.0]
+        bytes_ = stage_bytes(setting, tokens, 1, 1.5 * setting.candidates(tokens))
+        points.append(
+            {
+                "tokens": tokens,
+                "batch": 1,
+                "launches": 8,
+                "step_host": times(81.0),
+                "step_device": times(70.0),
+                "dense": times(full),
+                "topk": times(0.9 * full),
+                "stages": staged(names, reached, bytes_, RATES),
+            }
+        )
+    points.append({"tokens": 4_194_304, "batch": 1, "dense": times(3700.0)})
+    return {
+        "ceilings": RATES,
+        "points": points,
+        "faiss": [{"tokens": 131_072, "flat": times(336.0), "ivfpq_error": "no memory"}],
+        "notes": ["stopped: 0 s are left of 480"],
+    }
+
+
+# What must move
+
+
+def test_bytes_of_a_step_at_a_million_tokens():
+    tokens, setting = 2**20, Setting(WHOLE)
+    C = setting.candidates(tokens)
+    assert C == 20_972  # ⌈2%⌉
+    found = stage_bytes(setting, tokens, 1, 1.5 * C)
+    scan = 8 * (tokens * 17 + tokens / 256 * (256 + 16) + 12 * C) + tokens / 8
+    assert found["scan"].device == scan
+    # 4 sectors per candidate; the list and what the estimates take
+    assert found["rerank"].device == 8 * (12 * C + 128 * C + 16 * (1.5 * C + 4096))
+    assert found["attend"].host == 8 * 100 * 512
+    there = stage_bytes(setting, tokens, 1, 1.5 * C, "device")["attend"]
+    assert there == Bytes(found["attend"].device + found["attend"].host, 0)
+    assert there.device > 8 * (100 + 320) * 512
+    floor = found["scan"].floor_us(4600, 50)
+    assert floor == pytest.approx(scan / 4.6e6)
+    assert found["attend"].floor_us(4600, 50) == pytest.approx(8 * 100 * 512 / 50e3)
+    total = sum(part.floor_us(4600, 50) for part in found.values())
+    assert 40 < total < 60  # specs/measured.md: what must move takes 40 to 60 µs
+
+
+def test_bytes_of_the_scan_are_what_the_index_says_a_search_reads(setting):
+    index = setting.index
+    keys = synthetic(setting.geometry, 0, 0, 1024)
+    index.append(keys, keys)
+    found = stage_bytes(setting, 1024, 1, 0)["scan"].device
+    beside = 1024 / 8 + 2 * 4 * (4 * 2)  # valid bits; products of 4 blocks
+    assert found - beside == 2 * 1024 * index.bytes_per_key()["scanned"]
+
+
+def test_bytes_grow_with_the_batch_alone_but_for_the_rotation():
+    setting = Setting(WHOLE)
+    one, eight = (stage_bytes(setting, 2**17, batch, 4000) for batch in (1, 8))
+    for name in one:
+        shared = 4 * 128**2 if name == "ask" else 0
+        assert eight[name].device - shared == 8 * (one[name].device - shared)
+        assert eight[name].host == 8 * one[name].host
+
+
+def test_the_pool_is_never_smaller_than_the_layers_or_8_caches():
+    assert sequences_of(140 * 2**20, 16, 60 * 2**20) == 16
+    assert sequences_of(4 * 2**20, 16, 60 * 2**20) == 120
+
+
+def test_times_are_summed_up():
+    found = quartiles([float(i) for i in range(1, 52)])
+    assert found == {"median_us": 26, "low_us": 13, "high_us": 39, "replays": 51}
+
+
+def test_a_stage_is_the_difference_of_two_neighbours():
+    bytes_ = {"a": Bytes(4e6), "b": Bytes(4e6, 1e6)}
+    a, b, c = staged(["a", "b", "c"], [0.0, 2.0, 42.0, 41.0], bytes_, RATES)
+    assert (a["us"], a["floor_us"], a["share"], a["GB_s"]) == (2, 1, 0.5, 2000)
+    assert (b["us"], b["floor_us"], b["share"]) == (40, 20, 0.5)  # the bus is slower
+    assert c == {"name": "c", "us": -1}
+
+
+# What is measured on
+
+
+def test_keys_drift_and_are_the_same_in_any_pieces():
+    geometry = replace(WHOLE, dtype=torch.float32)
+    keys = synthetic(geometry, 3, 0, 40 * 256)
+    assert keys.shape == (1, 8, 40 * 256, 128)
+    means = keys.unflatten(2, (40, 256)).mean(3)
+    # of a wave of amplitude 1, and noise of variance 1/256
+    assert means.square().mean() == pytest.approx(0.5, abs=0.1)
+    near = (means[:, :, 1:] - means[:, :, :-1]).square().mean()
+    far = (means[:, :, 20:] - means[:, :, :-20]).square().mean()
+    assert near < far / 4
+    later = synthetic(geometry, 3, 30 * 256, 2560)
+    shift = (later[0].unflatten(1, (10, 256)).mean(2) - means[0, :, 30:]).abs().max()
+    assert shift < 6 * (2 / 256) ** 0.5
+    assert not torch.equal(keys, synthetic(geometry, 4, 0, 40 * 256))
+
+
+def test_heads_of_a_group_ask_alike():
+    queries = Setting(WHOLE).queries(50).float()
+    assert queries.shape == (50, 32, 128)
+    assert queries.var() == pytest.approx(1, abs=0.02)
+    alike = (queries[:, 0] * queries[:, 1]).mean(), (queries[:, 3] * queries[:, 4]).mean()
+    assert alike[0] == pytest.approx(0.5, abs=0.05)
+    assert alike[1] == pytest.approx(0, abs=0.05)
+
+
+def test_a_pool_holds_the_codes_of_an_index_and_layers_read_different_ones(setting):
+    pool = Pool.of(setting, TOKENS, 3, Clock(60))
+    assert pool.blocks.shape[:3] == (3, 6, 2)
+    index = setting.index
+    starts = range(0, TOKENS, 1024)
+    parts = [synthetic(setting.geometry, 1, at, min(1024, TOKENS - at)) for at in starts]
+    for part in parts:  # in the same pieces: a centre is of the first append that it sees
+        index.append(part, part)
+    codes = {name: index._codes[name] for name in index._codes}
+    want = setting.layout.pack(codes, index._learnt["centres"])[0]
+    got = setting.layout.views(pool.blocks[1])
+    for name, part in setting.layout.views(want).items():
+        if name in ("signs", "weights", "centre"):
+            last = 5 if name != "centre" else 6
+            assert (got[name][:last] == part[:last]).float().mean() > 0.999
+    assert torch.equal(pool.references[1], index._learnt["reference"][0])
+    tables = torch.cat([pool.table(layer, 2) for layer in range(3)])
+    first = (tables[:, 0] - pool.blocks.data_ptr()) // pool.blocks[0].nbytes
+    assert first.tolist() == [0, 1, 2, 0, 1, 2]
+    size = pool.blocks[0, 0].nbytes
+    assert ((tables[:, 1:] - tables[:, :-1]) == size).all()
+    assert torch.equal(pool.reference(1, 2), pool.references[[2, 0]])
+
+
+def test_a_pool_stops_when_the_time_is_up(setting):
+    with pytest.raises(OutOfTimeError, match="0 s are left of 0"):
+        Pool.of(setting, TOKENS, 3, Clock(0))
+
+
+def test_layers_read_the_same_rows_elsewhere(setting):
+    pools = row_pools(setting, TOKENS, allocator=Mapped(), slab_bytes=2**16)
+    host, here = pools["host"], pools["device"]
+    assert host.row_bytes == here.row_bytes == 256
+    want = here.alive.view(torch.bfloat16)  # [S, G, 256, 2 D]
+    ids = torch.arange(TOKENS).expand(1, 2, -1)
+    rows = host.alive.gather(ids)
+    flat = want.transpose(0, 1).flatten(1, 2)[None, :, :TOKENS]
+    assert torch.equal(rows.keys, flat[..., :64])
+    assert torch.equal(rows.values, flat[..., 64:])
+    tables = torch.stack([here.table(6, place, 3) for place in range(3)])
+    slots = (tables - here.alive.data_ptr()) // here.alive[0].nbytes
+    assert slots.tolist() == [[*range(6)], [2, 3, 4, 5, 0, 1], [4, 5, 0, 1, 2, 3]]
+    longer = here.table(8, 0, 3)
+    assert torch.equal(longer[6:], longer[:2])  # more tokens than rows: they come again
+
+
+# Whether it is right, and what it measures
+
+
+@emulated
+def test_a_right_step_is_let_through(setting):
+    with emulator.emulated():
+        found = check(setting, 4, allocator=Mapped(), slab_bytes=2**16)
+    assert found["same_ids"] > SAME
+    assert found["error"] < CLOSE
+    assert found["found"] == 20
+
+
+@emulated
+@pytest.mark.parametrize("fault", ["rows", "codes"])
+def test_a_wrong_step_is_not_timed(fault, setting, monkeypatch):
+    if fault == "rows":  # of the tokens after those that were asked for
+        gather = HostStore.join
+        roll = lambda self, *parts: gather(self, *(part.roll(1, 2) for part in parts))  # noqa: E731
+        monkeypatch.setattr(HostStore, "join", roll)
+    else:
+        pack = Layout.pack
+        monkeypatch.setattr(Layout, "pack", lambda self, codes, c: pack(self, codes, c).roll(1, 1))
+    message = {"rows": "the output is off", "codes": "of the ids are the reference's"}[fault]
+    with emulator.emulated(), pytest.raises(SystemExit, match=f"not timed.*{message}"):
+        check(setting, 4, allocator=Mapped(), slab_bytes=2**16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(same_ids=0.9), "0.900 of the ids"),
+        (dict(same_ids=float("nan")), "nan of the ids"),
+        (dict(error=0.1), "off by 1.0e-01"),
+        (dict(error=float("nan")), "off by nan"),
+        (dict(repeats=False), "two runs"),
+        (dict(found=99), "99 rows were found, not 100"),
+    ],
+)
+def test_a_check_can_fail(change, message):
+    good = dict(same_ids=1.0, error=1e-3, repeats=True, found=100)
+    judge(good, 100)
+    with pytest.raises(SystemExit, match=message):
+        judge({**good, **change}, 100)
+
+
+@emulated
+def test_a_point_is_measured(setting):
+    timed, layers, batch = Once(), 2, 2
+    rows = row_pools(setting, 1024, allocator=Mapped(), slab_bytes=2**16)
+    pool = Pool.of(setting, TOKENS, 3, Clock(60))
+    with emulator.emulated():
+        work = Workload.of(setting, TOKENS, batch, layers, pool, rows, 4)
+        found = measure(setting, work, timed, RATES, tokens=TOKENS, batch=batch)
+    assert found["candidates"] == 80
+    assert found["listed"] >= 80
+    names = [stage["name"] for stage in found["stages"]]
+    assert len(names) == found["launches"] <= 8
+    assert (names[0], names[-1]) == ("ask", "attend")
+    assert set(names) <= set(stage_bytes(setting, TOKENS, batch, 100))
+    assert timed.calls == [layers] * (1 + len(names))  # host, device, and the shorter steps
+    whole = found["step_host"]["median_us"]
+    assert sum(stage["us"] for stage in found["stages"]) == pytest.approx(whole)
+    json.dumps(found)
+
+
+@emulated
+def test_a_shorter_step_runs_the_first_kernels_alone(setting):
+    rows = row_pools(setting, 1024, allocator=Mapped(), slab_bytes=2**16)
+    pool = Pool.of(setting, TOKENS, 1, Clock(60))
+    loaders = dict(launching.LOADERS)
+    with emulator.emulated():
+        work = Workload.of(setting, TOKENS, 1, 2, pool, rows, 4)
+        work.step.output.fill_(7)
+        with Launches(2) as launches:
+            work.run("host", launches)
+        assert launches.names == ["ask", "sample"]
+        assert (work.step.output == 7).all()
+        with Launches() as launches:
+            work.run("host", launches)
+        assert not (work.step.output == 7).any()
+    assert loaders == launching.LOADERS
+
+
+@emulated
+def test_everything_is_read_once_at_the_ceiling():
+    data = torch.randint(-(2**31), 2**31 - 1, (4 * 5000 + 4,), dtype=torch.int32)
+    with emulator.emulated():
+        for loads in (1, 4):
+            total = torch.full((1,), 5, dtype=torch.int32)
+            read_all(data, total, 3, loads)
+            assert (int(total) - 5 - int(data.sum(dtype=torch.int64))) % 2**32 == 0
+        found = ceilings(Once(), "cpu", shrink=2**16)
+    assert found["read"]["bytes"] == 2**16
+    assert found["read"]["GB_s"] == pytest.approx(2**16 / 10e3)  # the first was the fastest
+    assert found["copy"]["bytes"] == 2**17
+    assert found["pinned"]["bytes"] == 2**14
+
+
+def test_dense_attention_is_timed_both_ways(setting):
+    found = dense(setting, 600, 2, 3, Once())
+    assert found["dense"] == found["dense_gqa"]
+    assert found["dense_bytes"] == 2 * 2 * 2 * 600 * 64 * 2
+    assert found["topk"]["median_us"] == 30
+    assert not [name for name in found if name.endswith("error")]
+
+
+# What is shown
+
+
+def test_tables_of_a_result():
+    result = made_up()
+    head, rows = summary(result)
+    assert [len(row) for row in rows] == [len(head)] * 3
+    first = dict(zip(head, rows[0], strict=True))
+    assert first["tokens"] == "131,072"
+    assert first["step, rows on host"] == "81.0 (72.9–97.2)"
+    assert first["of dense"] == f"{81 / 130:.3f}"
+    assert first["launches"] == "8"
+    assert rows[2][2:4] == ("–", "–")
+    head, rows = stages_table(result["points"][1])
+    assert rows[3][:2] == ("exact", "-0.5")
+    assert rows[7] == ("unheard_of", "1.0", "–", "–", "–")
+    moved = stage_bytes(Setting(WHOLE), 2**20, 1, 1.5 * 20_972)["scan"].device
+    assert rows[2] == (
+        *("scan", "34.0", f"{moved / 1e6:.2f}", f"{moved / 4e6:.1f}"),
+        f"{moved / 4e6 / 34:.0%}",
+    )
+
+
+def test_a_result_is_shown(capsys):
+    show(made_up(), Console(width=200))
+    out = capsys.readouterr().out
+    for part in ("read 4,000", "1,048,576", "unheard_of", "no memory", "336 µs", "0 s are left"):
+        assert part in out
+
+
+def test_a_result_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    written, drawn = tmp_path / "decode_step.json", tmp_path / "decode_step.png"
+    written.write_text(json.dumps(made_up()))
+    before = written.read_text()
+    command = ["decode_step.py", "--draw", str(written), "--plot", str(drawn)]
+    monkeypatch.setattr("sys.argv", command)
+    decode_step.main()
+    assert drawn.stat().st_size > 20_000
+    assert written.read_text() == before
+    few = {**made_up(), "points": made_up()["points"][2:], "faiss": []}
+    plot(few, drawn)  # a run that came no further
+    assert drawn.stat().st_size > 5_000
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--tokens", "4096", "0"], "tokens: got 0, allowed is at least 4096"),
+        (["--batch", "0"], "batch: got 0, allowed is at least 1"),
+        (["--layers", "0"], "layers: got 0, allowed is at least 1"),
+        (["--replays", "10"], "replays: got 10, allowed is at least 50"),
+        (["--beta", "0"], "beta: got 0.0, allowed is above 0, to 1"),
+        (["--beta", "1.5"], "beta: got 1.5, allowed is above 0, to 1"),
+        (["--seconds", "-1"], "seconds: got -1.0, allowed is above 0"),
+        (["--faiss", "/nowhere"], "faiss: got /nowhere, allowed is a folder with the package"),
+        (["--json", "/nowhere/a.json"], "json: got /nowhere/a.json, allowed is a file in a folder"),
+        (["--draw", "/nowhere.json"], "draw: got /nowhere.json, allowed is a JSON"),
+        ([], "torch sees none; --draw draws a result"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(given, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as refused:
+        decode_step.arguments(given)
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_right_arguments_are_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = decode_step.arguments(["--tokens", "32768", "131072", "--batch", "1", "8"])
+    assert (given.tokens, given.batch, given.layers) == ([32768, 131072], [1, 8], 16)
