@@ -10,10 +10,8 @@ from torch import Tensor
 
 from kvindex.geometry import Geometry
 from kvindex.protocol import UNUSED
+from kvindex_cuda.layout import BLOCK
 from kvindex_cuda.slabs import Pool
-
-BLOCK = 256
-"""Tokens of a block: an update of the local window fills one (paper, Table 1)."""
 
 
 class BlockTable:

@@ -8,10 +8,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from kvindex_cuda.layout import BLOCK, Layout
-
-MAX_TOKENS = 4 * 2**20
-"""What the table has room for, as `host_store.MAX_TOKENS`."""
+from kvindex_cuda.layout import BLOCK, MAX_TOKENS, Layout
 
 SLAB_BYTES = 64 * 2**20
 """The most that one allocation takes ahead of need."""

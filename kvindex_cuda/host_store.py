@@ -13,12 +13,10 @@ from kvindex import check
 from kvindex.geometry import Geometry
 from kvindex.protocol import Rows
 from kvindex.rows import codec
-from kvindex_cuda.blocks import BLOCK, BlockTable
+from kvindex_cuda.blocks import BlockTable
+from kvindex_cuda.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.offload import Offload, PinnedAllocator
 from kvindex_cuda.slabs import Allocator, Budget, Pool, shared_budget
-
-MAX_TOKENS = 4 * 2**20
-"""The longest context of issue 4: 128 KB of table per row of the batch."""
 
 SLAB_BYTES = 32 * 2**20
 """32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""

@@ -19,7 +19,7 @@ from torch import Tensor
 SOURCES = Path(__file__).parent / "kernels"
 
 OLDEST = (8, 0)
-"""Compute capability: the first with the integer matrix instructions that `scan.cu` uses."""
+"""Compute capability: the first with the bit matrix instruction that `scan.cu` uses."""
 
 OPTIONS = ("--std=c++17",)
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Tokens of a block (`TOKENS` in kernels/common.cuh)."""
+"""Tokens of a block of codes or rows (`TOKENS` in kernels/common.cuh): an update of the local
+window fills one (paper, Table 1)."""
+
+MAX_TOKENS = 4 * 2**20
+"""The longest context of issue 4: 128 KB of table per row of the batch."""
 
 ALIGNED = 128
 """Bytes at whose multiples records and fields begin."""

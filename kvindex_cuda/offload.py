@@ -69,6 +69,7 @@ class Offload:
         self._device = device
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
+            # torch's stub leaves the constructor untyped
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
 

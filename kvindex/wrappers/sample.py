@@ -44,6 +44,7 @@ class Sample(Wrapper):
     def repeated(self, count: int) -> Sample:
         """As `BaseIndex.repeated`."""
         view = copy(self)
+        # not of the protocol: what `BaseIndex` has, a wrapper around one passes on
         view.inner = self.inner.repeated(count)  # type: ignore[attr-defined]
         return view
 

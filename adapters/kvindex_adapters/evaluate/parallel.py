@@ -42,6 +42,7 @@ class ParallelLayer(AttentionLayer):
         T, held = queries.shape[1], len(self._window)
         self._window.append({"keys": keys, "values": values})
         each = queries.transpose(0, 1).contiguous()  # the steps are rows of a batch
+        # not of the protocol: `BaseIndex` and wrappers that pass it on have it
         index = self.index.repeated(T)  # type: ignore[attr-defined]
         hits = index.search(each, k=self.k, mass=self.mass)
         rows = torch.arange(held + T, device=queries.device)
