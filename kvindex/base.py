@@ -21,6 +21,7 @@ from kvindex import check as checks
 from kvindex.columns import Columns, Valid
 from kvindex.config import NoConfig, make_config
 from kvindex.geometry import Geometry
+from kvindex.near import Near
 from kvindex.protocol import UNUSED, Codes, Hits, Rows
 from kvindex.store import PLACES, Store
 
@@ -245,15 +246,18 @@ class BaseIndex(ABC):
             torch.where(named[..., None], gather(summaries.values, row), rows.values),
         )
 
-    def attend(
-        self, queries: Tensor, near: Rows, shown: Tensor, *, k: int
-    ) -> tuple[Tensor, Hits] | None:
-        """Search, fetch and attend in one go, where an index can: else None.
+    @property
+    def attends(self) -> bool:
+        """Whether `attend` serves: not unless an index says so."""
+        return False
 
-        The attention of queries `[B, H, D]` over the best `k` rows and those of `near`
-        (`[B, G, W, …]`) that are `shown`, bool `[B, W]`: `[B, H, Dv]`; and the hits, in any order.
+    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+        """Search, fetch and attend in one go: `[B, H, Dv]`, and the rows found, int32 `[B, G]`.
+
+        The attention of queries `[B, H, D]` over the best `k` rows and those that `near` shows;
+        each head needs one at least. Raises as `search`, or where the index does not attend.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} does not attend; search and fetch")
 
     def seal(self) -> None:
         """The prompt is complete. Nothing to do unless an index says so."""
@@ -366,10 +370,11 @@ class BaseIndex(ABC):
 
     def raise_deferred(self) -> None:
         """Raise what a check on a CUDA device has found since the last call (it waits for it)."""
-        found, self._deferred = self._deferred, {}
-        for flag, message in found.values():
-            if bool(flag):
-                raise ValueError(message)
+        found = [message for flag, message in self._deferred.values() if bool(flag)]
+        if found:
+            for flag, _ in self._deferred.values():
+                flag.zero_()
+            raise ValueError(found[0])
 
     def _summaries(self) -> Rows | None:
         """Rows that are not tokens, keys `[B, G, S, D]`: row `s` has the id `-2 - s`."""
@@ -382,7 +387,11 @@ class BaseIndex(ABC):
         checks.tensor(name, value, shape, self.geometry.dtype, self.geometry.device)
 
     def _check_finite(self, name: str, value: Tensor) -> None:
-        if self._check is not False:
+        if self._check is False:
+            return
+        if self._defers:
+            self._defer(name, (value - value).sum() != 0, "a finite number")  # else NaN - NaN
+        else:
             self._raise_if(name, value, ~torch.isfinite(value), "a finite number")
 
     @property
@@ -393,11 +402,12 @@ class BaseIndex(ABC):
     def _raise_if(self, name: str, value: Tensor, wrong: Tensor, allowed: str) -> None:
         """Raise where `wrong` is True, now or (see `check`) later."""
         if self._defers:
-            # one flag per argument, however many calls come before it is looked at
-            flag = wrong.any()
-            if name in self._deferred:
-                flag = flag | self._deferred[name][0]
-            message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
-            self._deferred[name] = flag, message
+            self._defer(name, wrong.any(), allowed)
         elif bool(wrong.any()):
             raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {allowed}")
+
+    def _defer(self, name: str, wrong: Tensor, allowed: str) -> None:
+        """Keep `wrong`, bool `[]`, in the argument's flag: one, at one address, for all calls."""
+        flag = self._deferred[name][0] if name in self._deferred else torch.zeros_like(wrong)
+        message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
+        self._deferred[name] = flag.logical_or_(wrong), message

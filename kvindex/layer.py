@@ -8,15 +8,16 @@ to, and marked invalid in the index so that it never returns them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex import check
 from kvindex.columns import Columns, Valid
+from kvindex.near import Near
 from kvindex.ops.attention import attend, attend_blocks, attend_causal
 from kvindex.ops.fetch import gather_rows
 from kvindex.ops.select import compact
@@ -29,10 +30,6 @@ BLOCK = 1024
 GATHERED_BYTES = 2**30
 """Rows up to this size are copied out of the index for one fused call of torch's attention, several
 times as fast on a CPU (benchmarks/results/reference.json); more are read block by block."""
-
-
-InOneGo: TypeAlias = Callable[..., tuple[Tensor, Hits] | None]
-"""`BaseIndex.attend`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,8 @@ class AttentionLayer:
         self._sealed = False
         self._sink_ids: Tensor | None = None  # int64 [B, S], -1 for none, once tokens have moved
         self._sink_rows: Rows | None = None  # theirs, [B, G, S, D]
+        self._beside: Near | None = None  # sink and window, for an index that attends itself
+        self._moved = False  # whether rows have gone or moved since it was filled
         self.traffic = Traffic()
 
     def __len__(self) -> int:
@@ -149,6 +148,7 @@ class AttentionLayer:
             sink = self._truncated_sink(length)
             self.index.truncate(length)
             self._sink_ids, self._sink_rows = sink
+        self._moved = True
         self._window.truncate(max(length - indexed, 0))
         self._local = min(self._local, len(self._window))
         self._valid.truncate(length)
@@ -165,6 +165,7 @@ class AttentionLayer:
             order, rows = batch_indices.to(self._sink_ids.device), self._sink_rows
             sink = self._sink_ids[order], Rows(rows.keys[order], rows.values[order])
         self.index.reorder(batch_indices)
+        self._moved = True
         self._window, self._valid, (self._sink_ids, self._sink_rows) = window, valid, sink
 
     def reset(self) -> None:
@@ -173,18 +174,17 @@ class AttentionLayer:
         self._window.reset()
         self._valid.reset()
         self._local, self._sealed = 0, False
-        self._sink_ids = self._sink_rows = None
+        self._sink_ids = self._sink_rows = self._beside = None
         self.traffic = Traffic()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: the index's, and `window` (sink, local and buffer)."""
-        sink = 0
+        """Bytes in use per tier: the index's, and `window` (sink, local, buffer)."""
+        window = self._window.nbytes() + self._valid.nbytes()
         if self._sink_rows is not None:
-            sink = sum(part.nbytes for part in (self._sink_rows.keys, self._sink_rows.values))
-        return {
-            **self.index.nbytes(),
-            "window": self._window.nbytes() + self._valid.nbytes() + sink,
-        }
+            window += self._sink_rows.keys.nbytes + self._sink_rows.values.nbytes
+        if self._beside is not None:
+            window += self._beside.nbytes()
+        return {**self.index.nbytes(), "window": window}
 
     # Attention
 
@@ -252,20 +252,19 @@ class AttentionLayer:
 
     def _retrieve(self, queries: Tensor) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`."""
+        index: Any = self.index
+        if self.mass is None and getattr(index, "attends", False):
+            near = self._followed()
+            output: Tensor
+            output, found = index.attend(queries, near, k=self.k)
+            self._count(found, found.float().mean() + near.visible)
+            return output
         flags = self._valid.flags
         if flags is None:
             flags = torch.ones_like(queries[:, 0, :1], dtype=torch.bool).expand(-1, len(self))
         seen = flags[:, len(self.index) :]
-        in_one_go: InOneGo | None = getattr(self.index, "attend", None)
-        if in_one_go is not None and self.mass is None:
-            near, shown = self._near(seen)
-            done = in_one_go(queries, near, shown, k=self.k)
-            if done is not None:
-                output, hits = done
-                self._count(hits, shown, near)
-                return output
-        hits = self.index.search(queries, k=self.k, mass=self.mass)
-        return self._over_regions(queries, hits, self.index.fetch(hits), seen)
+        hits = index.search(queries, k=self.k, mass=self.mass)
+        return self._over_regions(queries, hits, index.fetch(hits), seen)
 
     def _over_regions(self, queries: Tensor, hits: Hits, found: Rows, seen: Tensor) -> Tensor:
         """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
@@ -274,7 +273,9 @@ class AttentionLayer:
         """
         g, B = self.index.geometry, len(queries)
         near, shown = self._near(seen)
-        visible = self._count(hits, shown, found)
+        used = hits.ids != UNUSED
+        visible = torch.cat([used, shown[:, None].expand(*used.shape[:2], -1)], dim=2)
+        self._count(used, visible.sum(-1).float().mean(), hits.mass)
         bias = _bias(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + W]
         if hits.log_weight is not None:
             bias[..., : hits.log_weight.shape[-1]] += hits.log_weight
@@ -295,12 +296,36 @@ class AttentionLayer:
         sink = (self._sink_ids != UNUSED).expand(len(seen), -1)
         return rows, torch.cat([sink, seen], dim=1)
 
-    def _count(self, hits: Hits, shown: Tensor, rows: Rows) -> Tensor:
-        """Add a step to `traffic`; which rows attention sees, bool `[B, G, K + W]`."""
-        used = hits.ids != UNUSED
-        visible = torch.cat([used, shown[:, None].expand(*used.shape[:2], -1)], dim=2)
-        self.traffic = self.traffic.counted(hits, visible, self._valid.flags, len(self), rows)
-        return visible
+    def _followed(self) -> Near:
+        """Sink and window in a buffer that gets what has come since the last step."""
+        sink = 0 if self._sink_rows is None else self._sink_rows.keys.shape[2]
+        need, near = sink + len(self._window), self._beside
+        if near is None or near.batch != self.batch_size or near.room < need:
+            room = max(len(self._window), self.local + self.update_every)
+            room += max(sink, self.sink)
+            near = self._beside = Near(self.index.geometry, self.batch_size, room)
+        elif self._moved:
+            near.clear()
+        if not len(near) and self._sink_ids is not None and self._sink_rows is not None:
+            near.add(self._sink_rows.keys, self._sink_rows.values, self._sink_ids != UNUSED)
+        new = slice(len(near) - sink, None)
+        seen = (
+            None if self._valid.flags is None else self._valid.flags[:, len(self.index) :][:, new]
+        )
+        near.add(self._window["keys"][:, :, new], self._window["values"][:, :, new], seen)
+        self._moved = False
+        return near
+
+    def _count(self, fetched: Tensor, read: Tensor, mass: Tensor | None = None) -> None:
+        """Add a step to `traffic`: rows fetched (summed), rows attended to, and `Hits.mass`."""
+        g, valid = self.index.geometry, self._valid.flags
+        row_bytes = (g.head_dim + g.value_dim) * g.dtype.itemsize
+        self.traffic = self.traffic.counted(
+            read=read,
+            full=len(self) if valid is None else valid.sum(-1).float().mean(),
+            fetched_bytes=fetched.sum().float() * row_bytes,
+            mass=0.0 if mass is None else mass.mean(),
+        )
 
     # Regions
 
@@ -358,6 +383,7 @@ class AttentionLayer:
             self.index.append(moved.keys, moved.values, valid=retrievable)
             # from here on nothing fails
             self._window, (self._sink_ids, self._sink_rows) = rest, sink
+            self._moved = True
         self._local = held - count
 
     def _new_sink(self, batch: int, count: int, real: Tensor | None) -> Tensor | None:
@@ -379,9 +405,12 @@ class AttentionLayer:
         ids = torch.where(ids == UNUSED, ids, ids + len(self.index))
         if self._sink_ids is None or self._sink_rows is None:
             return ids, rows
-        return torch.cat([self._sink_ids, ids], dim=1), Rows(
-            torch.cat([self._sink_rows.keys, rows.keys], dim=2),
-            torch.cat([self._sink_rows.values, rows.values], dim=2),
+        ids = torch.cat([self._sink_ids, ids], dim=1)
+        slots = compact(ids != UNUSED)  # rows that are padded differently leave gaps
+        wide = slots[:, None].expand(-1, moved.keys.shape[1], -1)
+        return ids.gather(1, slots.clamp_min(0)).masked_fill(slots == UNUSED, UNUSED), Rows(
+            gather_rows(torch.cat([self._sink_rows.keys, rows.keys], dim=2), wide),
+            gather_rows(torch.cat([self._sink_rows.values, rows.values], dim=2), wide),
         )
 
     def _truncated_sink(self, length: int) -> tuple[Tensor, Rows] | tuple[None, None]:

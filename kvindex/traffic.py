@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex.protocol import UNUSED, Hits, Rows
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -25,16 +23,18 @@ class Traffic:
     mass: Tensor | float = 0.0
 
     def counted(
-        self, hits: Hits, visible: Tensor, valid: Tensor | None, length: int, rows: Rows
+        self,
+        *,
+        read: Tensor | float,
+        full: Tensor | float,
+        fetched_bytes: Tensor | float,
+        mass: Tensor | float = 0.0,
     ) -> Traffic:
-        """With one step more: hits, their rows, rows shown to attention, tokens that are real."""
-        width = rows.keys.shape[-1] + rows.values.shape[-1]
-        used = (hits.ids != UNUSED).sum().float()
-        full = length if valid is None else valid.sum(-1).float().mean()
+        """With one step more: what each of the sums gains."""
         return Traffic(
             steps=self.steps + 1,
-            rows_read=self.rows_read + visible.sum(-1).float().mean(),
+            rows_read=self.rows_read + read,
             rows_full=self.rows_full + full,
-            bytes_fetched=self.bytes_fetched + used * (width * rows.keys.element_size()),
-            mass=self.mass + (0.0 if hits.mass is None else hits.mass.mean()),
+            bytes_fetched=self.bytes_fetched + fetched_bytes,
+            mass=self.mass + mass,
         )

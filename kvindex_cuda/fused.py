@@ -1,21 +1,33 @@
-"""ParisKV on its kernels: codes in blocks, and searches that no code leaves the device for."""
+"""ParisKV on its kernels: codes in blocks, and searches that no code leaves the device for.
+
+What a search reads lies at fixed addresses and is updated in place as tokens come and go; what it
+writes are buffers made once. So a search that was captured in a CUDA graph can be replayed while
+the index grows.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvindex.protocol import UNUSED, Hits, Rows
+from kvindex.near import Near
+from kvindex.protocol import UNUSED, Hits
 from kvindex_cuda.code_blocks import CodeBlocks
 from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK, Layout
-from kvindex_cuda.step import MOST_HEADS, State, Step, words_of
+from kvindex_cuda.step import MOST_HEADS, State, words_of
+from kvindex_cuda.steps import SharedStep, capturing, shared
 
 SERVED = dict(coarse="dots", weights="log", weight_bits=16, block="key", lists="group")
 """Of `ParisKVConfig`, what the fused kernels are for: `fast` and `precise`, one list per group."""
+
+HEADROOM = 2
+"""Room for candidates over what is wanted: buffers are made anew when an index has doubled."""
+
+LAST = torch.iinfo(torch.int64).min
 
 
 def serves(index: Any) -> bool:
@@ -30,138 +42,190 @@ def serves(index: Any) -> bool:
     )
 
 
+@dataclass
+class _Use:
+    """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
+
+    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must stay; need: the
+    most candidates that a row of the batch asks for.
+    """
+
+    step: SharedStep
+    wanted: Tensor
+    places: Tensor
+    captured: bool = False
+    need: int = 0
+
+    def want(self, candidates: Tensor) -> None:
+        """Ask for so many candidates, int64 `[B]` on the CPU."""
+        self.need = int(candidates.max())
+        put(self.wanted, candidates.clamp_max(self.step.most))
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether there is room for fewer than that."""
+        return self.need > self.step.most
+
+
 class Fused:
     """What `ParisKV` keeps beside its codes when its kernels are fused.
 
-    codes: takes the place of the index's `Columns`.
+    codes: blocks that take the place of the index's `Columns`, new ones unless given.
     """
 
-    def __init__(self, index: Any) -> None:
+    def __init__(self, index: Any, codes: CodeBlocks | None = None) -> None:
         self._geometry, self._config = index.geometry, index.config
         self._layout = Layout(index.geometry.head_dim, index.config.magnitude_bits)
-        self.codes = CodeBlocks(self._layout, index.geometry.kv_heads, index.geometry.device)
-        self._steps: dict[tuple[int, int], Step] = {}  # by batch and k
-        self._state: tuple[Any, dict[str, Any]] | None = None
-        self._length = 0
-
-    def changed(self, index: Any) -> None:
-        """Tokens came or went: new segments' centres go to their blocks."""
-        first = min(self._length, len(index)) // BLOCK
-        self._state, self._length = None, len(index)
-        if "centres" in index._learnt and self._length:
-            index._codes.put_centres(index._learnt["centres"], first)
+        if codes is None:
+            codes = CodeBlocks(self._layout, index.geometry.kv_heads, index.geometry.device)
+        self.codes = codes
+        self.cleared()
+        self._length = len(codes)  # with their centres
 
     def cleared(self) -> None:
         """Everything was forgotten."""
-        self._state, self._length = None, 0
+        self._state: State | None = None
+        self._uses: list[_Use] = []  # of each k the newest one last
+        self._length = 0
+
+    def changed(self, index: Any) -> Fused:
+        """Tokens came or went, or the batch did: what serves the index from here on."""
+        if index._codes is not self.codes:  # reordered or repeated
+            return Fused(index, index._codes).changed(index)
+        first = min(self._length, len(index)) // BLOCK
+        self._length = len(index)
+        if "centres" in index._learnt and self._length:
+            index._codes.put_centres(index._learnt["centres"], first)
+        if self._state is not None:
+            if self._state.codes is not self.codes.table:  # another batch has begun
+                self.cleared()
+                return self.changed(index)
+            self._update(index, self._state, first)
+            if any(use.captured for use in self._uses):
+                self._wait(index)  # nobody does when a graph is replayed
+        return self
+
+    def prepare(self, index: Any, k: int, most: int) -> None:
+        """Have a step for `k` rows with room for `most` candidates."""
+        if (use := self._newest(k)) is None or use.step.most < most:
+            self._begin(index, k, most)
 
     def search(self, index: Any, queries: Tensor, k: int) -> Hits:
         """As `ParisKV.search`: the group's candidates, reranked, the best `k`."""
-        step, state = self._step(index, len(queries), k), self._of(index, k)
+        use, state = self._ready(index, k)
+        step = use.step
         step.select(queries.contiguous(), state)
-        g = self._geometry
-        place = torch.arange(step.capacity, device=g.device)
-        real = (place < step.counts[:, None]) & (step.shares > float("-inf"))
-        # shares descending, then ids ascending, as one integer
-        bits = (step.shares + 0.0).view(torch.int32)
-        order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | step.list & 0xFFFFFFFF
-        order = order.masked_fill(~real, torch.iinfo(torch.int64).min)
-        width = min(k, step.capacity)
-        best, at = order.topk(width, dim=-1)
-        missing = best == torch.iinfo(torch.int64).min
-        ids = (0xFFFFFFFF - (best & 0xFFFFFFFF)).masked_fill(missing, UNUSED)
-        scores = step.shares if g.group_size > 1 else step.estimates[..., 0]
-        scores = scores.gather(-1, at).masked_fill(missing, float("-inf"))
-        shape, pad = (len(queries), g.kv_heads, width), (0, k - width)
-        return Hits(
-            torch.nn.functional.pad(ids.view(shape), pad, value=UNUSED),
-            torch.nn.functional.pad(scores.view(shape), pad, value=float("-inf")),
-        )
+        # scores descending, then ids ascending, as one integer
+        bits = (step.scores + 0.0).view(torch.int32)
+        order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0xFFFFFFFF - step.ids)
+        order.masked_fill_(use.places >= step.found[:, None], LAST)
+        order, at = order.sort(dim=-1, descending=True)
+        unused = order == LAST
+        ids = (0xFFFFFFFF - (order & 0xFFFFFFFF)).masked_fill_(unused, UNUSED)
+        scores = step.scores.gather(-1, at).masked_fill_(unused, float("-inf"))
+        shape = (len(queries), self._geometry.kv_heads, k)
+        return Hits(ids.view(shape), scores.view(shape))
 
-    def attend(
-        self, index: Any, queries: Tensor, near: Rows, shown: Tensor, k: int
-    ) -> tuple[Tensor, Hits]:
+    def attend(self, index: Any, queries: Tensor, near: Near, k: int) -> tuple[Tensor, Tensor]:
         """As `BaseIndex.attend`."""
-        device, batch = self._geometry.device, len(queries)
-        step, state = self._step(index, batch, k), self._of(index, k)
-        table, row_head, row_bytes = self._rows(index)
-        rows = torch.cat([near.keys, near.values], dim=-1)
-        state = replace(
-            state,
-            rows=table,
-            row_head=row_head,
-            row_bytes=row_bytes,
-            near=rows,
-            shown=shown.to(torch.uint8),
-            held=torch.tensor([rows.shape[2]], device=device),
-        )
-        output = step(queries.contiguous(), state, ids=True)
-        used = torch.arange(k, device=device) < step.found[:, None]
-        ids = step.ids.masked_fill(~used, UNUSED).view(batch, -1, k)
-        return output.clone(), Hits(ids, torch.zeros(ids.shape, device=device))
+        use, state = self._ready(index, k)
+        state = replace(state, near=near.rows, shown=near.shown, held=near.held)
+        output = use.step(queries.contiguous(), state)
+        return output.clone(), use.step.found.view(len(queries), -1).clone()
 
-    def _rows(self, index: Any) -> tuple[Tensor, int, int]:
-        """Addresses of blocks of rows, bytes from head to head in them, and of a row."""
-        store = index._store
-        if not isinstance(store, HostStore):
-            found: tuple[Tensor, int, int] = store.table(BLOCK)
-            return found
-        store.wait()
-        return store.table, BLOCK * store.row_bytes, store.row_bytes
+    # What a search reads
 
-    def _step(self, index: Any, batch: int, k: int) -> Step:
-        """Buffers for this batch and `k`, made anew where candidates have outgrown them."""
-        most = int(index._limits(k)[1].max())
-        step = self._steps.get((batch, k))
-        if step is None or step.most < most:
-            device = self._geometry.device
-            count = 4
-            if device.type == "cuda":
-                count = torch.cuda.get_device_properties(device).multi_processor_count
-            step = Step(
-                self._geometry,
-                self._layout,
-                batch=batch,
-                k=k,
-                most=2 * most,
-                seed=self._config.seed,
-                largest=self._config.largest,
-                policy=self._config.group,
-                centred=bool(self._config.centre),
-                multiprocessors=count,
-            )
-            self._steps[batch, k] = step
-        return step
+    def _ready(self, index: Any, k: int) -> tuple[_Use, State]:
+        """A step with room enough, its turn, and what it reads."""
+        captured = capturing(self._geometry.device)
+        use = self._newest(k)
+        if use is None or use.outgrown:
+            if captured:
+                raise RuntimeError(
+                    f"graph: got a first search for k = {k} rows, or one for more candidates than "
+                    "there are buffers for; allowed is one after prepare() or a search like it"
+                )
+            use = self._begin(index, k, HEADROOM * int(index._wanted(k).max()))
+        assert self._state is not None
+        use.captured |= captured
+        if not captured:
+            self._wait(index)
+            use.step.take_turn()
+        store, state = index._store, self._state
+        if isinstance(store, HostStore):
+            table, head, row = store.table, 0, store.row_bytes
+        else:
+            table, head, row = store.table(BLOCK)
+        state = replace(state, wanted=use.wanted, rows=table, row_head=head, row_bytes=row)
+        return use, state
 
-    def _of(self, index: Any, k: int) -> State:
-        """What a search reads, made anew when the index has changed."""
-        device, blocks = self._geometry.device, -(-len(index) // BLOCK)
-        if self._state is None or self._state[0] is not index._codes:
-            flags = index.valid
-            if flags is None:
-                shape = (index._batch, len(index))
-                flags = torch.ones(shape, dtype=torch.bool, device=device)
-            self._state = (
-                index._codes,
-                {
-                    "codes": index._codes.table[:, :blocks].contiguous(),
-                    "valid": words_of(flags, blocks),
-                    "length": torch.tensor([len(index)], device=device),
-                    "counted": index.counts.int().to(device),
-                    "reference": index._learnt["reference"].contiguous(),
-                },
-            )
-        wanted = index._limits(k)[1].int().to(device)
-        none = torch.zeros(0, dtype=torch.int64, device=device)
+    def _begin(self, index: Any, k: int, most: int) -> _Use:
+        """A step for `k` rows and `most` candidates, from here on the one that serves."""
+        if self._state is None:
+            self._state = self._opened(index)
+            self._update(index, self._state, 0)
+        device, (batch, blocks) = self._geometry.device, self.codes.table.shape
+        sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
+        step = shared(self._geometry, self._layout, self._config, **sizes)
+        wanted = torch.zeros(batch, dtype=torch.int32, device=device)
+        use = _Use(step, wanted, torch.arange(k, device=device))
+        use.want(index._wanted(k))
+        self._uses = [u for u in self._uses if u.captured or u.step.k != k] + [use]
+        return use
+
+    def _newest(self, k: int) -> _Use | None:
+        return next((use for use in reversed(self._uses) if use.step.k == k), None)
+
+    def _opened(self, index: Any) -> State:
+        """Room for all that the table of blocks has room for."""
+        device, table = self._geometry.device, self.codes.table
+        batch, blocks = table.shape
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        none = ints(0)
         return State(
-            **self._state[1],
-            wanted=wanted,
+            codes=table,
             rows=none,
+            valid=ints(batch, blocks, 8),
+            length=ints(1, dtype=torch.int64),
+            wanted=none,
+            counted=ints(batch),
+            reference=torch.zeros_like(index._learnt["reference"]).contiguous(),
             near=none,
             shown=none,
             held=none,
             row_bytes=0,
         )
+
+    def _update(self, index: Any, state: State, first: int) -> None:
+        """What has changed from block `first` on, in place."""
+        start, last = first * BLOCK, -(-len(index) // BLOCK)
+        flags = index.valid
+        if flags is None:
+            shape = (index._batch, len(index) - start)
+            flags = torch.ones(shape, dtype=torch.bool, device=self._geometry.device)
+        else:
+            flags = flags[:, start:]
+        state.valid[:, first:last].copy_(words_of(flags, last - first))
+        state.length.fill_(len(index))
+        put(state.counted, index.counts)
+        state.reference.copy_(index._learnt["reference"])
+        for use in self._uses:
+            use.want(index._wanted(use.step.k))
+
+    def _wait(self, index: Any) -> None:
+        if isinstance(index._store, HostStore):
+            index._store.wait()
+
+
+def put(target: Tensor, values: Tensor) -> None:
+    """Copy numbers of the CPU into `target` without waiting for its device."""
+    staged = values.to(target.dtype)
+    if target.device.type == "cuda":
+        staged = staged.pin_memory()
+    target.copy_(staged, non_blocking=True)
 
 
 def fused(index: Any) -> Fused | None:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvindex import budget, check, group
 from kvindex.base import BaseIndex
+from kvindex.near import Near
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
-from kvindex.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.protocol import UNUSED, Codes, Hits
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
@@ -209,18 +210,42 @@ class ParisKV(BaseIndex):
             return hits
         return self._ranked(_Asked.of(self, queries), k)[0]
 
-    def attend(
-        self, queries: Tensor, near: Rows, shown: Tensor, *, k: int
-    ) -> tuple[Tensor, Hits] | None:
-        """As `BaseIndex.attend`; the fused kernels can."""
-        if not self._fused or not len(self):
-            return None
+    @property
+    def attends(self) -> bool:
+        """Whether kernels search, fetch and attend in one go."""
+        return self._fused is not None
+
+    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+        """As `BaseIndex.attend`, for an index that holds a token."""
+        if not self._fused:
+            return super().attend(queries, near, k=k)
         check.at_least("k", k, 1)
+        check.at_least("len(index)", len(self), 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
         self._check_finite("queries", queries)
-        done: tuple[Tensor, Hits] = self._fused.attend(self, queries.detach(), near, shown, k)
+        done: tuple[Tensor, Tensor] = self._fused.attend(self, queries.detach(), near, k)
         return done
+
+    def prepare(self, *, k: int, tokens: int) -> None:
+        """Have all that searches for `k` rows need until the index holds `tokens` tokens.
+
+        Only fused kernels need something (buffers for candidates), and make it at the first
+        search where nobody has. Before a search is captured in a CUDA graph, call this: the graph
+        keeps the buffers that there were (docs/cuda.md). Raises ValueError for sizes out of
+        range, or for an empty index.
+        """
+        check.at_least("k", k, 1)
+        check.at_least("tokens", tokens, 1)
+        check.at_least("len(index)", len(self), 1)
+        if not self._fused:
+            return
+        falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
+        self._fused.prepare(self, k, max(self._candidates_of(n, k) for n in (tokens, *falls)))
+        g, batch = self.geometry, len(self.counts)
+        queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
+        self.search(queries, k=k)  # kernels are compiled when they run first
+        self.attend(queries, Near(g, batch, 1), k=k)
 
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
         budget.check_policy(self.config.group)
@@ -317,13 +342,19 @@ class ParisKV(BaseIndex):
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
-        tiers, candidates = [], []
-        for n in self.counts.tolist():
-            beta, rho = self._shares(n)
-            tiers.append([ceil_share(n, rho, tier) for tier in TIERS])
-            candidates.append(min(max(ceil_share(n, beta), self.config.pool * k), n))
-        device = self.geometry.device
-        return torch.tensor(tiers, device=device), torch.tensor(candidates)
+        tiers = [
+            [ceil_share(n, self._shares(n)[1], t) for t in TIERS] for n in self.counts.tolist()
+        ]
+        return torch.tensor(tiers, device=self.geometry.device), self._wanted(k)
+
+    def _wanted(self, k: int) -> Tensor:
+        """Candidates `C` of each row of the batch, int64 `[B]` on the CPU."""
+        return torch.tensor([self._candidates_of(n, k) for n in self.counts.tolist()])
+
+    def _candidates_of(self, n: int, k: int) -> int:
+        """`C` of `n` keys."""
+        share, least = ceil_share(n, self._shares(n)[0]), int(self.config.pool) * k
+        return min(max(share, least), n)
 
     def _shares(self, n: int) -> tuple[float, float]:
         """`(β, ρ)` for `n` keys."""
@@ -359,7 +390,7 @@ class ParisKV(BaseIndex):
     def _keep(self, statistics: Tensor) -> None:
         self._histogram = statistics
         if self._fused:
-            self._fused.changed(self)
+            self._fused = self._fused.changed(self)
 
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]

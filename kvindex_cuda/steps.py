@@ -1,0 +1,68 @@
+"""Buffers of steps, of which one is enough for all indexes of a shape that take turns."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from kvindex.geometry import Geometry
+from kvindex_cuda.layout import Layout
+from kvindex_cuda.step import Step
+
+EMULATED = 4
+"""Multiprocessors where there are none."""
+
+
+class SharedStep(Step):
+    """A step that several indexes run one after another, whatever the stream."""
+
+    _stream: torch.cuda.Stream | None = None
+
+    def take_turn(self) -> None:
+        """What the current stream runs from here on comes after what another one has run.
+
+        Not so for a captured stream: a graph is replayed when its owner says so.
+        """
+        device = self.geometry.device
+        if device.type != "cuda" or capturing(device):
+            return
+        current = torch.cuda.current_stream(device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+        self._stream = current
+
+
+_alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()
+
+
+def shared(
+    geometry: Geometry, layout: Layout, config: Any, *, batch: int, blocks: int, k: int, most: int
+) -> SharedStep:
+    """A step for `k` rows and at least `most` candidates: the one in use, or a new one.
+
+    config: a `ParisKVConfig`; blocks: `S` of the tables that it will read.
+    """
+    g = geometry
+    sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
+    options = dict(seed=config.seed, largest=config.largest, policy=config.group)
+    centred = bool(config.centre)
+    key = (*sizes, layout, *options.values(), centred, batch, blocks, k)
+    step = _alive.get(key)
+    if step is None or step.most < most:
+        count = EMULATED
+        if g.device.type == "cuda":
+            count = torch.cuda.get_device_properties(g.device).multi_processor_count
+        options |= dict(centred=centred, multiprocessors=count)
+        step = SharedStep(g, layout, batch=batch, k=k, most=most, **options)
+        _alive[key] = step
+    return step
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured in a graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
