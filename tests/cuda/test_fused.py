@@ -1,6 +1,8 @@
 """ParisKV whose codes lie in blocks and whose search is fused, against itself in plain torch."""
 
+import gc
 from contextlib import nullcontext
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 import kvindex
 from kvindex import backend, ops
 from kvindex.layer import AttentionLayer
+from kvindex.near import Near
+from kvindex_cuda import steps
 from kvindex_cuda.fused import fused
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES
@@ -144,3 +148,116 @@ def test_what_is_not_fused_runs_op_by_op(device, options):
 
 def test_the_plain_index_knows_nothing_of_it():
     assert kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64)._fused is None
+
+
+def addresses(index):
+    """Of all tensors that a search of the index reads or writes, but those of its results."""
+    state, step = index._fused._state, index._fused._uses[-1].step
+    kept = [*vars(state).values(), *vars(step).values(), index._fused._uses[-1].wanted]
+    return [part.data_ptr() for part in kept if isinstance(part, torch.Tensor)]
+
+
+def test_nothing_that_a_search_reads_or_writes_moves(device):
+    mine, theirs = pair(device)
+    tokens, queries = moved(CASE.tokens(700), device), CASE.queries().to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300), valid=left_padding([0, 70], 300).to(device))
+    mine.prepare(k=20, tokens=700)
+    mine.search(queries, k=20)
+    where = addresses(mine)
+    for start, stop in ((300, 301), (301, 700)):
+        for index in (mine, theirs):
+            index.append(*part(tokens, start, stop))
+        assert_same(mine, theirs, queries)
+    for index in (mine, theirs):
+        index.truncate(290)
+    assert_same(mine, theirs, queries)
+    assert addresses(mine) == where
+
+
+def test_a_view_leaves_its_index_alone(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64)
+    mine, theirs = pair(device, case)
+    tokens, queries = moved(case.tokens(400), device), case.queries(batch=2).to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300))
+    mine.search(queries[:1], k=9)
+    where = addresses(mine)
+    found = [index.repeated(2).search(queries, k=9) for index in (mine, theirs)]
+    assert_same_hits(*found, close=ROUNDED)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 300, 310))
+    assert_same(mine, theirs, queries[:1], k=9)
+    assert addresses(mine) == where
+
+
+def test_indexes_of_a_shape_share_buffers_for_as_long_as_they_live(device):
+    first, second = pair(device)[0], pair(device)[0]
+    other = pair(device, seed=1)[0]
+    tokens, queries = moved(CASE.tokens(300), device), CASE.queries().to(device)
+    for index in (first, second, other):
+        index.append(*tokens)
+        index.search(queries, k=7)
+    assert first._fused._uses[-1].step is second._fused._uses[-1].step
+    assert first._fused._uses[-1].step is not other._fused._uses[-1].step
+    del first, second, other, index
+    gc.collect()
+    assert not steps._alive
+
+
+def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
+    indexes = [pair(device)[0] for _ in range(2)]
+    tokens, queries = moved(CASE.tokens(900), device), CASE.queries().to(device)
+    for index in indexes:
+        index.append(*part(tokens, 0, 60))
+        index.search(queries, k=10)
+    small = indexes[0]._fused._uses[-1].step
+    assert small.most == 80  # twice what pool · k asks for
+    for index in indexes:
+        index.append(*part(tokens, 60, 900))
+        index.search(queries, k=50)
+        index.search(queries, k=10)
+        assert index._fused._newest(10).step is small
+    for index in indexes:
+        index.prepare(k=10, tokens=4000)
+        assert [use.step.most for use in index._fused._uses if use.step.k == 10] == [200]
+    steps_of = [index._fused._newest(10).step for index in indexes]
+    assert steps_of[0] is steps_of[1] is not small
+
+
+def test_what_a_graph_holds_stays_and_asks_for_no_more_than_it_has_room_for(device, monkeypatch):
+    mine, theirs = pair(device)
+    tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 60))
+    fusing = import_module("kvindex_cuda.fused")
+    with monkeypatch.context() as context:
+        context.setattr(fusing, "capturing", lambda device: True)
+        with pytest.raises(RuntimeError, match="graph: got a first search for k = 5 rows"):
+            mine.search(queries, k=5)
+    mine.prepare(k=5, tokens=60)
+    with monkeypatch.context() as context:
+        context.setattr(fusing, "capturing", lambda device: True)
+        mine.search(queries, k=5)
+    (held,) = mine._fused._uses
+    for index in (mine, theirs):
+        index.append(*part(tokens, 60, 1100))
+    assert_same(mine, theirs, queries, k=5)
+    assert mine._fused._uses[0] is held
+    assert mine._fused._newest(5) is not held
+    assert held.wanted.tolist() == [20, 20]
+    assert mine._fused._newest(5).wanted.tolist() == [55, 55]
+
+
+def test_attention_reads_no_more_near_rows_than_there_are(device):
+    mine, theirs = pair(device)
+    for index in (mine, theirs):
+        index.append(*moved(CASE.tokens(300), device))
+    near = Near(mine.geometry, 2, 50)
+    near.rows.fill_(float("nan"))
+    near.add(*moved(CASE.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
+    output, found = mine.attend(CASE.queries().to(device), near, k=20)
+    assert output.isfinite().all()
+    assert found.tolist() == [[20, 20], [20, 20]]
+    with pytest.raises(NotImplementedError, match="ParisKV does not attend"):
+        theirs.attend(CASE.queries().to(device), near, k=20)
