@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvindex_cuda.layout import BLOCK, MAX_TOKENS, Layout
+from kvindex_cuda.layout import BLOCK, MAX_TOKENS, Layout, places
 
 SLAB_BYTES = 64 * 2**20
 """The most that one allocation takes ahead of need."""
 
 NAMES = ("signs", "magnitudes", "weights", "fractions")
+
+
+class Run(NamedTuple):
+    """Blocks that follow one another in a slab."""
+
+    slab: int
+    first: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Codes of `count` tokens of a batch of `batch` that a kernel writes, centres with them.
+
+    write: called with addresses of blocks, int64 `[B, S]`.
+    """
+
+    batch: int
+    count: int
+    write: Callable[[Tensor], None]
 
 
 class CodeBlocks:
@@ -29,14 +51,17 @@ class CodeBlocks:
     ) -> None:
         self.layout, self._heads, self._device = layout, kv_heads, device
         self._most = -(-max_tokens // BLOCK)
+        self._block_bytes = kv_heads * layout.head_bytes
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         self._slabs: list[Tensor] = []  # uint8 [blocks, G, head_bytes] each
-        self._free: list[tuple[int, int]] = []  # (slab, block), the next to be taken last
-        self._held: list[list[tuple[int, int]]] = []  # of each row of the batch, in order
+        self._free: list[Run] = []  # the next to be taken last
+        self._held: list[list[Run]] = []  # of each row of the batch, in order
+        self._blocks = 0  # of each row
         self._length = 0
+        self._filled = False  # whether a kernel writes codes and centres
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
     def __len__(self) -> int:
@@ -50,19 +75,21 @@ class CodeBlocks:
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy of the column, `[B, G, N, ...]`."""
-        field = {"fractions": "logs"}.get(name, name)
+        field = {"fractions": "logs", "weights": "logs"}.get(name, name)
         rows = []
         for held in self._held:
-            blocks = [self._fields(*at)[field] for at in held[: -(-self._length // BLOCK)]]
-            rows.append(torch.cat(blocks, dim=1)[:, : self._length])
+            runs = [self._fields(run)[field].transpose(0, 1).flatten(1, 2) for run in held]
+            rows.append(torch.cat(runs, dim=1)[:, : self._length])
         column = torch.stack(rows)
-        return column[..., :1] if name == "fractions" else column
+        if field == "logs":
+            return column[..., :1] if name == "fractions" else column[..., 1:]
+        return column
 
-    def reserve(self, new: Mapping[str, Tensor]) -> None:
+    def reserve(self, new: Mapping[str, Tensor] | Fill) -> None:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
         if not new:
             return
-        batch, count = new["signs"].shape[0], new["signs"].shape[2]
+        batch, count = _shape(new)
         need = -(-(self._length + count) // BLOCK)
         if need > self._most:
             got, allowed = self._length + count, self._most * BLOCK
@@ -71,41 +98,49 @@ class CodeBlocks:
             self.reset()
             table = torch.zeros((batch, self._most), dtype=torch.int64, device=self._device)
             self._held, self.table = [[] for _ in range(batch)], table
-        missing = sum(max(need - len(held), 0) for held in self._held) - len(self._free)
+        more = need - self._blocks
+        if more <= 0:
+            return
+        missing = more * batch - sum(run.blocks for run in self._free)
         if missing > 0:
             self._grow(missing)
         for row, held in enumerate(self._held):
-            first = len(held)
-            while len(held) < need:
-                held.append(self._free.pop())
-            if len(held) > first:
-                addresses = [self._address(*at) for at in held[first:]]
-                self.table[row, first : len(held)] = torch.tensor(addresses, device=self._device)
+            at = self._blocks
+            for run in self._taken(more):
+                self._name(row, at, run)
+                at += run.blocks
+                last = held[-1] if held else Run(-1, 0, 0)
+                if (last.slab, last.first + last.blocks) == run[:2]:
+                    held[-1] = last._replace(blocks=last.blocks + run.blocks)
+                else:
+                    held.append(run)
+        self._blocks = need
 
-    def append(self, new: Mapping[str, Tensor]) -> None:
+    def append(self, new: Mapping[str, Tensor] | Fill) -> None:
         """Append codes that agree with the columns in all but the token axis."""
         if not new:
             return
         self.reserve(new)
-        parts = dict(new)
-        parts["logs"] = torch.cat([parts.pop("fractions"), parts["weights"]], dim=-1)
-        count, start = new["signs"].shape[2], self._length
-        for row, held in enumerate(self._held):
-            for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
-                first, last = max(start, block * BLOCK), min(start + count, (block + 1) * BLOCK)
-                fields = self._fields(*held[block])
-                inside = slice(first - block * BLOCK, last - block * BLOCK)
-                for name, part in parts.items():
-                    fields[name][:, inside] = part[row, :, first - start : last - start]
+        count, start = _shape(new)[1], self._length
+        if isinstance(new, Fill):
+            new.write(self.table)
+            self._filled = True
+        else:
+            self._copy(new, start, count)
         self._length += count
 
     def put_centres(self, centres: Tensor, first: int) -> None:
-        """Write centres bfloat16 `[B, G, S, D]` into the blocks from `first` on."""
+        """Write centres bfloat16 `[B, G, S, D]` into the blocks from `first` on.
+
+        Nothing to do where a kernel has written the codes (`Fill`).
+        """
+        if self._filled:
+            return
         raw = centres.contiguous().view(torch.uint8)
         raw = raw.view(*centres.shape, 2)
-        for row, held in enumerate(self._held):
+        for row in range(len(self._held)):
             for block in range(first, centres.shape[2]):
-                self._fields(*held[block])["centre"].copy_(raw[row, :, block])
+                self._fields(self._at(row, block))["centre"].copy_(raw[None, row, :, block])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; blocks stay with their rows."""
@@ -114,22 +149,19 @@ class CodeBlocks:
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
         other = CodeBlocks(self.layout, self._heads, self._device, self._most * BLOCK)
-        order = batch_indices.tolist()
+        order, blocks = batch_indices.tolist(), -(-self._length // BLOCK)
         other._held = [[] for _ in order]
         other.table = torch.zeros((len(order), self._most), dtype=torch.int64, device=self._device)
-        blocks = -(-self._length // BLOCK)
-        if blocks:
+        if blocks and order:
             other._grow(blocks * len(order))
-        for row, source in enumerate(order):
-            for at in self._held[source][:blocks]:
-                place = other._free.pop()
-                other._slabs[place[0]][place[1]] = self._slabs[at[0]][at[1]]
-                other._held[row].append(place)
-            addresses = [other._address(*at) for at in other._held[row]]
-            other.table[row, :blocks] = torch.tensor(
-                addresses, dtype=torch.int64, device=self._device
-            )
-        other._length = self._length
+            for row, source in enumerate(order):
+                (run,) = other._taken(blocks)
+                other._held[row].append(run)
+                other._name(row, 0, run)
+                copies = other._slabs[run.slab][run.first : run.first + run.blocks]
+                held = [self._slabs[s][first : first + n] for s, first, n in self._held[source]]
+                copies.copy_(torch.cat(held)[:blocks] if len(held) > 1 else held[0][:blocks])
+        other._blocks, other._length, other._filled = blocks, self._length, self._filled
         return other
 
     def repeated(self, count: int) -> CodeBlocks:
@@ -144,18 +176,64 @@ class CodeBlocks:
         bits, stride = self.layout.magnitude_bits, self.layout.stride
         return len(self._held) * self._heads * self._length * (stride * (1 + bits) + 3)
 
-    def _fields(self, slab: int, block: int) -> dict[str, Tensor]:
-        return self.layout.views(self._slabs[slab][block])
+    def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
+        """Codes `[B, G, count, ...]` into the blocks of the tokens from `start`."""
+        parts = dict(new)
+        parts["logs"] = torch.cat([parts.pop("fractions"), parts["weights"]], dim=-1)
+        order = places(self._device)
+        for row in range(len(self._held)):
+            for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
+                first, last = max(start, block * BLOCK), min(start + count, (block + 1) * BLOCK)
+                fields = self._fields(self._at(row, block))
+                inside = slice(first - block * BLOCK, last - block * BLOCK)
+                for name, part in parts.items():
+                    to = order[inside] if name == "weights" else inside
+                    fields[name][0, :, to] = part[row, :, first - start : last - start]
 
-    def _address(self, slab: int, block: int) -> int:
-        return self._slabs[slab][block].data_ptr()
+    def _fields(self, run: Run) -> dict[str, Tensor]:
+        """`Layout.views` of blocks, `[count, G, 256, ...]`."""
+        return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
+
+    def _at(self, row: int, block: int) -> Run:
+        """Where a row's `block` is."""
+        for run in self._held[row]:
+            if block < run.blocks:
+                return Run(run.slab, run.first + block, 1)
+            block -= run.blocks
+        raise IndexError(block)
+
+    def _name(self, row: int, block: int, run: Run) -> None:
+        """Put a run's addresses in the table, from `block` on; the host waits for nothing."""
+        size = self._block_bytes
+        first = self._slabs[run.slab].data_ptr() + run.first * size
+        names = self.table[row, block : block + run.blocks]
+        torch.arange(first, first + run.blocks * size, size, out=names)
+
+    def _taken(self, count: int) -> Iterator[Run]:
+        """Free blocks, as few runs as there are."""
+        while count:
+            run = self._free.pop()
+            if run.blocks > count:
+                rest = run._replace(first=run.first + count, blocks=run.blocks - count)
+                self._free.append(rest)
+                run = run._replace(blocks=count)
+            count -= run.blocks
+            yield run
 
     def _grow(self, blocks: int) -> None:
         """Room for at least `blocks` more, as many again as there are up to `SLAB_BYTES`."""
-        block_bytes = self._heads * self.layout.head_bytes
         held = sum(len(slab) for slab in self._slabs)
-        count = max(blocks, min(held, SLAB_BYTES // block_bytes))
+        count = max(blocks, min(held, SLAB_BYTES // self._block_bytes))
         shape = (count, self._heads, self.layout.head_bytes)
-        self._slabs.append(torch.zeros(shape, dtype=torch.uint8, device=self._device))
-        number = len(self._slabs) - 1
-        self._free = [(number, block) for block in reversed(range(count))] + self._free
+        # what fills words is never written by `_copy`; else nobody reads what nobody wrote
+        padded = self.layout.head_dim % 32
+        make = torch.zeros if padded else torch.empty
+        self._slabs.append(make(shape, dtype=torch.uint8, device=self._device))
+        self._free.insert(0, Run(len(self._slabs) - 1, 0, count))
+
+
+def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:
+    """Rows of the batch, and tokens."""
+    if isinstance(new, Fill):
+        return new.batch, new.count
+    return new["signs"].shape[0], new["signs"].shape[2]

@@ -2,7 +2,8 @@
 
 A block is also a segment that shares a centre. Blocks never move, so that captured graphs, which
 hold the address of a table of blocks, stay valid while an index grows. A record's fields, in
-order: signs, weights, logs, magnitudes, centre; each key's signs and planes padded to whole words.
+order: signs, weights, centre, logs, magnitudes; each key's signs and planes padded to whole words.
+The first three are what the scan reads, in one copy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ ALIGNED = 128
 """Bytes at whose multiples records and fields begin."""
 
 
+def places(device: torch.device | str = "cpu") -> Tensor:
+    """Where the weight of each key of a block lies, int64 `[256]`.
+
+    Of 32 keys, those of a row of the scan's matrices, 8 apart, lie side by side: a lane has their
+    four weights in one word.
+    """
+    keys = torch.arange(BLOCK, device=device)
+    return keys // 32 * 32 + keys % 8 * 4 + keys % 32 // 8
+
+
 @dataclass(frozen=True)
 class Layout:
     """Bytes of a record of one KV head in a block of codes with one 16-bit log weight per key.
@@ -41,13 +52,18 @@ class Layout:
 
     @property
     def weights(self) -> int:
-        """Offset of the weights, uint8 `[256]`."""
+        """Offset of the weights, uint8 `[256]`, in the order of `places`."""
         return _up(BLOCK * self.stride)
+
+    @property
+    def centre(self) -> int:
+        """Offset of the centre, bfloat16 `[D]`."""
+        return self.weights + BLOCK
 
     @property
     def logs(self) -> int:
         """Offset of the logs, uint16 `[256]`."""
-        return self.weights + BLOCK
+        return self.centre + _up(2 * self.head_dim)
 
     @property
     def magnitudes(self) -> int:
@@ -55,17 +71,15 @@ class Layout:
         return self.logs + 2 * BLOCK
 
     @property
-    def centre(self) -> int:
-        """Offset of the centre, bfloat16 `[D]`."""
-        return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
-
-    @property
     def head_bytes(self) -> int:
         """Bytes of a record."""
-        return self.centre + _up(2 * self.head_dim)
+        return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """The fields of blocks uint8 `[..., G, head_bytes]`, as views `[..., G, 256, ...]`."""
+        """The fields of blocks uint8 `[..., G, head_bytes]`, as views `[..., G, 256, ...]`.
+
+        The weights are in the order of `places`, all else in that of the keys.
+        """
         M, width = self.head_dim // 8, self.stride
         planes = (self.magnitude_bits, width)
 
@@ -101,6 +115,9 @@ class Layout:
                 continue
             padded = part.new_zeros((B, G, S * BLOCK, *part.shape[3:]))
             padded[:, :, :N] = part
+            if name == "weights":
+                order = places(part.device).argsort()
+                padded = padded.view(B, G, S, BLOCK, 1)[:, :, :, order]
             fields[name].copy_(padded.view(B, G, S, BLOCK, *part.shape[3:]).transpose(1, 2))
         if centres is not None:
             raw = centres[:, :, :S].transpose(1, 2).contiguous().view(torch.uint8)

@@ -349,8 +349,9 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
             code = min(code, 65535);
         }
         if (t < 2 && key >= from && key < to) {
-            reinterpret_cast<u8*>(block + weights)[tile * TILE + key] = u8(code >> 8);
-            reinterpret_cast<u16*>(block + logs)[tile * TILE + key] = u16(code);
+            int id = tile * TILE + key, place = id / 32 * 32 + id % 8 * 4 + id % 32 / 8;
+            reinterpret_cast<u8*>(block + weights)[place] = u8(code >> 8);  // layout.places
+            reinterpret_cast<u16*>(block + logs)[id] = u16(code);
         }
         __syncwarp();
         char* signs = block + tile * (TILE * STRIDE);

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvindex.columns import Columns
-from kvindex_cuda.code_blocks import CodeBlocks
+from kvindex_cuda.code_blocks import SLAB_BYTES, CodeBlocks, Fill
 from kvindex_cuda.layout import BLOCK, Layout
 
 LAYOUT = Layout(40, 3)
@@ -90,11 +90,54 @@ def test_centres_go_to_their_blocks():
     centres = torch.randn(2, 3, 3, 40).bfloat16()
     blocks.put_centres(centres, 0)
     blocks.put_centres(centres * 2, 2)
-    found = [
-        blocks._fields(*at)["centre"].contiguous().view(torch.bfloat16) for at in blocks._held[1]
-    ]
-    assert torch.equal(found[0][..., 0], centres[1, :, 0])
-    assert torch.equal(found[2][..., 0], 2 * centres[1, :, 2])
+    found = [blocks._fields(blocks._at(1, block))["centre"].contiguous() for block in range(3)]
+    assert torch.equal(found[0].view(torch.bfloat16)[0, ..., 0], centres[1, :, 0])
+    assert torch.equal(found[2].view(torch.bfloat16)[0, ..., 0], 2 * centres[1, :, 2])
+
+
+def test_a_kernel_may_write_the_codes():
+    blocks, columns = both(codes(300))
+    new, seen = codes(400, seed=1), []
+
+    def write(table):
+        seen.append(table)
+        blocks._copy(new, 300, 400)
+
+    before = blocks.table.clone()
+    blocks.reserve(Fill(2, 400, write))
+    assert len(blocks) == 300
+    assert torch.equal(blocks.table[:, :2], before[:, :2])
+    blocks.append(Fill(2, 400, write))
+    columns.append(new)
+    assert_same(blocks, columns)
+    assert seen[0] is blocks.table
+    blocks.put_centres(torch.ones(2, 3, 3, 40).bfloat16(), 0)  # it has written them
+    assert not blocks._fields(blocks._at(0, 2))["centre"].any()
+
+
+def test_a_kernel_that_fails_changes_nothing():
+    blocks, columns = both(codes(300))
+
+    def write(table):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        blocks.append(Fill(2, 400, write))
+    assert_same(blocks, columns)
+    blocks.append(codes(400, seed=2))
+    columns.append(codes(400, seed=2))
+    assert_same(blocks, columns)
+
+
+def test_blocks_that_follow_one_another_are_one_run():
+    blocks = CodeBlocks(LAYOUT, 3, torch.device("cpu"))
+    slab = SLAB_BYTES // blocks._block_bytes
+    blocks.append(Fill(1, slab * BLOCK, lambda table: None))
+    for _ in range(40):
+        blocks.append(Fill(1, BLOCK, lambda table: None))
+    assert [run.blocks for run in blocks._held[0]] == [slab, 40]
+    steps = blocks.table[0, : slab + 40].diff()
+    assert int((steps != blocks._block_bytes).sum()) <= 1
 
 
 def test_too_many_tokens_change_nothing():
