@@ -121,6 +121,16 @@ class BaseIndex(ABC):
         """What stays learnt once the tokens from `length` on are gone; changes nothing."""
         return self._learnt
 
+    def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
+        """What is learnt once these tokens are appended, and their codes as `Columns` take them.
+
+        Changes nothing that a search reads. Raises ValueError for valid keys that are not finite.
+        """
+        known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
+        self._check_finite("keys", known)
+        learnt = self._learn(known, valid)
+        return learnt, self._encode(known, learnt)
+
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
         """The statistics once `codes` are appended; changes nothing."""
 
@@ -172,12 +182,9 @@ class BaseIndex(ABC):
         self._check_tensor("values", values, {**batch, **self._per_token(g.value_dim, count)})
         if valid is not None:
             checks.tensor("valid", valid, {**batch, "N": count}, torch.bool, g.device)
-        known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
-        self._check_finite("keys", known)
         if keys.numel() == 0:
             return
-        learnt = self._learn(known.detach(), valid)
-        codes = self._encode(known.detach(), learnt)
+        learnt, codes = self._prepared(keys.detach(), valid)
         rows = self._store.join(keys, values)
         counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
         self._codes.reserve(codes)

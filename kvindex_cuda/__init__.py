@@ -10,6 +10,7 @@ import torch
 from kvindex.geometry import Geometry
 from kvindex.store import Store
 from kvindex_cuda import attention, coarse, codes, fetch, launch, learn, rerank, select, transform
+from kvindex_cuda.append import writer
 from kvindex_cuda.fused import fused
 from kvindex_cuda.host_store import HostStore
 
@@ -25,6 +26,7 @@ __all__ = [
     "select",
     "store",
     "transform",
+    "writer",
 ]
 
 

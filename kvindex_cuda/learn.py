@@ -13,7 +13,7 @@ from kvindex_cuda.launch import launch
 
 __all__ = ["HEADROOM", "LEAN", "centres", "reference"]
 
-THREADS, TALL, WIDEST = 256, 16, 1024
+THREADS, TALL, WIDEST = 256, 32, 1024
 """As in `learn.cu`; the largest head dimension whose sums fit shared memory."""
 
 
@@ -30,31 +30,38 @@ def centres(
         raise ValueError(f"keys: got D = {D}, allowed are multiples of 8 up to {WIDEST}")
     if start < 0 or every < 1:
         raise ValueError(f"start, every: got {start}, {every}, allowed are from 0 and from 1 on")
-    given, flags = rows(keys, 1), _flags(valid, B, N)
-    none: dict[str, Tensor] = {
-        "centres": keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16),
-        "known": keys.new_zeros((B, 0), dtype=torch.bool),
-    }
-    old = of_type("centres", learnt.get("centres", none["centres"]), torch.bfloat16).contiguous()
-    held = of_type("known", learnt.get("known", none["known"]), torch.bool).contiguous()
+    given, flags = rows(keys, 1), flags_of(valid, B, N)
+    old, held = known_of(learnt, keys)
     before = old.shape[2]
-    of_shape("centres", old, B, G, before, D)
-    of_shape("known", held, B, before)
     S = max(before, -(-(start + N) // every))
     found = torch.empty((B, G, S, D), dtype=torch.bfloat16, device=keys.device)
     known = torch.empty((B, S), dtype=torch.bool, device=keys.device)
     launch(
         "learn.cu",
-        "centres",
+        "learn",
         (S, G, B),
         (THREADS,),
-        *(given, flags, old, held, found, known, N, D, before, start, every),
-        *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
+        *(given, flags, old, held, found, known, None, None, None, N, D, before, before, S),
+        *(start, every, 0, *given.stride()[:3], 0 if flags is None else flags.stride(0)),
         shared_bytes=8 * D * (1 + min(TALL, THREADS * 8 // D)),
         DTYPE=CODES[keys.dtype],
-        WIDE=int(_wide(given)),
+        WIDE=int(wide(given)),
+        NORMS=0,
     )
     return {"centres": found, "known": known}
+
+
+def known_of(learnt: Mapping[str, Tensor], keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Centres bfloat16 `[B, G, S, D]` and `known` bool `[B, S]` that are learnt, or none of them.
+
+    Both contiguous. Raises ValueError for wrong dtypes or shapes.
+    """
+    B, G, _, D = keys.shape
+    old = learnt.get("centres", keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16))
+    held = learnt.get("known", keys.new_zeros((B, 0), dtype=torch.bool))
+    before = of_type("centres", old, torch.bfloat16).shape[2]
+    of_shape("known", of_type("known", held, torch.bool), B, before)
+    return of_shape("centres", old, B, G, before, D).contiguous(), held.contiguous()
 
 
 def reference(
@@ -62,7 +69,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """`reference` float32 `[B, G]`: as `kvindex.ops.learn.reference`. norms: `[B, G, N]`."""
     B, G, N = of_type("norms", norms, torch.float32).shape
-    flags, old = _flags(valid, B, N), learnt.get("reference")
+    flags, old = flags_of(valid, B, N), learnt.get("reference")
     if old is not None:
         of_shape("reference", of_type("reference", old, torch.float32), B, G)
         old = old.contiguous()
@@ -77,17 +84,19 @@ def reference(
         *(0 if flags is None else flags.stride(0), G),
         DTYPE=0,
         WIDE=1,
+        NORMS=0,
     )
     return {"reference": found}
 
 
-def _flags(valid: Tensor | None, batch: int, count: int) -> Tensor | None:
+def flags_of(valid: Tensor | None, batch: int, count: int) -> Tensor | None:
+    """Flags bool `[B, N]` whose rows are contiguous. Raises ValueError for others."""
     if valid is None:
         return None
     return rows(of_shape("valid", of_type("valid", valid, torch.bool), batch, count), 1)
 
 
-def _wide(keys: Tensor) -> bool:
+def wide(keys: Tensor) -> bool:
     """Whether each key begins at a multiple of 16 bytes."""
     sized = [s for size, s in zip(keys.shape[:3], keys.stride()[:3], strict=True) if size > 1]
     places = [keys.data_ptr(), *(step * keys.element_size() for step in sized)]

@@ -156,6 +156,8 @@ class ParisKV(BaseIndex):
         self._fused: Any = fused(self) if fused else None
         if self._fused:
             self._codes = self._fused.codes
+        writer = getattr(ops, "writer", None)
+        self._writer: Any = writer(self) if writer else None
         if config.weights == "log":
             self._factors = ops.codes.log_factors(config.weight_bits, g.device)
 
@@ -170,6 +172,18 @@ class ParisKV(BaseIndex):
             norms = self.ops.transform.normalize(keys)[1]
             learnt |= learn.reference(norms, valid, self._learnt)
         return learnt
+
+    def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
+        """As `BaseIndex._prepared`; where kernels write codes, they look at keys as they learn."""
+        if not self._writer:
+            return super()._prepared(keys, valid)
+        learnt, wrong = self._writer.learn(keys, valid, self._learnt, start=len(self))
+        if self._check is not False:
+            if self._defers:
+                self._defer("keys", wrong, "a finite number")
+            elif bool(wrong):
+                return super()._prepared(keys, valid)  # which says what is wrong
+        return learnt, self._writer.codes(keys, valid, learnt, start=len(self))
 
     def _learnt_before(self, length: int) -> Codes:
         if not self.config.centre or not self._learnt:

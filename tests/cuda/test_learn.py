@@ -199,7 +199,7 @@ def test_no_order_of_threads_changes_a_bit(order):
         (dict(learnt={"centres": torch.zeros(1, 2, 1, 16)}), "centres: got torch.float32"),
         (dict(learnt={"known": torch.zeros(1, 3, dtype=torch.bool)}), "known: got shape"),
         (dict(every=0), "start, every: got 0, 0"),
-        ({}, "centres: got tensors on cpu, allowed is a CUDA device"),
+        ({}, "learn: got tensors on cpu, allowed is a CUDA device"),
     ],
     ids=lambda part: ",".join(part) if isinstance(part, dict) else "",
 )

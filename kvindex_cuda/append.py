@@ -1,0 +1,102 @@
+"""What `ParisKV.append` does with keys on a GPU: one kernel learns, one writes codes to blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.arguments import CODES, of_type, rows
+from kvindex_cuda.code_blocks import Fill
+from kvindex_cuda.encode import WIDEST, Encoder
+from kvindex_cuda.launch import launch
+from kvindex_cuda.layout import BLOCK
+from kvindex_cuda.learn import TALL, THREADS, flags_of, wide
+
+
+class Writer:
+    """Learns of keys and encodes them, for a `ParisKV` whose codes lie in `CodeBlocks`.
+
+    Codes are those of `ParisKV._encode` but for rounding (`Encoder`).
+    """
+
+    def __init__(self, index: Any) -> None:
+        self._encode = Encoder(index._fused.codes.layout, index._rotation, index._levels)
+        self._centred = bool(index.config.centre)
+        self._room: Tensor | None = None  # for centres, bfloat16 [B, G, capacity, D]
+
+    def learn(
+        self, keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """What is learnt once keys `[B, G, N, D]` are appended, and whether one is not finite.
+
+        `centres`, `known` and `reference` as `kvindex.ops.learn` gives them, in one pass; the
+        flag, bool `[]`, is for valid keys. `learnt` stays as it is, but for the centres of
+        segments that no valid key has begun, which nobody reads: centres grow in place.
+        Raises ValueError for wrong dtypes or shapes.
+        """
+        B, G, N, D = of_type("keys", keys, *CODES).shape
+        given, flags = rows(keys, 1), flags_of(valid, B, N)
+        before, begin = 0, start // BLOCK
+        stop = -(-(start + N) // BLOCK)
+        old = held = centres = known = None
+        if self._centred:
+            old, held = learnt.get("centres"), learnt.get("known")
+            before = 0 if old is None else old.shape[2]
+            stop = max(stop, before)
+            centres = self._centres(old, (B, G, stop, D), keys.device)
+            if old is not None and old.data_ptr() != centres.data_ptr():
+                old, begin = old.contiguous(), 0  # the kernel copies them
+            held = None if held is None else held.contiguous()
+            known = torch.empty((B, stop), dtype=torch.bool, device=keys.device)
+        state = torch.zeros(1 + B * G, dtype=torch.int32, device=keys.device)
+        wrong, reference = state[:1], state[1:].view(torch.float32).view(B, G)
+        across = 1 << (D // 8 - 1).bit_length()
+        launch(
+            "learn.cu",
+            "learn",
+            (stop - begin, G, B),
+            (THREADS,),
+            *(given, flags, old, held, centres, known, learnt.get("reference"), reference, wrong),
+            *(N, D, before, *(_row(part) for part in (old, centres)), start, BLOCK, begin),
+            *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
+            shared_bytes=8 * D * (1 + min(TALL, THREADS // across)),
+            DTYPE=CODES[keys.dtype],
+            WIDE=int(wide(given)),
+            NORMS=1,
+        )
+        found = {"reference": reference}
+        if centres is not None and known is not None:
+            found |= {"centres": centres[:, :, :stop], "known": known}
+        return found, wrong[0] != 0
+
+    def codes(
+        self, keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int
+    ) -> Fill:
+        """Codes of keys `[B, G, N, D]`, for `CodeBlocks.append` to have written."""
+        centres, reference = learnt.get("centres"), learnt["reference"]
+        write = partial(self._encode, keys, centres, reference, start=start, valid=valid)
+        return Fill(keys.shape[0], keys.shape[2], write)
+
+    def _centres(self, old: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Room for centres of a shape: where the old ones lie, or, too small, twice as much."""
+        (B, G, S, D), room = shape, self._room
+        held = room is not None and old is not None and old.data_ptr() == room.data_ptr()
+        if held and room is not None and room.shape[2] >= S:
+            return room
+        capacity = max(S, 0 if old is None else 2 * old.shape[2])
+        self._room = torch.empty((B, G, capacity, D), dtype=torch.bfloat16, device=device)
+        return self._room
+
+
+def writer(index: Any) -> Writer | None:
+    """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it."""
+    return Writer(index) if index._fused and index.geometry.head_dim <= WIDEST else None
+
+
+def _row(centres: Tensor | None) -> int:
+    """Segments from one head's centres to the next one's."""
+    return 0 if centres is None else centres.stride(1) // centres.shape[3]

@@ -1,0 +1,315 @@
+"""`ParisKV.append` whose kernels learn and write codes, against itself in plain torch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from kvindex.ops import codes
+from kvindex_cuda import launch
+from tests.cuda import emulator
+from tests.cuda.test_step import DEVICES
+from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+
+CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
+OPTIONS = dict(preset="fast", lists="group")
+
+FLIPPED = 1e-4
+"""Share of codes that may differ: coordinates at an edge (`test_encode.py` looks at each)."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Where tensors lie; on a CPU the kernels are emulated."""
+    with emulator.emulated() if request.param == "cpu" else nullcontext():
+        yield request.param
+
+
+def pair(device, case=CASE, **options):
+    """The index whose kernels write codes, and in plain torch."""
+    options = OPTIONS | dict(device=device) | options
+    return [case.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
+
+
+def tokens_of(case, count, device, seed=0):
+    """Keys with a common part, as a head's have, and values."""
+    keys, values = case.tokens(count, seed)
+    shift = 2 * case.tensor(seed + 50, 1, case.kv_heads, 1, case.head_dim)
+    return (keys + shift).to(device), values.to(device)
+
+
+def assert_same(mine, theirs):
+    """The same tokens, learnt values to the bit, and codes but for some at an edge."""
+    assert mine._writer
+    assert not theirs._writer
+    assert len(mine) == len(theirs)
+    assert mine._learnt.keys() == theirs._learnt.keys()
+    for name, learnt in theirs._learnt.items():
+        assert torch.equal(mine._learnt[name], learnt), name
+    real = torch.ones((mine._batch, len(mine)), dtype=torch.bool, device=mine.geometry.device)
+    real = real if mine.valid is None else mine.valid
+    differ = 0
+    for name in ("signs", "magnitudes"):
+        flips = mine._codes[name] ^ theirs._codes[name]
+        differ += int(codes.unpack(flips).transpose(1, 2)[real].sum())
+    total = int(real.sum()) * mine.geometry.kv_heads * mine.geometry.head_dim
+    assert differ <= FLIPPED * total + 4
+    logs = [
+        (index._codes["fractions"].int() | index._codes["weights"].int() << 8).transpose(1, 2)[real]
+        for index in (mine, theirs)
+    ]
+    assert int(((logs[0] - logs[1]).abs() > 1).sum()) <= differ  # a level is another
+    if "centres" in theirs._learnt:
+        for b, held in enumerate(mine._codes._held):
+            where = torch.cat([mine._codes._fields(run)["centre"] for run in held])
+            centres = theirs._learnt["centres"][b].transpose(0, 1)
+            raw = centres.contiguous().view(torch.uint8).view(where[: len(centres)].shape)
+            assert torch.equal(where[: len(centres)], raw)
+
+
+def assert_searches_alike(mine, theirs, queries, k=20):
+    assert_same(mine, theirs)
+    hits = [index.search(queries, k=k) for index in (mine, theirs)]
+    same = (hits[0].ids[..., None] == hits[1].ids[..., None, :]).any(-1).float().mean()
+    assert same > 0.97
+    if same == 1:
+        assert_same_hits(*hits, close=ROUNDED)
+
+
+@pytest.mark.parametrize("pieces", [[600], [100, 300, 7, 256, 1], [1] * 9, [256, 256]], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_appends_may_begin_and_end_anywhere(pieces, dim, device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=dim, dtype=torch.bfloat16)
+    mine, theirs = pair(device, case)
+    tokens, start = tokens_of(case, sum(pieces), device), 0
+    for count in pieces:
+        for index in (mine, theirs):
+            index.append(*part(tokens, start, start + count))
+        assert_same(mine, theirs)
+        start += count
+    assert_searches_alike(mine, theirs, case.queries().to(device), k=5)
+
+
+def changed(indexes, what):
+    for index in indexes:
+        what(index)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_history_learns_and_encodes_the_same(seed, device):
+    """Padded rows, segments that go on, truncated ones, other batches."""
+    case = Case(q_heads=2, kv_heads=1, head_dim=16, batch=3)
+    draw = torch.Generator().manual_seed(seed)
+
+    def below(bound):
+        return int(torch.randint(bound, (), generator=draw))
+
+    mine, theirs = both = pair(device, case)
+    batch, padded = 3, True
+    for step in range(8):
+        count = [1, 40, 256, 300, 513][below(5)]
+        tokens = tokens_of(Case(**{**case.__dict__, "batch": batch}), count, device, seed=step)
+        valid = None
+        if padded:
+            pads = [below(count + 1) if below(2) else 0 for _ in range(batch)]
+            valid = left_padding(pads, count).to(device)
+        changed(both, lambda index: index.append(*tokens, valid=valid))  # noqa: B023
+        assert_same(*both)
+        match below(5):
+            case 0:
+                length = below(len(mine) + 1)
+                changed(both, lambda index: index.truncate(length))  # noqa: B023
+            case 1:
+                order = torch.randint(batch, (1 + below(3),), generator=draw)
+                changed(both, lambda index: index.reorder(order))  # noqa: B023
+                batch = len(order)
+            case 2:
+                padded = not padded
+        assert_same(*both)
+    queries = Case(**{**case.__dict__, "batch": batch}).queries().to(device)
+    if int(theirs.counts.max()):
+        assert_searches_alike(*both, queries, k=5)
+
+
+@pytest.mark.parametrize("options", [dict(preset="precise"), dict(centre=0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_options(options, dtype, device):
+    case = Case(kv_heads=2, head_dim=96, dtype=dtype)
+    both = pair(device, case, **options)
+    tokens = tokens_of(case, 400, device)
+    for start, stop in ((0, 130), (130, 400)):
+        changed(both, lambda index: index.append(*part(tokens, start, stop)))  # noqa: B023
+    assert_searches_alike(*both, case.queries().to(device))
+
+
+def test_strides_do_not_matter(device):
+    """Keys as a model's projections leave them: heads inside tokens, keys beside values."""
+    keys, values = tokens_of(CASE, 300, device)
+    joined = torch.cat([keys, values], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)
+    both = pair(device)
+    both[0].append(joined[..., :64], joined[..., 64:])
+    both[1].append(keys, values)
+    assert_same(*both)
+
+
+def test_an_append_is_two_kernels(device, monkeypatch):
+    index, names = pair(device)[0], []
+    run = launch.LOADERS[device]
+
+    def load(*which):
+        names.append(which[1])
+        return run(*which)
+
+    monkeypatch.setitem(launch.LOADERS, device, load)
+    index.append(*tokens_of(CASE, 700, device))
+    assert names == ["learn", "encode"]
+
+
+def test_what_was_never_written_is_never_read(device, monkeypatch):
+    """Blocks hold garbage beyond what a kernel wrote: searches find the same."""
+    mine, theirs = pair(device)
+    queries = CASE.queries().to(device)
+    empty = torch.empty
+
+    def garbage(*size, **how):
+        return empty(*size, **how).view(torch.uint8).fill_(0xFF).view(how["dtype"])
+
+    tokens = tokens_of(CASE, 300, device)
+    theirs.append(*tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", garbage)
+        mine.append(*tokens)
+    assert_searches_alike(mine, theirs, queries)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (1, 1, 299, 63)], ids=str)
+def test_keys_that_are_not_finite_change_nothing(wrong, place, device):
+    both = pair(device, check=True)
+    tokens = tokens_of(CASE, 600, device)
+    changed(both, lambda index: index.append(*part(tokens, 0, 300)))
+    keys = tokens[0][:, :, 300:].clone()
+    keys[place] = wrong
+    for index in both:
+        with pytest.raises(ValueError, match="keys: got"):
+            index.append(keys, tokens[1][:, :, 300:])
+    assert_same(*both)
+    changed(both, lambda index: index.append(*part(tokens, 300, 600)))
+    assert_searches_alike(*both, CASE.queries().to(device))
+
+
+def test_invalid_keys_may_be_anything_and_unchecked_ones_pass(device):
+    mine, theirs = pair(device, check=True)
+    keys, values = tokens_of(CASE, 300, device)
+    valid = left_padding([0, 70], 300).to(device)
+    spoilt = keys.masked_fill(~valid[:, None, :, None], float("nan"))
+    mine.append(spoilt, values, valid=valid)
+    theirs.append(keys, values, valid=valid)
+    assert_same(mine, theirs)
+    mine = pair(device, check=False)[0]
+    keys[0, 0, 0, 0] = float("nan")
+    mine.append(keys, values)
+    assert len(mine) == 300
+
+
+@pytest.mark.gpu
+def test_keys_that_are_not_finite_are_told_of_later():
+    index = pair("cuda")[0]
+    keys, values = tokens_of(CASE, 300, "cuda")
+    index.append(keys, values)
+    index.raise_deferred()
+    keys[1, 0, 5, 5] = float("inf")
+    index.append(keys, values)
+    with pytest.raises(ValueError, match=r"keys: got \(in an earlier call\)"):
+        index.truncate(100)
+
+
+@pytest.mark.parametrize("part_of", ["_codes", "_store"])
+def test_no_memory_leaves_the_index_as_it_was(part_of, device, monkeypatch):
+    """An append that goes on in a segment of which one row has no valid token yet."""
+    both = pair(device)
+    tokens, valid = tokens_of(CASE, 900, device), left_padding([0, 100], 100).to(device)
+    changed(both, lambda index: index.append(*part(tokens, 0, 100), valid=valid))
+
+    def fail(*_):
+        raise MemoryError("none left")
+
+    for index in both:
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(index, part_of), "reserve", fail)
+            with pytest.raises(MemoryError, match="none left"):
+                index.append(*part(tokens, 300, 600))
+    assert len(both[0]) == 100
+    changed(both, lambda index: index.append(*part(tokens, 100, 400)))
+    assert_searches_alike(*both, CASE.queries().to(device))
+
+
+def test_a_kernel_that_does_not_run_leaves_the_index_as_it_was(device, monkeypatch):
+    both = pair(device)
+    tokens = tokens_of(CASE, 600, device)
+    changed(both, lambda index: index.append(*part(tokens, 0, 100)))
+    run = launch.LOADERS[device]
+
+    def load(*which):
+        if which[1] == "encode":
+            raise RuntimeError("does not compile")
+        return run(*which)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(launch.LOADERS, device, load)
+        with pytest.raises(RuntimeError, match="does not compile"):
+            both[0].append(*part(tokens, 300, 600))
+    assert_same(*both)
+    changed(both, lambda index: index.append(*part(tokens, 100, 400)))
+    assert_searches_alike(*both, CASE.queries().to(device))
+
+
+def test_centres_grow_where_they_lie(device):
+    """So that an append late in a sequence copies none of the earlier ones."""
+    index, places = pair(device)[0], []
+    tokens = tokens_of(CASE, 256 * 12, device)
+    for start in range(0, 256 * 12, 256):
+        index.append(*part(tokens, start, start + 256))
+        places.append(index._learnt["centres"].data_ptr())
+    assert len(set(places)) == 5  # capacities 1, 2, 4, 8, 16
+    before = index._learnt["centres"].clone()
+    index.append(*part(tokens, 0, 100))
+    assert torch.equal(index._learnt["centres"][:, :, :12], before)
+
+
+@pytest.mark.gpu
+def test_an_append_on_a_side_stream_under_load():
+    """Kernels, copies to the host and searches in their order, while other work runs."""
+    case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    mine, theirs = pair("cuda", case, store="host")
+    queries, side = case.queries().to("cuda"), torch.cuda.Stream()
+    tokens = tokens_of(case, 9000, "cuda")
+    theirs.append(*tokens)
+    load = torch.randn(4096, 4096, device="cuda")
+    for start in range(0, 9000, 3000):
+        for _ in range(10):
+            load = (load @ load).tanh()
+        late = tuple(
+            piece + 0 * load[0, 0].to(piece.dtype) for piece in part(tokens, start, start + 3000)
+        )
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            mine.append(*late)
+        for piece in late:
+            piece.record_stream(side)
+        del late, piece
+        torch.full((1, 2, 3000, 256), float("nan"), device="cuda")  # wants the freed memory
+        torch.cuda.current_stream().wait_stream(side)
+    assert_searches_alike(mine, theirs, queries)
+    ids = torch.arange(9000, device="cuda").expand(1, 2, -1)
+    rows = mine._store.gather(ids)
+    assert torch.equal(rows.keys, tokens[0])
+    assert torch.equal(rows.values, tokens[1])
+
+
+def test_another_rotation_is_seen(device):
+    mine, theirs = pair(device, seed=1)[0], pair(device)[1]
+    tokens = tokens_of(CASE, 300, device)
+    changed((mine, theirs), lambda index: index.append(*tokens))
+    with pytest.raises(AssertionError):
+        assert_same(mine, theirs)
