@@ -70,6 +70,7 @@ class BaseIndex(ABC):
             device=device,
         )
         self.config: Any = make_config(type(self), preset, options)
+        self.backend = backend
         self.ops: Any = backends.resolve(backend)
         if backend != "torch":
             self.ops.ready(self.geometry.device)

@@ -26,6 +26,11 @@ class Wrapper:
         """The inner index's configuration."""
         return self.inner.config
 
+    @property
+    def backend(self) -> str:
+        """The inner index's backend."""
+        return getattr(self.inner, "backend", "torch")
+
     def encode(self, keys: Tensor) -> Codes:
         """As the inner index does."""
         return self.inner.encode(keys)

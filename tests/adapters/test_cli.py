@@ -36,7 +36,7 @@ def test_demo(loaded, tmp_path):
     assert set(written) >= {"model", "prompt_tokens", "needle", "machine", "full", "index"}
     assert set(written["full"]) == {"answer", "found", "prefill_s", "token_s"}
     assert set(written["index"]) >= {
-        *("name", "config", "k", "answer", "found", "prefill_s", "token_s"),
+        *("name", "config", "k", "answer", "found", "prefill_s", "token_s", "backend"),
         *("rows_read_fraction", "recall_at_k", "kl_mean", "agreement", "nbytes"),
     }
     assert 2300 <= written["prompt_tokens"] <= 2500
@@ -44,6 +44,7 @@ def test_demo(loaded, tmp_path):
     assert written["needle"] in written["full"]["answer"]
     index = written["index"]
     assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
+    assert index["backend"] == "torch"
     assert index["recall_at_k"] == index["recall_limit"]
     assert 0 < index["rows_read_fraction"] < 0.3
     assert index["kl_mean"] >= 0
@@ -100,6 +101,7 @@ def test_indexes_lists_all():
         (("--prompt-file", "BINARY"), "allowed is UTF-8 text"),
         (("--prompt-file", "TEXT", "--model", "./nowhere"), "model: got './nowhere'"),
         (("--prompt-file", "TEXT", "--dtype", "int3"), "dtype: got 'int3'"),
+        (("--prompt-file", "TEXT", "--device", "nowhere"), "device: got 'nowhere'"),
         (("--prompt-file", "TEXT", "--gguf-file", "none.gguf"), "gguf_file: got 'none.gguf'"),
         (("--prompt-file", "TEXT", "--index", "parisvk"), "did you mean 'pariskv'"),
         (("--prompt-file", "TEXT", "-k", "0"), "k: got 0"),

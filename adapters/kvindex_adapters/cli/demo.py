@@ -11,7 +11,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvindex_adapters.cli.inputs import check_output, check_search, read_text
+from kvindex_adapters.cli.inputs import (
+    INDEX,
+    check_device,
+    check_dtype,
+    check_output,
+    check_search,
+    default_index,
+    read_text,
+)
 from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
 from kvindex_adapters.evaluate.needle import Needle, hide
@@ -20,7 +28,7 @@ from kvindex_adapters.hf.generation import Generation, generate
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
-MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in float32)"
+MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
 ANSWER_TOKENS = 48
 
 
@@ -28,23 +36,28 @@ def demo(
     tokens: Annotated[
         int, typer.Option(min=500, max=8000, help="Length of the prompt, about.")
     ] = 4000,
-    index: Annotated[str, typer.Option(help="Index, as name:option=value:…")] = "pariskv",
+    index: Annotated[str | None, typer.Option(help=INDEX + ".")] = None,
     k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the needle and of the order of the text.")] = 0,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Hide the needle in this text instead.")
     ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result and the machine here.")
     ] = None,
 ) -> None:
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
     text = paragraphs(read_text(prompt_file)) if prompt_file else python_reference()
-    check_search(index, k)
+    number = check_dtype(dtype)
+    check_device(device)
+    index = default_index(device) if index is None else index
+    check_search(index, k, device)
     check_output(json_file)
     folder, file = smollm2()
     console.print("loading the model")  # transformers shows bars of its own
-    model, tokenizer = load(folder, gguf_file=file)
+    model, tokenizer = load(folder, gguf_file=file, dtype=number, device=device)
     with bars() as progress:
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
         full = _answer(progress, "full attention", model, tokenizer, needle, index=None)
@@ -60,6 +73,7 @@ def demo(
             on_progress=lambda done, total: progress.update("comparing step by step", done, total),
         )
     result = _result(needle, index, k, full, found, fidelity)
+    result |= {"model": MODEL.format(dtype=dtype), "machine": describe(device)}
     _show(result)
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -90,10 +104,8 @@ def _result(
     """What `--json` writes."""
     assert found.report is not None
     return {
-        "model": MODEL,
         "prompt_tokens": len(needle.ids),
         "needle": needle.value,
-        "machine": describe(),
         "full": {
             "answer": full.text,
             "found": needle.found(full.text),
@@ -102,6 +114,7 @@ def _result(
         },
         "index": {
             "name": index.partition(":")[0],
+            "backend": found.backend,
             "config": dataclasses.asdict(found.config),
             "k": k,
             "answer": found.text,
@@ -145,7 +158,10 @@ def _show(result: dict[str, Any]) -> None:
     out = Console()
     out.print(table)
     machine = result["machine"]
-    out.print(
-        f"{result['prompt_tokens']} prompt tokens; plain torch on {machine['cores']} cores of "
-        f"{machine['processor']}: the times show what the reference costs, not what a GPU will."
+    where = (
+        f"plain torch on {machine['cores']} cores of {machine['processor']}: the times show what "
+        "the reference costs, not what a GPU will"
     )
+    if "gpu" in machine:
+        where = f"{machine['gpu']}, backend {index['backend']!r}"
+    out.print(f"{result['prompt_tokens']} prompt tokens; {where}.")

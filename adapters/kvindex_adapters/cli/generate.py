@@ -11,42 +11,48 @@ import typer
 from transformers import TextStreamer
 
 from kvindex import check
-from kvindex_adapters.cli.inputs import check_output, check_search, read_text
+from kvindex_adapters.cli.inputs import (
+    INDEX,
+    check_device,
+    check_dtype,
+    check_output,
+    check_search,
+    default_index,
+    read_text,
+)
 from kvindex_adapters.cli.progress import bars, console
 from kvindex_adapters.hf.generation import generate as run
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def generate(
     model: Annotated[str, typer.Option(help="Folder, .gguf file or hub id of the model.")],
     prompt_file: Annotated[Path, typer.Option(help="Text file with the prompt.")],
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
-    index: Annotated[
-        str, typer.Option(help="Index, as name:option=value:…; 'none' for full attention.")
-    ] = "pariskv",
+    index: Annotated[str | None, typer.Option(help=INDEX + "; 'none' for full attention.")] = None,
     k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
     sample: Annotated[bool, typer.Option(help="Sample instead of the most likely token.")] = False,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result and the machine here.")
     ] = None,
 ) -> None:
     """Generate from a prompt through an index; tokens appear as they come."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, allowed is one of {sorted(DTYPES)}")
+    number = check_dtype(dtype)
+    check_device(device)
+    index = default_index(device) if index is None else index
     check.at_least("max_new_tokens", max_new_tokens, 1)
     if index != "none":
-        check_search(index, k)
+        check_search(index, k, device)
     check_output(json_file)
     text = read_text(prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
-    loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=DTYPES[dtype])
+    loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=number, device=device)
     torch.manual_seed(seed)
     with bars() as progress:
 
@@ -80,9 +86,10 @@ def generate(
             "answer": result.text,
             "prefill_s": result.prefill_s,
             "token_s": result.token_s,
-            "machine": describe(),
+            "machine": describe(device),
         }
         if result.report:
+            written["backend"] = result.backend
             written["rows_read_fraction"] = result.report.rows_read_fraction
             written["nbytes"] = result.report.nbytes
         json_file.write_text(json.dumps(written, indent=2) + "\n")

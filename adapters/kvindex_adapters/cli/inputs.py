@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 import kvindex
 from kvindex import check
+from kvindex.geometry import Geometry
 from kvindex_adapters.hf.attach import check_index
 
+INDEX = "Index, as name:option=value:…; pariskv unless given, on a GPU pariskv:lists=group"
+"""Of an option's help."""
 
-def check_search(index: str, k: int) -> None:
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def check_dtype(dtype: str) -> torch.dtype:
+    """The type of that name. Raises ValueError for another."""
+    return DTYPES[check.one_of("dtype", dtype, sorted(DTYPES))]
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError for a device that this torch does not have."""
+    Geometry.of(q_heads=1, kv_heads=1, head_dim=8, device=device)
+
+
+def default_index(device: str) -> str:
+    """On a GPU with one list per group: what its kernels serve in one go."""
+    return "pariskv" if torch.device(device).type == "cpu" else "pariskv:lists=group"
+
+
+def check_search(index: str, k: int, device: str) -> None:
     """Raises ValueError for an index that cannot be made, or a `k` below 1."""
     check.at_least("k", k, 1)
     check_index(index)
-    kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8)
+    kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device)
 
 
 def check_output(path: Path | None) -> None:

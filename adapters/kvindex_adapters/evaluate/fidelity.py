@@ -17,6 +17,7 @@ from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generation import prefill
+from kvindex_adapters.hf.place import placed
 
 PIECE = 128
 """Steps that run at once: bounds the rows gathered for them."""
@@ -62,7 +63,8 @@ def teacher_forced(
     divergence, agreed = 0.0, 0
 
     def measured(**geometry: Any) -> KVIndex:
-        return MeasureRecall(kvindex.create(index, **geometry))
+        place = placed(geometry.get("device"), index)
+        return MeasureRecall(kvindex.create(index, **{**place, **geometry}))
 
     with torch.no_grad():
         full = model(input_ids=ids[None], logits_to_keep=steps, use_cache=False).logits[0]

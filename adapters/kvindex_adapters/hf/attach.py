@@ -18,6 +18,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.protocol import KVIndex
 from kvindex_adapters.hf.attention import NAME, attached
 from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.place import placed
 from kvindex_adapters.hf.refuse import UnsupportedError, check_model
 
 IndexFactory = Callable[..., KVIndex]
@@ -46,7 +47,8 @@ def attach(
     hold this share of its attention; sink, local, update_every: sizes of the regions
     (`kvindex.layer`); full_threshold: below this many tokens the index fills but attention is
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
-    for the index (`preset`, `store`, …), but not its geometry, which the model decides.
+    for the index (`preset`, `store`, …), but not its geometry, which the model decides. An index
+    by name runs on the kernels where the model is on a GPU that can (`place.placed`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). Afterwards the
     model is as it was.
 
@@ -55,15 +57,16 @@ def attach(
     """
     config = check_model(model)
     check_index(index, index_options)
-    decoder = _decoder(model)
+    decoder, options = _decoder(model), dict(index_options or {})
     if any(module in attached for module in model.modules()):
         raise ValueError("model: got one that is attached already, allowed is one attach() a time")
 
     def make(**geometry: Any) -> AttentionLayer:
         if isinstance(index, str):
-            made: KVIndex = kvindex.create(index, **{**geometry, **(index_options or {})})
+            place = placed(geometry.get("device"), index, options)
+            made: KVIndex = kvindex.create(index, **{**place, **geometry, **options})
         else:
-            made = index(**{**geometry, **(index_options or {})})
+            made = index(**{**geometry, **options})
         sizes = dict(sink=sink, local=local, update_every=update_every)
         return layer(made, k=k, mass=mass, full_threshold=full_threshold, **sizes)
 

@@ -33,8 +33,8 @@ class Generation:
     """An answer and what it took.
 
     text: the answer; prompt_ids, answer_ids: int64 `[N]`; prefill_s: seconds until the first
-    token of the answer; token_s: seconds per token after it; report: what was read and held, and
-    config: the index's configuration, both None for full attention.
+    token of the answer; token_s: seconds per token after it; report: what was read and held,
+    config: the index's configuration, backend: whose ops it ran; all None for full attention.
     """
 
     text: str
@@ -44,6 +44,7 @@ class Generation:
     token_s: float
     report: Report | None
     config: Any
+    backend: str | None = None
 
 
 def generate(
@@ -95,7 +96,7 @@ def generate(
             **options,
         )
         report = None if index is None else cache.report()
-        config = None if index is None else cache.indexes()[0].config
+        made = None if index is None else cache.indexes()[0]
     answer = sequence[0, len(ids) :]
     return Generation(
         text=tokenizer.decode(answer, skip_special_tokens=True),
@@ -104,7 +105,8 @@ def generate(
         prefill_s=clock.first - clock.start,
         token_s=(clock.last - clock.first) / max(len(answer) - 1, 1),
         report=report,
-        config=config,
+        config=None if made is None else made.config,
+        backend=None if made is None else getattr(made, "backend", "torch"),
     )
 
 
