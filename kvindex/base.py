@@ -176,6 +176,17 @@ class BaseIndex(ABC):
         Raises ValueError or TypeError for wrong shapes, dtypes, devices, a changed batch size,
         NaN or infinity in valid keys; the index stays as it was.
         """
+        self.begin_append(keys, values, valid=valid)()
+
+    def begin_append(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Callable[[], None]:
+        """The first part of an append, the long one where it can be; what is returned is the rest.
+
+        In between the index is as it was, to be searched and read, and the tensors must stay as
+        they are. So a CUDA stream may do the first part while another one searches (docs/cuda.md).
+        Raises as `append`; the rest raises ValueError if the index has changed.
+        """
         g = self.geometry
         batch = {"B": self._batch}
         self._check_tensor("keys", keys, {**batch, **self._per_token(g.head_dim)})
@@ -184,23 +195,33 @@ class BaseIndex(ABC):
         if valid is not None:
             checks.tensor("valid", valid, {**batch, "N": count}, torch.bool, g.device)
         if keys.numel() == 0:
-            return
+            return lambda: None
+        length, held, known = self._length, self._codes, self._learnt
         learnt, codes = self._prepared(keys.detach(), valid)
         rows = self._store.join(keys, values)
         counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
         self._codes.reserve(codes)
         self._store.reserve(rows)
-        flags = self._valid.reserve(self._length, keys, valid)
         statistics = self._with_appended(codes, valid)
-        # from here on nothing fails
-        self._codes.append(codes)
-        self._store.append(rows)
-        self._valid.append(flags)
-        self._learnt = learnt
-        self._batch = keys.shape[0]
-        self._counts = self._counts + counts if self._length else counts.expand(self._batch)
-        self._length += count
-        self._keep(statistics)
+        for part, new in ((self._codes, codes), (self._store, rows)):
+            if hasattr(part, "write"):
+                part.write(new)
+
+        def end() -> None:
+            if length != self._length or held is not self._codes or known is not self._learnt:
+                raise ValueError("append: the index has changed between its beginning and its end")
+            flags = self._valid.reserve(self._length, keys, valid)
+            # from here on nothing fails
+            self._codes.append(codes)
+            self._store.append(rows)
+            self._valid.append(flags)
+            self._learnt = learnt
+            self._batch = keys.shape[0]
+            self._counts = self._counts + counts if self._length else counts.expand(self._batch)
+            self._length += count
+            self._keep(statistics)
+
+        return end
 
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.

@@ -62,6 +62,7 @@ class CodeBlocks:
         self._blocks = 0  # of each row
         self._length = 0
         self._filled = False  # whether a kernel writes codes and centres
+        self._written: Fill | None = None  # after the last token, not yet counted
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
     def __len__(self) -> int:
@@ -116,17 +117,23 @@ class CodeBlocks:
                     held.append(run)
         self._blocks = need
 
+    def write(self, new: Mapping[str, Tensor] | Fill) -> None:
+        """What a kernel writes, where `append` of the same will find it; `reserve` comes first."""
+        if isinstance(new, Fill):
+            new.write(self.table)
+            self._written = new
+
     def append(self, new: Mapping[str, Tensor] | Fill) -> None:
         """Append codes that agree with the columns in all but the token axis."""
         if not new:
             return
         self.reserve(new)
         count, start = _shape(new)[1], self._length
-        if isinstance(new, Fill):
-            new.write(self.table)
-            self._filled = True
-        else:
+        if not isinstance(new, Fill):
             self._copy(new, start, count)
+        elif self._written is not new:
+            self.write(new)
+        self._filled, self._written = isinstance(new, Fill), None
         self._length += count
 
     def put_centres(self, centres: Tensor, first: int) -> None:
@@ -144,7 +151,7 @@ class CodeBlocks:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; blocks stay with their rows."""
-        self._length = min(self._length, length)
+        self._length, self._written = min(self._length, length), None
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
         """A copy in which row `b` is row `batch_indices[b]` of this."""

@@ -58,6 +58,7 @@ class HostStore:
         self._offload = Offload(self._geometry.device)
         self._lent_by: HostStore | None = None  # whose rows a view reads
         self._length = 0
+        self._written: Tensor | None = None  # after the last row, not yet counted
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
 
     def __len__(self) -> int:
@@ -102,13 +103,20 @@ class HostStore:
         if count:
             self._table.room(batch, self._length, count)
 
+    def write(self, rows: dict[str, Tensor]) -> None:
+        """Copy `rows` to where `append` of the same will find them; `reserve` comes first."""
+        self._written = rows["rows"]
+        self._offload.copy(self._table.pieces(self._written, self._length), self._written)
+
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
         self.reserve(rows)
         encoded = rows["rows"]
         if not encoded.shape[2]:
             return
-        self._offload.copy(self._table.pieces(encoded, self._length), encoded)
+        if self._written is not encoded:
+            self.write(rows)
+        self._written = None
         self._length += encoded.shape[2]
         if not self._table.full:
             self._pool.ahead()
@@ -132,7 +140,7 @@ class HostStore:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows; the blocks of the others wait for new ones."""
-        self._length = min(self._length, length)
+        self._length, self._written = min(self._length, length), None
 
     def reordered(self, batch_indices: Tensor) -> HostStore:
         """A copy, in its own blocks, in which row `b` of the batch is row `batch_indices[b]`.

@@ -313,3 +313,67 @@ def test_another_rotation_is_seen(device):
     changed((mine, theirs), lambda index: index.append(*tokens))
     with pytest.raises(AssertionError):
         assert_same(mine, theirs)
+
+
+def test_an_append_may_end_later(device):
+    """In between, the index is searched as it was; what was begun is not written twice."""
+    both = pair(device)
+    tokens, queries = tokens_of(CASE, 900, device), CASE.queries().to(device)
+    changed(both, lambda index: index.append(*part(tokens, 0, 300)))
+    before = both[1].search(queries, k=20)
+    ends = [index.begin_append(*part(tokens, 300, 700)) for index in both]
+    assert_searches_alike(*both, queries)
+    assert torch.equal(both[1].search(queries, k=20).ids, before.ids)
+    for end in ends:
+        end()
+    assert_searches_alike(*both, queries)
+    for index in both:
+        end = index.begin_append(*part(tokens, 700, 900))
+        index.truncate(600)
+        with pytest.raises(ValueError, match="append: the index has changed between"):
+            end()
+    changed(both, lambda index: index.append(*part(tokens, 600, 900)))
+    assert_searches_alike(*both, queries)
+
+
+def test_what_was_begun_and_left_is_written_over(device, monkeypatch):
+    both = pair(device)
+    tokens = tokens_of(CASE, 900, device)
+    for index in both:
+        index.append(*part(tokens, 0, 300))
+        index.begin_append(*part(tokens, 500, 900))
+        index.append(*part(tokens, 300, 600))
+    assert_searches_alike(*both, CASE.queries().to(device))
+
+
+@pytest.mark.gpu
+def test_an_append_begins_beside_a_replayed_search():
+    """The graph is replayed while a side stream encodes; what it finds is the index as it was."""
+    case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    mine, theirs = pair("cuda", case, store="host")
+    queries, side = case.queries().to("cuda"), torch.cuda.Stream()
+    tokens = tokens_of(case, 6000, "cuda")
+    changed((mine, theirs), lambda index: index.append(*part(tokens, 0, 3000)))
+    mine.prepare(k=20, tokens=6000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        hits = mine.search(queries, k=20)
+    for start in range(3000, 6000, 500):
+        some = part(tokens, start, start + 500)
+        graph.replay()
+        before = hits.ids.clone()
+        ready = torch.cuda.current_stream().record_event()
+        for _ in range(20):
+            graph.replay()
+        side.wait_event(ready)
+        with torch.cuda.stream(side):
+            end = mine.begin_append(*some)
+        assert torch.equal(hits.ids, before)
+        torch.cuda.current_stream().wait_stream(side)
+        end()
+        theirs.append(*some)
+        graph.replay()
+        assert torch.equal(hits.ids, mine.search(queries, k=20).ids)
+        assert_searches_alike(mine, theirs, queries)
+    everything = torch.arange(6000, device="cuda").expand(1, 2, -1)
+    assert torch.equal(mine._store.gather(everything).keys, tokens[0])
