@@ -47,3 +47,28 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
         PIECE=piece,
     )
     return out
+
+
+def gather_blocks(
+    table: Tensor, ids: Tensor, *, kv_heads: int, row_bytes: int, tokens: int
+) -> Tensor:
+    """Rows by id as bytes `[B, G, K, row_bytes]`, read where they lie; a negative id gives zeros.
+
+    table: addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`; row_bytes: a multiple of 16,
+    as are the addresses; ids: int64 `[B, G, K]`, below `tokens`, else zeros.
+    """
+    B, K = len(of_type("table", table, torch.int64)), ids.shape[-1]
+    of_shape("ids", of_type("ids", ids, torch.int64), B, kv_heads, K)
+    shape = (B, kv_heads, K, row_bytes)
+    out = torch.empty(shape, dtype=torch.uint8, device=ids.device)
+    pieces = row_bytes // PIECE
+    total = B * kv_heads * K * pieces
+    launch(
+        "fetch.cu",
+        "gather_blocks",
+        (min(-(-total // THREADS), MOST_BLOCKS),),
+        (THREADS,),
+        *(table, table.stride(0), ids.contiguous(), out, pieces, K, tokens, kv_heads, total),
+        PIECE=PIECE,
+    )
+    return out

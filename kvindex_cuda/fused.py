@@ -86,6 +86,7 @@ class Fused:
         """Everything was forgotten."""
         self._state: State | None = None
         self._uses: list[_Use] = []  # of each k the newest one last
+        self._found: tuple[Any, tuple[Tensor, int, int]] | None = None  # rows of a `Store`
         self._length = 0
 
     def changed(self, index: Any) -> Fused:
@@ -151,13 +152,18 @@ class Fused:
         if not captured:
             self._wait(index)
             use.step.take_turn()
-        store, state = index._store, self._state
-        if isinstance(store, HostStore):
-            table, head, row = store.table, 0, store.row_bytes
-        else:
-            table, head, row = store.table(BLOCK)
-        state = replace(state, wanted=use.wanted, rows=table, row_head=head, row_bytes=row)
+        table, head, row = self._rows(index._store)
+        state = replace(self._state, wanted=use.wanted, rows=table, row_head=head, row_bytes=row)
         return use, state
+
+    def _rows(self, store: Any) -> tuple[Tensor, int, int]:
+        """Addresses of blocks of rows, bytes from head to head in them, and of a row."""
+        if isinstance(store, HostStore):
+            return store.table.contiguous(), 0, store.row_bytes
+        place = store.place
+        if self._found is None or self._found[0] != place:
+            self._found = place, store.table(BLOCK)
+        return self._found[1]
 
     def _begin(self, index: Any, k: int, most: int) -> _Use:
         """A step for `k` rows and `most` candidates, from here on the one that serves."""

@@ -14,6 +14,7 @@ from kvindex.geometry import Geometry
 from kvindex.protocol import Rows
 from kvindex.rows import codec
 from kvindex_cuda.blocks import BlockTable
+from kvindex_cuda.fetch import gather_blocks
 from kvindex_cuda.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.offload import Offload, PinnedAllocator
 from kvindex_cuda.slabs import Allocator, Budget, Pool, shared_budget
@@ -122,10 +123,11 @@ class HostStore:
             self._pool.ahead()
 
     def gather(self, ids: Tensor) -> Rows:
-        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros.
-
-        By the CPU, for which it waits: a kernel that reads `table` is the fast way.
-        """
+        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        if self._geometry.device.type == "cuda" and len(self):
+            self.wait()
+            sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
+            return self._codec.decode(gather_blocks(self.table, ids, tokens=len(self), **sizes))
         where = ids.cpu()
         self._offload.synchronize()
         rows = self._table.read(where)
@@ -135,7 +137,8 @@ class HostStore:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""
         shape = (self._table.batch, self._geometry.kv_heads, -1)
         for start in range(0, len(self), size):
-            ids = torch.arange(start, min(start + size, len(self)))
+            stop = min(start + size, len(self))
+            ids = torch.arange(start, stop, device=self._geometry.device)
             yield start, self.gather(ids.expand(shape))
 
     def truncate(self, length: int) -> None:

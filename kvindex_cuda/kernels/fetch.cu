@@ -33,3 +33,19 @@ gather_rows(const Piece* table, i64 by_batch, i64 by_head, i64 by_row, const i64
         out[i] = found;
     }
 }
+
+// The same of rows in blocks [G, 256, pieces], whose addresses are in table int64 [B, n / 256].
+extern "C" __global__ void __launch_bounds__(256)
+gather_blocks(const i64* table, i64 by_batch, const i64* ids, Piece* out, i64 pieces, i64 count,
+              i64 n, i64 kv_heads, i64 total) {
+    for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < total; i += i64(gridDim.x) * 256) {
+        i64 slot = i / pieces, bg = slot / count, id = ids[slot];
+        Piece found = {};
+        if (id >= 0 && id < n) {
+            i64 block = table[bg / kv_heads * by_batch + id / TOKENS];
+            i64 row = bg % kv_heads * TOKENS + id % TOKENS;
+            found = reinterpret_cast<const Piece*>(block)[row * pieces + i - slot * pieces];
+        }
+        out[i] = found;
+    }
+}

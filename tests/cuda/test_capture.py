@@ -78,9 +78,8 @@ def attention(index, queries, hits, near):
     return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
 
 
-@pytest.mark.parametrize("store", ["host", "device"])
-def test_replays_follow_queries_tokens_and_near_rows(store):
-    index, reference, tokens = made(3000, store)
+def test_replays_follow_queries_tokens_and_near_rows():
+    index, reference, tokens = made(3000)
     (queries,), near = cuda(CASE.queries()), near_rows()
     replay = Replayed([index], queries, near)
     assert_eager(index, reference, replay, queries, near)
@@ -104,6 +103,18 @@ def test_replays_follow_queries_tokens_and_near_rows(store):
     assert ids.max() < 2500
     for one in (index, reference):
         one.append(*part(tokens, 2700, 4000))
+    assert_eager(index, reference, replay, queries, near)
+
+
+def test_rows_on_the_device():
+    index, reference, _ = made(3000, store="device")
+    (queries,), near = cuda(CASE.queries()), near_rows()
+    replay = Replayed([index], queries, near)
+    for seed in range(1, 4):
+        queries.copy_(CASE.queries(seed=seed))
+        assert_eager(index, reference, replay, queries, near)
+    for one in (index, reference):
+        one.truncate(2000)
     assert_eager(index, reference, replay, queries, near)
 
 

@@ -126,6 +126,37 @@ def test_the_comparison_can_fail(device):
     assert not torch.equal(got, reference.gather_rows(table, ids))
 
 
+def in_blocks(rows):
+    """Rows uint8 `[B, G, N, row_bytes]` in blocks that lie anywhere, and the table of them."""
+    B, G, N, width = rows.shape
+    S = -(-N // 256)
+    padded = torch.full((B, G, S * 256, width), 0xEE, dtype=torch.uint8, device=rows.device)
+    padded[:, :, :N] = rows
+    order = torch.randperm(B * S, generator=torch.Generator().manual_seed(3))
+    blocks = torch.empty((B * S, G, 256, width), dtype=torch.uint8, device=rows.device)
+    blocks[order] = padded.view(B, G, S, 256, width).transpose(1, 2).reshape(blocks.shape)
+    return blocks, (blocks.data_ptr() + order * blocks[0].numel()).view(B, S).to(rows.device)
+
+
+@on_devices
+@pytest.mark.parametrize("width", [16, 48, 512])
+@pytest.mark.parametrize("count", [1, 256, 700])
+def test_rows_in_blocks(count, width, device):
+    rows, ids = (part.to(device) for part in drawn(width, 2, 3, count, width))
+    _kept, table = in_blocks(rows)
+    sizes = dict(kv_heads=3, row_bytes=width, tokens=count)
+    with on(device):
+        got = fetch.gather_blocks(table, ids, **sizes)
+        of_one = fetch.gather_blocks(table[:1].expand(2, -1), ids, **sizes)
+    assert torch.equal(got, reference.gather_rows(rows, ids))
+    assert torch.equal(of_one, reference.gather_rows(rows[:1].expand(2, -1, -1, -1), ids))
+    with on(device):
+        none = fetch.gather_blocks(table, ids.clamp_min(0) + count, **sizes)
+        empty = fetch.gather_blocks(table, ids[..., :0], **sizes)
+    assert not none.any()
+    assert empty.shape == (2, 3, 0, width)
+
+
 def test_what_the_kernel_does_not_serve_is_refused():
     table, ids = drawn(7, 1, 2, 40, 48)
     with pytest.raises(ValueError, match=r"ids: got torch.int32, allowed is torch.int64"):
