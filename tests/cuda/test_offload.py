@@ -9,6 +9,7 @@ from kvindex.geometry import Geometry
 from kvindex.store import Store
 from kvindex_cuda import offload
 from kvindex_cuda.host_store import HostStore
+from kvindex_cuda.launch import launch
 from kvindex_cuda.slabs import Budget
 from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_store, settled, tokens
 
@@ -168,3 +169,59 @@ def test_pinned_memory_is_given_back():
     del store
     gc.collect()
     assert budget.used_bytes == 0
+
+
+def busy_for_a_while():
+    """Work on the current stream that takes far longer than any call here."""
+    load = torch.randn(8192, 8192, device="cuda")
+    for _ in range(30):
+        load = (load @ load).clamp_(-1, 1)
+    return load
+
+
+@pytest.mark.gpu
+def test_an_append_waits_for_nothing():
+    """Room is there; the rows are still being made when the call returns."""
+    geometry, store = on_gpu()
+    rows = store.join(*(part.cuda() for part in tokens(4000, geometry=geometry)))
+    store.append(rows)
+    store._offload.synchronize()
+    store.truncate(0)
+    settled(store)
+    busy_for_a_while()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        store.append(rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not store._offload._done.query()
+    store.wait()
+    after = torch.cuda.current_stream().record_event()
+    after.synchronize()
+    assert store._offload._done.query()
+
+
+@pytest.mark.gpu
+def test_rows_are_not_overwritten_while_they_are_read():
+    """A kernel that was launched before a truncation still finds what it reads."""
+    geometry, store = on_gpu()
+    first, second = (
+        store.join(*(part.cuda() for part in tokens(512, seed, geometry=geometry)))
+        for seed in (1, 2)
+    )
+    store.append(first)
+    store.wait()
+    torch.cuda.synchronize()
+    words, total = store.block_bytes // 16, torch.zeros(2, dtype=torch.int32, device="cuda")
+    block = int(store.table[0, 0])
+    busy_for_a_while()
+    launch("ceiling.cu", "total", (8,), (512,), block, words, total[:1], LOADS=4)
+    store.truncate(0)
+    store.append(second)
+    store.wait()
+    launch("ceiling.cu", "total", (8,), (512,), block, words, total[1:], LOADS=4)
+    want = [
+        int(part["rows"][0, :, :256].contiguous().view(torch.int32).sum(dtype=torch.int64))
+        for part in (first, second)
+    ]
+    assert [int(x) & 0xFFFFFFFF for x in total] == [x & 0xFFFFFFFF for x in want]

@@ -1,0 +1,1 @@
+"""What `append.py` measures."""

@@ -1,0 +1,193 @@
+"""Updates of the local window while decoding, and by how much they delay the steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.appending.encode import index_of, keys_of
+from benchmarks.decode.setting import NEAR, K
+from kvindex.geometry import Geometry
+from kvindex.near import Near
+
+UPDATE = 256
+"""Tokens between two updates of a layer, and of each update (paper, Table 1)."""
+
+PIECE = 2**16
+"""Tokens that a prompt is appended in."""
+
+APART = 100
+"""Tokens that the prompt falls short of whole blocks: an update ends one block, begins another."""
+
+PLANS = {
+    "together": "all layers between two steps, on the steps' stream",
+    "staggered": "a layer at a time, evenly spread, on the steps' stream",
+    "beside": "as staggered; a side stream learns, encodes and copies while a step runs",
+    "together_beside": "all layers at once, on a side stream while a step runs",
+}
+
+
+class Decode:
+    """Layers that have read a prompt, and a step of all of them: query to attention output.
+
+    captured: as a CUDA graph.
+    """
+
+    def __init__(
+        self, geometry: Geometry, tokens: int, layers: int, captured: bool = True, k: int = K
+    ) -> None:
+        g, self.tokens, self.layers = geometry, tokens - APART, layers
+        device, dtype = g.device, g.dtype
+        self.indexes = [index_of(g, store="host") for _ in range(layers)]
+        for number, index in enumerate(self.indexes):
+            keys = keys_of(g, number, tokens)
+            for start in range(0, self.tokens, PIECE):
+                some = keys[:, :, start : min(start + PIECE, self.tokens)]
+                index.append(some, some)
+            self._settle(index)
+        shape = (2, layers, 1, g.kv_heads, UPDATE, g.head_dim)
+        self.new = torch.randn(shape, device=device).to(dtype)
+        self.queries = torch.randn((layers, 1, g.q_heads, g.head_dim), device=device).to(dtype)
+        self._near = Near(g, 1, NEAR)
+        self._near.add(
+            *torch.randn((2, 1, g.kv_heads, NEAR, g.head_dim), device=device).to(dtype), None
+        )
+        for index in self.indexes:
+            index.prepare(k=k, tokens=tokens + 64 * UPDATE)
+        self._k, self.step = k, self._run
+        if captured:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._run()
+            self.step = graph.replay
+
+    def _run(self) -> None:
+        self.outputs = [
+            index.attend(query, self._near, k=self._k)[0]
+            for index, query in zip(self.indexes, self.queries, strict=True)
+        ]
+
+    def _settle(self, index: Any) -> None:
+        """No memory is being pinned, and no row is on its way."""
+        pool = getattr(index._store, "_pool", None)
+        if pool is not None:
+            pool.settle()
+            torch.cuda.synchronize()
+
+    def tokens_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What an update of the layer appends."""
+        return self.new[0, layer], self.new[1, layer]
+
+    def back(self) -> None:
+        """Forget all updates."""
+        for index in self.indexes:
+            index.truncate(self.tokens)
+            self._settle(index)
+
+
+def due(plan: str, step: int, layers: int) -> list[int]:
+    """Layers that are updated after a step, counted from 0."""
+    place = step % UPDATE
+    if plan.startswith("together"):
+        return list(range(layers)) if place == UPDATE // 2 else []
+    apart = UPDATE // layers
+    return [place // apart] if place % apart == 0 and place // apart < layers else []
+
+
+def updates(decode: Decode, plan: str) -> Callable[[list[int], torch.cuda.Event], None]:
+    """How a plan updates layers, of whose tokens an event tells that they are there."""
+    side = torch.cuda.Stream()
+
+    def here(layers: list[int], ready: torch.cuda.Event) -> None:
+        for layer in layers:
+            decode.indexes[layer].append(*decode.tokens_of(layer))
+
+    def beside(layers: list[int], ready: torch.cuda.Event) -> None:
+        side.wait_event(ready)
+        with torch.cuda.stream(side):
+            ends = [decode.indexes[i].begin_append(*decode.tokens_of(i)) for i in layers]
+        torch.cuda.current_stream().wait_stream(side)
+        for end in ends:
+            end()
+
+    return beside if plan.endswith("beside") else here
+
+
+def timed(decode: Decode, periods: int, plan: str | None) -> tuple[list[float], list[float]]:
+    """Microseconds from the end of each step to the next one's, and of the host per update.
+
+    The host waits for each step, as one that samples a token does, and only then begins the next.
+    """
+    current, ends, host = torch.cuda.current_stream(), [], []
+    update = None if plan is None else updates(decode, plan)
+    for step in range(periods * UPDATE + 1):
+        ready = current.record_event()
+        decode.step()
+        done = torch.cuda.Event(enable_timing=True)
+        done.record()
+        layers = [] if plan is None else due(plan, step, decode.layers)
+        if update is not None and layers:
+            start = time.perf_counter()
+            update(layers, ready)
+            host.append(1e6 * (time.perf_counter() - start) / len(layers))
+        done.synchronize()
+        ends.append(done)
+    torch.cuda.synchronize()
+    return [1e3 * first.elapsed_time(last) for first, last in pairwise(ends)], host
+
+
+def delays(base: list[float], found: list[float], host: list[float], hit: list[int]) -> Any:
+    """How much longer steps are than those of the same loop without updates.
+
+    hit: steps (from the end of one to the end of the next) that an update falls on.
+    """
+    usual, struck = statistics.median(base), [found[i] for i in hit]
+    return {
+        "median_us": statistics.median(found),
+        "worst_us": max(found),
+        "updated_median_us": statistics.median(struck),
+        "updated_worst_us": max(struck),
+        "amortised": sum(found) / len(found) / (sum(base) / len(base)) - 1,
+        "delay_median": statistics.median(struck) / usual - 1,
+        "delay_worst": max(struck) / usual - 1,
+        "steps": len(found),
+        "updates": len(host),
+        "host_us_per_layer": statistics.median(host),
+    }
+
+
+def measure(geometry: Geometry, tokens: int, layers: int, periods: int) -> dict[str, Any]:
+    """Each plan over so many periods of 256 steps, in which every layer is updated once."""
+    decode = Decode(geometry, tokens, layers)
+    timed(decode, 1, "together_beside")  # compiles what is new
+    decode.back()
+    base, _ = timed(decode, periods, None)
+    found: dict[str, Any] = {
+        "tokens": tokens,
+        "layers": layers,
+        "bytes_per_update": UPDATE
+        * layers
+        * decode.indexes[0]._store.row_bytes
+        * geometry.kv_heads,
+        "without": {
+            "median_us": statistics.median(base),
+            "p99_us": sorted(base)[int(0.99 * len(base))],
+            "worst_us": max(base),
+            "steps": len(base),
+        },
+    }
+    for plan, words in PLANS.items():
+        steps, host = timed(decode, periods, plan)
+        hit = [i for i in range(len(steps)) if due(plan, i, layers)]
+        found[plan] = {"is": words, **delays(base, steps, host, hit)}
+        decode.back()
+    again, _ = timed(decode, 1, None)
+    found["without"]["again_us"] = statistics.median(again)
+    return found

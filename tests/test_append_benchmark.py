@@ -1,0 +1,106 @@
+"""The benchmark of appends, but for the clock: what it checks, counts, plans and refuses."""
+
+import pytest
+import torch
+
+from benchmarks import append
+from benchmarks.appending import encode, update
+from kvindex.geometry import Geometry
+from kvindex_cuda.append import Writer
+from tests.cuda import emulator
+
+emulated = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate kernels with")
+
+SMALL = Geometry.of(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+WHOLE = Geometry.of(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+
+
+def test_bytes_of_a_million_keys():
+    found = encode.bytes_of(WHOLE, 2**20)
+    keys, centres = 2**23 * 256, 4096 * 8 * 256
+    assert found["learn"] == keys + centres
+    assert found["encode"] == keys + 2 * centres + 2**23 * 67  # signs, 3 planes, weight twice
+
+
+@emulated
+def test_right_appends_pass_and_wrong_ones_stop(monkeypatch):
+    monkeypatch.setattr(encode, "CHECKED", (300, 400, 56))
+    with emulator.emulated():
+        assert encode.check(SMALL)["learnt"] == "equal"
+        codes = Writer.codes
+        monkeypatch.setattr(
+            Writer, "codes", lambda self, keys, *a, **k: codes(self, -keys, *a, **k)
+        )
+        with pytest.raises(SystemExit, match=r"append is wrong: learnt \[\] differ, \d+"):
+            encode.check(SMALL)
+
+
+@emulated
+def test_kernels_are_timed_alone_together_and_in_pieces():
+    def timed(run, layers):
+        run()
+        return {"median_us": 2.0, "low_us": 1.0, "high_us": 3.0, "replays": 1}
+
+    with emulator.emulated():
+        found = encode.measure(SMALL, 600, 256, timed, 100.0)
+    for name in ("learn", "encode", "in_one_go", "in_pieces"):
+        assert found[name]["of_reading"] == pytest.approx(found[name]["bytes"] / 2e3 / 100)
+    assert found["in_pieces"]["bytes"] == found["encode"]["bytes"] > found["learn"]["bytes"]
+
+
+@pytest.mark.parametrize("plan", update.PLANS)
+@pytest.mark.parametrize("layers", [1, 16, 30])
+def test_every_layer_is_updated_once_in_a_period(plan, layers):
+    steps = [update.due(plan, step, layers) for step in range(update.UPDATE)]
+    assert sorted(layer for step in steps for layer in step) == list(range(layers))
+    most = layers if plan.startswith("together") else 1
+    assert max(map(len, steps)) == most
+    assert update.due(plan, update.UPDATE + 5, layers) == steps[5]
+
+
+def test_delays_are_of_the_steps_that_an_update_falls_on():
+    base, found = [100.0] * 8, [100.0, 130.0, 100.0, 110.0, 100.0, 100.0, 100.0, 100.0]
+    result = update.delays(base, found, [20.0, 40.0], [1, 3])
+    assert result["delay_worst"] == pytest.approx(0.3)
+    assert result["delay_median"] == pytest.approx(0.2)
+    assert result["amortised"] == pytest.approx(0.05)
+    assert (result["updates"], result["host_us_per_layer"]) == (2, 30.0)
+
+
+@emulated
+def test_layers_decode_and_go_back(monkeypatch):
+    monkeypatch.setattr(update, "APART", 100)
+    with emulator.emulated():
+        decode = update.Decode(SMALL, 700, 2, captured=False, k=8)
+        decode.step()
+        before = [output.clone() for output in decode.outputs]
+        for layer, index in enumerate(decode.indexes):
+            assert len(index) == 600
+            index.append(*decode.tokens_of(layer))
+            assert len(index) == 856
+        decode.back()
+        decode.step()
+        assert all(map(torch.equal, decode.outputs, before))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--tokens", "5"], "tokens: got 5, allowed is at least 4096"),
+        (["--context", "5000", "9"], "context: got 9"),
+        (["--layers", "300"], "layers: got 300, allowed is up to 256"),
+        (["--seconds", "0"], "seconds: got 0.0"),
+        (["--json", "/nowhere/a.json"], "allowed is a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_done_is_said(given, message, capsys):
+    with pytest.raises(SystemExit):
+        append.arguments(given)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(capsys):
+    with pytest.raises(SystemExit):
+        append.arguments([])
+    assert "this measures a CUDA device" in capsys.readouterr().err
