@@ -54,7 +54,7 @@ class Writer:
             known = torch.empty((B, stop), dtype=torch.bool, device=keys.device)
         state = torch.zeros(1 + B * G, dtype=torch.int32, device=keys.device)
         wrong, reference = state[:1], state[1:].view(torch.float32).view(B, G)
-        across = 1 << (D // 8 - 1).bit_length()
+        lanes = 1 << (D // 8 - 1).bit_length()
         launch(
             "learn.cu",
             "learn",
@@ -63,10 +63,10 @@ class Writer:
             *(given, flags, old, held, centres, known, learnt.get("reference"), reference, wrong),
             *(N, D, before, *(_row(part) for part in (old, centres)), start, BLOCK, begin),
             *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
-            shared_bytes=8 * D * (1 + min(TALL, THREADS // across)),
+            shared_bytes=8 * D * (1 + min(TALL, THREADS // lanes)),
             DTYPE=CODES[keys.dtype],
             WIDE=int(wide(given)),
-            NORMS=1,
+            LANES=lanes,
         )
         found = {"reference": reference}
         if centres is not None and known is not None:

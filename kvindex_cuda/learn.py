@@ -46,7 +46,7 @@ def centres(
         shared_bytes=8 * D * (1 + min(TALL, THREADS * 8 // D)),
         DTYPE=CODES[keys.dtype],
         WIDE=int(wide(given)),
-        NORMS=0,
+        LANES=0,
     )
     return {"centres": found, "known": known}
 
@@ -84,7 +84,7 @@ def reference(
         *(0 if flags is None else flags.stride(0), G),
         DTYPE=0,
         WIDE=1,
-        NORMS=0,
+        LANES=0,
     )
     return {"reference": found}
 

@@ -2,8 +2,8 @@
 // (ops/learn.py).
 //
 // Sums of a segment are in double and in a fixed order, so that two runs learn the same.
-// Compile-time: DTYPE (of the keys), WIDE (whether each key begins at a multiple of 16 bytes), NORMS
-// (whether `learn` looks at the keys' norms, for D up to 256).
+// Compile-time: DTYPE (of the keys), WIDE (whether each key begins at a multiple of 16 bytes), LANES
+// (of a warp, a power of 2, that share a key where `learn` looks at norms; else 0).
 #include "common.cuh"
 
 constexpr int LEAN = 16;      // learn.LEAN
@@ -12,22 +12,40 @@ constexpr int THREADS = 256;
 constexpr int TALL = 32;  // keys that a block reads at once, at most
 constexpr double LONGEST = 1152921504606846976.0;  // transform.LONGEST
 
-__device__ __forceinline__ void load8(float (&x)[8], const void* data, i64 i) {
-#if WIDE && DTYPE == 0
-    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(data) + i);
-    float4 a = from[0], b = from[1];
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-#elif WIDE
-    uint4 all = *reinterpret_cast<const uint4*>(static_cast<const u16*>(data) + i);
-    u32 pairs[4] = {all.x, all.y, all.z, all.w};
+constexpr int AHEAD = DTYPE == 0 ? 2 : 4;  // keys that a thread has loads in flight for
+
+// Eight coordinates as they lie in memory.
+struct Eight {
+    u32 words[DTYPE == 0 ? 8 : 4];
+};
+
+__device__ __forceinline__ Eight fetched(const void* data, i64 i) {
+    Eight x;
+#if DTYPE == 0
+    const u32* from = static_cast<const u32*>(data) + i;
+#else
+    const u16* from = static_cast<const u16*>(data) + i;
+#endif
+#if WIDE
+    const uint4* wide = reinterpret_cast<const uint4*>(from);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        u16 bits = u16(pairs[j / 2] >> (j % 2 * 16));
-        x[j] = DTYPE == 1 ? from_float16(bits) : from_bfloat16(bits);
+    for (int j = 0; j < int(sizeof(x)) / 16; j++) {
+        uint4 all = wide[j];
+        x.words[4 * j] = all.x, x.words[4 * j + 1] = all.y;
+        x.words[4 * j + 2] = all.z, x.words[4 * j + 3] = all.w;
     }
 #else
-    for (int j = 0; j < 8; j++) x[j] = element(data, i + j);
+#pragma unroll
+    for (int j = 0; j < int(sizeof(x)) / 4; j++)
+        x.words[j] = DTYPE == 0 ? u32(from[j]) : from[2 * j] | u32(from[2 * j + 1]) << 16;
 #endif
+    return x;
+}
+
+__device__ __forceinline__ float coordinate(const Eight& x, int j) {
+    if (DTYPE == 0) return __uint_as_float(x.words[j]);
+    u16 bits = u16(x.words[j / 2] >> (j % 2 * 16));
+    return DTYPE == 1 ? from_float16(bits) : from_bfloat16(bits);
 }
 
 // Where keys and what is learnt already lie.
@@ -48,35 +66,38 @@ struct Found {
 static __device__ Found sum_of(double* totals, double* parts, const Keys& keys, i64 batch, i64 head,
                                i64 from, i64 to, int dim) {
     __shared__ int found;
-    int M = dim / 8, across = M;  // lanes that share a key
-    if (NORMS)
-        for (across = 1; across < M;) across *= 2;
+    int M = dim / 8, across = LANES ? LANES : M;
     int tall = min(THREADS / across, TALL), byte = threadIdx.x % across, row = threadIdx.x / across;
     bool own = row < tall && byte < M;
-    i64 base = batch * keys.sb + head * keys.sg;
+    i64 base = batch * keys.sb + head * keys.sg + byte * 8;
     double sums[8] = {};
     Found result = {0, 0, false};
     if (threadIdx.x == 0) found = 0;
-#pragma unroll 4
-    for (i64 first = from; first < to; first += tall) {
-        i64 i = first + row;
-        bool in = own && i < to;
-        if (in && keys.valid) in = keys.valid[batch * keys.vb + i];
-        if (!NORMS && !in) continue;
-        float x[8] = {};
-        if (in) load8(x, keys.data, base + i * keys.sn + byte * 8), result.count++;
-        double squares = 0;
+    for (i64 first = from; first < to; first += AHEAD * tall) {
+        Eight loaded[AHEAD] = {};
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            double wide = x[j];
-            sums[j] += wide;
-            if (NORMS) squares = fma(wide, wide, squares);
+        for (int k = 0; k < AHEAD; k++) {
+            i64 i = first + k * tall + row;
+            bool in = own && i < to;
+            if (in && keys.valid) in = keys.valid[batch * keys.vb + i];
+            if (in) loaded[k] = fetched(keys.data, base + i * keys.sn), result.count++;
         }
-        if (!NORMS) continue;
-        for (int step = 1; step < across; step *= 2)
-            squares += __shfl_xor_sync(ALL, squares, step);
-        result.longest = squares > result.longest ? squares : result.longest;
-        result.wrong |= !(squares <= 1.7976931348623157e308);  // no sum of floats' squares is above
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            double squares = 0;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                double x = coordinate(loaded[k], j);
+                sums[j] += x;
+                if (LANES) squares = fma(x, x, squares);
+            }
+            if (!LANES) continue;
+#pragma unroll
+            for (int step = 1; step < LANES; step *= 2)
+                squares += __shfl_xor_sync(ALL, squares, step);
+            result.longest = squares > result.longest ? squares : result.longest;
+            result.wrong |= !(squares <= 1.7976931348623157e308);  // floats' squares sum to less
+        }
     }
     __syncthreads();
     if (own)
@@ -129,7 +150,7 @@ static __device__ void refer(double longest, float* answer) {
 // known bool [B, S]; given float32 [B, G], references, or null; answer float32 [B, G]: zeros;
 // wrong int32 [1]: set where a valid key is not finite. start: id of the first key; every: tokens
 // of a segment.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* centres, u8* known,
       const float* given, float* answer, int* wrong, i64 count, i64 dim, i64 before, i64 old_row,
       i64 row, i64 start, i64 every, i64 begin, i64 sb, i64 sg, i64 sn, i64 vb) {
@@ -150,11 +171,11 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
     for (;; s++) {
         bool had = centres && s < before && held[batch * before + s], here = s >= first && s < stop;
         int n = 0;
-        if (here && (NORMS || !had)) {
+        if (here && (LANES || !had)) {
             i64 from = max(s * every - start, i64(0)), to = min((s + 1) * every - start, count);
             Found found = sum_of(totals, parts, keys, batch, head, from, to, int(dim));
             n = found.count, longest = fmax(longest, found.longest);
-            if (NORMS && found.wrong) *wrong = 1;
+            if (LANES && found.wrong) *wrong = 1;
         }
         u16* mine = centres + (bg * row + s) * dim;
         const u16* earlier = old + (bg * old_row + s) * dim;
@@ -178,7 +199,7 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
         if (!begun || s != stop - 2 || s < first) break;
         __syncthreads();
     }
-    if (!NORMS) return;
+    if (!LANES) return;
     if (given && given[bg] > 0) {
         if (threadIdx.x == 0 && blockIdx.x == 0) answer[bg] = given[bg];
     } else {

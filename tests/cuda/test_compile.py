@@ -36,7 +36,7 @@ COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1)
-LEARN = dict(DTYPE=2, WIDE=1, NORMS=0)
+LEARN = dict(DTYPE=2, WIDE=1, LANES=0)
 DEFINES = {
     "ask.cu": [STEP, STEP | dict(GROUP=8), STEP | dict(D=64, DTYPE=1), STEP | dict(D=256)],
     "attend.cu": [
@@ -77,7 +77,7 @@ DEFINES = {
     "fetch.cu": [dict(PIECE=1), dict(PIECE=16)],
     "learn.cu": [
         LEARN,
-        LEARN | dict(NORMS=1),
+        LEARN | dict(LANES=16),
         LEARN | dict(DTYPE=1, WIDE=0),
         LEARN | dict(DTYPE=0),
     ],
