@@ -33,10 +33,6 @@ class Columns:
         """A view of the column: its shape has `len(self)` at the token axis."""
         return self._data[name].narrow(self._axis, 0, self._length)
 
-    def data(self, name: str) -> Tensor:
-        """The column with what is reserved beyond the length."""
-        return self._data[name]
-
     def reserve(self, new: Mapping[str, Tensor]) -> None:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
         self._data = self._room(new)

@@ -57,22 +57,6 @@ class Store:
         for start in range(0, len(self), size):
             yield start, self._split(self._columns["rows"][:, :, start : start + size])
 
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Another one whenever rows have moved."""
-        data = self._columns.data("rows")
-        return data.data_ptr(), *data.shape
-
-    def table(self, block: int) -> tuple[Tensor, int, int]:
-        """Where blocks of `block` rows lie: addresses int64 `[B, S]` on the compute device, bytes
-        from one KV head's rows to the next one's, and bytes of a row. Until the store moves.
-        """
-        data = self._columns.data("rows")
-        sequence, head, row = (data.element_size() * data.stride(axis) for axis in range(3))
-        counts = data.shape[0], -(-data.shape[2] // block)
-        b, s = (torch.arange(count, device=self._geometry.device) for count in counts)
-        return data.data_ptr() + b[:, None] * sequence + s * (block * row), head, row
-
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows."""
         self._columns.truncate(length)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from kvindex.geometry import Geometry
-from kvindex.store import Store
 from kvindex_cuda import attention, coarse, codes, fetch, launch, learn, rerank, select, transform
 from kvindex_cuda.append import writer
+from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.fused import fused
 from kvindex_cuda.host_store import HostStore
 
@@ -38,7 +38,7 @@ def ready(device: torch.device) -> None:
         launch.checked(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def store(geometry: Geometry, place: str) -> Store | HostStore:
-    """Where rows live: on a GPU's host in pinned memory that kernels read."""
+def store(geometry: Geometry, place: str) -> HostStore:
+    """Where rows live: in blocks that kernels read, pinned on a GPU's host or on the device."""
     pinned = place == "host" and geometry.device.type == "cuda"
-    return HostStore(geometry) if pinned else Store(geometry, place)
+    return HostStore(geometry) if pinned else DeviceStore(geometry)

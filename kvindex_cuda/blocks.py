@@ -124,11 +124,11 @@ class BlockTable:
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
 
     def _block(self, number: int) -> Tensor:
-        """Uint8 `[G, 256, row_bytes]` on the CPU."""
+        """Uint8 `[G, 256, row_bytes]`."""
         return self._slab(number // self._pool.slab_blocks)[number % self._pool.slab_blocks]
 
     def _slab(self, slab: int) -> Tensor:
-        """Uint8 `[blocks, G, 256, row_bytes]` on the CPU."""
+        """Uint8 `[blocks, G, 256, row_bytes]`."""
         return self._pool.view(slab).view(-1, self._heads, BLOCK, self._row_bytes)
 
 

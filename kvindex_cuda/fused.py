@@ -16,7 +16,6 @@ from torch import Tensor
 from kvindex.near import Near
 from kvindex.protocol import UNUSED, Hits
 from kvindex_cuda.code_blocks import CodeBlocks
-from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK, Layout
 from kvindex_cuda.step import MOST_HEADS, State, words_of
 from kvindex_cuda.steps import SharedStep, capturing, shared
@@ -86,7 +85,6 @@ class Fused:
         """Everything was forgotten."""
         self._state: State | None = None
         self._uses: list[_Use] = []  # of each k the newest one last
-        self._found: tuple[Any, tuple[Tensor, int, int]] | None = None  # rows of a `Store`
         self._length = 0
 
     def changed(self, index: Any) -> Fused:
@@ -103,7 +101,7 @@ class Fused:
                 return self.changed(index)
             self._update(index, self._state, first)
             if any(use.captured for use in self._uses):
-                self._wait(index)  # nobody does when a graph is replayed
+                index._store.wait()  # nobody does when a graph is replayed
         return self
 
     def prepare(self, index: Any, k: int, most: int) -> None:
@@ -150,20 +148,11 @@ class Fused:
         assert self._state is not None
         use.captured |= captured
         if not captured:
-            self._wait(index)
+            index._store.wait()
             use.step.take_turn()
-        table, head, row = self._rows(index._store)
-        state = replace(self._state, wanted=use.wanted, rows=table, row_head=head, row_bytes=row)
-        return use, state
-
-    def _rows(self, store: Any) -> tuple[Tensor, int, int]:
-        """Addresses of blocks of rows, bytes from head to head in them, and of a row."""
-        if isinstance(store, HostStore):
-            return store.table.contiguous(), 0, store.row_bytes
-        place = store.place
-        if self._found is None or self._found[0] != place:
-            self._found = place, store.table(BLOCK)
-        return self._found[1]
+        store, wanted = index._store, use.wanted
+        rows = store.table.contiguous()  # a view's is not
+        return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
 
     def _begin(self, index: Any, k: int, most: int) -> _Use:
         """A step for `k` rows and `most` candidates, from here on the one that serves."""
@@ -220,10 +209,6 @@ class Fused:
         state.reference.copy_(index._learnt["reference"])
         for use in self._uses:
             use.want(index._wanted(use.step.k))
-
-    def _wait(self, index: Any) -> None:
-        if isinstance(index._store, HostStore):
-            index._store.wait()
 
 
 def put(target: Tensor, values: Tensor) -> None:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kvindex_cuda.launch import checked
+from kvindex_cuda.slabs import host_view
 
 PORTABLE, MAPPED = 1, 2
 """`cudaHostAllocPortable`, `cudaHostAllocMapped`."""
 
-DEVICE_TO_HOST = 2
-"""`cudaMemcpyDeviceToHost`."""
+DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3
+"""`cudaMemcpyDeviceToHost`, `cudaMemcpyDeviceToDevice`."""
 
 MAX_PITCH_BYTES = 2**31 - 1
 """`cudaDevAttrMaxPitch` of every GPU so far."""
@@ -28,6 +29,10 @@ class PinnedSlab:
     host_address: int
     device_address: int
     device: int
+
+    def view(self, nbytes: int) -> Tensor:
+        """Its bytes, uint8 `[nbytes]`."""
+        return host_view(self.host_address, nbytes)
 
     def free(self) -> None:
         """Unpin, once kernels and copies in flight are done."""
@@ -63,7 +68,7 @@ class PinnedAllocator:
 
 
 class Offload:
-    """Copies to host memory on a side stream of a CUDA device; plain ones on a CPU."""
+    """Copies into slabs on a side stream of a CUDA device; plain ones on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +79,7 @@ class Offload:
         self._done: torch.cuda.Event | None = None
 
     def copy(self, pieces: Iterable[tuple[Tensor, Tensor]], source: Tensor) -> None:
-        """Copy pairs of (host, device) uint8 `[h, w]` whose rows are contiguous.
+        """Copy pairs of (slab, device) uint8 `[h, w]` whose rows are contiguous.
 
         source: the tensor that all of the second are views of; what writes it on the current
         stream comes first, and it may be let go of at once.
@@ -112,4 +117,5 @@ def _copy_2d(runtime: Any, target: Tensor, piece: Tensor, stream: int) -> None:
     if height == 1:
         pitches = [width, width]  # the stride of a single row says nothing
     to, come = (part.data_ptr() for part in (target, piece))
-    runtime.memcpy2DAsync(to, pitches[0], come, pitches[1], width, height, DEVICE_TO_HOST, stream)
+    kind = DEVICE_TO_DEVICE if target.is_cuda else DEVICE_TO_HOST
+    runtime.memcpy2DAsync(to, pitches[0], come, pitches[1], width, height, kind, stream)

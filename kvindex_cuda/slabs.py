@@ -1,4 +1,4 @@
-"""Host memory in slabs that are pinned one ahead of need, cut into blocks of equal size.
+"""Memory in slabs that are pinned one ahead of need, cut into blocks of equal size.
 
 Locks: a pool is used by one thread; its worker hands over through atomic operations of deques
 alone, and `close`, which the garbage collector may run anywhere, waits for nothing.
@@ -24,11 +24,10 @@ SHARE = 0.9
 
 
 class Slab(Protocol):
-    """A stretch of host memory that a GPU can read; addresses are multiples of 16."""
+    """A stretch of memory that a GPU can read; addresses are multiples of 16."""
 
-    @property
-    def host_address(self) -> int:
-        """Where the CPU finds it."""
+    def view(self, nbytes: int) -> Tensor:
+        """Its bytes, uint8 `[nbytes]`, on the host or on the device; valid until `free`."""
         ...
 
     @property
@@ -37,7 +36,7 @@ class Slab(Protocol):
         ...
 
     def free(self) -> None:
-        """Give it back; called once, after which neither address is read."""
+        """Give it back; called once, after which it is not read."""
         ...
 
 
@@ -47,6 +46,12 @@ class Allocator(Protocol):
     def allocate(self, nbytes: int) -> Slab:
         """A slab of `nbytes`, whatever it holds. May raise anything."""
         ...
+
+
+def host_view(address: int, nbytes: int) -> Tensor:
+    """Bytes of host memory, uint8 `[nbytes]`."""
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Budget:
@@ -127,7 +132,7 @@ class Pool:
         return len(self._held) * self._slab_bytes
 
     def view(self, slab: int) -> Tensor:
-        """Uint8 `[slab_blocks, block_bytes]` on the CPU: blocks from `slab · slab_blocks` on.
+        """Uint8 `[slab_blocks, block_bytes]`: blocks from `slab · slab_blocks` on.
 
         Raises RuntimeError after `close`.
         """
@@ -231,11 +236,8 @@ class Pool:
         """Number the slabs that are ready."""
         while self._ready:
             slab = self._ready.popleft()
-            memory = (ctypes.c_uint8 * self._slab_bytes).from_address(slab.host_address)
             first = len(self._views) * self.slab_blocks
-            self._views.append(
-                torch.frombuffer(memory, dtype=torch.uint8).view(self.slab_blocks, -1)
-            )
+            self._views.append(slab.view(self._slab_bytes).view(self.slab_blocks, -1))
             self._addresses.append(slab.device_address)
             self._free.extend(range(first, first + self.slab_blocks))
 

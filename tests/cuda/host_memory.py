@@ -7,7 +7,7 @@ import torch
 
 from kvindex.geometry import Geometry
 from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.slabs import Budget
+from kvindex_cuda.slabs import Budget, host_view
 
 GEOMETRY = Geometry.of(q_heads=4, kv_heads=2, head_dim=8, value_dim=3)
 ROW = 48  # 11 float32, a multiple of 16
@@ -25,6 +25,9 @@ class FakeSlab:
         ctypes.memset(self.host_address, POISON, nbytes)
         self.device_address = self.host_address + owner.shift
         self.owner = owner
+
+    def view(self, nbytes):
+        return host_view(self.host_address, nbytes)
 
     def free(self):
         ctypes.memset(self.host_address, POISON, len(self.memory))

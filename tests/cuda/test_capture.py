@@ -78,8 +78,9 @@ def attention(index, queries, hits, near):
     return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
 
 
-def test_replays_follow_queries_tokens_and_near_rows():
-    index, reference, tokens = made(3000)
+@pytest.mark.parametrize("store", ["host", "device"])
+def test_replays_follow_queries_tokens_and_near_rows(store):
+    index, reference, tokens = made(3000, store)
     (queries,), near = cuda(CASE.queries()), near_rows()
     replay = Replayed([index], queries, near)
     assert_eager(index, reference, replay, queries, near)
@@ -103,18 +104,6 @@ def test_replays_follow_queries_tokens_and_near_rows():
     assert ids.max() < 2500
     for one in (index, reference):
         one.append(*part(tokens, 2700, 4000))
-    assert_eager(index, reference, replay, queries, near)
-
-
-def test_rows_on_the_device():
-    index, reference, _ = made(3000, store="device")
-    (queries,), near = cuda(CASE.queries()), near_rows()
-    replay = Replayed([index], queries, near)
-    for seed in range(1, 4):
-        queries.copy_(CASE.queries(seed=seed))
-        assert_eager(index, reference, replay, queries, near)
-    for one in (index, reference):
-        one.truncate(2000)
     assert_eager(index, reference, replay, queries, near)
 
 
@@ -178,8 +167,9 @@ def test_on_a_side_stream_under_load(graph):
     assert_found(index, reference, queries, K)
 
 
-def test_a_search_allocates_nothing_new_and_waits_for_nothing():
-    index, _, _ = made(5000)
+@pytest.mark.parametrize("store", ["host", "device"])
+def test_a_search_allocates_nothing_new_and_waits_for_nothing(store):
+    index, _, _ = made(5000, store)
     (queries,), near = cuda(CASE.queries()), near_rows()
 
     def run():

@@ -12,7 +12,7 @@ import kvindex
 from kvindex import backend, ops
 from kvindex.layer import AttentionLayer
 from kvindex.near import Near
-from kvindex_cuda import steps
+from kvindex_cuda import steps, store
 from kvindex_cuda.fused import fused
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES
@@ -27,7 +27,7 @@ def device(request, monkeypatch):
     """The torch ops with the fused search beside them; the kernels emulated on a CPU."""
     names = {name: getattr(ops, name) for name in ops.__all__}
     resolve = backend.resolve
-    both = SimpleNamespace(**names, fused=fused, ready=lambda device: None)
+    both = SimpleNamespace(**names, fused=fused, store=store, ready=lambda device: None)
     monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
     with emulator.emulated() if request.param == "cpu" else nullcontext():
         yield request.param
