@@ -1,11 +1,12 @@
 """One decoding step of one layer on a GPU, from query to attention output, and where it spends it.
 
-    PYTHONPATH=.:adapters python benchmarks/decode_step.py [--tokens N …] [--batch B …] [--beta β]
-        [--layers L] [--replays R] [--seconds S] [--faiss FOLDER] --json OUT --plot OUT.png
+    PYTHONPATH=.:adapters python benchmarks/decode_step.py [--tokens N …] [--batch B …]
+        [--index SPEC] [--layers L] [--replays R] [--seconds S] [--faiss FOLDER]
+        --json OUT --plot OUT.png
     PYTHONPATH=.:adapters python benchmarks/decode_step.py --draw RESULT.json [--plot OUT.png]
 
-H = 32, G = 8, D = 128, bfloat16, k = 100, `pariskv:preset=fast:lists=group`. First the answer is
-checked; a wrong one is not timed. All times are of replays of a CUDA graph that holds the step
+H = 32, G = 8, D = 128, bfloat16, k = 100, an index that the fused kernels serve. First the answer
+is checked; a wrong one is not timed. All times are of replays of a CUDA graph that holds the step
 of L layers one after another, divided by L, by CUDA events, after the L2 cache was filled with
 something else and with other queries in each replay.
 """
@@ -30,8 +31,10 @@ from benchmarks.decode.stages import measure
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
 from benchmarks.decode.workload import ROWS, Pool, Workload, row_pools, sequences_of
 from kvindex.geometry import Geometry
+from kvindex.indexes.pariskv import ParisKV
 from kvindex_adapters.machine import describe
 from kvindex_cuda import launch as launching
+from kvindex_cuda.fused import serves
 from kvindex_cuda.layout import BLOCK
 
 TOKENS = (32_768, 131_072, 1_048_576)
@@ -42,7 +45,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument("--beta", type=float, default=0.02)
+    parser.add_argument(
+        "--index", default=Setting.spec, help="a ParisKV, as kvindex.create takes it"
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
@@ -57,8 +62,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         for value in values if isinstance(values, (list, tuple)) else [values]:
             if value < low:
                 parser.error(f"{name}: got {value}, allowed is at least {low}")
-    if not 0 < found.beta <= 1:
-        parser.error(f"beta: got {found.beta}, allowed is above 0, to 1")
+    try:
+        index = Setting(geometry("cpu"), found.index).index
+    except (KeyError, TypeError, ValueError) as error:
+        parser.error(f"index: {error}")
+    if type(index) is not ParisKV or not serves(index):
+        parser.error(f"index: got {found.index!r}, allowed is one that the fused kernels serve")
     if not found.seconds > 0:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
     if found.faiss is not None and not (found.faiss / "faiss").is_dir():
@@ -74,6 +83,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
+def geometry(device: str) -> Geometry:
+    """Of the layer that is measured."""
+    return Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16, device=device)
+
+
 def keep(result: dict[str, Any], given: argparse.Namespace) -> None:
     """Write and draw what is known so far."""
     if given.json and given.draw is None:
@@ -87,13 +101,12 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
     clock = Clock(given.seconds)
     card = torch.cuda.get_device_properties(0)
     launching.checked(torch.cuda.current_device())
-    geometry = Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16, device="cuda")
-    setting = Setting(geometry, given.beta)
+    setting = Setting(geometry("cuda"), given.index)
     processors, l2 = card.multi_processor_count, card.L2_cache_size
     timed = GraphTimer(given.replays, clock, l2)
     result: dict[str, Any] = {
         "shape": {"q_heads": H, "kv_heads": G, "head_dim": D, "k": K, "dtype": "bfloat16"},
-        "index": f"pariskv:preset=fast:lists=group:beta={given.beta}",
+        "index": given.index,
         "near": NEAR,
         "l2_bytes": l2,
         "machine": describe("cuda"),

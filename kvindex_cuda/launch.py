@@ -7,11 +7,13 @@ a tensor is passed as its address, None as a null pointer, an int as `long long`
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,11 +23,14 @@ SOURCES = Path(__file__).parent / "kernels"
 OLDEST = (8, 0)
 """Compute capability: the first with the bit matrix instruction that `scan.cu` uses."""
 
+OVERLAPS = (9, 0)
+"""Compute capability: the first whose kernels may begin before the one before them ends."""
+
 OPTIONS = ("--std=c++17",)
 
 Grid = tuple[int, ...]
-Launch = Callable[[Grid, Grid, list[Any], int], None]
-"""Of a compiled kernel: grid, block, arguments, bytes of dynamic shared memory."""
+Launch = Callable[[Grid, Grid, list[Any], int, bool], None]
+"""Of a compiled kernel: grid, block, arguments, bytes of dynamic shared memory, `overlap`."""
 
 Loader = Callable[[str, str, tuple[tuple[str, int], ...]], Launch]
 """Of a file in `kernels/`, the name of a function in it, and definitions."""
@@ -43,12 +48,15 @@ def launch(
     block: Grid,
     *arguments: Tensor | int | float | None,
     shared_bytes: int = 0,
+    overlap: bool | int = False,
     **defines: int,
 ) -> None:
     """Run `name` of `kernels/<file>` on torch's current stream of the tensors' device.
 
-    defines: what the source leaves open, as `-Dname=value`. Raises ImportError without CuPy,
-    RuntimeError for a device that cannot run it, ValueError for tensors of several devices.
+    overlap: whether it may begin before the kernel before it ends (`after_previous` in
+    common.cuh); defines: what the source leaves open, as `-Dname=value`. Raises ImportError
+    without CuPy, RuntimeError for a device that cannot run it, ValueError for tensors of several
+    devices.
     """
     device = next(part.device for part in arguments if isinstance(part, Tensor))
     for part in arguments:
@@ -60,7 +68,8 @@ def launch(
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         run = LOADERS[device.type](file, name, tuple(sorted(defines.items())))
-        run(grid, block, [_passed(part) for part in arguments], shared_bytes)
+        passed = [_passed(part) for part in arguments]
+        run(grid, block, passed, shared_bytes, bool(overlap))
 
 
 def _passed(argument: Tensor | int | float | None) -> Any:
@@ -81,35 +90,56 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
 def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Launch:
     device = torch.cuda.current_device()
     function = _compiled(file, name, defines, device)
-    stream = _stream(checked(device), torch.cuda.current_stream(device).cuda_stream, device)
+    overlaps = torch.cuda.get_device_capability(device) >= OVERLAPS
+    stream = torch.cuda.current_stream(device).cuda_stream
 
-    def run(grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int) -> None:
-        import numpy
-
-        if shared_bytes > 48 * 1024:
+    def run(
+        grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int, overlap: bool
+    ) -> None:
+        if shared_bytes + function.shared_size_bytes > 48 * 1024:
             function.max_dynamic_shared_size_bytes = shared_bytes
-        typed = tuple(numpy.float32(a) if isinstance(a, float) else a for a in arguments)
-        with stream:
-            function(grid, block, typed, shared_mem=shared_bytes)
+        values = [
+            ctypes.c_float(part) if isinstance(part, float) else ctypes.c_longlong(part)
+            for part in arguments
+        ]
+        sizes = [*grid, 1, 1][:3] + [*block, 1, 1][:3]
+        config = _Config(*sizes, shared_bytes, stream)
+        if overlap and overlaps:
+            config.attributes, config.count = ctypes.pointer(_Attribute(6, 1)), 1
+        passed = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        address = ctypes.c_void_p(function.kernel.ptr)
+        failed = _driver().cuLaunchKernelEx(ctypes.byref(config), address, passed, None)
+        if failed:
+            raise RuntimeError(f"{name}: the driver refuses to launch it, error {failed}")
 
     return run
 
 
-class _Handle:
-    """A stream by its address, in CUDA's stream protocol."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute. 6, 1: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed."""
 
-    def __init__(self, address: int) -> None:
-        self._address = address
+    _fields_: ClassVar = [
+        ("id", ctypes.c_longlong),  # an int and its padding
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig: sizes of grid and block, and so on."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
-def _stream(cupy: Any, address: int, device: int) -> Any:
-    """CuPy's view of torch's stream; CuPy 14 has another name for it than 13."""
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(_Handle(address))
-    return cupy.cuda.ExternalStream(address, device)
+@lru_cache
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver, which CuPy does not pass launch attributes to."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 LOADERS: dict[str, Loader] = {"cuda": _on_cuda}

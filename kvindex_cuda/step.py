@@ -1,6 +1,6 @@
-"""One decoding step of one layer, from query to attention output, in 7 launches.
+"""One decoding step of one layer, from query to attention output, in 6 launches.
 
-    ask -> sample -> scan -> exact -> rerank -> agree -> attend
+    ask -> scan -> exact -> rerank -> agree -> attend
 
 Signed dots with one 16-bit log weight per key, one list of candidates per group (the preset
 `fast`). Nothing here allocates or waits for the device: buffers are made once, lengths are read on
@@ -20,8 +20,11 @@ from kvindex.ops import transform
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
 
-BINS, SAMPLED, EDGE, BUCKETS = 2048, 4096, 1024, 256
+BINS, SAMPLED, EDGE, BUCKETS, STAGES = 2048, 4096, 1024, 256, 2
 """As in the kernels' sources."""
+
+MOST_SPLITS, AT_ONCE = 64, 4
+"""Of `attend.cu`."""
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -85,128 +88,143 @@ class Step:
         self.most = most
         device, groups = g.device, batch * g.kv_heads
         self.capacity = 3 * most + 2 * SAMPLED  # `exact` serves what is more
-        self._centred = centred
         self._groups, self._multiprocessors = groups, multiprocessors
-        self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=DTYPES[g.dtype])
-        self._softcap = dict(SOFTCAP=int(g.softcap is not None))
-        self._policy = dict(POLICY=int(policy == "max_share"))
         self._largest = min(largest, 2**15 // g.head_dim)
+        planes = next(bits for bits in (4, 6, 8) if self._largest < 2 ** (bits - 1))
+        self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=DTYPES[g.dtype])
+        self._votes = self._defines | dict(CENTRED=int(centred), PLANES=planes)
+        self._softcap = dict(SOFTCAP=int(g.softcap is not None))
+        self._rerank = dict(
+            D=g.head_dim,
+            GROUP=group,
+            BITS=layout.magnitude_bits,
+            CENTRED=int(centred),
+            POLICY=int(policy == "max_share"),
+            **self._softcap,
+        )
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         self._turn = transform.rotation(g.head_dim, seed, device).T.contiguous()
         self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
         self._factors = reference.log_factors(16, device)
-        sets, quads = -(-group // 4), -(-(layout.stride // 4) // 4)
+        quads = -(-(layout.stride // 4) // 4)
+        sets, halves = -(-group // 4), -(-group // 8)
 
         def ints(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        def longs(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int64, device=device)
 
         def floats(*shape: int) -> Tensor:
             return torch.empty(shape, device=device)
 
-        self._fragments, self._sums = ints(groups, sets, quads, 4, 32), ints(groups, 4 * sets)
-        self._units, self.turned = floats(groups, group), floats(groups, group, g.head_dim)
-        self._votes, self._edge = ints(groups, SAMPLED), ints(groups, EDGE)
-        self._thresholds, self._shifts = ints(groups), ints(groups)
-        self.list = torch.empty((groups, self.capacity), dtype=torch.int64, device=device)
-        self.estimates = floats(groups, self.capacity, group)
-        self.shares = floats(groups, self.capacity)
+        # of `ask`
+        self._planes = ints(groups, sets, quads, planes // 2, 32)
+        self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
+        self._operands = ints(groups, halves, quads, 8, 32, 4)
+        self._ups = floats(groups, 8 * halves)
+        self._sample, self._asked = ints(groups, SAMPLED), ints(groups)
+        self._thresholds, self._bases, self._shifts = ints(groups), ints(groups), ints(groups)
+        # of `scan` and `exact`
         self._products: Tensor | None = None
+        self._list = longs(groups, self.capacity)
+        # of `rerank` and `agree`
+        self._estimates = floats(groups, self.capacity, group)
+        self._edge, self._places = longs(groups, EDGE), ints(groups, EDGE)
+        self._finalists = longs(groups, self.capacity)
+        self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
         # what counts, cleared by `ask` at once: 8-byte words first
-        sizes = [2 * group * BUCKETS, BINS, BINS, *[1] * 6]
-        self._cleared, self._words = ints(groups * sum(sizes)), sum(sizes)
+        sizes = [2 * group * BUCKETS, BINS, *[1] * 5]
+        self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
-        self._buckets, self._hist, self._hist_k, self.counts, self._edges, self.found = parts[:6]
-        self._tickets = parts[6:]
-        self.splits = max(1, min(32, 2 * multiprocessors // groups))
+        self._buckets, self._hist, self.counts, self._edges, self._filled = parts[:5]
+        self._tickets = parts[5:]
+        # of `attend`
+        self.splits = max(1, min(MOST_SPLITS // 4, 2 * multiprocessors // groups))
         self._partial = floats(groups, self.splits, group, g.value_dim + 2)
         self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
-        self.ids = torch.empty((groups, k), dtype=torch.int64, device=device)
 
-    def __call__(self, queries: Tensor, state: State, *, ids: bool = False) -> Tensor:
-        """Attention of queries `[B, H, D]` over the best `k` rows and the near ones: `output`.
-
-        ids: whether to write which rows were selected to `ids` (`found` per group, in any order).
-        """
+    def __call__(self, queries: Tensor, state: State) -> Tensor:
+        """Attention of queries `[B, H, D]` over the best `k` rows and the near ones: `output`."""
         self.select(queries, state)
-        return self.attend(queries, state, ids=ids)
+        return self.attend(queries, state)
 
     def select(self, queries: Tensor, state: State) -> None:
-        """Candidates and what their group agrees on: `list`, `counts`, `estimates`, `shares`."""
+        """The best `k` rows of each group: the first `found` of `ids`, in any order, with `scores`.
+
+        scores: what `group.agree` gives.
+        """
         g, L, kv = self.geometry, self.layout, self.geometry.kv_heads
         groups, row = self._groups, state.codes.shape[1]
         if self._products is None or self._products.shape[1] != row:
             shape = (groups, row, g.group_size)
             self._products = torch.empty(shape, device=g.device)
-        softcap = g.softcap if g.softcap is not None else 0.0
-        D, defines = g.head_dim, self._defines
+        codes, keys = (state.codes, row, L.head_bytes), (state.valid, state.length)
+        limits = state.wanted, state.counted
         launch(
             "ask.cu",
             "ask",
-            (groups,),
-            (-(-D // 32) * 32,),
-            *(queries, self._turn, state.reference, self.turned, self._fragments, self._sums),
-            *(self._units, self._cleared, self._words, self._largest, self._level),
-            *(float(reference.FACTOR), g.q_heads, kv),
-            **defines,
-        )
-        codes = (state.codes, row, L.head_bytes, L.weights, L.centre)
-        query = (self._fragments, self._sums, queries, self._units, self._factors)
-        keys = (state.valid, state.length)
-        some = dict(**defines, CENTRED=int(self._centred))
-        splits = min(8, max(1, self._multiprocessors // groups))
-        launch(
-            "scan.cu",
-            "sample",
-            (splits, groups),
+            (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
             (256,),
-            *(*codes, *query, *keys, state.wanted, state.counted, self._votes),
-            *(self._tickets[0], self._thresholds, self._shifts, kv),
-            **some,
+            *(queries, self._turn, state.reference, *codes, *keys, *limits, self._factors),
+            *(self._planes, self._sums, self._units, self._operands, self._ups),
+            *(self._sample, self._asked, self._thresholds, self._bases, self._shifts),
+            *(self._cleared, len(self._cleared), self._largest, self._level),
+            *(float(reference.FACTOR), kv),
+            overlap=True,
+            **self._votes,
         )
+        query = (self._planes, self._sums, queries, self._units, self._factors)
+        wide = g.head_dim > 128
         launch(
             "scan.cu",
             "scan",
-            ((3 if g.group_size <= 4 else 2) * self._multiprocessors,),
+            ((1 if wide else 2) * self._multiprocessors,),
             (256,),
-            *(*codes, *query, *keys, self._thresholds, self._shifts, self.counts, self.list),
-            *(self._hist, self._products, self.capacity, groups, kv),
-            **some,
+            *(*codes, *query, *keys, self._thresholds, self._bases, self._shifts),
+            *(self.counts, self._list, self._hist, self._products, self.capacity, groups, kv),
+            shared_bytes=8 * STAGES * self._stage(),
+            overlap=True,
+            **self._votes,
         )
         launch(
             "scan.cu",
             "exact",
             (groups,),
             (256,),
-            *(*codes, *query, *keys, state.wanted, state.counted, self._thresholds, self._shifts),
-            *(self.counts, self.list, self._hist, self.capacity, kv),
-            **some,
+            *(*codes, *query, *keys, *limits, self.counts, self._list, self.capacity, kv),
+            overlap=True,
+            **self._votes,
         )
-        splits = max(1, 4 * self._multiprocessors // groups)
-        more = dict(D=D, GROUP=g.group_size, **self._softcap)
+        listed = (self._bases, self._shifts, self.counts, self._list, self._hist)
+        softcap = g.softcap if g.softcap is not None else 0.0
+        splits = max(1, 2 * self._multiprocessors // groups)
         launch(
             "rerank.cu",
             "rerank",
-            (splits, groups),
+            (min(splits, -(-self.capacity // 256)), groups),
             (256,),
-            *(state.codes, row, L.head_bytes, L.logs, L.magnitudes, self.turned, self._products),
-            *(self._levels, state.reference, state.wanted, state.counted, self.counts, self.list),
-            *(self._hist, self._thresholds, self._shifts, self.estimates, self._buckets),
-            *(self._edge, self._edges, self._tickets[1], self.capacity, kv),
-            *(g.scale, softcap, float(reference.OCTAVES)),
-            **(more | dict(BITS=L.magnitude_bits, CENTRED=int(self._centred)) | self._policy),
+            *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
+            *(self._levels, state.reference, *limits, *listed, self._estimates, self._buckets),
+            *(self._edge, self._places, self._edges),
+            *(self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
+            overlap=True,
+            **self._rerank,
         )
         launch(
             "rerank.cu",
             "agree",
-            (splits, groups),
-            (256,),
-            *(self.estimates, self._buckets, self.counts, self.shares, self._hist_k),
-            *(self.capacity, g.scale, softcap),
-            **(more | dict(BITS=L.magnitude_bits, CENTRED=int(self._centred)) | self._policy),
+            (-(-self.capacity // 4096), groups),
+            (1024,),
+            *(self._estimates, self._buckets, *limits, *listed, self._edge, self._places),
+            *(self._edges, self._finalists, self._filled, self._tickets[0]),
+            *(self.ids, self.scores, self.found, self.k, self.capacity, kv, g.scale, softcap),
+            overlap=True,
+            **self._rerank,
         )
 
-    def attend(self, queries: Tensor, state: State, *, ids: bool = False) -> Tensor:
-        """Attention over the best `k` of the candidates that `select` found, and the near rows."""
+    def attend(self, queries: Tensor, state: State) -> Tensor:
+        """Attention over the rows that `select` found, and the near rows."""
         g, kv = self.geometry, self.geometry.kv_heads
         softcap = g.softcap if g.softcap is not None else 0.0
         launch(
@@ -214,22 +232,21 @@ class Step:
             "attend",
             (self.splits, self._groups),
             (256,),
-            *(queries, self.list, self.counts, self.shares, self._hist_k, state.rows),
-            *(state.rows.shape[1], state.row_head or BLOCK * state.row_bytes, state.row_bytes),
-            *(
-                state.near,
-                state.shown,
-                state.held,
-                state.near.shape[2],
-                self._partial,
-                self.output,
-                self.ids if ids else None,
-            ),
-            *(self.found, self._tickets[2], self.k, self.capacity, kv, g.scale, softcap),
-            shared_bytes=4 * self.k,
+            *(queries, self.ids, self.found, state.rows, state.rows.shape[1]),
+            *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
+            *(state.near, state.shown, state.held, state.near.shape[2], self._partial),
+            *(self.output, self._tickets[1], self.k, kv, g.scale, softcap),
+            shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
+            overlap=True,
             **(self._defines | self._softcap | dict(DV=g.value_dim)),
         )
         return self.output
+
+    def _stage(self) -> int:
+        """Bytes of a block that `scan` copies to shared memory, and of its valid bits."""
+        L = self.layout
+        scanned = L.centre + (2 * L.head_dim if self._votes["CENTRED"] else 0)
+        return -(-(scanned + 32) // 128) * 128
 
 
 def words_of(valid: Tensor, blocks: int) -> Tensor:

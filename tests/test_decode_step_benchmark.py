@@ -104,7 +104,7 @@ def test_bytes_of_a_step_at_a_million_tokens():
     scan = 8 * (tokens * 17 + tokens / 256 * (256 + 16) + 12 * C) + tokens / 8
     assert found["scan"].device == scan
     # 4 sectors per candidate; the list and what the estimates take
-    assert found["rerank"].device == 8 * (12 * C + 128 * C + 16 * (1.5 * C + 4096))
+    assert found["rerank"].device == 8 * (12 * C + 144 * C + 16 * 4096 + 4 * 2048)
     assert found["attend"].host == 8 * 100 * 512
     there = stage_bytes(setting, tokens, 1, 1.5 * C, "device")["attend"]
     assert there == Bytes(found["attend"].device + found["attend"].host, 0)
@@ -301,7 +301,7 @@ def test_a_shorter_step_runs_the_first_kernels_alone(setting):
         work.step.output.fill_(7)
         with Launches(2) as launches:
             work.run("host", launches)
-        assert launches.names == ["ask", "sample"]
+        assert launches.names == ["ask", "scan"]
         assert (work.step.output == 7).all()
         with Launches() as launches:
             work.run("host", launches)
@@ -387,8 +387,8 @@ def test_a_result_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
         (["--batch", "0"], "batch: got 0, allowed is at least 1"),
         (["--layers", "0"], "layers: got 0, allowed is at least 1"),
         (["--replays", "10"], "replays: got 10, allowed is at least 50"),
-        (["--beta", "0"], "beta: got 0.0, allowed is above 0, to 1"),
-        (["--beta", "1.5"], "beta: got 1.5, allowed is above 0, to 1"),
+        (["--index", "exact"], "index: got 'exact', allowed is one that the fused kernels serve"),
+        (["--index", "pariskv:beta=1.5"], "index: beta: got 1.5, allowed is"),
         (["--seconds", "-1"], "seconds: got -1.0, allowed is above 0"),
         (["--faiss", "/nowhere"], "faiss: got /nowhere, allowed is a folder with the package"),
         (["--json", "/nowhere/a.json"], "json: got /nowhere/a.json, allowed is a file in a folder"),

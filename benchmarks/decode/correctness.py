@@ -48,10 +48,10 @@ def check(setting: Setting, multiprocessors: int, **options: Any) -> dict[str, A
     state = replace(work.states["host"][0], near=near, rows=store.table[:, :S].contiguous())
     step, queries = work.step, work.asked[0, 0]
     step.output.fill_(float("nan"))
-    first = step(queries, state, ids=True).clone()
+    first = step(queries, state).clone()
     got = step.ids.view(batch, g.kv_heads, -1).sort(-1).values.clone()
     found = int(step.found.min())
-    again = step(queries, state, ids=True)
+    again = step(queries, state)
     repeats = bool(torch.equal(got, step.ids.view(got.shape).sort(-1).values))
     want = index.search(queries, k=setting.k).ids.sort(-1).values
     same = float((got[..., None] == want[..., None, :]).any(-1).float().mean())
@@ -96,7 +96,7 @@ def sound(setting: Setting, work: Workload) -> None:
     outputs = [work.step(queries, states[0]).clone() for states in work.states.values()]
     ids = []
     for _ in range(2):
-        work.step(queries, state, ids=True)
+        work.step(queries, state)
         ids.append(work.step.ids.sort(-1).values.clone())
     wrong = []
     if not all(bool(part.isfinite().all()) for part in outputs):

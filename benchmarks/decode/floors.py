@@ -44,29 +44,33 @@ def stage_bytes(
     size, groups = g.dtype.itemsize, batch * g.kv_heads
     heads, group, width = batch * g.q_heads, g.group_size, layout.stride
     S, C = -(-tokens // BLOCK), min(setting.candidates(tokens), listed)
+    planes = (
+        4 if setting.index.config.largest < 8 else 6 if setting.index.config.largest < 32 else 8
+    )
     row = (g.head_dim + g.value_dim) * size
-    cleared = 4 * (2 * group * steps.BUCKETS + 2 * steps.BINS + 6)
+    cleared = 4 * (2 * group * steps.BUCKETS + steps.BINS + 6)
 
     def sectors(count: int) -> int:
         return -(-count // SECTOR) * SECTOR
 
-    asked = 4 * g.head_dim**2 + heads * g.head_dim * (size + 4 + 1) + groups * cleared
-    tile = sectors(16 * width) + sectors(16) + sectors(2 * g.head_dim)
-    sampled = steps.SAMPLED // 16 * tile + 8 * steps.SAMPLED
+    asked = 4 * g.head_dim**2 + heads * g.head_dim * (size + 4 + planes / 8) + groups * cleared
+    part = sectors(32 * width) + sectors(32) + sectors(2 * g.head_dim) + SECTOR
+    sampled = steps.SAMPLED // 32 * part + 8 * steps.SAMPLED
     key = sectors(width) + sectors(layout.magnitude_bits * width) + sectors(2)
     scanned = tokens * (width + 1) + S * (2 * g.head_dim + 4 * group) + 8 * listed
-    agreed = listed * (4 * group + 4)
+    agreed = 8 * listed + C * (4 * group + 8)
     near = groups * setting.near * row + 2 * heads * g.head_dim * size
     rows = groups * min(setting.k, C) * row
     return {
-        "ask": Bytes(asked),
-        "sample": Bytes(groups * sampled),
+        "ask": Bytes(asked + groups * sampled),
         "scan": Bytes(groups * scanned + batch * S * BLOCK / 8),
         "exact": Bytes(groups * 12),
-        "rerank": Bytes(groups * (8 * listed + C * key + 4 * group * (listed + S))),
+        "rerank": Bytes(
+            groups * (8 * listed + C * (key + 4 * group) + 4 * group * S + 4 * steps.BINS)
+        ),
         "agree": Bytes(groups * agreed),
         "attend": Bytes(
-            groups * 4 * listed + near + (rows if place == "device" else 0),
+            near + (rows if place == "device" else 0),
             rows if place == "host" else 0,
         ),
     }

@@ -23,7 +23,7 @@ class Setting:
     """The attention layer, and what the index is told."""
 
     geometry: Geometry
-    beta: float = 0.02
+    spec: str = "pariskv"
     k: int = K
     near: int = NEAR
 
@@ -32,7 +32,7 @@ class Setting:
         """An empty reference index."""
         g = self.geometry
         return kvindex.create(
-            f"pariskv:preset=fast:lists=group:beta={self.beta}",
+            self.spec,
             q_heads=g.q_heads,
             kv_heads=g.kv_heads,
             head_dim=g.head_dim,
@@ -48,8 +48,8 @@ class Setting:
 
     def candidates(self, tokens: int) -> int:
         """`C` (`ParisKV._limits`)."""
-        pool = self.index.config.pool * self.k
-        return min(max(ceil_share(tokens, self.beta), pool), tokens)
+        config = self.index.config
+        return min(max(ceil_share(tokens, config.beta), config.pool * self.k), tokens)
 
     def queries(self, *shape: int) -> Tensor:
         """`[..., H, D]`: the heads of a group share half of their variance."""

@@ -189,12 +189,17 @@ class Workload:
                         **shared,
                     )
                 )
+        config = setting.index.config
         step = Step(
             g,
             setting.layout,
             batch=batch,
             k=setting.k,
             most=C,
+            seed=config.seed,
+            largest=config.largest,
+            policy=config.group,
+            centred=bool(config.centre),
             multiprocessors=multiprocessors,
         )
         asked = setting.queries(SETS, layers, batch)

@@ -36,7 +36,9 @@ LARGEST_SEGMENT = 2**16
 
 LISTS = ("head", "group")
 
-PAST = dict(coarse="dots", beta=0.05, pool=4, weights="log", centre=256)
+PAST = dict(
+    coarse="dots", beta=0.02, pool=4, largest=31, weights="log", centre=256, lists="group"
+)
 """What the presets past the paper share (benchmarks/results/recall.json)."""
 
 

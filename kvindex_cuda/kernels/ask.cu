@@ -1,86 +1,295 @@
-// Queries of a group, made ready: rotated, rounded, laid out for the matrix instruction.
+// Queries of a group made ready, and a threshold for their votes from a sample of the keys.
 //
-// q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded).
-// Grid: one block of D threads (rounded up to a warp) per row of the batch and KV head.
-// Reads  4 D² bytes of the rotation (from L2 after the first block) and the queries;
-// writes 4 g D bytes rotated, D bytes per head as 8 bit planes, and clears what the step counts.
-// Compile-time: D, GROUP (query heads per KV head), DTYPE.
-#include "common.cuh"
+// q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded). Every block of
+// a group makes this for itself, then votes on its part of the sample: 32 keys in each of
+// SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds the
+// vote that 1.5 C of all keys are expected to reach.
+// Grid: (splits, BG), 256 threads. Reads 4 D² bytes of the rotation per block (from L2 after the
+// first) and (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 of codes per group; writes D PLANES / 8 bytes per
+// head for the scan, 4 D per head for the rerank, and clears what the step counts.
+// Limited by latency: three dependent reads (table, codes; rotation beside them; votes).
+// Compile-time: D, GROUP, DTYPE, CENTRED, PLANES.
+#include "votes.cuh"
 
-constexpr int WORDS = (D / 8 + 3) / 4;        // of sign bits of a key
-constexpr int QUADS = (WORDS + 3) / 4;        // groups of 4 words: one lane of a quad each
-constexpr int SETS = (GROUP + 3) / 4;         // of 4 query heads
-constexpr int WARPS = (D + 31) / 32;
+constexpr int SAMPLED = 4096;
+constexpr int COLUMNS = D / 4;             // of four coordinates
+constexpr int SLICES = 256 / COLUMNS;      // of a column of the rotation
+constexpr int AHEAD = 16;                  // rows of it that a thread asks for at once
+constexpr int HALVES = (GROUP + 7) / 8;    // sets of 8 heads, as rerank.cu has them
+constexpr float SMALLEST = 1.1754943508222875e-38f;
 
-template <class T, class F>
-__device__ T over_block(T x, F combine, T* space) {
-    for (int step = 16; step; step /= 2) x = combine(x, __shfl_xor_sync(ALL, x, step));
-    if (threadIdx.x % 32 == 0) space[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = space[0];
-    for (int i = 1; i < WARPS; i++) x = combine(x, space[i]);
-    __syncthreads();
-    return x;
-}
+struct Sampled {  // 32 keys
+    Signs signs;
+    Mean mean;
+    u32 weights, valid;
+};
 
-// queries DTYPE [B, H, D]; turn float32 [D, D], the rotation transposed; reference float32 [BG] of
-// the weights or null; turned float32 [BG, GROUP, D]; fragments uint32 [BG, SETS, QUADS, 4, 32]:
-// bit planes of r in two's complement; sums int32 [BG, 4 SETS]; units float32 [BG, GROUP]: votes per
-// unit of q·k; cleared int32 [BG, words]: what the step counts.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-ask(const void* queries, const float* turn, const float* reference, float* turned,
-    u32* fragments, int* sums, float* units, int* cleared, long long words, long long largest,
-    float level, float factor, long long heads, long long kv_heads) {
-    __shared__ float direction[GROUP][D];
-    __shared__ i8 rounded[SETS * 4][QUADS * 128];
-    __shared__ double wide[WARPS];
-    __shared__ int whole[WARPS];
-    i64 bg = blockIdx.x;
-    i64 first = (bg / kv_heads * heads + bg % kv_heads * GROUP) * D;
-    int j = threadIdx.x;
-    for (i64 i = j; i < words; i += WARPS * 32) cleared[bg * words + i] = 0;
-    for (int i = j; i < SETS * 4 * QUADS * 128; i += WARPS * 32) (&rounded[0][0])[i] = 0;
+// queries DTYPE [B, H, D]; turn float32 [D, D], the rotation transposed; references float32 [BG] of
+// the weights; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
+// [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
+// keys; factors int32 [256]; levels are float16, level is E|u|.
+// planes uint32 [BG, SETS, QUADS, PARTS, 32]: bit planes of r as fragments; sums int32, units
+// float32 [BG, 4 SETS]; operands uint4 [BG, HALVES, QUADS, 8, 32]: ‖q‖ q̃ · up as float16 and what
+// that leaves, for rerank.cu; ups float32 [BG, 8 HALVES]; votes int32 [BG, SAMPLED]; tickets int32
+// [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared int32 [words].
+extern "C" __global__ void __launch_bounds__(256)
+ask(const void* queries, const float4* turn, const float* references, const i64* table, i64 row,
+    i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
+    const int* given_factors, u32* all_planes, int* all_sums, float* all_units, uint4* operands,
+    float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
+    i64 words, i64 largest, float level, float most, i64 kv_heads) {
+    __shared__ int factors[256];
+    __shared__ float directions[SETS * 4][D];   // q/‖q‖, then ‖q‖ q̃
+    __shared__ float raw[CENTRED && HELD ? SETS * 4 : 1][D];
+    __shared__ float4 partial[4][256];
+    __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
+    __shared__ double norms[SETS * 4];
+    __shared__ float units[SETS * 4], scales[SETS * 4];
+    __shared__ int sums[SETS * 4];
+    i64 bg = blockIdx.y, batch = bg / kv_heads, tokens, blocks;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
-    double norms[GROUP];
-    for (int h = 0; h < GROUP; h++) {
-        double x = j < D ? double(element(queries, first + h * D + j)) : 0.0;
-        norms[h] = sqrt(over_block(x * x, [](double a, double b) { return a + b; }, wide));
-        if (j < D) direction[h][j] = float(x / fmax(norms[h], 2.2250738585072014e-308));
+    auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
+    // of a block that is drawn several times other keys each time; else any
+    auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
+    auto draw = [&](Sampled& some, int i) {
+        i64 s = place(i);
+        const char* block = reinterpret_cast<const char*>(table[batch * row + s]) + bg % kv_heads * head;
+        load<false>(some.signs, block, part(i));
+        load(some.mean, block + CENTRE);
+        some.weights = load_weights(block + WEIGHTS, part(i));
+        some.valid = valid[(batch * row + s) * 8 + part(i)];
+    };
+    int column = threadIdx.x % COLUMNS, slice = threadIdx.x / COLUMNS;
+    float4 entries[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+        entries[i] = slice < SLICES && slice + i * SLICES < D
+                         ? turn[(slice + i * SLICES) * COLUMNS + column] : float4{0, 0, 0, 0};
+    factors[threadIdx.x] = given_factors[threadIdx.x];
+    after_previous();
+    let_next_begin();
+    tokens = *length, blocks = (tokens + TOKENS - 1) / TOKENS;
+    Sampled some;
+    int first = blockIdx.x * 8 + warp;
+    bool any = tokens > 0;
+    if (any && first < SAMPLED / 32) draw(some, first);
+
+    for (i64 i = (bg * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < words;
+         i += i64(gridDim.y) * gridDim.x * 256)
+        cleared[i] = 0;
+    for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
+    for (int h = warp; h < SETS * 4; h += 8) {
+        double x[(D + 31) / 32], square = 0;
+#pragma unroll
+        for (int w = 0; w < (D + 31) / 32; w++) {
+            int j = w * 32 + lane;
+            float plain = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
+            if (CENTRED && HELD && j < D) raw[h][j] = plain;
+            x[w] = plain;
+            square += x[w] * x[w];
+        }
+        double norm = sqrt(warp_sum(square));
+        double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
+        if (lane == 0) norms[h] = norm, sums[h] = 0, units[h] = 0;
+#pragma unroll
+        for (int w = 0; w < (D + 31) / 32; w++)
+            if (w * 32 + lane < D)
+                directions[h][w * 32 + lane] = float(x[w] * inverse);
     }
     __syncthreads();
-    float rotated[GROUP] = {};
-    if (j < D)
-        for (int i = 0; i < D; i++) {
-            float entry = turn[i * D + j];
-            for (int h = 0; h < GROUP; h++) rotated[h] += direction[h][i] * entry;
+
+    // rotated, four heads at a time: a thread has four columns of a slice of the rows
+    float turned[SETS][(D * 4 + 255) / 256];
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        float4 found[4] = {};
+        auto add = [&](int i, float4 entry) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float x = directions[n * 4 + e][i];
+                found[e].x += x * entry.x, found[e].y += x * entry.y;
+                found[e].z += x * entry.z, found[e].w += x * entry.w;
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            if (slice < SLICES && slice + i * SLICES < D) add(slice + i * SLICES, entries[i]);
+        if (slice < SLICES)
+#pragma unroll 8
+            for (int i = slice + AHEAD * SLICES; i < D; i += SLICES) add(i, turn[i * COLUMNS + column]);
+        if (slice < SLICES)
+#pragma unroll
+            for (int e = 0; e < 4; e++) partial[e][slice * COLUMNS + column] = found[e];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < (D * 4 + 255) / 256; i++) {
+            int at = i * 256 + threadIdx.x, e = at / D, j = at % D;
+            float sum = 0;
+            if (e < 4)
+                for (int s = 0; s < SLICES; s++)
+                    sum += reinterpret_cast<const float*>(partial[e] + s * COLUMNS)[j];
+            turned[n][i] = sum;
         }
-    for (int h = 0; h < GROUP; h++) {
-        float norm = float(fmin(norms[h], 1152921504606846976.0));  // transform.LONGEST
-        auto larger = [](double a, double b) { return a > b ? a : b; };
-        double peak = over_block(j < D ? double(fabsf(rotated[h])) : 0.0, larger, wide);
-        int r = j < D && peak > 0 ? int(rint(double(rotated[h]) * (double(largest) / peak))) : 0;
-        int sum = over_block(r, [](int a, int b) { return a + b; }, whole);
-        if (j < D) {
-            turned[(bg * GROUP + h) * D + j] = rotated[h] * norm;
-            rounded[h][j] = i8(r);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int n = 0; n < SETS; n++)
+#pragma unroll
+        for (int i = 0; i < (D * 4 + 255) / 256; i++) {
+            int at = i * 256 + threadIdx.x;
+            if (at < D * 4) directions[n * 4 + at / D][at % D] = turned[n][i];
         }
-        if (j == 0) {
-            sums[bg * SETS * 4 + h] = sum;
-            double unit = reference ? peak * norm * level * reference[bg] / (largest * factor) : 0;
-            units[bg * GROUP + h] = unit > 0 ? float(1 / unit) : 0.0f;
+    __syncthreads();
+
+    // rounded, a bit of each coordinate to a word of its plane
+    for (int h = warp; h < GROUP; h += 8) {
+        float peak = 0, norm = float(fmin(norms[h], 1152921504606846976.0));  // transform.LONGEST
+        for (int j = lane; j < D; j += 32) peak = fmaxf(peak, fabsf(directions[h][j]));
+        peak = warp_max(peak);
+        double scale = peak > 0 ? double(largest) / double(peak) : 0.0;
+        int sum = 0;
+        for (int w = 0; w < WORDS; w++) {
+            int j = w * 32 + lane;
+            float x = j < D ? directions[h][j] : 0.0f;
+            int r = int(rint(double(x) * scale));
+            sum += r;
+            u32 mine = 0;
+#pragma unroll
+            for (int p = 0; p < PLANES; p++) {
+                u32 plane = __ballot_sync(ALL, r >> p & 1);
+                if (lane == p) mine = plane;
+            }
+            if (lane < PLANES) planes[h][lane][w] = mine;
+            if (j < D) directions[h][j] = x * norm;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            sums[h] = sum;
+            double unit = double(peak) * double(norm) * level * references[bg] / (largest * most);
+            units[h] = unit > 0 ? float(1 / unit) : 0.0f;
+            // what brings the largest coordinate to [2^13, 2^14)
+            int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
+            exponent = min(max(exponent, 20), 230);
+            scales[h] = __uint_as_float(u32(254 + 13 - exponent) << 23);
         }
     }
-    if (j >= GROUP && j < SETS * 4) sums[bg * SETS * 4 + j] = 0;
     __syncthreads();
-    // column n of part p is plane 2 p + n % 2 of head n / 2: a lane of c then has two planes of one
-    for (int i = j; i < SETS * QUADS * 128; i += WARPS * 32) {
-        int lane = i % 32, part = i / 32 % 4, quad = i / 128 % QUADS, n = lane / 4;
-        int head = i / 128 / QUADS * 4 + n / 2, plane = 2 * part + n % 2;
-        u32 packed = 0;
-        for (int b = 0; b < 32; b++) {
-            int r = rounded[head][(quad * 4 + lane % 4) * 32 + b];
-            packed |= u32(r >> plane & 1) << b;
+
+    auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: plane 2 p + 1 or 0 of a head
+        int p = i % PARTS, quad = i / PARTS % QUADS, n = i / PARTS / QUADS;
+        return planes[n * 4 + of / 8][2 * p + of / 4 % 2][quad * 4 + of % 4];
+    };
+    Group group;
+    group.all = queries;
+#pragma unroll
+    for (int i = 0; i < SETS * QUADS * PARTS; i++) (&group.planes[0][0][0])[i] = fragment(i, lane);
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        group.sums[n][0] = sums[n * 4 + 2 * lane % 4], group.sums[n][1] = sums[n * 4 + 2 * lane % 4 + 1];
+        group.units[n] = units[n * 4 + lane % 4];
+    }
+    set_powers(group);
+#if CENTRED
+    if (HELD)
+#pragma unroll
+        for (int h = 0; h < GROUP; h++)
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+                int j = lane * 2 + i * 64;
+                group.queries[h][i] = j < D ? float2{raw[HELD ? h : 0][j], raw[HELD ? h : 0][j + 1]} : float2{0, 0};
+            }
+#endif
+    if (blockIdx.x == 0) {
+        for (int i = threadIdx.x; i < SETS * QUADS * PARTS * 32; i += 256)
+            all_planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
+        if (threadIdx.x < SETS * 4) {
+            all_sums[bg * SETS * 4 + threadIdx.x] = sums[threadIdx.x];
+            all_units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
         }
-        fragments[bg * SETS * QUADS * 128 + i] = packed;
+    }
+    int* mine = votes + bg * SAMPLED;
+    for (int i = first; i < SAMPLED / 32; i += gridDim.x * 8) {
+        int vote = LEAST;
+        if (any) {
+            int offsets[SETS][2];
+            offsets_of(offsets, some.mean, group, nullptr);
+            vote = vote_of(some.signs, some.weights, group, offsets, factors);
+            bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
+            if (!in || !(some.valid >> own_key() & 1)) vote = LEAST;
+            if (i + gridDim.x * 8 < SAMPLED / 32) draw(some, i + gridDim.x * 8);
+        }
+        mine[i * 32 + lane] = vote;
+    }
+    bool last = last_block(tickets + bg, gridDim.x);
+
+    // for rerank.cu, by a block that is not in the way
+    if (blockIdx.x == gridDim.x - 1) {
+        if (threadIdx.x < HALVES * 8)
+            ups[bg * HALVES * 8 + threadIdx.x] = threadIdx.x < GROUP ? scales[threadIdx.x] : 1.0f;
+        for (int i = threadIdx.x; i < HALVES * QUADS * 256; i += 256) {
+            int l = i % 32, step = i / 32 % 8, quad = i / 256 % QUADS, h = i / 256 / QUADS * 8 + l / 4;
+            u32 pairs[4] = {};
+            for (int at = 0; at < 4; at++) {
+                int j = (quad * 4 + l % 4) * 32 + step / 2 + step % 2 * 16 + at * 4;
+                float x = h < GROUP && j < D ? directions[h][j] * scales[h] : 0.0f;
+                u16 high = to_float16(x), low = to_float16(x - from_float16(high));
+                pairs[at / 2] |= u32(high) << (at % 2 * 16);
+                pairs[2 + at / 2] |= u32(low) << (at % 2 * 16);
+            }
+            operands[bg * (HALVES * QUADS * 256) + i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
+    }
+    if (!last) return;
+
+    // the vote with `rank` votes of the sample above it: a histogram, then one of its bin, until
+    // the bin has few
+    constexpr int EACH = SAMPLED / 256;
+    __shared__ int histogram[BINS];
+    __shared__ int counts[8], lows[8], tops[8];
+    int each[EACH], found = 0, top = LEAST, low = 2147483647;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) each[i] = __ldcg(mine + i * 256 + threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (each[i] != LEAST) found++, top = max(top, each[i]), low = min(low, each[i]);
+    found = warp_sum(found);
+    top = warp_max(top);
+    low = -1 - warp_max(-1 - low);
+    if (lane == 0) counts[warp] = found, tops[warp] = top, lows[warp] = low;
+    __syncthreads();
+    found = 0;
+    for (int i = 0; i < 8; i++)
+        found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
+    i64 all = counted[batch], ask_for = 3 * i64(wanted[batch]);
+    int rank = all ? int(ask_for * found / (2 * all)) + 8 : found;
+    bool some_of_them = rank < found && ask_for < 2 * all;
+    int base = found ? low : 0, above = 0, range = 0;
+    u32 width = found ? u32(top) - u32(base) : 0;
+    auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
+    while (some_of_them) {
+        range = shift_of(width);
+        for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            u32 over = u32(each[i]) - u32(base);
+            if (each[i] >= base && over <= width) atomicAdd(histogram + (over >> range), 1);
+        }
+        __syncthreads();
+        Cut cut = cut_of<true>(histogram, rank - above);
+        int many = histogram[cut.bin];
+        base += int(u32(cut.bin) << range);
+        above += cut.above;
+        if (range == 0 || many <= 16 + rank / 8) break;
+        width = (1u << range) - 1;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        thresholds[bg] = some_of_them ? base : LEAST + 1;  // no key has LEAST
+        bases[bg] = base;
+        shifts[bg] = found ? shift_of(u32(top) - u32(base)) : 0;
+        tickets[bg] = 0;
     }
 }

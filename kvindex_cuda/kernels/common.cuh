@@ -95,6 +95,21 @@ __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, 
 #endif
 }
 
+// c += a b for bytes, a of 16 x 32 without and b of 32 x 8 with signs (PTX, mma.m16n8k32). Lane
+// (row, t) holds of a columns 4 t to 4 t + 3 (a0, a1) and 16 further (a2, a3) of rows `row` (a0, a2)
+// and `row + 8`; of b the same rows of column `row`; of c columns 2 t and 2 t + 1 of both rows.
+__device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                          u32 b1) {
+#ifdef EMULATED
+    emulator::mma_m16n8k32_u8s8(c, a0, a1, a2, a3, b0, b1);
+#else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
 // c += a b for float16, a of 16 x 16 and b of 16 x 8 (PTX, mma.m16n8k16). Lane (row, t) holds of a
 // columns 2 t, 2 t + 1 (a0, a1) and 8 further (a2, a3) of rows `row` (a0, a2) and `row + 8`; of b
 // rows 2 t, 2 t + 1 and 8 further of column `row`; of c columns 2 t, 2 t + 1 of both rows.
@@ -121,6 +136,92 @@ __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #endif
+}
+
+// a b + c in one instruction, whatever a compiler would make of a power of two.
+__device__ __forceinline__ int mad(int a, int b, int c) {
+#ifdef EMULATED
+    return a * b + c;
+#else
+    int sum;
+    asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+#endif
+}
+
+// Rows of 16 bytes from shared memory as the matrix instructions take them (PTX, ldmatrix .x4): lane
+// l gives the address of row l % 8 of matrix l / 8; lane (row, t) gets word t of `row` of each.
+__device__ __forceinline__ void load_rows(u32 (&words)[4], const void* address) {
+#ifdef EMULATED
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        u64 from = __shfl_sync(ALL, reinterpret_cast<u64>(address), i * 8 + lane / 4);
+        words[i] = reinterpret_cast<const u32*>(from)[lane % 4];
+    }
+#else
+    u32 from = u32(__cvta_generic_to_shared(address));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from) : "memory");
+#endif
+}
+
+// Copies to shared memory that go on while a warp computes (PTX, cp.async.bulk, from compute
+// capability 9.0; a GPU before that copies at once). One warp has a barrier to itself: `expect`
+// says how many bytes are to come, `copy` begins, `wait` returns when all of the barrier's n-th
+// phase (n = 0, 1, ...; parity n % 2) have come. Addresses and sizes are multiples of 16.
+#if defined(EMULATED) || __CUDA_ARCH__ >= 900
+#define ASYNCHRONOUS 1
+#else
+#define ASYNCHRONOUS 0
+#endif
+__device__ __forceinline__ void begin_barrier(u64* barrier) {  // one lane
+#ifdef EMULATED
+    *barrier = 0;
+#elif ASYNCHRONOUS
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;"
+                 :: "r"(u32(__cvta_generic_to_shared(barrier))) : "memory");
+#endif
+}
+__device__ __forceinline__ void expect(u64* barrier, u32 bytes) {  // one lane
+#if !defined(EMULATED) && ASYNCHRONOUS
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 :: "r"(u32(__cvta_generic_to_shared(barrier))), "r"(bytes) : "memory");
+#endif
+}
+// All lanes call it. The copy is not kept in L2: evict_first, as CUTLASS spells the policy.
+__device__ __forceinline__ void copy(void* to, const void* from, u32 bytes, u64* barrier) {
+#ifdef EMULATED
+    if (threadIdx.x % 32 == 0) emulated_copy(to, from, bytes, barrier);
+#elif ASYNCHRONOUS
+    if (threadIdx.x % 32 == 0)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1], %2, [%3], %4;"
+                     :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes),
+                        "r"(u32(__cvta_generic_to_shared(barrier))), "l"(0x12F0000000000000ull)
+                     : "memory");
+#else
+    for (u32 i = threadIdx.x % 32; i < bytes / 16; i += 32)
+        static_cast<uint4*>(to)[i] = __ldcs(static_cast<const uint4*>(from) + i);
+#endif
+}
+__device__ __forceinline__ void wait(u64* barrier, u32 parity) {  // all lanes
+#ifdef EMULATED
+    emulated_wait(barrier, parity);
+#elif ASYNCHRONOUS
+    u32 at = u32(__cvta_generic_to_shared(barrier)), done;
+    do
+        asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+    while (!done);
+#else
+    __syncwarp();
+#endif
+}
+
+// The bin of a vote in a list's histogram; an integer division by a power of two.
+__device__ __forceinline__ int bin_of(int vote, int base, int shift) {
+    return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));
 }
 
 // A vote and an id as one word: the larger the better, equal votes by the lower id.
@@ -152,51 +253,102 @@ __device__ __forceinline__ T warp_max(T x) {
     return x;
 }
 
+// Kernels of a step overlap (programmatic dependent launch, from compute capability 9.0): all that
+// comes before `after_previous` runs while the kernel before still does, and may read only what
+// neither that one nor one before it in the step has written (of codes, tables and queries,
+// `ask` has waited for those who wrote them). `let_next_begin` comes after it, in every block.
+__device__ __forceinline__ void after_previous() {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_begin() {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Whether this block is the last of `blocks` to come here with this ticket; what the others wrote
-// before is then visible. All threads call it.
+// before is then visible. All threads call it. One thread's release and acquire stand for its
+// block: barriers order the others' accesses around them.
 static __device__ bool last_block(int* ticket, int blocks) {
     __shared__ int mine;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) mine = atomicAdd(ticket, 1);
+    if (threadIdx.x == 0) {
+#ifdef EMULATED
+        mine = atomicAdd(ticket, 1);
+#else
+        asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(mine) : "l"(ticket) : "memory");
+#endif
+    }
     __syncthreads();
     bool last = mine == blocks - 1;
-    __threadfence();
     __syncthreads();
     return last;
 }
 
+// Where this thread's `count` items go among those of all blocks: `filled` counts them. All
+// THREADS of a block call it.
+template <int THREADS>
+__device__ __forceinline__ int room_for(int count, int* filled) {
+    __shared__ int sums[THREADS / 32 + 1];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = count;
+    for (int step = 1; step < 32; step *= 2) {
+        int add = __shfl_up_sync(ALL, before, step);
+        if (lane >= step) before += add;
+    }
+    if (lane == 31) sums[warp] = before;
+    __syncthreads();
+    int total = 0, mine = 0;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) {
+        if (i == warp) mine = total;
+        total += sums[i];
+    }
+    if (threadIdx.x == 0) sums[THREADS / 32] = total ? atomicAdd(filled, total) : 0;
+    __syncthreads();
+    int start = sums[THREADS / 32];
+    __syncthreads();
+    return start + mine + before - count;
+}
+
 // Where a histogram's count from the top reaches `wanted`: the bin, and how many are in the bins
-// above it. -1 and the total where it never does. All threads of a block call it.
+// above it. -1 and the total where it never does. SHARED: whether it is in shared memory. All
+// THREADS of a block call it.
 struct Cut {
     int bin, above;
 };
-static __device__ Cut cut_of(const int* histogram, int wanted) {
-    __shared__ int sums[1024];
+template <bool SHARED = false, int THREADS = 256>
+__device__ Cut cut_of(const int* histogram, int wanted) {
+    __shared__ int sums[THREADS / 32];
     __shared__ Cut found;
-    int threads = blockDim.x, each = BINS / threads, first = BINS - each * (threadIdx.x + 1);
-    int mine = 0;
-    for (int i = 0; i < each; i++) mine += __ldcg(histogram + first + i);
-    sums[threadIdx.x] = mine;
+    constexpr int EACH = BINS / THREADS;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = BINS - EACH * (threadIdx.x + 1);
+    int here[EACH], mine = 0;  // thread 0 has the best bins
+#pragma unroll
+    for (int i = 0; i < EACH; i++) here[i] = SHARED ? histogram[first + i] : __ldcg(histogram + first + i);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) mine += here[i];
+    int before = mine;  // of lanes up to this one
+    for (int step = 1; step < 32; step *= 2) {
+        int add = __shfl_up_sync(ALL, before, step);
+        if (lane >= step) before += add;
+    }
+    if (lane == 31) sums[warp] = before;
     if (threadIdx.x == 0) found = {-1, 0};
     __syncthreads();
-    for (int step = 1; step < threads; step *= 2) {  // inclusive, thread 0 has the best bins
-        int add = int(threadIdx.x) >= step ? sums[threadIdx.x - step] : 0;
-        __syncthreads();
-        sums[threadIdx.x] += add;
-        __syncthreads();
+    int total = 0;
+    for (int i = 0; i < THREADS / 32; i++) {
+        if (i == warp) before += total;
+        total += sums[i];
     }
-    int total = sums[threads - 1], before = sums[threadIdx.x] - mine;
-    if (before < wanted && before + mine >= wanted) {
-        for (int i = each - 1; i >= 0; i--) {
-            int here = __ldcg(histogram + first + i);
-            if (before + here >= wanted) {
-                found = {first + i, before};
-                break;
-            }
-            before += here;
+    before -= mine;
+    if (before < wanted && before + mine >= wanted)
+#pragma unroll
+        for (int i = EACH - 1; i >= 0; i--) {
+            if (before < wanted && before + here[i] >= wanted) found = {first + i, before};
+            before += here[i];
         }
-    }
     __syncthreads();
     Cut result = found;
     if (result.bin < 0) result.above = total;
@@ -205,12 +357,12 @@ static __device__ Cut cut_of(const int* histogram, int wanted) {
 }
 
 // The word of the `rank`-th largest of the entries that `each` gives to a function, found 8 bits at
-// a time: one block, 256 threads, 8 passes. bins: 256 ints of shared memory.
+// a time: one block, 8 passes. bins: 256 ints of shared memory.
 template <class Each>
 __device__ u64 radix_cut(Each each, int rank, int* bins) {
     u64 prefix = 0;
     for (int digit = 56; digit >= 0; digit -= 8) {
-        bins[threadIdx.x] = 0;
+        if (threadIdx.x < 256) bins[threadIdx.x] = 0;
         __syncthreads();
         each([&](u64 entry) {
             if (digit == 56 || entry >> (digit + 8) == prefix >> (digit + 8))

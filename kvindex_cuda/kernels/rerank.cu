@@ -15,11 +15,12 @@ constexpr int WORDS = (BYTES + 3) / 4;  // of a key's signs, and of one plane of
 constexpr int LEVELS = 1 << BITS;
 constexpr int EDGE = 1024;              // entries of a bin that are told apart in shared memory
 constexpr int BUCKETS = 256;            // of exponentials: 16 octaves each
+constexpr int QUEUE = 64;               // candidates that a warp holds back: 31 and 32 more
+constexpr int BELOW = 28;               // bits of a bucket below its first octave: 2^19 addends fit
 constexpr float LOG2E = 1.4426950408889634f;
 
 constexpr int QUADS = (WORDS + 3) / 4;
 constexpr int SETS = (GROUP + 7) / 8;   // of 8 query heads
-constexpr int QUEUE = 48;               // candidates that a warp holds back: 15 and 32 more
 
 // Levels as bytes for __byte_perm, or as float16 in shared memory.
 struct Levels {
@@ -51,43 +52,6 @@ __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&pl
     }
 }
 
-// Queries of up to 8 heads as right factors: column lane / 4, this lane's word of each quad.
-struct Asked {
-    u32 high[QUADS][8][2], low[QUADS][8][2];
-};
-__device__ __forceinline__ void load(Asked& asked, const float* turned, int set, float scale) {
-    int lane = threadIdx.x % 32, head = set * 8 + lane / 4;
-#pragma unroll
-    for (int quad = 0; quad < QUADS; quad++)
-#pragma unroll
-        for (int step = 0; step < 8; step++)
-#pragma unroll
-            for (int pair = 0; pair < 2; pair++) {
-                asked.high[quad][step][pair] = asked.low[quad][step][pair] = 0;
-#pragma unroll
-                for (int side = 0; side < 2; side++) {
-                    int at = (quad * 4 + lane % 4) * 32 + step / 2 + step % 2 * 16 + pair * 8 + side * 4;
-                    float x = head < GROUP && at < D ? turned[head * D + at] * scale : 0.0f;
-                    u16 high = to_float16(x), low = to_float16(x - from_float16(high));
-                    asked.high[quad][step][pair] |= u32(high) << (16 * side);
-                    asked.low[quad][step][pair] |= u32(low) << (16 * side);
-                }
-            }
-}
-
-// What a power of 2 brings a head's largest coordinate to [2^13, 2^14), in all lanes of a column.
-__device__ __forceinline__ float scale_of(const float* turned, int set) {
-    int lane = threadIdx.x % 32, head = set * 8 + lane / 4;
-    float peak = 0;
-    if (head < GROUP)
-        for (int i = lane % 4; i < D; i += 4) peak = fmaxf(peak, fabsf(turned[head * D + i]));
-    peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
-    peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
-    int exponent = int(__float_as_uint(peak) >> 23);  // biased; norms are at most 2^60
-    exponent = min(max(exponent, 20), 230);
-    return __uint_as_float(u32(254 + 13 - exponent) << 23);
-}
-
 __device__ __forceinline__ float capped(float estimate, float scale, float softcap) {
     float logit = estimate * scale;
 #if SOFTCAP
@@ -96,35 +60,104 @@ __device__ __forceinline__ float capped(float estimate, float scale, float softc
     return logit;
 }
 
-// exp(logit) as an integer in its bucket: 30 bits below the bucket's first octave.
-__device__ __forceinline__ void add_exponential(u64* buckets, float logit) {
-    float x = fminf(fmaxf(logit * LOG2E, -2040.0f), 2040.0f);
-    int bucket = int(floorf(x * 0.0625f));
-    atomicAdd(buckets + bucket + BUCKETS / 2, u64(exp2f(x - 16.0f * bucket) * 1073741824.0f));
-}
+// Sums of exponentials as integers, one for every 16 octaves: a lane holds those of the last even
+// and the last odd bucket that it met, the others are in memory.
+struct Exponentials {
+    int even = -1, odd = -1;  // buckets
+    u64 even_sum = 0, odd_sum = 0;
 
-// Grid: (splits, BG), 256 threads. Reads for each candidate its signs, magnitudes and log weight
-// (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 4 GROUP bytes.
-// turned float32 [BG, GROUP, D]; products float32 [BG, row, GROUP]; levels float32 [LEVELS];
-// reference float32 [BG]; wanted, counted int32 [B]; counts, list, histogram, thresholds, shifts:
-// of the scan. estimates float32 [BG, capacity, GROUP]: −inf for what is no candidate. buckets
-// uint64 [BG, GROUP, BUCKETS], edge int32 [BG, EDGE], edges, tickets int32 [BG]: cleared before.
+    __device__ __forceinline__ void add(u64* memory, float logit) {
+        float x = fminf(fmaxf(logit * LOG2E, -2040.0f), 2040.0f);
+        int octaves = int(floorf(x * 0.0625f)), bucket = octaves + BUCKETS / 2;
+        u64 value = u64(exp2f(x - 16.0f * octaves) * float(1 << BELOW));
+        bool is_odd = bucket & 1;
+        int held = is_odd ? odd : even;
+        u64 sum = is_odd ? odd_sum : even_sum;
+        if (held != bucket) {
+            if (held >= 0) atomicAdd(memory + held, sum);
+            sum = 0;
+        }
+        sum += value;
+        odd = is_odd ? bucket : odd, even = is_odd ? even : bucket;
+        odd_sum = is_odd ? sum : odd_sum, even_sum = is_odd ? even_sum : sum;
+    }
+
+    __device__ __forceinline__ void write(u64* memory) {
+        if (even >= 0) atomicAdd(memory + even, even_sum);
+        if (odd >= 0) atomicAdd(memory + odd, odd_sum);
+    }
+
+    // All lanes call it: those of a column (lane % 4) add up what they have of their top bucket.
+    __device__ __forceinline__ void flush(u64* memory) {
+        flush(memory, even, even_sum);
+        flush(memory, odd, odd_sum);
+    }
+    static __device__ __forceinline__ void flush(u64* memory, int bucket, u64 sum) {
+        int top = bucket;
+        for (int step = 4; step < 32; step *= 2) top = max(top, __shfl_xor_sync(ALL, top, step));
+        if (bucket != top) {
+            if (bucket >= 0) atomicAdd(memory + bucket, sum);
+            sum = 0;
+        }
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
+        if (threadIdx.x % 32 < 4 && top >= 0) atomicAdd(memory + top, sum);
+    }
+};
+
+// Of 16 entries: those of rows lane / 4 and 8 further.
+struct Codes {
+    u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
+    int places[2], logs[2];
+    bool is[2];
+    float products[2][SETS][2];  // of this lane's columns
+};
+
+// What of the list are candidates: the C best. They lie in bins above that of the cut; those of the
+// cut's own bin, the edge, are told apart by their words once all are known.
+struct Candidates {
+    int base, shift, bin;
+    __device__ __forceinline__ int side(u64 entry) const {  // 1 in, 0 edge, −1 out
+        int mine = bin_of(vote_of(entry), base, shift);
+        return (mine > bin) - (mine < bin);
+    }
+};
+
+// Grid: (splits, BG), 256 threads; a warp puts the candidates of its entries of the list together
+// and takes 32 at a time. Reads for each its signs, magnitudes and log weight (at D = 128 and 3 bits
+// 16 + 48 + 2 bytes in 4 sectors); writes 4 GROUP bytes.
+// operands, ups, bases, shifts: of ask.cu; products float32 [BG, row, GROUP]; levels float32
+// [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
+// estimates float32 [BG, capacity, GROUP]: only of candidates and the edge; buckets uint64 [BG,
+// GROUP, BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
+// places int32 [BG, EDGE] in the list; edges int32 [BG]. Buckets and edges are cleared before.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
-rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const float* turned,
-       const float* products, const float* given_levels, const float* references,
-       const int* wanted, const int* counted, const int* counts, const u64* list,
-       const int* histogram, const int* thresholds, const int* shifts, float* estimates,
-       u64* all_buckets, int* edge, int* edges, int* tickets, i64 capacity, i64 kv_heads,
-       float scale, float softcap, float octaves) {
+rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint4* operands,
+       const float* ups, const float* products, const float* given_levels, const float* references,
+       const int* wanted, const int* counted, const int* bases, const int* shifts,
+       const int* counts, const u64* list, const int* histogram, float* estimates, u64* buckets,
+       u64* edge, int* places, int* edges, i64 capacity, i64 kv_heads, float scale, float softcap,
+       float octaves) {
     __shared__ u16 halves[LEVELS];
-    __shared__ u64 buckets[GROUP * BUCKETS];
-    __shared__ u64 words[EDGE];
-    __shared__ int bins[256];
-    __shared__ int queues[8][QUEUE];
+    __shared__ uint4 asked[SETS * QUADS * 256];
+    __shared__ int2 queues[8][QUEUE];  // ids, and places in the list: ~place of the edge
     i64 bg = blockIdx.y, batch = bg / kv_heads;
-    int lane = threadIdx.x % 32, t = lane % 4;
+    int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 256, held = 0;
+    int start = (blockIdx.x * 8 + threadIdx.x / 32) * 32;
+    int2* queue = queues[threadIdx.x / 32];
     for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
-    for (int i = threadIdx.x; i < GROUP * BUCKETS; i += 256) buckets[i] = 0;
+    for (int i = threadIdx.x; i < SETS * QUADS * 256; i += 256)
+        asked[i] = __ldcg(operands + bg * (SETS * QUADS * 256) + i);
+    table += batch * row;
+    products += bg * row * GROUP;
+    list += bg * capacity;
+    estimates += bg * capacity * GROUP;
+    buckets += bg * GROUP * BUCKETS;
+    float reference = references[bg], down[SETS][2];
+#pragma unroll
+    for (int i = 0; i < SETS * 2; i++)
+        down[i / 2][i % 2] = 1 / __ldcg(ups + bg * SETS * 8 + i / 2 * 8 + 2 * t + i % 2);
+    int target = min(wanted[batch], counted[batch]);
+    Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     __syncthreads();
     Levels levels = {{0, 0}, {0, 0}, halves};
     if (BITS == 3)
@@ -133,199 +166,350 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const floa
             levels.low[i / 4] |= u32(halves[i % LEVELS] & 255) << (i % 4 * 8);
             levels.high[i / 4] |= u32(halves[i % LEVELS] >> 8) << (i % 4 * 8);
         }
-    turned += bg * GROUP * D;
-    list += bg * capacity;
-    estimates += bg * capacity * GROUP;
-    edge += bg * EDGE;
-    float reference = references[bg];
-    int n = counts[bg], target = min(wanted[batch], counted[batch]);
-    int threshold = thresholds[bg], shift = shifts[bg];
-    Cut cut = {-1, n};  // all of the list
-    if (n > target) cut = cut_of(histogram + bg * BINS, target);
+    after_previous();
+    let_next_begin();
+    int n = counts[bg];
+    auto entry_at = [&](int first) { return first + lane < n ? list[first + lane] : 0; };
+    u64 entry = entry_at(start);
+    if (n > target) are.bin = cut_of(histogram + bg * BINS, target).bin;
+    Exponentials sums[SETS][2];
 
-    float first_up = scale_of(turned, 0);
-    Asked first_asked;
-    load(first_asked, turned, 0, first_up);
-    int* queue = queues[threadIdx.x / 32];
-    int held = 0;
-    // the first 16 candidates of the queue, or what there is
+    // the first 32 of the queue, or what there is
     auto work = [&]() {
-        const char* block[2];
-        int key[2], at[2];
-        i64 s[2];
+        __syncwarp();
+        int2 mine = lane < held ? queue[lane] : int2{-1, 0};
+        u64 block = mine.x >= 0 ? u64(table[mine.x / TOKENS]) + bg % kv_heads * head : 0;
+        Codes codes[2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int slot = lane / 4 + 8 * half;
-            at[half] = slot < held ? queue[slot] : -1;
-            int id = at[half] >= 0 ? id_of(list[at[half]]) : 0;
-            s[half] = id / TOKENS;
-            key[half] = id % TOKENS;
-            block[half] = reinterpret_cast<const char*>(table[batch * row + s[half]]) + bg % kv_heads * head;
-        }
-        u32 sign[2][QUADS], plane[2][QUADS][BITS > 0 ? BITS : 1];
-        float weight[2];
+        for (int pair = 0; pair < 2; pair++)  // of 16
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const u32* signs = reinterpret_cast<const u32*>(block[half]) + key[half] * WORDS;
-            const u32* planes =
-                reinterpret_cast<const u32*>(block[half] + magnitudes) + key[half] * (BITS * WORDS);
+            for (int half = 0; half < 2; half++) {
+                int from = pair * 16 + half * 8 + lane / 4;
+                const char* at = reinterpret_cast<const char*>(__shfl_sync(ALL, block, from));
+                int its = __shfl_sync(ALL, mine.x, from), key = its % TOKENS;
+                const u32* signs = reinterpret_cast<const u32*>(at) + key * WORDS;
+                const u32* planes = reinterpret_cast<const u32*>(at + magnitudes) + key * (BITS * WORDS);
+                codes[pair].places[half] = __shfl_sync(ALL, mine.y, from);
+                codes[pair].is[half] = its >= 0;
 #pragma unroll
-            for (int quad = 0; quad < QUADS; quad++) {
-                int w = quad * 4 + t;
-                sign[half][quad] = w < WORDS ? __ldg(signs + w) : 0;
-                plane[half][quad][0] = 0;
+                for (int quad = 0; quad < QUADS; quad++) {
+                    int w = quad * 4 + t;
+                    bool has = its >= 0 && w < WORDS;
+                    codes[pair].signs[half][quad] = has ? __ldg(signs + w) : 0;
+                    codes[pair].planes[half][quad][0] = 0;
 #pragma unroll
-                for (int p = 0; p < BITS; p++)
-                    plane[half][quad][p] = w < WORDS ? __ldg(planes + p * WORDS + w) : 0;
-            }
-            int log = reinterpret_cast<const u16*>(block[half] + logs)[key[half]];
-            weight[half] = log ? exp2f(float(log - 65535) * (octaves / 65536)) * reference : 0.0f;
-        }
-#pragma unroll
-        for (int set = 0; set < SETS; set++) {
-            float up = first_up, c[4] = {0, 0, 0, 0};
-            Asked asked = first_asked;
-            if (set > 0) {
-                up = scale_of(turned, set);
-                load(asked, turned, set, up);
-            }
-#pragma unroll
-            for (int quad = 0; quad < QUADS; quad++)
-#pragma unroll
-                for (int step = 0; step < 8; step++) {
-                    u32 upper[2], lower[2];
-                    decode(upper, sign[0][quad], plane[0][quad], step / 2, step % 2, levels);
-                    decode(lower, sign[1][quad], plane[1][quad], step / 2, step % 2, levels);
-                    mma_halves(c, upper[0], lower[0], upper[1], lower[1],
-                               asked.high[quad][step][0], asked.high[quad][step][1]);
-                    mma_halves(c, upper[0], lower[0], upper[1], lower[1],
-                               asked.low[quad][step][0], asked.low[quad][step][1]);
+                    for (int p = 0; p < BITS; p++)
+                        codes[pair].planes[half][quad][p] = has ? __ldg(planes + p * WORDS + w) : 0;
                 }
-            // columns 2 t and 2 t + 1 were scaled as their own lanes scaled them
+                codes[pair].logs[half] = its >= 0 ? reinterpret_cast<const u16*>(at + logs)[key] : 0;
 #pragma unroll
-            for (int side = 0; side < 2; side++) {
-                int h = set * 8 + 2 * t + side;
-                float down = 1 / __shfl_sync(ALL, up, (2 * t + side) * 4);
+                for (int i = 0; i < SETS * 2; i++) {
+                    int h = i / 2 * 8 + 2 * t + i % 2;
+                    bool has = CENTRED && its >= 0 && h < GROUP;
+                    codes[pair].products[half][i / 2][i % 2] =
+                        has ? products[i64(its / TOKENS) * GROUP + h] : 0.0f;
+                }
+            }
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            const Codes& of = codes[pair];
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+                float c[4] = {0, 0, 0, 0};
+#pragma unroll
+                for (int quad = 0; quad < QUADS; quad++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        u32 upper[2], lower[2];
+                        uint4 b = asked[((set * QUADS + quad) * 8 + i) * 32 + lane];
+                        decode(upper, of.signs[0][quad], of.planes[0][quad], i / 2, i % 2, levels);
+                        decode(lower, of.signs[1][quad], of.planes[1][quad], i / 2, i % 2, levels);
+                        mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
+                        mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.z, b.w);
+                    }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    if (h >= GROUP || at[half] < 0) continue;
-                    float found = c[2 * half + side] * down * weight[half];
-#if CENTRED
-                    found += products[(bg * row + s[half]) * GROUP + h];
-#endif
-                    estimates[i64(at[half]) * GROUP + h] = found;
-                    add_exponential(buckets + h * BUCKETS, capped(found, scale, softcap));
+                    int log = of.logs[half], place = of.places[half];
+                    float weight = log ? exp2f(float(log - 65535) * (octaves / 65536)) * reference : 0.0f;
+#pragma unroll
+                    for (int side = 0; side < 2; side++) {
+                        int h = set * 8 + 2 * t + side;
+                        if (h >= GROUP || !of.is[half]) continue;
+                        float found = c[2 * half + side] * down[set][side] * weight;
+                        if (CENTRED) found += of.products[half][set][side];
+                        estimates[i64(place < 0 ? ~place : place) * GROUP + h] = found;
+                        if (place < 0) continue;
+                        sums[set][side].add(buckets + h * BUCKETS, capped(found, scale, softcap));
+                    }
                 }
             }
         }
+        int2 rest = held > 32 && lane < held - 32 ? queue[32 + lane] : int2{0, 0};
         __syncwarp();
-        int rest = held > 16 && lane < held - 16 ? queue[16 + lane] : 0;
-        __syncwarp();
-        if (held > 16 && lane < held - 16) queue[lane] = rest;
-        held = max(held - 16, 0);
-        __syncwarp();
+        if (held > 32 && lane < held - 32) queue[lane] = rest;
+        held = max(held - 32, 0);
     };
-    // lanes with a candidate queue it; all lanes of a warp call it
-    auto put = [&](bool in, int i) {
-        u32 all = __ballot_sync(ALL, in);
-        if (in) queue[held + __popc(all & ((1u << lane) - 1))] = i;
+    while (start < n || held > 0) {
+        if (held >= 32 || start >= n) {
+            work();
+            continue;
+        }
+        int place = start + lane, side = place < n ? are.side(entry) : -1;
+        if (side == 0) {
+            int slot = atomicAdd(edges + bg, 1);
+            if (slot < EDGE) edge[bg * EDGE + slot] = entry, places[bg * EDGE + slot] = place;
+        }
+        u32 all = __ballot_sync(ALL, side >= 0);
+        if (side >= 0)
+            queue[held + __popc(all & ((1u << lane) - 1))] = {id_of(entry), side ? place : ~place};
         held += __popc(all);
-        __syncwarp();
-        while (held >= 16) work();
-    };
-    for (int first = blockIdx.x * 256 + threadIdx.x - lane; first < n; first += gridDim.x * 256) {
-        int i = first + lane, bin = -2;
-        if (i < n) {
-            bin = BINS;
-            if (cut.bin >= 0) bin = min((u32(vote_of(list[i])) - u32(threshold)) >> shift, u32(BINS - 1));
-            if (bin <= cut.bin)
-                for (int h = 0; h < GROUP; h++) estimates[i64(i) * GROUP + h] = NEVER;
-            if (bin == cut.bin) {
-                int slot = atomicAdd(edges + bg, 1);
-                if (slot < EDGE) edge[slot] = i;
-            }
-        }
-        put(i < n && bin > cut.bin, i);
+        start += step;
+        entry = entry_at(start);
     }
-    bool last = last_block(tickets + bg, gridDim.x);
-    if (last && cut.bin >= 0) {  // of the cut's own bin the best, by their words
-        int many = __ldcg(edges + bg), rank = target - cut.above;
-        if (many <= EDGE) {
-            for (int i = threadIdx.x; i < many; i += 256) words[i] = list[__ldcg(edge + i)];
-            __syncthreads();
-            for (int first = threadIdx.x - lane; first < many; first += 256) {
-                int i = first + lane, better = 0;
-                if (i < many)
-                    for (int j = 0; j < many; j++) better += words[j] > words[i];
-                put(i < many && better < rank, i < many ? __ldcg(edge + i) : 0);
-            }
-        } else {
-            auto each = [&](auto use) {
-                for (int i = threadIdx.x; i < n; i += 256) use(list[i]);
-            };
-            u64 least = radix_cut(each, target, bins);
-            for (int first = threadIdx.x - lane; first < n; first += 256) {
-                int i = first + lane;
-                bool in = i < n && list[i] >= least;
-                if (in) in = min((u32(vote_of(list[i])) - u32(threshold)) >> shift, u32(BINS - 1)) == cut.bin;
-                put(in, i);
-            }
-        }
-    }
-    while (held > 0) work();
-    __syncthreads();
-    for (int i = threadIdx.x; i < GROUP * BUCKETS; i += 256)
-        if (buckets[i]) atomicAdd(all_buckets + bg * GROUP * BUCKETS + i, buckets[i]);
+#pragma unroll
+    for (int set = 0; set < SETS; set++)
+#pragma unroll
+        for (int side = 0; side < 2; side++)
+            sums[set][side].flush(buckets + (set * 8 + 2 * t + side) * BUCKETS);
 }
 
-// log Σ exp of a head's buckets, in every lane of the warp that asks.
-__device__ __forceinline__ float log_sum(const u64* buckets) {
+// log Σ exp of a head's buckets and of its edge, in every lane of the warp that asks: the same for
+// the same candidates, whatever the order in which they came. more: buckets in shared memory that
+// count too, or null; places: in the list, of the edge's entries in order, the first `many` of which
+// count; estimates: of this head, GROUP apart.
+__device__ __forceinline__ float log_sum(const u64* buckets, const u64* more, const int* places,
+                                         int many, const float* estimates, float scale,
+                                         float softcap) {
+    constexpr int OWN = BUCKETS / 32;
     int lane = threadIdx.x % 32, top = -1;
-    u64 mine[BUCKETS / 32];
+    u64 mine[OWN];
 #pragma unroll
-    for (int i = 0; i < BUCKETS / 32; i++) {
-        mine[i] = __ldcg(buckets + lane * (BUCKETS / 32) + i);
-        if (mine[i]) top = lane * (BUCKETS / 32) + i;
+    for (int i = 0; i < OWN; i++) mine[i] = __ldcg(buckets + lane * OWN + i);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        if (more) mine[i] += more[lane * OWN + i];
+        if (mine[i]) top = lane * OWN + i;
     }
+    float peak = NEVER;  // of the edge, in octaves
+    for (int i = lane; i < many; i += 32)
+        peak = fmaxf(peak, capped(estimates[i64(places[i]) * GROUP], scale, softcap) * LOG2E);
     top = warp_max(top);
-    double sum = 0;
+    peak = warp_max(peak);
+    float octaves = fmaxf(top < 0 ? NEVER : 16.0f * (top - BUCKETS / 2 + 1), peak), sum = 0;
 #pragma unroll
-    for (int i = 0; i < BUCKETS / 32; i++)
-        if (mine[i]) sum += double(mine[i]) * exp2(16.0 * (lane * (BUCKETS / 32) + i - top) - 30);
+    for (int i = 0; i < OWN; i++)
+        if (mine[i])
+            sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - BELOW - octaves);
+    for (int i = lane; i < many; i += 32)
+        sum += exp2f(capped(estimates[i64(places[i]) * GROUP], scale, softcap) * LOG2E - octaves);
     sum = warp_sum(sum);
-    return float((log2(sum) + 16.0 * (top - BUCKETS / 2)) / 1.4426950408889634);
+    return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
-// Grid: (splits, BG), 256 threads. Reads 4 GROUP bytes per candidate; writes 4, and a histogram.
-// shares float32 [BG, capacity]: the logarithm of what the group agrees on, −inf for no candidate.
-extern "C" __global__ void __launch_bounds__(256, 2)
-agree(const float* estimates, const u64* all_buckets, const int* counts, float* shares,
-      int* histogram, i64 capacity, float scale, float softcap) {
+// What the group agrees on for a row, whose larger values are better: the estimate of a single head,
+// else the logarithm of a share (kvindex/group.py); and its bin, −2 for what is no candidate.
+struct Agreed {
+    float value;
+    int bin;
+};
+__device__ __forceinline__ Agreed agreed(const float (&estimates)[GROUP], const float* totals,
+                                         float scale, float softcap) {
+    float each[GROUP], best = NEVER;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) {
+        each[h] = capped(estimates[h], scale, softcap) - totals[h];
+        best = fmaxf(best, each[h]);
+    }
+    if (GROUP == 1) return {estimates[0], bin_of(best)};
+#if POLICY == 0
+    float sum = 0;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) sum += exp2f((each[h] - best) * LOG2E);
+    best += log2f(sum * (1.0f / GROUP)) * (1 / LOG2E);
+#endif
+    return {best, bin_of(best)};
+}
+
+__device__ __forceinline__ float from_ordered(u32 bits) {
+    return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
+
+constexpr int THREADS = 1024;  // of `agree`
+constexpr int EACH = 4;        // entries of a thread
+
+// The k best. Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is the list's capacity or
+// more, and blocks without entries end at once. Reads 8 bytes per entry of the list and 4 GROUP per
+// candidate. Every block passes on what is among the k best of its own, and the last one of a group
+// finishes; a block that is alone keeps it.
+// finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
+// float32 [BG, k]: rows and what the group agrees on, in any order, the first found int32 [BG].
+extern "C" __global__ void __launch_bounds__(THREADS)
+agree(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
+      const int* bases, const int* shifts, const int* counts, const u64* list,
+      const int* all_bins, const u64* all_edge, const int* all_places, const int* all_edges,
+      u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found, i64 k,
+      i64 capacity, i64 kv_heads, float scale, float softcap) {
     __shared__ float totals[GROUP];
-    i64 bg = blockIdx.y;
-    for (int h = threadIdx.x / 32; h < GROUP; h += 8) {
-        float total = log_sum(all_buckets + (bg * GROUP + h) * BUCKETS);
-        if (threadIdx.x % 32 == 0) totals[h] = total;
+    __shared__ __align__(8) int histogram[BINS];
+    __shared__ u64 edge[EDGE];
+    __shared__ int places[EDGE];
+    __shared__ u64 least;
+    __shared__ int edges, taken;
+    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    int warp = threadIdx.x / 32, target = min(wanted[batch], counted[batch]);
+    for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+    if (threadIdx.x == 0) edges = taken = 0, least = 0;
+    Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
+    estimates += bg * capacity * GROUP;
+    buckets += bg * GROUP * BUCKETS;
+    list += bg * capacity;
+    finalists += bg * capacity;
+    ids += bg * k;
+    scores += bg * k;
+    after_previous();
+    let_next_begin();
+    int n = counts[bg], many = all_edges[bg], first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
+    int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
+    if (int(blockIdx.x) >= blocks) return;
+    u64 entries[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) entries[i] = first + i * THREADS < n ? list[first + i * THREADS] : 0;
+    if (n > target) {
+        Cut cut = cut_of<false, THREADS>(all_bins + bg * BINS, target);
+        are.bin = cut.bin, rank -= cut.above;
+    }
+    float each[EACH][GROUP];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        bool in = first + i * THREADS < n && are.side(entries[i]) >= 0;
+#pragma unroll
+        for (int h = 0; h < GROUP; h++)
+            each[i][h] = in ? estimates[i64(first + i * THREADS) * GROUP + h] : 0.0f;
+    }
+
+    // the edge in order, its last candidate's word, and what all candidates' exponentials come to
+    if (many <= EDGE) {
+        for (int i = threadIdx.x; i < many; i += THREADS) edge[i] = all_edge[bg * EDGE + i];
+        __syncthreads();
+        for (int i = threadIdx.x; i < many; i += THREADS) {
+            int better = 0;
+            for (int j = 0; j < many; j++) better += edge[j] > edge[i];
+            places[better] = all_places[bg * EDGE + i];
+            if (better == rank - 1) least = edge[i];
+        }
+        __syncthreads();
+        for (int h = warp; h < GROUP; h += THREADS / 32) {
+            float total = log_sum(buckets + h * BUCKETS, nullptr, places, min(rank, many), estimates + h,
+                                  scale, softcap);
+            if (threadIdx.x % 32 == 0) totals[h] = total;
+        }
+    } else {  // nearly all keys are equal: slowly
+        u64* more = reinterpret_cast<u64*>(histogram);
+        constexpr int SOME = BINS / 2 / BUCKETS;  // heads that have room in it
+        auto all = [&](auto use) {
+            for (int i = threadIdx.x; i < n; i += THREADS) use(list[i]);
+        };
+        u64 word = radix_cut(all, target, places);
+        for (int from = 0; from < GROUP; from += SOME) {
+            for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+            __syncthreads();
+            for (int i = threadIdx.x; i < n; i += THREADS)
+                if (are.side(list[i]) == 0 && list[i] >= word)
+                    for (int h = from; h < min(from + SOME, GROUP); h++) {
+                        Exponentials one;
+                        one.add(nullptr, capped(estimates[i64(i) * GROUP + h], scale, softcap));
+                        one.write(more + (h - from) * BUCKETS);
+                    }
+            __syncthreads();
+            int h = from + warp;
+            if (warp < SOME && h < GROUP) {
+                float total = log_sum(buckets + h * BUCKETS, more + warp * BUCKETS, places, 0,
+                                      estimates, scale, softcap);
+                if (threadIdx.x % 32 == 0) totals[h] = total;
+            }
+            __syncthreads();
+        }
+        for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+        if (threadIdx.x == 0) least = word;
     }
     __syncthreads();
-    estimates += bg * capacity * GROUP;
-    int n = counts[bg];
-    for (int i = blockIdx.x * 256 + threadIdx.x; i < n; i += gridDim.x * 256) {
-        float best = NEVER, each[GROUP], share = NEVER;
+
+    u64 words[EACH];  // 0: none
 #pragma unroll
-        for (int h = 0; h < GROUP; h++) {
-            each[h] = capped(estimates[i64(i) * GROUP + h], scale, softcap) - totals[h];
-            best = fmaxf(best, each[h]);
+    for (int i = 0; i < EACH; i++) {
+        int side = first + i * THREADS < n ? are.side(entries[i]) : -1;
+        words[i] = 0;
+        if (side > 0 || (side == 0 && entries[i] >= least)) {
+            Agreed both = agreed(each[i], totals, scale, softcap);
+            words[i] = u64(ordered(both.value)) << 32 | u32(entries[i]);
+            atomicAdd(histogram + both.bin, 1);
         }
-        if (estimates[i64(i) * GROUP] > NEVER) {
-            share = best;
-#if POLICY == 0
-            float sum = 0;
-            for (int h = 0; h < GROUP; h++) sum += expf(each[h] - best);
-            share = best + logf(sum) - logf(float(GROUP));
-#endif
-            atomicAdd(histogram + bg * BINS + bin_of(share), 1);
-        }
-        shares[bg * capacity + i] = share;
     }
+    __syncthreads();
+    Cut cut = cut_of<true, THREADS>(histogram, int(k));
+    auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
+    auto bin_in = [&](u64 word) {
+        float value = value_of(word);
+        return bin_of(GROUP == 1 ? capped(value, scale, softcap) - totals[0] : value);
+    };
+    int last_many = 0;
+    if (blocks > 1) {
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (words[i] && bin_in(words[i]) < cut.bin) words[i] = 0;
+            count += words[i] != 0;
+        }
+        int to = room_for<THREADS>(count, filled + bg);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (words[i]) finalists[to++] = words[i];
+        for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+        if (!last_block(tickets + bg, blocks)) return;
+        last_many = __ldcg(filled + bg);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int at = i * THREADS + threadIdx.x;
+            words[i] = at < last_many ? __ldcg(finalists + at) : 0;
+        }
+        for (int at = threadIdx.x; at < last_many; at += THREADS)
+            atomicAdd(histogram + bin_in(__ldcg(finalists + at)), 1);
+        __syncthreads();
+        cut = cut_of<true, THREADS>(histogram, int(k));
+    }
+    auto every = [&](auto use) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (words[i]) use(words[i]);
+        for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS)
+            use(__ldcg(finalists + at));
+    };
+    auto keep = [&](u64 word) {
+        int slot = atomicAdd(&taken, 1);
+        ids[slot] = id_of(word);
+        scores[slot] = value_of(word);
+    };
+    every([&](u64 word) {
+        int bin = bin_in(word);
+        if (bin > cut.bin) keep(word);
+        if (bin != cut.bin) return;
+        int slot = atomicAdd(&edges, 1);
+        if (slot < EDGE) edge[slot] = word;
+    });
+    __syncthreads();
+    rank = int(k) - cut.above;
+    if (edges > EDGE) {
+        u64 word = radix_cut(every, int(k), places);
+        every([&](u64 other) {
+            if (other >= word && bin_in(other) == cut.bin) keep(other);
+        });
+    } else {
+        for (int i = threadIdx.x; i < edges; i += THREADS) {
+            int better = 0;
+            for (int j = 0; j < edges; j++) better += edge[j] > edge[i];
+            if (better < rank) keep(edge[i]);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) found[bg] = taken;
 }

@@ -772,11 +772,24 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 
 // ---- memory -------------------------------------------------------------------------------------
 
-template <class T> T __ldg(const T* address) { return *address; }
-template <class T> T __ldca(const T* address) { return *address; }
-template <class T> T __ldcg(const T* address) { return *address; }
-template <class T> T __ldcs(const T* address) { return *address; }
-template <class T> T __ldcv(const T* address) { return *address; }
+namespace emulator {
+
+// The address, unless it is one of shared memory, which these loads cannot read.
+template <class T>
+const T* in_global(const T* address, Site site) {
+    auto at = reinterpret_cast<const char*>(address);
+    if ((at >= __start_shared && at < __stop_shared) || (at >= memory && at < end))
+        fail(site, "a load from global memory of an address in shared memory");
+    return address;
+}
+
+}  // namespace emulator
+
+template <class T> T __ldg(const T* address, SITE) { return *emulator::in_global(address, site); }
+template <class T> T __ldca(const T* address, SITE) { return *emulator::in_global(address, site); }
+template <class T> T __ldcg(const T* address, SITE) { return *emulator::in_global(address, site); }
+template <class T> T __ldcs(const T* address, SITE) { return *emulator::in_global(address, site); }
+template <class T> T __ldcv(const T* address, SITE) { return *emulator::in_global(address, site); }
 template <class T> void __stcg(T* address, std::common_type_t<T> value) { *address = value; }
 template <class T> void __stcs(T* address, std::common_type_t<T> value) { *address = value; }
 template <class T> void __stwt(T* address, std::common_type_t<T> value) { *address = value; }
@@ -840,4 +853,42 @@ ATOMIC_CAS(unsigned long long)
 inline void __nanosleep(unsigned, SITE) { emulator::rest("__nanosleep", site); }
 inline long long clock64() { return emulator::now++; }
 [[noreturn]] inline void __trap(SITE) { emulator::fail(site, "__trap"); }
+// ---- copies that a barrier in shared memory waits for (common.cuh) -----------------------------
+
+namespace emulator {
+
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+    void* barrier;
+};
+static Copy copies[256];
+static int copying;
+
+}  // namespace emulator
+
+// The bytes come when they are waited for; until then garbage is there.
+inline void emulated_copy(void* to, const void* from, size_t bytes, void* barrier, SITE) {
+    if (emulator::copying == 256) emulator::fail(site, "copy: 256 that nobody waits for");
+    if ((reinterpret_cast<size_t>(to) | reinterpret_cast<size_t>(from) | bytes) % 16)
+        emulator::fail(site, "copy: %p to %p, %zu bytes: not aligned", from, to, bytes);
+    memset(to, emulator::GARBAGE, bytes);
+    emulator::copies[emulator::copying++] = {to, from, bytes, barrier};
+}
+
+// barrier: how many phases are over.
+inline void emulated_wait(unsigned long long* barrier, unsigned parity, SITE) {
+    if ((*barrier & 1) != parity) return;
+    int found = 0, kept = 0;
+    for (int i = 0; i < emulator::copying; i++) {
+        emulator::Copy& copy = emulator::copies[i];
+        if (copy.barrier == barrier) memcpy(copy.to, copy.from, copy.bytes), found++;
+        else emulator::copies[kept++] = copy;
+    }
+    emulator::copying = kept;
+    if (!found) emulator::fail(site, "wait: for a phase that nothing was copied in");
+    ++*barrier;
+}
+
 #undef SITE

@@ -158,6 +158,7 @@ def _run(
     block: Grid,
     arguments: list[Any],
     shared_bytes: int,
+    overlap: bool = False,
 ) -> None:
     kinds = library.emulated_signature().decode()
     if len(arguments) != len(kinds):

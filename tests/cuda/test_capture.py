@@ -1,5 +1,6 @@
 """Searches captured in CUDA graphs, replayed as queries and indexes change. Needs a GPU."""
 
+import gc
 import pytest
 import torch
 
@@ -177,6 +178,7 @@ def test_a_search_allocates_nothing_new_and_waits_for_nothing(store):
 
     run()
     torch.cuda.synchronize()
+    gc.collect()
     before = torch.cuda.memory_stats()
     torch.cuda.set_sync_debug_mode("error")
     try:

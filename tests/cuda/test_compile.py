@@ -28,9 +28,10 @@ ARCHITECTURE = "sm_90"
 MORE = 8
 """Registers beyond the recorded ones: the granularity in which they are allotted to a warp."""
 
-KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
+KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
+VOTES = STEP | dict(CENTRED=1, PLANES=6)
 RERANK = dict(D=128, BITS=3, GROUP=4, CENTRED=1, SOFTCAP=0, POLICY=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
@@ -38,7 +39,12 @@ ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1)
 LEARN = dict(DTYPE=2, WIDE=1, LANES=0)
 DEFINES = {
-    "ask.cu": [STEP, STEP | dict(GROUP=8), STEP | dict(D=64, DTYPE=1), STEP | dict(D=256)],
+    "ask.cu": [
+        VOTES,
+        VOTES | dict(GROUP=8),
+        VOTES | dict(D=64, DTYPE=1, PLANES=8),
+        VOTES | dict(D=256, GROUP=16),
+    ],
     "attend.cu": [
         STEP | dict(DV=128, SOFTCAP=0),
         STEP | dict(DV=128, SOFTCAP=0, GROUP=8),
@@ -89,11 +95,11 @@ DEFINES = {
         RERANK | dict(D=256, GROUP=1),
     ],
     "scan.cu": [
-        STEP | dict(CENTRED=1),
-        STEP | dict(CENTRED=1, GROUP=8),
-        STEP | dict(CENTRED=1, GROUP=16),
-        STEP | dict(CENTRED=0, D=64, DTYPE=1),
-        STEP | dict(CENTRED=1, D=256),
+        VOTES,
+        VOTES | dict(GROUP=8, PLANES=8),
+        VOTES | dict(GROUP=16, PLANES=4),
+        VOTES | dict(CENTRED=0, D=64, DTYPE=1),
+        VOTES | dict(D=256),
     ],
     "select.cu": [dict(VOTES=0), dict(VOTES=1)],
     "transform.cu": [dict(DTYPE=dtype) for dtype in range(3)],

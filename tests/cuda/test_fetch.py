@@ -86,7 +86,7 @@ def test_nothing_to_gather(device):
     assert agree(drawn(3, 2, 2, 10, 8)[0], ids[..., :0], device)
     with on(device):
         none = fetch.gather_rows(torch.ones(2, 2, 0, 5, device=device), -torch.ones_like(ids))
-    assert torch.equal(none, torch.zeros(2, 2, 300, 5))
+    assert torch.equal(none, torch.zeros(2, 2, 300, 5, device=device))
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")

@@ -219,7 +219,7 @@ def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
         index.search(queries, k=10)
         assert index._fused._newest(10).step is small
     for index in indexes:
-        index.prepare(k=10, tokens=4000)
+        index.prepare(k=10, tokens=10_000)
         assert [use.step.most for use in index._fused._uses if use.step.k == 10] == [200]
     steps_of = [index._fused._newest(10).step for index in indexes]
     assert steps_of[0] is steps_of[1] is not small
@@ -246,7 +246,7 @@ def test_what_a_graph_holds_stays_and_asks_for_no_more_than_it_has_room_for(devi
     assert mine._fused._uses[0] is held
     assert mine._fused._newest(5) is not held
     assert held.wanted.tolist() == [20, 20]
-    assert mine._fused._newest(5).wanted.tolist() == [55, 55]
+    assert mine._fused._newest(5).wanted.tolist() == [22, 22]
 
 
 def test_attention_reads_no_more_near_rows_than_there_are(device):

@@ -89,12 +89,12 @@ def run(index, layout, state, queries, k, *, device="cpu", order="forward", capa
     )
     if capacity:
         step.capacity = capacity
-    for part in (step.output, step.estimates, step.shares, step._partial):
+    for part in (step.output, step._estimates, step.scores, step._partial):
         part.fill_(float("nan"))
-    for part in (step.list, step.ids, step._votes, step._cleared, step._edge):
+    for part in (step._list, step.ids, step._sample, step._cleared, step._edge, step._finalists):
         part.fill_(0x5A5A5A5A)
     with emulator.emulated(order=order, seed=1) if device == "cpu" else nullcontext():
-        output = step(queries, state, ids=True)
+        output = step(queries, state)
     found = step.found.tolist()
     ids = [row[:n].sort().values.tolist() for row, n in zip(step.ids, found, strict=True)]
     return output, ids

@@ -1,0 +1,208 @@
+// Votes of keys by signed dots (paper, B.2.1; ops.coarse, lists=group): for ask.cu and scan.cu.
+//
+// vote = f · Σ_j s_j r_j + offset of the key's segment, the largest over the heads of the group.
+// Σ s r = 2 Σ b r − Σ r for sign bits b, and Σ b r is the sum over the bit planes of r of 2^p
+// times a count of common bits, which the matrix unit makes for 16 keys, 128 bits and 8 columns at
+// a time: 2 planes of 4 heads. Signs go in as they are stored; nothing is unpacked. Counts of the
+// planes' pairs follow each other as bytes of a register, a shift between two, and are then what a
+// second product takes, with the powers of two: it ends with sums of two heads in a lane.
+// Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTRED, PLANES (bits of
+// r in two's complement: 4, 6 or 8).
+#pragma once
+#include "common.cuh"
+
+constexpr int STRIDE = (D / 8 + 3) / 4 * 4;  // bytes of a key's signs
+constexpr int WORDS = STRIDE / 4;
+constexpr int QUADS = (WORDS + 3) / 4;       // groups of 4 words: one lane of a quad each
+constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
+constexpr int PARTS = PLANES / 2;
+constexpr int PAIRS = (D + 63) / 64;         // of a centre's coordinates, per lane
+constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of two are multiplied by: bytes hold them
+constexpr bool HELD = GROUP * PAIRS <= 16;   // whether registers hold the queries
+constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda/layout.py)
+constexpr int CENTRE = WEIGHTS + TOKENS;
+constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block that make votes
+
+// What a warp needs of the query: planes as fragments, powers of two, sums of the two heads that a
+// lane has in each set: 2 lane % 4 and 1 more; votes per unit of q·k of head lane % 4.
+struct Group {
+    u32 planes[SETS][QUADS][PARTS], powers[2];
+    int sums[SETS][2];
+    float units[SETS];
+    float2 queries[HELD && CENTRED ? GROUP : 1][PAIRS];
+    const void* all;    // the queries, DTYPE [GROUP, D]
+};
+
+__device__ __forceinline__ float2 pair_of(const void* queries, int h, int i) {
+    int j = threadIdx.x % 32 * 2 + i * 64;
+    if (j >= D) return {0, 0};
+    return {element(queries, h * D + j), element(queries, h * D + j + 1)};
+}
+
+// Right factors of the second product: rows 4 t are of head t, columns of heads 0 to 3, twice.
+__device__ __forceinline__ void set_powers(Group& group) {
+    int lane = threadIdx.x % 32;
+    group.powers[0] = group.powers[1] = 0;
+    if (lane % 4 != lane / 4 % 4) return;
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        int even = DOUBLE << (2 * p), odd = p == PARTS - 1 ? -2 * even : 2 * even;
+        group.powers[0] = group.powers[0] << 8 | u32(even & 255);
+        group.powers[1] = group.powers[1] << 8 | u32(odd & 255);
+    }
+}
+
+// queries: DTYPE [BG, GROUP, D]; planes, sums, units: of ask.cu.
+__device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
+                                     const int* sums, const float* units, i64 bg) {
+    int lane = threadIdx.x % 32;
+    constexpr int SIZE = DTYPE == 0 ? 4 : 2;
+    group.all = static_cast<const char*>(queries) + bg * (GROUP * D * SIZE);
+#pragma unroll
+    for (int i = 0; i < SETS * QUADS * PARTS; i++)
+        (&group.planes[0][0][0])[i] = planes[(bg * (SETS * QUADS * PARTS) + i) * 32 + lane];
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        const int* two = sums + bg * SETS * 4 + n * 4 + 2 * lane % 4;
+        group.sums[n][0] = two[0], group.sums[n][1] = two[1];
+        group.units[n] = units[bg * SETS * 4 + n * 4 + lane % 4];
+    }
+    set_powers(group);
+#if CENTRED
+    if (HELD)
+#pragma unroll
+        for (int h = 0; h < GROUP; h++)
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) group.queries[h][i] = pair_of(group.all, h, i);
+#endif
+}
+
+// Coordinates of a centre, two in each word.
+struct Mean {
+    u32 pairs[PAIRS];
+};
+__device__ __forceinline__ void load(Mean& mean, const char* centre) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        int j = threadIdx.x % 32 * 2 + i * 64;
+        mean.pairs[i] = CENTRED && j < D ? reinterpret_cast<const u32*>(centre)[j / 2] : 0;
+    }
+}
+
+// ⟨q, μ⟩ in votes for this lane's two heads in each set, LEAST where there is none; and as it is,
+// to products [GROUP], unless that is null.
+__device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
+                                           const Group& group, float* products) {
+    int lane = threadIdx.x % 32;
+    bool second = lane & 1, later = lane & 2;
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        int h = n * 4 + lane % 4;
+        int offset = h < GROUP ? 0 : LEAST;
+#if CENTRED
+        float dots[4] = {};
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            float x = __uint_as_float(mean.pairs[i] << 16);
+            float y = __uint_as_float(mean.pairs[i] & 0xffff0000u);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (n * 4 + e >= GROUP) continue;
+                float2 q = HELD ? group.queries[HELD ? n * 4 + e : 0][i]
+                                : pair_of(group.all, n * 4 + e, i);
+                dots[e] += q.x * x + q.y * y;
+            }
+        }
+        // over the lanes, each keeping its own head
+        float a = (second ? dots[1] : dots[0]) + __shfl_xor_sync(ALL, second ? dots[0] : dots[1], 1);
+        float b = (second ? dots[3] : dots[2]) + __shfl_xor_sync(ALL, second ? dots[2] : dots[3], 1);
+        float dot = (later ? b : a) + __shfl_xor_sync(ALL, later ? a : b, 2);
+        for (int step = 4; step < 32; step *= 2) dot += __shfl_xor_sync(ALL, dot, step);
+        if (h < GROUP) {
+            if (products && lane < 4) products[h] = dot;
+            float votes = fminf(fmaxf(dot * group.units[n], -1073741824.0f), 1073741824.0f);
+            offset = __float2int_rn(votes);
+        }
+#endif
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            offsets[n][i] = __shfl_sync(ALL, offset, lane / 4 * 4 + 2 * lane % 4 + i);
+    }
+}
+
+// Signs of 32 keys: words of keys lane / 4 + 8 i.
+struct Signs {
+    u32 rows[4][QUADS];
+};
+template <bool SHARED>  // whether `signs`, of the block's 32 `part`-th keys, is in shared memory
+__device__ __forceinline__ void load(Signs& found, const char* signs, int part) {
+    int lane = threadIdx.x % 32, t = lane % 4;
+    signs += part * (32 * STRIDE);
+    if (SHARED && WORDS == 4) {
+        u32 words[4];
+        load_rows(words, signs + lane * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) found.rows[i][0] = words[i];
+        return;
+    }
+    const u32* mine = reinterpret_cast<const u32*>(signs) + lane / 4 * WORDS + t;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++) {
+            bool has = QUADS * 4 == WORDS || quad * 4 + t < WORDS;
+            found.rows[i][quad] = has ? mine[i * 8 * WORDS + quad * 4] : 0;
+        }
+}
+
+// Weights of the keys of `rows`, as they lie (layout.places).
+__device__ __forceinline__ u32 load_weights(const char* weights, int part) {
+    return reinterpret_cast<const u32*>(weights)[part * 8 + threadIdx.x % 32 / 4];
+}
+
+// The key whose vote a lane gets, of 32.
+__device__ __forceinline__ int own_key() { return threadIdx.x % 4 * 8 + threadIdx.x % 32 / 4; }
+
+// The group's vote of `own_key`. factors: int32 [256], by weight.
+__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Group& group,
+                                       const int (&offsets)[SETS][2], const int* factors) {
+    bool upper = threadIdx.x & 1, later = threadIdx.x & 2;  // which 8 of 16 keys, which 16
+    weights = later ? weights >> 16 : weights;
+    int factor[2], best[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 at = (half ? weights >> 6 : weights << 2) & 255 * 4;  // bytes from the first
+        factor[half] = *reinterpret_cast<const int*>(reinterpret_cast<const char*>(factors) + at);
+    }
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        int dots[2][4];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) dots[pair][i] = DOUBLE == 2 ? -group.sums[n][i % 2] : 0;
+#pragma unroll
+            for (int quad = 0; quad < QUADS; quad++) {
+                int c[4] = {0, 0, 0, 0};
+#pragma unroll
+                for (int p = 0; p < PARTS; p++) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) c[i] = int(u32(c[i]) << 8);
+                    mma_bits(c, signs.rows[2 * pair][quad], signs.rows[2 * pair + 1][quad],
+                             group.planes[n][quad][p]);
+                }
+                mma_bytes(dots[pair], c[0], c[2], c[1], c[3], group.powers[0], group.powers[1]);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                int dot = later ? dots[1][2 * half + side] : dots[0][2 * half + side];
+                if (DOUBLE == 1) dot = mad(dot, 2, -group.sums[n][side]);
+                int vote = mad(dot, factor[half], offsets[n][side]);  // of no head: LEAST
+                best[half] = n || side ? max(best[half], vote) : vote;
+            }
+    }
+    return max(upper ? best[1] : best[0], __shfl_xor_sync(ALL, upper ? best[0] : best[1], 1));
+}
