@@ -48,6 +48,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--index", default=Setting.spec, help="a ParisKV, as kvindex.create takes it"
     )
+    parser.add_argument(
+        "--hit-rate", type=float, default=Setting.hit_rate, help="of the caches of rows"
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
@@ -68,6 +71,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"index: {error}")
     if type(index) is not ParisKV or not serves(index):
         parser.error(f"index: got {found.index!r}, allowed is one that the fused kernels serve")
+    if not 0 <= found.hit_rate <= 1:
+        parser.error(f"hit-rate: got {found.hit_rate}, allowed is 0 to 1")
     if not found.seconds > 0:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
     if found.faiss is not None and not (found.faiss / "faiss").is_dir():
@@ -101,7 +106,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
     clock = Clock(given.seconds)
     card = torch.cuda.get_device_properties(0)
     launching.checked(torch.cuda.current_device())
-    setting = Setting(geometry("cuda"), given.index)
+    setting = Setting(geometry("cuda"), given.index, hit_rate=given.hit_rate)
     processors, l2 = card.multi_processor_count, card.L2_cache_size
     timed = GraphTimer(given.replays, clock, l2)
     result: dict[str, Any] = {

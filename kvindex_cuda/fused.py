@@ -16,7 +16,9 @@ from torch import Tensor
 from kvindex.near import Near
 from kvindex.protocol import UNUSED, Hits
 from kvindex_cuda.code_blocks import CodeBlocks
+from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK, Layout
+from kvindex_cuda.row_cache import RowCache
 from kvindex_cuda.step import MOST_HEADS, State, words_of
 from kvindex_cuda.steps import SharedStep, capturing, shared
 
@@ -69,7 +71,8 @@ class _Use:
 class Fused:
     """What `ParisKV` keeps beside its codes when its kernels are fused.
 
-    codes: blocks that take the place of the index's `Columns`, new ones unless given.
+    codes: blocks that take the place of the index's `Columns`, new ones unless given. cache: of
+    rows that `attend` fetched from the host; `search` fetches none.
     """
 
     def __init__(self, index: Any, codes: CodeBlocks | None = None) -> None:
@@ -85,6 +88,7 @@ class Fused:
         """Everything was forgotten."""
         self._state: State | None = None
         self._uses: list[_Use] = []  # of each k the newest one last
+        self.cache: RowCache | None = None
         self._length = 0
 
     def changed(self, index: Any) -> Fused:
@@ -92,6 +96,8 @@ class Fused:
         if index._codes is not self.codes:  # reordered or repeated
             return Fused(index, index._codes).changed(index)
         first = min(self._length, len(index)) // BLOCK
+        if self.cache is not None and len(index) < self._length:
+            self.cache.forget()
         self._length = len(index)
         if "centres" in index._learnt and self._length:
             index._codes.put_centres(index._learnt["centres"], first)
@@ -129,6 +135,7 @@ class Fused:
         """As `BaseIndex.attend`."""
         use, state = self._ready(index, k)
         state = replace(state, near=near.rows, shown=near.shown, held=near.held)
+        state = replace(state, cache=self.cache)
         output = use.step(queries.contiguous(), state)
         return output.clone(), use.step.found.view(len(queries), -1).clone()
 
@@ -159,6 +166,10 @@ class Fused:
         if self._state is None:
             self._state = self._opened(index)
             self._update(index, self._state, 0)
+            store, batch = index._store, len(self.codes.table)
+            if isinstance(store, HostStore):
+                groups, device = batch * self._geometry.kv_heads, self._geometry.device
+                self.cache = RowCache(groups, store.row_bytes, device)
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
         sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
         step = shared(self._geometry, self._layout, self._config, **sizes)

@@ -19,6 +19,7 @@ from kvindex.ops import codes as reference
 from kvindex.ops import transform
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
+from kvindex_cuda.row_cache import RowCache
 
 BINS, SAMPLED, EDGE, BUCKETS, STAGES = 2048, 4096, 1024, 256, 2
 """As in the kernels' sources."""
@@ -40,7 +41,8 @@ class State:
     length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
     valid keys; reference: float32 `[B, G]`; near: rows of sink and window `[B, G, W, D + Dv]`;
     shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
-    a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows.
+    a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; cache:
+    of rows that were fetched.
     """
 
     codes: Tensor
@@ -55,6 +57,7 @@ class State:
     held: Tensor
     row_bytes: int
     row_head: int = 0
+    cache: RowCache | None = None
 
 
 class Step:
@@ -131,6 +134,7 @@ class Step:
         # of `rerank` and `agree`
         self._estimates = floats(groups, self.capacity, group)
         self._edge, self._places = longs(groups, EDGE), ints(groups, EDGE)
+        self._cuts, self._slots = ints(groups, 2), ints(groups, k)
         self._finalists = longs(groups, self.capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
         # what counts, cleared by `ask` at once: 8-byte words first
@@ -196,6 +200,9 @@ class Step:
             overlap=True,
             **self._votes,
         )
+        cache = state.cache
+        known = (cache.tags, cache.stamps, cache.clocks, cache.counts) if cache else (None,) * 4
+        cached = cache.rows if cache else 0
         listed = (self._bases, self._shifts, self.counts, self._list, self._hist)
         softcap = g.softcap if g.softcap is not None else 0.0
         splits = max(1, 2 * self._multiprocessors // groups)
@@ -206,7 +213,7 @@ class Step:
             (256,),
             *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
             *(self._levels, state.reference, *limits, *listed, self._estimates, self._buckets),
-            *(self._edge, self._places, self._edges),
+            *(self._edge, self._places, self._edges, self._cuts),
             *(self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
             overlap=True,
             **self._rerank,
@@ -216,9 +223,10 @@ class Step:
             "agree",
             (-(-self.capacity // 4096), groups),
             (1024,),
-            *(self._estimates, self._buckets, *limits, *listed, self._edge, self._places),
-            *(self._edges, self._finalists, self._filled, self._tickets[0]),
-            *(self.ids, self.scores, self.found, self.k, self.capacity, kv, g.scale, softcap),
+            *(self._estimates, self._buckets, *limits, *listed[:-1], self._cuts, self._edge),
+            *(self._places, self._edges, self._finalists, self._filled, self._tickets[0]),
+            *(self.ids, self.scores, self.found, *known, self._slots, cached),
+            *(self.k, self.capacity, kv, g.scale, softcap),
             overlap=True,
             **self._rerank,
         )
@@ -226,7 +234,7 @@ class Step:
     def attend(self, queries: Tensor, state: State) -> Tensor:
         """Attention over the rows that `select` found, and the near rows."""
         g, kv = self.geometry, self.geometry.kv_heads
-        softcap = g.softcap if g.softcap is not None else 0.0
+        softcap, cache = g.softcap if g.softcap is not None else 0.0, state.cache
         launch(
             "attend.cu",
             "attend",
@@ -234,8 +242,9 @@ class Step:
             (256,),
             *(queries, self.ids, self.found, state.rows, state.rows.shape[1]),
             *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
-            *(state.near, state.shown, state.held, state.near.shape[2], self._partial),
-            *(self.output, self._tickets[1], self.k, kv, g.scale, softcap),
+            *(state.near, state.shown, state.held, state.near.shape[2]),
+            *(cache.data if cache else None, self._slots, cache.rows if cache else 0),
+            *(self._partial, self.output, self._tickets[1], self.k, kv, g.scale, softcap),
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
             overlap=True,
             **(self._defines | self._softcap | dict(DV=g.value_dim)),

@@ -285,7 +285,8 @@ def test_a_point_is_measured(setting):
     assert len(names) == found["launches"] <= 8
     assert (names[0], names[-1]) == ("ask", "attend")
     assert set(names) <= set(stage_bytes(setting, TOKENS, batch, 100))
-    assert timed.calls == [layers] * (1 + len(names))  # host, device, and the shorter steps
+    assert timed.calls == [layers] * (2 + len(names))  # host, device, cached, shorter steps
+    assert 0 < found["hit_rate"] < 1
     whole = found["step_host"]["median_us"]
     assert sum(stage["us"] for stage in found["stages"]) == pytest.approx(whole)
     json.dumps(found)
@@ -341,8 +342,8 @@ def test_tables_of_a_result():
     assert [len(row) for row in rows] == [len(head)] * 3
     first = dict(zip(head, rows[0], strict=True))
     assert first["tokens"] == "131,072"
-    assert first["step, rows on host"] == "81.0 (72.9–97.2)"
-    assert first["of dense"] == f"{81 / 130:.3f}"
+    assert first["rows on host"] == "81.0 (72.9–97.2)"
+    assert first["host of dense"] == f"{81 / 130:.3f}"
     assert first["launches"] == "8"
     assert rows[2][2:4] == ("–", "–")
     head, rows = stages_table(result["points"][1])
@@ -389,6 +390,7 @@ def test_a_result_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
         (["--replays", "10"], "replays: got 10, allowed is at least 50"),
         (["--index", "exact"], "index: got 'exact', allowed is one that the fused kernels serve"),
         (["--index", "pariskv:beta=1.5"], "index: beta: got 1.5, allowed is"),
+        (["--hit-rate", "2"], "hit-rate: got 2.0, allowed is 0 to 1"),
         (["--seconds", "-1"], "seconds: got -1.0, allowed is above 0"),
         (["--faiss", "/nowhere"], "faiss: got /nowhere, allowed is a folder with the package"),
         (["--json", "/nowhere/a.json"], "json: got /nowhere/a.json, allowed is a file in a folder"),

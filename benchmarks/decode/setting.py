@@ -26,6 +26,7 @@ class Setting:
     spec: str = "pariskv"
     k: int = K
     near: int = NEAR
+    hit_rate: float = 0.9
 
     @property
     def index(self) -> kvindex.BaseIndex:

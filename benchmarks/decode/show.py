@@ -22,12 +22,14 @@ def spread(point: dict[str, Any], part: str) -> str:
 def summary(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of the table of whole steps, µs per layer; `–` where none is."""
     head = (
-        *("tokens", "batch", "step, rows on host", "on device", "dense", "scores + topk"),
-        *("of dense", "on device", "floor", "scan, of reading", "launches"),
+        *("tokens", "batch", "rows on host", "with cache", "on device", "dense", "scores + topk"),
+        *("host of dense", "cache", "device", "floor", "scan, of reading", "launches"),
     )
     rows = []
     for point in result["points"]:
-        ours, here, full = (_median(point, part) for part in ("step_host", "step_device", "dense"))
+        full = _median(point, "dense")
+        steps = [f"step_{place}" for place in ("host", "cached", "device")]
+        shares = [_median(point, part) for part in steps]
         stages = point.get("stages", [])
         floor = sum(stage.get("floor_us", 0) for stage in stages)
         scan = next((stage.get("share") for stage in stages if stage["name"] == "scan"), None)
@@ -35,9 +37,8 @@ def summary(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
             (
                 f"{point['tokens']:,}",
                 str(point["batch"]),
-                *(spread(point, part) for part in ("step_host", "step_device", "dense", "topk")),
-                f"{ours / full:.3f}" if ours and full else "–",
-                f"{here / full:.3f}" if here and full else "–",
+                *(spread(point, part) for part in (*steps, "dense", "topk")),
+                *(f"{ours / full:.3f}" if ours and full else "–" for ours in shares),
                 f"{floor:.1f}" if stages else "–",
                 f"{scan:.0%}" if scan is not None else "–",
                 str(point.get("launches", "–")),
@@ -100,6 +101,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
     points = sorted((p for p in result["points"] if p["batch"] == 1), key=lambda p: p["tokens"])
     lines = (
         ("step_host", "this step, rows on the host", "o-"),
+        ("step_cached", "the same, most rows in the cache", "o:"),
         ("step_device", "this step, rows on the device", "o--"),
         ("dense", "dense attention (SDPA)", "s-"),
         ("topk", "exact scores and topk", "^-"),

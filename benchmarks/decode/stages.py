@@ -41,6 +41,9 @@ def measure(
     }
     for place in work.states:
         result[f"step_{place}"] = timed(partial(work.run, place), layers, before)
+    for state in work.states.get("cached", ())[:1]:
+        assert state.cache is not None
+        result["hit_rate"] = state.cache.hit_rate()
     reached = [0.0]  # time of the first so many kernels
     for most in range(1, len(names)):
         with Launches(most) as launches:

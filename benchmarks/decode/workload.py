@@ -9,7 +9,7 @@ device, as in `KVIndexCache`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Clock, Launches
 from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK
+from kvindex_cuda.row_cache import RowCache
 from kvindex_cuda.slabs import Budget
 from kvindex_cuda.step import State, Step, words_of
 
@@ -138,12 +139,17 @@ def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPoo
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of L layers: all queries `[SETS, L, B, H, D]`, states for rows here and there."""
+    """A step of L layers: all queries `[SETS, L, B, H, D]`, states for rows here and there.
+
+    `cached`: rows on the host, and a cache for each layer. The queries of a set come again, so that
+    all their rows are found but those that `ask` has the caches forget.
+    """
 
     step: Step
     asked: Tensor
     queries: Tensor  # [L, B, H, D], what the step reads
     states: dict[str, list[State]]
+    hit_rate: float = 1.0  # in the caches
 
     @staticmethod
     def of(
@@ -203,11 +209,22 @@ class Workload:
             multiprocessors=multiprocessors,
         )
         asked = setting.queries(SETS, layers, batch)
-        return Workload(step, asked, asked[0].clone(), states)
+        if "host" in states:
+            groups = batch * g.kv_heads
+            states["cached"] = [
+                replace(state, cache=RowCache(groups, state.row_bytes, g.device))
+                for state in states["host"]
+            ]
+        return Workload(step, asked, asked[0].clone(), states, setting.hit_rate)
 
     def ask(self, number: int) -> None:
-        """Let the step read another set of queries."""
+        """Let the step read another set of queries, and the caches forget some rows."""
         self.queries.copy_(self.asked[number % len(self.asked)])
+        for state in self.states.get("cached", ()):
+            assert state.cache is not None
+            tags = state.cache.tags
+            lost = torch.rand(tags.shape, device=tags.device) >= self.hit_rate
+            tags.masked_fill_(lost, -1)
 
     def run(self, place: str, launches: Launches | None = None) -> None:
         """The step of every layer, with rows on `place`."""

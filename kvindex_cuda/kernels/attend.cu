@@ -20,10 +20,21 @@ struct Running {
     float peak[GROUP], total[GROUP], sum[CHUNKS - KEYS][GROUP][8];
 };
 
-// A row as it lies: 8 elements in each chunk of a lane.
+// A row as it lies: 8 elements in each chunk of a lane; and where it is to be kept, or null.
 struct Raw {
     uint4 words[CHUNKS][DTYPE == 0 ? 2 : 1];
+    char* keep;
 };
+__device__ __forceinline__ void keep(const Raw& raw) {
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++) {
+        int chunk = threadIdx.x % 32 + 32 * j;
+#pragma unroll
+        for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++)
+            if (chunk < (D + DV) / 8)
+                reinterpret_cast<uint4*>(raw.keep)[chunk * (DTYPE == 0 ? 2 : 1) + i] = raw.words[j][i];
+    }
+}
 __device__ __forceinline__ void load(Raw& raw, const char* row) {
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
@@ -97,13 +108,14 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, const float4*
 
 // queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
 // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; near DTYPE [BG, room,
-// D + DV] and shown uint8 [B, room], of which the first *held count. partial float32 [BG, splits,
+// D + DV] and shown uint8 [B, room], of which the first *held count; cache DTYPE [BG, cached, D + DV]
+// and slots int32 [BG, k] of rerank.cu, if `cached`. partial float32 [BG, splits,
 // GROUP, PARTIAL]; tickets int32 [BG], cleared before; output DTYPE [BG, GROUP, DV].
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
 attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
        i64 row_head, i64 row_bytes, const void* near, const u8* shown, const i64* held, i64 room,
-       float* partial, void* output, int* tickets, i64 k, i64 kv_heads, float scale,
-       float softcap) {
+       char* cache, const int* slots, i64 cached, float* partial, void* output, int* tickets, i64 k,
+       i64 kv_heads, float scale, float softcap) {
     DYNAMIC_SHARED(memory);
     float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
     __shared__ float4 queries[2 * GROUP * (D / 8)];
@@ -135,10 +147,15 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         auto fetch = [&](Raw& raw, int i) {
             if (i >= rows_here) return;
             const char* from = static_cast<const char*>(near) + (bg * room + i) * i64((D + DV) * SIZE);
+            raw.keep = nullptr;
             if (phase) {
                 i64 id = ids[bg * k + i];
+                int slot = cached ? slots[bg * k + i] : -1;
+                char* place = cache + (bg * cached + slot / 2) * i64((D + DV) * SIZE);
                 from = reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
                        bg % kv_heads * row_head + id % TOKENS * row_bytes;
+                if (slot >= 0 && slot % 2) from = place;
+                if (slot >= 0 && slot % 2 == 0) raw.keep = place;
             }
             load(raw, from);
         };
@@ -147,6 +164,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         fetch(after, own + step);
         for (int i = own; i < rows_here; i += step) {
             Raw now = next;
+            if (phase && now.keep) keep(now);
             next = after;
             fetch(after, i + 2 * step);
             if (phase || shown[batch * room + i]) take(run, now, queries, scale, softcap);

@@ -129,14 +129,15 @@ struct Candidates {
 // [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
 // estimates float32 [BG, capacity, GROUP]: only of candidates and the edge; buckets uint64 [BG,
 // GROUP, BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
-// places int32 [BG, EDGE] in the list; edges int32 [BG]. Buckets and edges are cleared before.
+// places int32 [BG, EDGE] in the list; edges int32 [BG]; cuts int32 [BG, 2]: the bin of the cut and
+// how many are above it, where more than C are listed. Buckets and edges are cleared before.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint4* operands,
        const float* ups, const float* products, const float* given_levels, const float* references,
        const int* wanted, const int* counted, const int* bases, const int* shifts,
        const int* counts, const u64* list, const int* histogram, float* estimates, u64* buckets,
-       u64* edge, int* places, int* edges, i64 capacity, i64 kv_heads, float scale, float softcap,
-       float octaves) {
+       u64* edge, int* places, int* edges, int2* cuts, i64 capacity, i64 kv_heads, float scale,
+       float softcap, float octaves) {
     __shared__ u16 halves[LEVELS];
     __shared__ uint4 asked[SETS * QUADS * 256];
     __shared__ int2 queues[8][QUEUE];  // ids, and places in the list: ~place of the edge
@@ -169,9 +170,13 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     after_previous();
     let_next_begin();
     int n = counts[bg];
-    auto entry_at = [&](int first) { return first + lane < n ? list[first + lane] : 0; };
+    auto entry_at = [&](int first) { return first + lane < capacity ? list[first + lane] : 0; };
     u64 entry = entry_at(start);
-    if (n > target) are.bin = cut_of(histogram + bg * BINS, target).bin;
+    if (n > target) {
+        Cut cut = cut_of(histogram + bg * BINS, target);
+        are.bin = cut.bin;
+        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+    }
     Exponentials sums[SETS][2];
 
     // the first 32 of the queue, or what there is
@@ -273,23 +278,22 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
             sums[set][side].flush(buckets + (set * 8 + 2 * t + side) * BUCKETS);
 }
 
+// A lane's part of a head's buckets.
+constexpr int OWN = BUCKETS / 32;
+__device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
+}
+
 // log Σ exp of a head's buckets and of its edge, in every lane of the warp that asks: the same for
-// the same candidates, whatever the order in which they came. more: buckets in shared memory that
-// count too, or null; places: in the list, of the edge's entries in order, the first `many` of which
-// count; estimates: of this head, GROUP apart.
-__device__ __forceinline__ float log_sum(const u64* buckets, const u64* more, const int* places,
-                                         int many, const float* estimates, float scale,
-                                         float softcap) {
-    constexpr int OWN = BUCKETS / 32;
+// the same candidates, whatever the order in which they came. places: in the list, of the edge's
+// entries in order, the first `many` of which count; estimates: of this head, GROUP apart.
+__device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], const int* places, int many,
+                                         const float* estimates, float scale, float softcap) {
     int lane = threadIdx.x % 32, top = -1;
-    u64 mine[OWN];
 #pragma unroll
-    for (int i = 0; i < OWN; i++) mine[i] = __ldcg(buckets + lane * OWN + i);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        if (more) mine[i] += more[lane * OWN + i];
+    for (int i = 0; i < OWN; i++)
         if (mine[i]) top = lane * OWN + i;
-    }
     float peak = NEVER;  // of the edge, in octaves
     for (int i = lane; i < many; i += 32)
         peak = fmaxf(peak, capped(estimates[i64(places[i]) * GROUP], scale, softcap) * LOG2E);
@@ -336,6 +340,7 @@ __device__ __forceinline__ float from_ordered(u32 bits) {
 
 constexpr int THREADS = 1024;  // of `agree`
 constexpr int EACH = 4;        // entries of a thread
+constexpr int WAYS = 4;        // slots of a set of the cache
 
 // The k best. Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is the list's capacity or
 // more, and blocks without entries end at once. Reads 8 bytes per entry of the list and 4 GROUP per
@@ -343,12 +348,16 @@ constexpr int EACH = 4;        // entries of a thread
 // finishes; a block that is alone keeps it.
 // finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
 // float32 [BG, k]: rows and what the group agrees on, in any order, the first found int32 [BG].
+// Of a cache of `cached` rows (row_cache.py; 0 for none): tags, stamps int32 [BG, cached], clocks
+// int32 [BG], lookups int32 [BG, 2]; slots int32 [BG, k]: 2 slot + 1 where a row lies, 2 slot where
+// it is to lie, −1 for nowhere.
 extern "C" __global__ void __launch_bounds__(THREADS)
 agree(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
       const int* bases, const int* shifts, const int* counts, const u64* list,
-      const int* all_bins, const u64* all_edge, const int* all_places, const int* all_edges,
-      u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found, i64 k,
-      i64 capacity, i64 kv_heads, float scale, float softcap) {
+      const int2* cuts, const u64* all_edge, const int* all_places, const int* all_edges,
+      u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found, int* tags,
+      int* stamps, int* clocks, int* lookups, int* slots, i64 cached, i64 k, i64 capacity,
+      i64 kv_heads, float scale, float softcap) {
     __shared__ float totals[GROUP];
     __shared__ __align__(8) int histogram[BINS];
     __shared__ u64 edge[EDGE];
@@ -368,16 +377,20 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     scores += bg * k;
     after_previous();
     let_next_begin();
-    int n = counts[bg], many = all_edges[bg], first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
+    int first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
+    // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
+    int n = counts[bg], many = all_edges[bg];
+    int2 cut_at = cuts[bg];
+    u64 entries[EACH], my_edge = all_edge[bg * EDGE + threadIdx.x];
+    int my_place = all_places[bg * EDGE + threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        entries[i] = first + i * THREADS < capacity ? list[first + i * THREADS] : 0;
+    u64 sums[BUCKETS / 32] = {};
+    if (warp < GROUP) load_sums(sums, buckets + warp * BUCKETS);
     int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
     if (int(blockIdx.x) >= blocks) return;
-    u64 entries[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) entries[i] = first + i * THREADS < n ? list[first + i * THREADS] : 0;
-    if (n > target) {
-        Cut cut = cut_of<false, THREADS>(all_bins + bg * BINS, target);
-        are.bin = cut.bin, rank -= cut.above;
-    }
+    if (n > target) are.bin = cut_at.x, rank -= cut_at.y;
     float each[EACH][GROUP];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -389,19 +402,20 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
     if (many <= EDGE) {
-        for (int i = threadIdx.x; i < many; i += THREADS) edge[i] = all_edge[bg * EDGE + i];
+        static_assert(EDGE == THREADS && GROUP <= THREADS / 32, "one for each thread, one for each warp");
+        int i = threadIdx.x;
+        if (i < many) edge[i] = my_edge;
         __syncthreads();
-        for (int i = threadIdx.x; i < many; i += THREADS) {
+        if (i < many) {
             int better = 0;
-            for (int j = 0; j < many; j++) better += edge[j] > edge[i];
-            places[better] = all_places[bg * EDGE + i];
-            if (better == rank - 1) least = edge[i];
+            for (int j = 0; j < many; j++) better += edge[j] > my_edge;
+            places[better] = my_place;
+            if (better == rank - 1) least = my_edge;
         }
         __syncthreads();
-        for (int h = warp; h < GROUP; h += THREADS / 32) {
-            float total = log_sum(buckets + h * BUCKETS, nullptr, places, min(rank, many), estimates + h,
-                                  scale, softcap);
-            if (threadIdx.x % 32 == 0) totals[h] = total;
+        if (warp < GROUP) {
+            float total = log_sum(sums, places, min(rank, many), estimates + warp, scale, softcap);
+            if (i % 32 == 0) totals[warp] = total;
         }
     } else {  // nearly all keys are equal: slowly
         u64* more = reinterpret_cast<u64*>(histogram);
@@ -423,8 +437,10 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
             __syncthreads();
             int h = from + warp;
             if (warp < SOME && h < GROUP) {
-                float total = log_sum(buckets + h * BUCKETS, more + warp * BUCKETS, places, 0,
-                                      estimates, scale, softcap);
+                load_sums(sums, buckets + h * BUCKETS);
+                for (int i = 0; i < BUCKETS / 32; i++)
+                    sums[i] += more[warp * BUCKETS + threadIdx.x % 32 * (BUCKETS / 32) + i];
+                float total = log_sum(sums, places, 0, estimates, scale, softcap);
                 if (threadIdx.x % 32 == 0) totals[h] = total;
             }
             __syncthreads();
@@ -511,5 +527,40 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) found[bg] = taken;
+    int rows = taken;
+    if (threadIdx.x == 0) found[bg] = rows;
+    if (!cached) return;
+
+    tags += bg * cached;
+    stamps += bg * cached;
+    slots += bg * k;
+    int now = clocks[bg] + 1, hits = 0;
+    auto set_of = [&](int id) { return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS; };
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        int id = int(ids[i]), set = set_of(id), slot = -1;
+        int4 four = *reinterpret_cast<const int4*>(tags + set);
+        slot = four.x == id ? set : four.y == id ? set + 1 : four.z == id ? set + 2 : four.w == id ? set + 3 : -1;
+        if (slot >= 0) stamps[slot] = now;
+        hits += slot >= 0;
+        slots[i] = slot >= 0 ? 2 * slot + 1 : -1;
+    }
+    if (hits) atomicAdd(lookups + 2 * bg + 1, hits);
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        if (slots[i] >= 0) continue;
+        int id = int(ids[i]), set = set_of(id);
+        for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
+            int way = 0, oldest = now;
+            for (int w = 0; w < WAYS; w++) {
+                int stamp = __ldcg(stamps + set + w);
+                if (now - stamp > now - oldest) way = w, oldest = stamp;
+            }
+            if (oldest == now) break;  // all serve this step
+            if (atomicCAS(stamps + set + way, oldest, now) != oldest) continue;
+            tags[set + way] = id;
+            slots[i] = 2 * (set + way);
+            break;
+        }
+    }
+    if (threadIdx.x == 0) clocks[bg] = now, lookups[2 * bg] += rows;
 }

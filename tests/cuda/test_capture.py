@@ -1,6 +1,7 @@
 """Searches captured in CUDA graphs, replayed as queries and indexes change. Needs a GPU."""
 
 import gc
+
 import pytest
 import torch
 

@@ -28,7 +28,8 @@ ARCHITECTURE = "sm_90"
 MORE = 8
 """Registers beyond the recorded ones: the granularity in which they are allotted to a warp."""
 
-KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(")
+BOUNDS = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
+KERNEL = re.compile(r"__global__\s+void\s+" + BOUNDS + r"(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
 VOTES = STEP | dict(CENTRED=1, PLANES=6)

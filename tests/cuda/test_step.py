@@ -8,6 +8,7 @@ import torch
 
 from kvindex.ops.attention import attend
 from kvindex_cuda.layout import BLOCK, Layout
+from kvindex_cuda.row_cache import RowCache
 from kvindex_cuda.step import State, Step, words_of
 from tests.cuda import emulator
 from tests.helpers import Case, left_padding
@@ -69,6 +70,8 @@ CASES = {
     "g2-D80": (Case(q_heads=2, kv_heads=1, head_dim=80), 600, {}),
     "g8-D256": (Case(q_heads=8, kv_heads=1, head_dim=256, value_dim=64), 300, {}),
     "g12": (Case(q_heads=12, kv_heads=1, head_dim=64), 400, {}),
+    "g5-127": (Case(q_heads=5, kv_heads=1, head_dim=128), 600, dict(largest=127)),
+    "g2-7": (Case(q_heads=4, kv_heads=2, head_dim=64), 600, dict(largest=7)),
     "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
     "256": (Case(q_heads=4, kv_heads=2, head_dim=64), 256, {}),
     "257": (Case(q_heads=4, kv_heads=2, head_dim=64), 257, {}),
@@ -82,11 +85,10 @@ CASES = {
 
 def run(index, layout, state, queries, k, *, device="cpu", order="forward", capacity=None):
     """A step with poisoned outputs: its output, and the ids of each group, ascending."""
-    batch, policy = len(queries), index.config.group
+    batch, config = len(queries), index.config
     most = max(1, int(state.wanted.max()))
-    step = Step(
-        index.geometry, layout, batch=batch, k=k, most=most, policy=policy, multiprocessors=4
-    )
+    options = dict(largest=config.largest, policy=config.group, multiprocessors=4)
+    step = Step(index.geometry, layout, batch=batch, k=k, most=most, **options)
     if capacity:
         step.capacity = capacity
     for part in (step.output, step._estimates, step.scores, step._partial):
@@ -243,3 +245,51 @@ def test_what_the_kernels_do_not_serve_is_refused(options, message):
     geometry = case.index("exact").geometry
     with pytest.raises(ValueError, match=message):
         Step(geometry, Layout(64, 3), batch=1, k=5, most=20, policy=policy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_were_fetched_are_read_from_the_cache(device):
+    case = Case(q_heads=8, kv_heads=2, head_dim=64, batch=2)
+    index, layout, state, kept, k = setting(case, 700, device=device)
+    cache = RowCache(4, state.row_bytes, torch.device(device), rows=64)
+    cached = replace(state, cache=cache)
+    queries = case.queries().to(device)
+    plain = run(index, layout, state, queries, k, device=device)
+    first = run(index, layout, cached, queries, k, device=device)
+    assert first[1] == plain[1]
+    assert torch.equal(first[0], plain[0])
+    assert cache.hit_rate() == 0
+    held = (cache.tags >= 0).sum(1).tolist()
+    kept[1].fill_(float("nan"))  # the rows on the host: what is read now was kept
+    if held == [k] * 4:
+        again = run(index, layout, cached, queries, k, device=device)
+        assert torch.equal(again[0], plain[0])
+        assert cache.hit_rate() == 0.5
+    cache.forget()
+    assert run(index, layout, cached, queries, k, device=device)[0].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [4, 16, 1024])
+def test_a_cache_of_any_size_changes_no_output(rows, device):
+    """Smaller than a step's rows too: those that find no place are fetched."""
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    index, layout, state, _kept, k = setting(case, 900, device=device)
+    cache = RowCache(2, state.row_bytes, torch.device(device), rows=rows)
+    for seed in range(6):
+        queries = case.queries(seed=seed % 4).to(device)
+        got = run(index, layout, replace(state, cache=cache), queries, k, device=device)
+        want = run(index, layout, state, queries, k, device=device)
+        assert got[1] == want[1]
+        assert torch.equal(got[0], want[0])
+    looked_up, found = cache.counts.sum(0).tolist()
+    assert looked_up == 6 * 2 * k
+    assert found >= (2 * 2 * k if rows == 1024 else 0)
+    tags = cache.tags[cache.tags >= 0]
+    assert len(tags.unique()) >= len(tags) / 2  # an id is in one slot of its KV head
+
+
+@pytest.mark.parametrize("rows", [0, 2, 12])
+def test_sizes_of_a_cache_are_checked(rows):
+    with pytest.raises(ValueError, match=f"rows: got {rows}, allowed is"):
+        RowCache(1, 256, torch.device("cpu"), rows=rows)
