@@ -5,6 +5,8 @@ import torch
 
 from benchmarks.divergence import group_of, ratio_interval
 from benchmarks.recall import expand, summary
+from benchmarks.rounding import recalls
+from kvindex_adapters.capture import Captured
 from kvindex_adapters.evaluate.recall import Recall
 
 
@@ -56,3 +58,13 @@ def test_the_summary_tells_the_worst_layer_and_the_worst_tenth_of_the_heads():
     assert found["recall_worst_layer"] == pytest.approx(0.5)
     assert found["recall_worst_decile"] == pytest.approx((0.1 + 3 * 0.5) / 4)
     assert found["mass_ratio"] == pytest.approx(0.5)
+
+
+def test_recall_of_a_groups_rows_is_all_of_exact_searchs_and_falls_with_the_rounding():
+    draw = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(*shape, generator=draw) for shape in ((2, 464, 64), (4, 3, 64)))
+    dots = "pariskv:preset=fast:beta=.1:pool=1:largest="
+    specs = ["exact", f"{dots}127", f"{dots}1"]
+    found = recalls([Captured(keys, queries, 0.125, None)] * 2, specs, k=20, prompt=460)
+    assert found[0] == pytest.approx(1)
+    assert 1 > found[1] > found[2]
