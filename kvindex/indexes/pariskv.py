@@ -36,10 +36,8 @@ LARGEST_SEGMENT = 2**16
 
 LISTS = ("head", "group")
 
-PAST = dict(
-    coarse="dots", beta=0.02, pool=4, largest=31, weights="log", centre=256, lists="group"
-)
-"""What the presets past the paper share (benchmarks/results/recall.json)."""
+PAST = dict(coarse="dots", beta=0.02, pool=4, largest=31, weights="log", centre=256, lists="group")
+"""What the presets past the paper share (docs/decisions/0011, 0012, 0013, 0015)."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ class ParisKVConfig:
     pool: candidates are at least `pool · k`.
     rho: tiers only: share of the keys that earn points in a subspace, in (0, 1]; None follows the
       schedule.
-    largest: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`);
-      less where the head dimension is above 256, for votes to fit 32 bits.
+    largest: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`), at
+      most 2^15 over the head dimension, for votes to fit 32 bits.
     magnitude_bits: per coordinate beside the sign, 0 to 7 (paper: 3).
     block: what shares a weight: a "subspace" (paper) or the whole "key".
     weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
