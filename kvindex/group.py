@@ -25,11 +25,19 @@ def fold(queries: Tensor, kv_heads: int, policy: str) -> Tensor:
     return folded.mean(2, keepdim=True) if policy == "mean_query" else folded
 
 
-def agree(estimates: Tensor, policy: str, *, scale: float, softcap: float | None) -> Tensor:
+def agree(
+    estimates: Tensor,
+    policy: str,
+    *,
+    scale: float,
+    softcap: float | None,
+    sizes: Tensor | None = None,
+) -> Tensor:
     """The score of each row for the whole group, float32 `[B, G, C]`.
 
     estimates: of `q·k` for each head, float32 `[B, G, g, C]`, `-inf` (for all heads alike) where
-    there is no candidate; those stay `-inf`.
+    there is no candidate; those stay `-inf`. sizes: integers `[B, G, C]`, where a candidate stands
+    for so many rows: what is returned is then the score of one of them.
     """
     heads = estimates.shape[2]
     if heads == 1:
@@ -45,6 +53,10 @@ def agree(estimates: Tensor, policy: str, *, scale: float, softcap: float | None
     else:
         logits = cap(estimates, scale, softcap)
         logits = logits.masked_fill(none[:, :, None], float("-inf"))  # a softcap makes it finite
-        shares = torch.log_softmax(logits, dim=-1)
+        if sizes is None:
+            shares = torch.log_softmax(logits, dim=-1)
+        else:
+            total = (logits + sizes[:, :, None].log()).logsumexp(-1, keepdim=True)
+            shares = logits - total.masked_fill(total == float("-inf"), 0)
         score = shares.amax(2) if policy == "max_share" else shares.logsumexp(2) - math.log(heads)
     return score.masked_fill(none, float("-inf"))
