@@ -1,0 +1,145 @@
+"""PQCache: product quantisation of the keys, with codebooks trained on the prompt.
+
+Zhang et al., PQCache: Product Quantization-based KVCache for Long Context LLM Inference
+(SIGMOD 2025). Differences from its published code: docs/indexes/pqcache.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.base import BaseIndex
+from kvindex.cluster import assign, kmeans
+from kvindex.protocol import Codes, Hits
+
+LARGEST = 8
+"""Bits of a code: one byte per subspace."""
+
+
+@dataclass(frozen=True)
+class PQCacheConfig:
+    """What PQCache can be told.
+
+    subspaces: into how many parts a key is cut, `M`; it divides `head_dim`.
+    bits: of a code; a subspace has `2^bits` centroids. 1 to 8.
+    iterations: of Lloyd's algorithm; 0 leaves the starting points as they are.
+    group: how query heads agree (`kvindex.group`).
+    seed: of the starting points.
+    """
+
+    subspaces: int = 2
+    bits: int = 6
+    iterations: int = 10
+    group: str = "mean_share"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check.at_least("subspaces", self.subspaces, 1)
+        if check.at_least("bits", self.bits, 1) > LARGEST:
+            raise ValueError(f"bits: got {self.bits}, allowed is 1 to {LARGEST}")
+        check.at_least("iterations", self.iterations, 0)
+        check.one_of("group", self.group, group.POLICIES)
+        if check.at_least("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+
+
+class PQCache(BaseIndex):
+    """A byte per subspace: the nearest of the centroids that the first append has taught.
+
+    Hits' scores: what `group.agree` returns for `Σ_b ⟨q_b, c_b⟩`, the inner product of the query
+    with what the key's code stands for (asymmetric: the query is not quantised).
+    """
+
+    Config = PQCacheConfig
+    presets: ClassVar = {"infinitebench": dict(subspaces=4, bits=8)}
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        D, M = self.geometry.head_dim, self.config.subspaces
+        if D % M:
+            raise ValueError(f"subspaces: got {M}, allowed divides head_dim = {D}")
+
+    # Encoding
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """`codebooks` float32 `[B, G, M, 2^bits, m]`, and which rows have theirs, bool `[B]`.
+
+        A row of the batch learns from the valid keys of the first append that holds one, and
+        never again.
+        """
+        B, counts = len(keys), [keys.shape[2]] * len(keys)
+        known = self._learnt["known"].tolist() if self._learnt else [False] * B
+        if valid is not None:
+            counts = valid.sum(1).tolist()
+        missing = [b for b in range(B) if counts[b] and not known[b]]
+        if not missing:
+            return self._learnt
+        parts = self._parts(keys)  # [B, G, M, N, m]
+        shape = (*parts.shape[:3], 2**self.config.bits, parts.shape[-1])
+        books = self._learnt["codebooks"].clone() if self._learnt else parts.new_zeros(shape)
+        for count in sorted({counts[b] for b in missing}):  # rows of as many keys learn together
+            rows = [b for b in missing if counts[b] == count]
+            some = parts[rows]
+            if valid is not None:
+                # stable: the valid ones in their order, for padding must not change the outcome
+                order = (~valid[rows]).byte().argsort(dim=1, stable=True)[:, :count]
+                index = order[:, None, None, :, None].expand(*some.shape[:3], -1, some.shape[-1])
+                some = some.gather(3, index)
+            books[rows] = self._trained(some.flatten(0, 2)).view(len(rows), *shape[1:])
+        flags = [known[b] or b in missing for b in range(B)]
+        return {"codebooks": books, "known": torch.tensor(flags, device=keys.device)}
+
+    def _trained(self, points: Tensor) -> Tensor:
+        """Centroids `[P, 2^bits, m]` of points `[P, n, m]`, each row on its own.
+
+        As many points as centroids or fewer are the centroids themselves; what is left over
+        repeats the first, to which no key is nearer than to the original.
+        """
+        clusters, config = 2**self.config.bits, self.config
+        if points.shape[1] > clusters:
+            return kmeans(points, clusters, iterations=config.iterations, seed=config.seed)
+        spare = points[:, :1].expand(-1, clusters - points.shape[1], -1)
+        return torch.cat([points, spare], dim=1)
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        parts = self._parts(keys)
+        if not learnt:  # nothing but padding so far
+            labels = torch.zeros(parts.shape[:4], dtype=torch.uint8, device=keys.device)
+        else:
+            flat = assign(parts.flatten(0, 2), learnt["codebooks"].flatten(0, 2))[0]
+            labels = flat.view(parts.shape[:4]).to(torch.uint8)
+        return {"labels": labels.transpose(2, 3).contiguous()}  # [B, G, N, M]
+
+    def _parts(self, vectors: Tensor) -> Tensor:
+        """Vectors `[B, G, N, D]` by subspace, float32 `[B, G, M, N, m]`."""
+        cut = (*vectors.shape[:3], self.config.subspaces, -1)
+        return vectors.float().reshape(cut).transpose(2, 3)
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy = self.geometry, self.config.group
+        estimates = self.estimates(group.fold(queries, g.kv_heads, policy))
+        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        scores, ids = self.ops.select.top_k(agreed, k)
+        return Hits(ids, scores)
+
+    def estimates(self, queries: Tensor) -> Tensor:
+        """Of `q·k` for every token, float32 `[B, G, g, N]`, `-inf` where it is invalid.
+
+        queries: float32 `[B, G, g, D]`.
+        """
+        table = self._parts(queries) @ self._learnt["codebooks"].mT  # [B, G, M, g, 2^bits]
+        labels = self._codes["labels"]
+        total = table.new_zeros((*queries.shape[:3], len(self)))
+        for b in range(self.config.subspaces):
+            index = labels[..., b].long()[:, :, None].expand(total.shape)
+            total += table[:, :, b].gather(-1, index)
+        if self.valid is not None:
+            total = total.masked_fill(~self.valid[:, None, None], float("-inf"))
+        return total
