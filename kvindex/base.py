@@ -388,6 +388,11 @@ class BaseIndex(ABC):
     # Shared parts
 
     @property
+    def unit(self) -> int:
+        """Tokens that come together at most: 1, unless an index selects whole pages."""
+        return 1
+
+    @property
     def valid(self) -> Tensor | None:
         """Which tokens are real, bool `[B, N]`, or None where all are."""
         return self._valid.flags

@@ -60,7 +60,7 @@ class Columns:
 
     def reordered(self, batch_indices: Tensor) -> Columns:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
-        copy = Columns(self._axis)
+        copy = type(self)(self._axis)
         copy._length = self._length
         copy._data = {
             name: tensor.index_select(0, batch_indices.to(tensor.device))
@@ -70,7 +70,7 @@ class Columns:
 
     def repeated(self, count: int) -> Columns:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
-        view = Columns(self._axis)
+        view = type(self)(self._axis)
         view._length = self._length
         view._data = {
             name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in self._data.items()

@@ -21,15 +21,19 @@ def check_slots_are_exactly_k(make: Make, case: Case) -> None:
 
 
 def check_a_needle_is_found(make: Make, case: Case) -> None:
-    keys, values = case.tokens(N)
+    unit = make().unit  # what comes with a row, and is found with it
+    count, k = (N, K) if unit == 1 else (3 * unit, unit)
+    keys, values = case.tokens(count)
     queries = case.queries().unflatten(1, (case.kv_heads, -1))  # [B, G, g, D]
     keys = keys / 16
     keys[:, :, 17] = queries[:, :, 0]
+    if unit > 1:
+        keys[:, :, -unit:] -= queries[:, :, :1] / 2  # a unit that the opposite prefers
     index = filled(make, (keys, values))
     same = queries[:, :, :1].expand_as(queries).flatten(1, 2)
-    hits = index.search(same, k=K)
+    hits = index.search(same, k=k)
     assert (hits.ids == 17).any(-1).all()
-    assert (index.search(-same, k=K).ids != 17).all(), "and not by its opposite"
+    assert (index.search(-same, k=k).ids != 17).all(), "and not by its opposite"
 
 
 def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:

@@ -1,0 +1,46 @@
+"""Quest: pages with the smallest and the largest of each coordinate of their keys.
+
+Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (ICML 2024,
+section 3): a page's score bounds the products with all its keys from above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.pages import PagedIndex
+from kvindex.protocol import Codes
+
+
+@dataclass(frozen=True)
+class QuestConfig:
+    """page: tokens of a page (published: 16); group: how query heads agree (`kvindex.group`)."""
+
+    page: int = 16
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("page", self.page, 1)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class Quest(PagedIndex):
+    """Whole pages, best first, by `Σ_i max(q_i low_i, q_i high_i)`.
+
+    Hits' scores: of each row its page's, what `group.agree` returns for these bounds.
+    """
+
+    Config = QuestConfig
+
+    def _summaries_of(self, keys: Tensor, there: Tensor) -> Codes:
+        low = keys.masked_fill(~there, float("inf")).amin(3)
+        high = keys.masked_fill(~there, float("-inf")).amax(3)
+        none = ~there.any(3)  # [B, 1, pages, 1]
+        return {"low": low.masked_fill(none, 0), "high": high.masked_fill(none, 0)}
+
+    def _page_scores(self, queries: Tensor) -> Tensor:
+        low, high = (self._codes[name].float() for name in ("low", "high"))
+        return queries.clamp_min(0) @ high.mT + queries.clamp_max(0) @ low.mT
