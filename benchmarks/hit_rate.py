@@ -76,6 +76,7 @@ def rates(ids: Tensor, rows: int) -> float:
 
 
 def main() -> None:
+    """Read, play, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", nargs="+", type=int, default=[16000])

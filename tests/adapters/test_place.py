@@ -9,7 +9,6 @@ import torch
 import kvindex_adapters.hf as kvhf
 from kvindex import backend
 from kvindex.wrappers import MeasureRecall
-from kvindex_adapters.cli.inputs import default_index
 from kvindex_adapters.hf.place import placed
 from kvindex_cuda.host_store import HostStore
 from tests.adapters.tiny import build, dense_steps, prompt, steps
@@ -33,7 +32,6 @@ def module(error=None):
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_on_a_cpu_nothing_is_changed(device):
     assert placed(device, "pariskv") == {}
-    assert default_index("cpu") == "pariskv"
 
 
 def test_on_a_gpu_an_index_runs_on_kernels_unless_told_otherwise(monkeypatch):
@@ -42,7 +40,6 @@ def test_on_a_gpu_an_index_runs_on_kernels_unless_told_otherwise(monkeypatch):
     assert placed("cuda", "pariskv:store=device") == {"backend": "cuda"}
     assert placed("cuda", "pariskv", {"store"}) == {"backend": "cuda"}
     assert placed("cuda", "pariskv:backend=torch") == placed("cuda", "pariskv", {"backend"}) == {}
-    assert default_index("cuda:0") == "pariskv:lists=group"
 
 
 @pytest.mark.parametrize("error", [ImportError("needs CuPy"), RuntimeError("too old")], ids=str)

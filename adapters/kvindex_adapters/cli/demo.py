@@ -17,7 +17,6 @@ from kvindex_adapters.cli.inputs import (
     check_dtype,
     check_output,
     check_search,
-    default_index,
     read_text,
 )
 from kvindex_adapters.cli.progress import Bars, bars, console
@@ -36,7 +35,7 @@ def demo(
     tokens: Annotated[
         int, typer.Option(min=500, max=8000, help="Length of the prompt, about.")
     ] = 4000,
-    index: Annotated[str | None, typer.Option(help=INDEX + ".")] = None,
+    index: Annotated[str, typer.Option(help=INDEX + ".")] = "pariskv",
     k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the needle and of the order of the text.")] = 0,
     prompt_file: Annotated[
@@ -52,7 +51,6 @@ def demo(
     text = paragraphs(read_text(prompt_file)) if prompt_file else python_reference()
     number = check_dtype(dtype)
     check_device(device)
-    index = default_index(device) if index is None else index
     check_search(index, k, device)
     check_output(json_file)
     folder, file = smollm2()

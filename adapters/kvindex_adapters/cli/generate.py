@@ -17,7 +17,6 @@ from kvindex_adapters.cli.inputs import (
     check_dtype,
     check_output,
     check_search,
-    default_index,
     read_text,
 )
 from kvindex_adapters.cli.progress import bars, console
@@ -30,7 +29,7 @@ def generate(
     model: Annotated[str, typer.Option(help="Folder, .gguf file or hub id of the model.")],
     prompt_file: Annotated[Path, typer.Option(help="Text file with the prompt.")],
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
-    index: Annotated[str | None, typer.Option(help=INDEX + "; 'none' for full attention.")] = None,
+    index: Annotated[str, typer.Option(help=INDEX + "; 'none' for full attention.")] = "pariskv",
     k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
@@ -45,7 +44,6 @@ def generate(
     """Generate from a prompt through an index; tokens appear as they come."""
     number = check_dtype(dtype)
     check_device(device)
-    index = default_index(device) if index is None else index
     check.at_least("max_new_tokens", max_new_tokens, 1)
     if index != "none":
         check_search(index, k, device)

@@ -27,11 +27,6 @@ def check_device(device: str) -> None:
     Geometry.of(q_heads=1, kv_heads=1, head_dim=8, device=device)
 
 
-def default_index(device: str) -> str:
-    """On a GPU with one list per group: what its kernels serve in one go."""
-    return "pariskv" if torch.device(device).type == "cpu" else "pariskv:lists=group"
-
-
 def check_search(index: str, k: int, device: str) -> None:
     """Raises ValueError for an index that cannot be made, or a `k` below 1."""
     check.at_least("k", k, 1)
