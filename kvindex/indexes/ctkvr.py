@@ -1,0 +1,271 @@
+"""CTkvr: queries of the prompt as centroids, each with a list of its best keys; then exact rerank.
+
+Lu et al., CTkvr: Efficient KV Cache Retrieval for Long-Context LLMs via Centroid-then-Token
+Indexing (2025), Algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.base import BaseIndex
+from kvindex.lists import Blocks, Lister, queued, recalled
+from kvindex.observed import CHOICES, Observed
+from kvindex.protocol import UNUSED, Codes, Hits
+
+BLOCK = 16_384
+"""Tokens offered to the lists at a time: bounds what a host store copies at once."""
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class CTkvrConfig:
+    """What CTkvr can be told.
+
+    most, every: a prompt of n queries gives `min(most, n / every)` centroids, at least one
+      (paper: 2048, 16).
+    choice: which of its queries: the "last" (paper), or "first", "random", "evenly" (Table 4).
+    probes: centroids whose lists a search joins (paper: C' = 4).
+    rho: rows in a list (paper: 2.5 times the rows retrieved, which are 512 or 1024).
+    update: whether searches replace the oldest centroids (paper, 3.1.3).
+    stale: whether keys appended once there are centroids are kept from their lists.
+    group: how query heads agree on the recalled keys (`kvindex.group`; paper: "max_share").
+    seed: of the random choice.
+    """
+
+    most: int = 2048
+    every: int = 16
+    choice: str = "last"
+    probes: int = 4
+    rho: int = 1280
+    update: bool = True
+    stale: bool = False
+    group: str = "max_share"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("most", "every", "probes", "rho"):
+            check.at_least(name, getattr(self, name), 1)
+        check.one_of("choice", self.choice, CHOICES)
+        check.one_of("group", self.group, group.POLICIES)
+        for name in ("update", "stale"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, allowed is True or False")
+        if check.at_least("seed", self.seed, 0) >= 2**31:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**31")
+
+
+@dataclass(frozen=True)
+class _State:
+    """Beside what is learnt. seen: the prompt's queries until they become centroids; pending: of
+    the last search, what `Lister.relisted` takes; oldest: the centroid to be replaced next.
+    """
+
+    seen: Observed | None = None
+    pending: tuple[Tensor, Tensor, Tensor] | None = None
+    oldest: int = 0
+
+
+class CTkvr(BaseIndex):
+    """Looks at the keys that similar queries have liked before, and scores those exactly.
+
+    Hits' scores: what `group.agree` returns for the true `q·k` of the recalled keys. Without
+    centroids (before `seal`, or if no query was observed) every key is recalled.
+    """
+
+    Config = CTkvrConfig
+    presets: ClassVar = {"paper512": {"rho": 1280}, "paper1024": {"rho": 2560}}
+
+    _state: _State
+    _sealed: bool
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._lister = Lister(self.geometry, self.ops, self.config.rho)
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        return {}
+
+    # Signals
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centroids.
+
+        Once there are centroids the last search joins them, and so do several queries at once (a
+        further prompt), with lists over all keys. What is not finite in a query counts as 0.
+        Raises ValueError or TypeError for a wrong tensor.
+        """
+        g, seen = self.geometry, self._state.seen
+        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
+        shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
+        self._check_tensor("queries", queries, shape)
+        T = queries.shape[2]
+        check.tensor("positions", positions, {"T": T}, torch.int64, g.device)
+        queries, config = queries.detach().nan_to_num(0, 0, 0), self.config
+        if "lists" in self._learnt:
+            if self._state.pending is not None:
+                self._enqueue(self._lister.relisted(*self._state.pending))
+            if T > 1:
+                some = queries[:, :, -self._learnt["lists"].shape[2] :]
+                self._enqueue(self._lister.listed(some, self._blocks))
+        elif T > 1 or (T and not self._sealed):
+            kept = dict(most=config.most, choice=config.choice, seed=config.seed)
+            now = Observed.of(seen, queries, positions, **kept)
+            self._state = replace(self._state, seen=now)
+
+    def seal(self) -> None:
+        """The prompt is complete: queries become centroids (at the next append, if it is empty)."""
+        if len(self) and self._state.seen:
+            self._learnt = self._built(self._state.seen, self.valid, self._blocks)
+            self._state = replace(self._state, seen=None)
+        self._sealed = True
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
+        seen = self._state.seen
+        if self._batch is None and seen:
+            rows = check.rows("batch_indices", batch_indices, seen.queries.shape[0])
+            seen = seen.reordered(rows.to(self.geometry.device))
+            self._state = replace(self._state, seen=seen)
+        super().reorder(batch_indices)
+
+    # Centroids and their lists
+
+    def _built(self, seen: Observed, valid: Tensor | None, blocks: Blocks) -> Codes:
+        """Chosen queries as centroids (Algorithm 1); valid: of all tokens so far."""
+        queries, positions, config = seen.queries, seen.positions, self.config
+        usable = torch.ones_like(queries[:, 0, :, 0], dtype=torch.bool)
+        padded = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
+        if valid is not None:
+            inside = positions < valid.shape[1]
+            usable = valid[:, positions.clamp_max(valid.shape[1] - 1)] | ~inside
+            usable = usable | ~usable.any(1, keepdim=True)
+            padded = (~valid).sum(1)
+        counts = ((seen.end - padded) // config.every).clamp(1, config.most)
+        known = seen.chosen(counts, usable, choice=config.choice, seed=config.seed)
+        some = known.any(0)  # of a row of the batch; the oldest first
+        return {**self._lister.listed(queries[:, :, some], blocks), "known": known[:, some]}
+
+    def _blocks(self, length: int | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """The keys held, up to `length`."""
+        length = len(self) if length is None else length
+        for start, rows in self._store.blocks(BLOCK):
+            keys = rows.keys[:, :, : max(length - start, 0)]
+            some = slice(start, start + keys.shape[2])
+            yield start, keys, None if self.valid is None else self.valid[:, some]
+
+    # First in, first out
+
+    def _enqueue(self, new: Codes) -> None:
+        """New centroids in place of the oldest."""
+        self._learnt = queued(self._learnt, new, self._state.oldest, in_place=True)
+        oldest = self._after(new["known"].shape[1])
+        self._state = replace(self._state, pending=None, oldest=oldest)
+
+    def _after(self, count: int) -> int:
+        return (self._state.oldest + count) % self._learnt["known"].shape[1]
+
+    # What the base asks for
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        start, state = len(self), self._state
+        if state.seen is not None:
+            seen = {"B": state.seen.queries.shape[0], "G": None, "N": None, "D": None}
+            check.tensor("keys", keys, seen)
+        if "lists" in self._learnt:
+            learnt, pending = self._learnt, state.pending
+            if pending is not None:  # it has not seen these keys
+                late = self._lister.relisted(*pending)
+                learnt = queued(learnt, late, state.oldest, in_place=False)
+            new = [(start, keys, valid)]
+            return learnt if self.config.stale else self._lister.offered(learnt, lambda: new)
+        if not self._sealed or state.seen is None:
+            return self._learnt
+        flags = self.valid
+        if flags is not None or valid is not None:
+            before = keys.new_ones((len(keys), start), dtype=torch.bool) if flags is None else flags
+            after = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
+            flags = torch.cat([before, after if valid is None else valid], dim=1)
+        return self._built(state.seen, flags, lambda: [*self._blocks(), (start, keys, valid)])
+
+    def _learnt_before(self, length: int) -> Codes:
+        learnt = self._learnt
+        if "lists" not in learnt or not bool((learnt["lists"] >= length).any()):
+            return learnt
+        gone = learnt["lists"] >= length
+        if not self.config.stale:  # what they have displaced is offered again
+            gone = torch.ones_like(gone)
+        lists = learnt["lists"].masked_fill(gone, UNUSED)
+        left = {**learnt, "lists": lists}
+        left["list_scores"] = learnt["list_scores"].masked_fill(gone, NEVER)
+        if self.config.stale:
+            return left
+        return self._lister.offered(left, lambda: self._blocks(length))
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> _State:
+        state = self._state
+        if "lists" not in self._learnt:
+            return replace(state, seen=None) if self._sealed else state
+        if state.pending is None:
+            return state
+        return replace(state, pending=None, oldest=self._after(1))
+
+    def _with_truncated(self, length: int) -> _State:
+        return replace(self._state, pending=None)
+
+    def _with_reordered(self, batch_indices: Tensor) -> _State:
+        seen, pending = self._state.seen, self._state.pending
+        if pending is not None:
+            queries, ids, products = pending
+            pending = queries[batch_indices], ids[batch_indices], products[batch_indices]
+        seen = seen and seen.reordered(batch_indices)
+        return replace(self._state, seen=seen, pending=pending)
+
+    def _keep(self, statistics: _State) -> None:
+        self._state = statistics
+
+    def _cleared(self) -> None:
+        self._state, self._sealed = _State(), False
+
+    def _held(self) -> list[Tensor]:
+        seen, pending = self._state.seen, self._state.pending
+        return [*(seen.held() if seen else []), *(pending or ())]
+
+    def _scanned(self) -> list[Tensor]:
+        keys = [rows.keys for _, rows in self._store.blocks(BLOCK)]
+        if "lists" not in self._learnt:
+            return keys
+        probed = self._learnt["lists"][:, :, : self.config.probes]  # and their keys, if all differ
+        keys = [torch.cat(keys, dim=2)[:, :, : probed.shape[2] * probed.shape[3]]]
+        return [self._learnt["centroids"], probed, *keys]
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, config = self.geometry, self.config
+        heads = group.fold(queries, g.kv_heads, "max_share")  # [B, G, g, D]
+        ids = self._everything(len(queries))
+        if "lists" in self._learnt:
+            ids = recalled(self._learnt, heads, len(self), config.probes, self.ops)
+        products = heads @ self._store.gather(ids).keys.float().mT
+        if "lists" in self._learnt and config.update:
+            self._state = replace(self._state, pending=(queries, ids, products))
+        if config.group == "mean_query":
+            products = products.mean(2, keepdim=True)
+        products = products.masked_fill((ids < 0)[:, :, None], NEVER)
+        agreed = group.agree(products, config.group, scale=g.scale, softcap=g.softcap)
+        best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
+        return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
+
+    def _everything(self, batch: int) -> Tensor:
+        """All valid ids, int64 `[B, G, N]`, -1 for the others."""
+        ids = torch.arange(len(self), device=self.geometry.device)
+        ids = ids.expand(batch, self.geometry.kv_heads, -1)
+        return ids if self.valid is None else ids.masked_fill(~self.valid[:, None], UNUSED)
