@@ -16,10 +16,19 @@ BLOCK = 2**20
 """Distances held at once: 4 MiB, which a core keeps near."""
 
 
-def kmeans(points: Tensor, clusters: int, *, iterations: int = 10, seed: int = 0) -> Tensor:
+def kmeans(
+    points: Tensor,
+    clusters: int,
+    *,
+    iterations: int = 10,
+    seed: int = 0,
+    spherical: bool = False,
+) -> Tensor:
     """Centroids float32 `[B, clusters, D]` of points float32 `[B, N, D]`, each row on its own.
 
-    iterations: of Lloyd's; 0 gives the starting points. seed: of those. The same from run to run
+    iterations: of Lloyd's; 0 gives the starting points. seed: of those. spherical: the points'
+    directions are clustered by their cosines, and centroids are directions (Dhillon and Modha,
+    2001); `assign` them to directions, too. The same from run to run
     on every device: random numbers are drawn on the CPU, alike for all rows, and sums are of
     integers, whose order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN
     or infinity in it, fewer points than clusters, or a number out of range.
@@ -31,11 +40,17 @@ def kmeans(points: Tensor, clusters: int, *, iterations: int = 10, seed: int = 0
         raise ValueError(f"clusters: got {clusters}, allowed is 1 to the {count} points")
     check.at_least("iterations", iterations, 0)
     check.at_least("seed", seed, 0)
-    middle = points.double().mean(1, keepdim=True).float()
+    if spherical:
+        points = directions(points)
+        middle = torch.zeros_like(points[:, :1])
+    else:
+        middle = points.double().mean(1, keepdim=True).float()
     points = points - middle  # distances lose nothing where all points are far from 0
     centroids = _start(points, clusters, seed)
     for _ in range(iterations):
-        centroids = _means(points, *assign(points, centroids), clusters)
+        centroids = _moved(points, *assign(points, centroids), clusters)
+        if spherical:
+            centroids = directions(centroids)
     return centroids + middle
 
 
@@ -52,6 +67,27 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
         labels.append(least.indices)
         distances.append((least.values + block.square().sum(-1)).clamp_min(0))
     return torch.cat(labels, 1), torch.cat(distances, 1)
+
+
+def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Mean float32 `[B, clusters, D]`, 0 of none, and number int64 `[B, clusters]` of the points.
+
+    points: float32 `[B, N, D]`; labels: int64 `[B, N]`. The same from run to run: sums are of
+    integers.
+    """
+    B, N, D = points.shape
+    counts = labels.new_zeros(B, clusters).scatter_add_(1, labels, torch.ones_like(labels))
+    largest = points.abs().amax((1, 2)).double().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = torch.exp2(61 - math.ceil(math.log2(N)) - torch.log2(largest).ceil())[:, None, None]
+    whole = (points * scale).round().long()
+    sums = labels.new_zeros(B, clusters, D)
+    sums.scatter_add_(1, labels[..., None].expand(-1, -1, D), whole)
+    return (sums / scale / counts.clamp_min(1)[..., None]).float(), counts
+
+
+def directions(points: Tensor) -> Tensor:
+    """Points float32 `[..., D]` scaled to length 1; a zero point stays."""
+    return torch.nn.functional.normalize(points, dim=-1, eps=torch.finfo(torch.float32).tiny)
 
 
 def _start(points: Tensor, clusters: int, seed: int) -> Tensor:
@@ -71,20 +107,13 @@ def _start(points: Tensor, clusters: int, seed: int) -> Tensor:
     return chosen
 
 
-def _means(points: Tensor, labels: Tensor, distances: Tensor, clusters: int) -> Tensor:
+def _moved(points: Tensor, labels: Tensor, distances: Tensor, clusters: int) -> Tensor:
     """Mean of the points of each cluster; an empty one moves to a point far from its centroid."""
-    B, N, D = points.shape
-    counts = labels.new_zeros(B, clusters).scatter_add_(1, labels, torch.ones_like(labels))
-    largest = points.abs().amax((1, 2)).double().clamp_min(torch.finfo(torch.float32).tiny)
-    scale = torch.exp2(61 - math.ceil(math.log2(N)) - torch.log2(largest).ceil())[:, None, None]
-    whole = (points * scale).round().long()
-    sums = labels.new_zeros(B, clusters, D)
-    sums.scatter_add_(1, labels[..., None].expand(-1, -1, D), whole)
-    means = (sums / scale / counts.clamp_min(1)[..., None]).float()
+    centroids, counts = means(points, labels, clusters)
     empty = counts == 0
     farthest = distances.argsort(dim=1, descending=True, stable=True)
     rank = (empty.cumsum(1) - 1).clamp_min(0)  # each empty cluster gets a point of its own
-    return torch.where(empty[..., None], _rows(points, farthest.gather(1, rank)), means)
+    return torch.where(empty[..., None], _rows(points, farthest.gather(1, rank)), centroids)
 
 
 def _rows(points: Tensor, order: Tensor) -> Tensor:

@@ -13,18 +13,44 @@ from kvindex.ops import select
 from kvindex.protocol import UNUSED, Hits
 
 
-def best_rows(scores: Tensor, starts: Tensor, sizes: Tensor, members: Tensor, k: int) -> Hits:
+def best_rows(
+    scores: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    members: Tensor,
+    k: int,
+    singles: Tensor | None = None,
+) -> Hits:
     """The rows of the best groups, whole ones until `k` rows are reached, the last one cut.
 
     scores: float32 `[B, G, S]`, `-inf` for a group that is never taken; starts, sizes: integers
     `[B, G, S]`; members: integers `[B, G, P]`, ids of tokens. A row's score is its group's.
+    singles: int64 `[B, R]`, ids of tokens that are groups of their own, -1 for none: then scores
+    and sizes (0 or 1) are `[B, G, S + R]`, theirs last.
     """
     scores = scores.masked_fill(sizes == 0, float("-inf"))
     best, taken = select.top_k(scores, min(k, scores.shape[-1]))
     slot, offset = walk(at(sizes, taken, 0), k)
     groups = at(taken, slot, UNUSED)
-    ids = at(members.long(), (at(starts, groups, 0) + offset).masked_fill(slot < 0, -1), UNUSED)
+    ids = rows_at(groups, offset, starts, members, singles)
     return ranked(ids, at(best, slot, float("-inf")))
+
+
+def rows_at(
+    groups: Tensor, offset: Tensor, starts: Tensor, members: Tensor, singles: Tensor | None
+) -> Tensor:
+    """Ids of the rows at an offset of groups, both int64 `[B, G, K]`; -1 where a group is -1.
+
+    starts, members, singles: as `best_rows` takes them.
+    """
+    S = starts.shape[-1]
+    listed = groups.masked_fill(groups >= S, UNUSED)
+    place = (at(starts, listed, 0) + offset).masked_fill(listed < 0, UNUSED)
+    ids = at(members, place, UNUSED).long()
+    if singles is None:
+        return ids
+    table = singles[:, None].expand(-1, groups.shape[1], -1)
+    return torch.where(groups >= S, at(table, (groups - S).clamp_min(UNUSED), UNUSED), ids)
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:

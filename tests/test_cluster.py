@@ -104,7 +104,7 @@ def test_as_many_clusters_as_points():
 def test_an_empty_cluster_moves_to_a_point_of_its_own():
     given = torch.tensor([[[0.0], [1.0], [5.0], [9.0]]])
     labels, distances = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0.0, 1, 25, 81]])
-    found = cluster._means(given, labels, distances, 3)
+    found = cluster._moved(given, labels, distances, 3)
     assert found.tolist() == [[[3.75], [9.0], [5.0]]]
 
 

@@ -1,0 +1,63 @@
+"""ClusterKV: keys in clusters of like direction; whole clusters are recalled.
+
+Liu et al., ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression
+(arXiv 2412.03213).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvindex import check, group, grouped
+from kvindex.clustered import ClusteredIndex, Plan
+from kvindex.protocol import Hits
+
+
+@dataclass(frozen=True)
+class ClusterKVConfig:
+    """What ClusterKV can be told; the defaults are the published ones.
+
+    per_cluster: keys of the prompt per cluster, on average.
+    block: later tokens that are clustered together, into `block_clusters`.
+    iterations: of k-means, at most; seed: of its starting points.
+    group: how query heads agree (`kvindex.group`).
+    """
+
+    per_cluster: int = 80
+    block: int = 320
+    block_clusters: int = 8
+    iterations: int = 10
+    group: str = "mean_share"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check.at_least("per_cluster", self.per_cluster, 1)
+        check.at_least("block", self.block, 1)
+        if check.at_least("block_clusters", self.block_clusters, 1) > self.block:
+            raise ValueError(
+                f"block_clusters: got {self.block_clusters}, allowed is 1 to block = {self.block}"
+            )
+        check.at_least("iterations", self.iterations, 0)
+        check.one_of("group", self.group, group.POLICIES)
+        if check.at_least("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+
+
+class ClusterKV(ClusteredIndex):
+    """Ranks clusters by `q·c`, `c` the mean of their keys, and returns the rows of the best.
+
+    Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster.
+    """
+
+    Config = ClusterKVConfig
+
+    def _plan(self) -> Plan:
+        c = self.config
+        return Plan(None, c.per_cluster, c.block, c.block_clusters)
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        units = self._units()
+        scores = self._scores(queries, units)
+        return grouped.best_rows(scores, units.starts, units.sizes, units.members, k, units.singles)
