@@ -1,0 +1,239 @@
+"""MagicPIG: attention over keys that random hashes sample, corrected by how likely that was.
+
+Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation (ICLR 2025). Differences from its
+published code: docs/indexes/magicpig.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.base import BaseIndex
+from kvindex.protocol import UNUSED, Codes, Hits
+
+LONGEST = 15
+"""Bits of a hash: an int16 holds it."""
+
+LEAST = 2
+"""Tables in which a key must meet the query, as published."""
+
+BLOCK = 2**24
+"""Bits hashed, or hashes compared, at a time: bounds memory, not the result."""
+
+RARE = 1e-4
+"""Expected meetings below which the chance is taken from its series: it errs by the square of
+this, where the closed form loses `2^-53 / RARE` by cancellation."""
+
+
+@dataclass(frozen=True)
+class MagicPIGConfig:
+    """What MagicPIG can be told.
+
+    bits: of a hash, one random direction each (the paper's K); 1 to 15.
+    tables: hashes per key (the paper's L); at least 2.
+    sure: the first valid tokens that every search returns, as far as half of its slots go.
+    seed: of the random directions, and of the draw where candidates are too many.
+    stale: tokens appended after `seal` are never returned (the published code does not hash them).
+    """
+
+    bits: int = 10
+    tables: int = 150
+    sure: int = 4
+    seed: int = 0
+    stale: bool = False
+
+    def __post_init__(self) -> None:
+        if check.at_least("bits", self.bits, 1) > LONGEST:
+            raise ValueError(f"bits: got {self.bits}, allowed is 1 to {LONGEST}")
+        check.at_least("tables", self.tables, LEAST)
+        check.at_least("sure", self.sure, 0)
+        if check.at_least("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+        if not isinstance(self.stale, bool):
+            raise ValueError(f"stale: got {self.stale!r}, allowed is True or False")
+
+
+class MagicPIG(BaseIndex):
+    """SimHash in many tables; a key is a candidate where it meets the query in two of them.
+
+    A query head attends to its own candidates alone, with a log-weight of `-log w`, `w` the chance
+    that they are candidates: over seeds, numerator and denominator of its softmax are right on
+    average. Hits' scores only order the rows: what `group.agree` (mean share) returns for `q·k`
+    among those returned.
+    """
+
+    Config = MagicPIGConfig
+    _sealed: int | None = None  # tokens of the prompt, once it is sealed and the index is stale
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        g, config = self.geometry, self.config
+        generator = torch.Generator().manual_seed(config.seed)
+        shape = (g.head_dim, config.tables * config.bits)
+        self._directions = torch.randn(shape, generator=generator).to(g.device)
+
+    # Encoding
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """`centre` float32 `[B, G, D]`, the mean key, and which rows have theirs, bool `[B]`.
+
+        A row of the batch learns it from the first append that holds a valid token of it. What it
+        adds to a query's logits is the same for all keys, so softmax does not see it.
+        """
+        here = keys.new_ones(keys.shape[:1] + keys.shape[2:3], dtype=torch.bool)
+        counts = (here if valid is None else valid).sum(1)
+        centre = (keys.double().sum(2) / counts.clamp_min(1)[:, None, None]).float()
+        if not self._learnt:
+            return {"centre": centre, "known": counts > 0}
+        known = self._learnt["known"]
+        kept = torch.where(known[:, None, None], self._learnt["centre"], centre)
+        return {"centre": kept, "known": known | (counts > 0)}
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        return {"hashes": self._hashes(keys.float() - learnt["centre"][:, :, None])}
+
+    def _hashes(self, vectors: Tensor) -> Tensor:
+        """One for each table, int16 `[..., N, tables]`, of vectors float32 `[..., N, D]`.
+
+        A bit is 1 where the inner product with its direction is at least 0.
+        """
+        bits, tables = self.config.bits, self.config.tables
+        place = 2 ** torch.arange(bits, device=vectors.device, dtype=torch.float32)
+        step = max(BLOCK // (self._directions.shape[1] * math.prod(vectors.shape[:-2])), 1)
+        parts = []
+        for some in torch.split(vectors, step, dim=-2):
+            positive = (some @ self._directions >= 0).float()
+            parts.append((positive.reshape(*some.shape[:-1], tables, bits) @ place).short())
+        return torch.cat(parts, dim=-2)
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g = self.geometry
+        asked = group.fold(queries, g.kv_heads, "union")  # [B, G, g, D]
+        hashes = self._hashes(asked)
+        drawn, sure = self._drawn(hashes), self._sure(k)
+        everyone = drawn.any(2) & ~sure[:, None]
+        room = k - sure.sum(-1).clamp_max(k)[:, None]  # [B, 1]
+        kept = self._thinned(everyone, room, hashes)
+        times = everyone.sum(-1).clamp_min(1) / kept.sum(-1).clamp_min(1)  # [B, G]
+
+        ids = self.ops.select.compact(kept | sure[:, None])
+        keys, unused = self._store.gather(ids).keys, (ids < 0)[:, :, None]
+        at = ids.clamp_min(0)
+        is_sure = sure[:, None].expand(-1, g.kv_heads, -1).gather(-1, at)[:, :, None]
+        visible = drawn.gather(-1, at[:, :, None].expand(*asked.shape[:3], -1))
+        weights = times.double().log()[..., None, None] - self._log_chances(asked, keys)
+        weights = weights.masked_fill(~visible, float("-inf")).masked_fill(is_sure, 0)
+        weights = weights.masked_fill(unused, float("-inf")).float()
+
+        logits = (asked @ keys.float().mT).masked_fill(unused, float("-inf"))
+        agreed = group.agree(logits, "mean_share", scale=g.scale, softcap=g.softcap)
+        scores, slots = self.ops.select.top_k(agreed, k)
+        place = slots.clamp_min(0)
+        if not ids.shape[-1]:  # nothing was found at all
+            return Hits(slots, scores)
+        found = ids.gather(-1, place).masked_fill(slots < 0, UNUSED)
+        weights = weights.gather(-1, place[:, :, None].expand(*asked.shape[:3], -1))
+        weights = weights.masked_fill((slots < 0)[:, :, None], float("-inf"))
+        return Hits(found, scores, weights.flatten(1, 2))
+
+    def _drawn(self, hashes: Tensor) -> Tensor:
+        """The candidates of each query head, bool `[B, G, g, N]`: met in two tables or more.
+
+        hashes: of the queries, int16 `[B, G, g, tables]`.
+        """
+        codes, parts = self._codes["hashes"], []
+        step = max(BLOCK // hashes.numel(), 1)
+        for some in torch.split(codes, step, dim=2):
+            met = some[:, :, None] == hashes[:, :, :, None]
+            parts.append(met.sum(-1, dtype=torch.int16) >= LEAST)
+        return torch.cat(parts, dim=-1) & self._known()[:, None, None]
+
+    def _known(self) -> Tensor:
+        """Which tokens may be returned, bool `[B, N]`."""
+        place = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
+        known = place < (len(self) if self._sealed is None else self._sealed)
+        return known if self.valid is None else known.logical_and(self.valid)
+
+    def _sure(self, k: int) -> Tensor:
+        """The first of them, bool `[B, N]`: they are chosen whatever the hashes are."""
+        known = self._known()
+        return known & (known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
+
+    def _thinned(self, everyone: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
+        """As many of the candidates bool `[B, G, N]` as there is room for, `[B, 1]`, drawn alike.
+
+        Ranked by a number that mixes a token's place among the valid ones with the queries'
+        hashes: another draw at every step, the same from run to run, whatever the padding.
+        """
+        valid = self._known()
+        rank = valid.cumsum(-1)[:, None]  # [B, 1, N]
+        flat = hashes.flatten(2).long() + 1
+        odd = _mixed(torch.arange(flat.shape[-1], device=flat.device) + self.config.seed) | 1
+        sign = _mixed((flat * odd).sum(-1, keepdim=True))  # [B, G, 1]
+        chance = (_mixed(rank + sign) & 2**62 - 1).masked_fill(~everyone, -1)
+        most = min(int(room.max()), len(self))
+        order = chance.topk(most, dim=-1).indices
+        taken = (torch.arange(most, device=order.device) < room[..., None]).expand(order.shape)
+        drawn = torch.zeros_like(everyone).scatter_(-1, order, taken)
+        return drawn & everyone
+
+    def _log_chances(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Of keys `[B, G, C, D]` for queries `[B, G, g, D]`: float64 `[B, G, g, C]`."""
+        apart = keys.float() - self._learnt["centre"][:, :, None]
+        asked, kept = (self.ops.transform.normalize(x)[0].double() for x in (queries, apart))
+        return log_chance(asked @ kept.mT, self.config.bits, self.config.tables)
+
+    # What stays after `seal`, where the index is stale
+
+    def seal(self) -> None:
+        """The prompt is complete: a stale index takes no more tokens for candidates."""
+        if self.config.stale and self._sealed is None:
+            self._sealed = len(self)
+
+    def _cleared(self) -> None:
+        self._sealed = None
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> int | None:
+        return self._sealed
+
+    def _with_truncated(self, length: int) -> int | None:
+        return None if self._sealed is None else min(self._sealed, length)
+
+    def _with_reordered(self, batch_indices: Tensor) -> int | None:
+        return self._sealed
+
+    def _keep(self, statistics: int | None) -> None:
+        self._sealed = statistics
+
+    def _held(self) -> list[Tensor]:
+        return [self._directions]
+
+
+def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
+    """Logarithm of the chance to meet in two tables or more, float64 as `cosines`.
+
+    `w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)`, `p = 1 - θ/π` (paper, section 4.2).
+    """
+    p = 1 - cosines.double().clamp(-1, 1).acos() / math.pi
+    meet = p.clamp_min(1e-8) ** bits  # an angle near π is known to 1e-8
+    missed = torch.log1p(-meet)
+    closed = -torch.expm1(tables * missed) - tables * meet * ((tables - 1) * missed).exp()
+    # Σ_{j ≥ 2} of the binomial distribution, to its second term
+    pairs = math.log(tables * (tables - 1) / 2)
+    series = pairs + 2 * meet.log() + torch.log1p(-2 * (tables - 2) / 3 * meet.clamp_max(RARE))
+    return torch.where(tables * meet < RARE, series, closed.log())
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Int64 that look random, one for each int64 (xor-shifts and odd factors)."""
+    for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
+        numbers = (numbers ^ (numbers >> 29 & 2**35 - 1)) * factor
+    return numbers ^ (numbers >> 32 & 2**32 - 1)
