@@ -146,3 +146,22 @@ class PagedIndex(BaseIndex):
         agreed = group.agree(scores, policy, scale=g.scale, softcap=g.softcap, sizes=sizes)
         members = self._members()[:, None].expand(-1, g.kv_heads, -1)
         return best_rows(agreed, starts.expand_as(sizes), sizes, members, k)
+
+
+def extremes(keys: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest of each coordinate, `[B, G, pages, D]`; 0 for an empty page.
+
+    keys, there: as `PagedIndex._summaries_of` gets them.
+    """
+    low = keys.masked_fill(~there, float("inf")).amin(3)
+    high = keys.masked_fill(~there, float("-inf")).amax(3)
+    none = ~there.any(3)  # [B, 1, pages, 1]
+    return low.masked_fill(none, 0), high.masked_fill(none, 0)
+
+
+def box_scores(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The largest product with a point of each box, `Σ_i max(q_i low_i, q_i high_i)`.
+
+    queries: float32 `[B, G, g, D]`; low, high: `[B, G, pages, D]`. Float32 `[B, G, g, pages]`.
+    """
+    return queries.clamp_min(0) @ high.float().mT + queries.clamp_max(0) @ low.float().mT

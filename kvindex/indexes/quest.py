@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvindex import check, group
-from kvindex.pages import PagedIndex
+from kvindex.pages import PagedIndex, box_scores, extremes
 from kvindex.protocol import Codes
 
 
@@ -36,11 +36,8 @@ class Quest(PagedIndex):
     Config = QuestConfig
 
     def _summaries_of(self, keys: Tensor, there: Tensor) -> Codes:
-        low = keys.masked_fill(~there, float("inf")).amin(3)
-        high = keys.masked_fill(~there, float("-inf")).amax(3)
-        none = ~there.any(3)  # [B, 1, pages, 1]
-        return {"low": low.masked_fill(none, 0), "high": high.masked_fill(none, 0)}
+        low, high = extremes(keys, there)
+        return {"low": low, "high": high}
 
     def _page_scores(self, queries: Tensor) -> Tensor:
-        low, high = (self._codes[name].float() for name in ("low", "high"))
-        return queries.clamp_min(0) @ high.mT + queries.clamp_max(0) @ low.mT
+        return box_scores(queries, self._codes["low"], self._codes["high"])

@@ -22,7 +22,7 @@ def check_slots_are_exactly_k(make: Make, case: Case) -> None:
 
 def check_a_needle_is_found(make: Make, case: Case) -> None:
     unit = make().unit  # what comes with a row, and is found with it
-    count, k = (N, K) if unit == 1 else (3 * unit, unit)
+    count, k = (N, K) if unit == 1 else ((17 // unit + 3) * unit, unit)
     keys, values = case.tokens(count)
     queries = case.queries().unflatten(1, (case.kv_heads, -1))  # [B, G, g, D]
     keys = keys / 16

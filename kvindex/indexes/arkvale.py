@@ -1,0 +1,83 @@
+"""ArkVale: pages with a volume around most of their keys.
+
+Chen et al., ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction
+(NeurIPS 2024): a page's digest is a centre and a radius; pages are recalled by the largest product
+of the query with a point of the volume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.pages import PagedIndex, box_scores, extremes
+from kvindex.protocol import Codes
+
+VOLUMES = ("cuboid", "ball", "centre")
+
+RADII = ("mean", "max")
+
+
+@dataclass(frozen=True)
+class ArkValeConfig:
+    """What ArkVale can be told.
+
+    page: tokens of a page (published: 32).
+    volume: around the centre, half way between the extremes of each coordinate: a "cuboid" with a
+      radius for each coordinate (published code), a "ball" with one, or the "centre" alone.
+    radius: "mean" distance of the keys from the centre (published code), which leaves some of
+      them outside, or the "max", with which the score bounds every product from above.
+    group: how query heads agree (`kvindex.group`).
+    """
+
+    page: int = 32
+    volume: str = "cuboid"
+    radius: str = "mean"
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("page", self.page, 1)
+        check.one_of("volume", self.volume, VOLUMES)
+        check.one_of("radius", self.radius, RADII)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class ArkVale(PagedIndex):
+    """Whole pages, best first, by the largest product with a point of their volumes.
+
+    Hits' scores: of each row its page's, what `group.agree` returns for these products.
+    """
+
+    Config = ArkValeConfig
+
+    def _summaries_of(self, keys: Tensor, there: Tensor) -> Codes:
+        low, high = extremes(keys, there)
+        cuboid = self.config.volume == "cuboid"
+        if cuboid and self.config.radius == "max":
+            return {"low": low, "high": high}
+        centre = (low.float() + high.float()) / 2
+        if not cuboid:
+            centre = centre.to(keys.dtype)  # what is kept, and radii are around
+        if self.config.volume == "centre":
+            return {"centre": centre}
+        distances = keys.float() - centre.float()[:, :, :, None]
+        distances = distances.abs() if cuboid else distances.norm(dim=-1, keepdim=True)
+        distances = distances.masked_fill(~there, 0)
+        radius = distances.amax(3)
+        if self.config.radius == "mean":
+            radius = distances.sum(3) / there.sum(3).clamp_min(1)
+        if cuboid:
+            box = {"low": centre - radius, "high": centre + radius}
+            return {name: corner.to(keys.dtype) for name, corner in box.items()}
+        return {"centre": centre, "radius": radius}
+
+    def _page_scores(self, queries: Tensor) -> Tensor:
+        codes = self._codes
+        if self.config.volume == "cuboid":
+            return box_scores(queries, codes["low"], codes["high"])
+        scores = queries @ codes["centre"].float().mT
+        if self.config.volume == "ball":
+            scores = scores + queries.norm(dim=-1, keepdim=True) * codes["radius"].mT
+        return scores
