@@ -159,13 +159,13 @@ class MagicPIG(BaseIndex):
     def _known(self) -> Tensor:
         """Which tokens may be returned, bool `[B, N]`."""
         place = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
-        known = place < (len(self) if self._sealed is None else self._sealed)
+        known: Tensor = place < (len(self) if self._sealed is None else self._sealed)
         return known if self.valid is None else known.logical_and(self.valid)
 
     def _sure(self, k: int) -> Tensor:
         """The first of them, bool `[B, N]`: they are chosen whatever the hashes are."""
         known = self._known()
-        return known & (known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
+        return known.logical_and(known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
 
     def _thinned(self, everyone: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
         """As many of the candidates bool `[B, G, N]` as there is room for, `[B, 1]`, drawn alike.
