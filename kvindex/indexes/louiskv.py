@@ -1,0 +1,266 @@
+"""LouisKV: clusters of the prompt's keys, segments of the generated ones, whole units returned.
+
+LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026). When to search
+is the wrapper `kvindex.wrappers.Reuse`, which marks the boundaries of the segments, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex import check, cluster, group
+from kvindex.base import BaseIndex
+from kvindex.grouped import best_rows
+from kvindex.ops.select import compact
+from kvindex.protocol import UNUSED, Codes, Hits
+
+BLOCK = 16_384
+"""Tokens scored at a time before `seal`: bounds what a host store copies at once."""
+
+
+@dataclass(frozen=True)
+class LouisKVConfig:
+    """What LouisKV can be told.
+
+    per_cluster: keys of the prompt per cluster, on average.
+    iterations: of k-means.
+    longest: tokens of a segment, where no boundary ends it earlier.
+    group: how query heads agree on units (`kvindex.group`).
+    seed: of the starting points of k-means.
+    """
+
+    per_cluster: int = 16
+    iterations: int = 10
+    longest: int = 32
+    group: str = "mean_share"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("per_cluster", "longest"):
+            check.at_least(name, getattr(self, name), 1)
+        for name in ("iterations", "seed"):
+            check.at_least(name, getattr(self, name), 0)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """prompt: its tokens, None before `seal`; cuts: positions where a segment begins, ascending;
+    newest: position of the newest query, int64 `[1]`.
+    """
+
+    prompt: int | None = None
+    cuts: tuple[int, ...] = ()
+    newest: Tensor | None = None
+
+    def starts(self, stop: int, longest: int) -> list[int]:
+        """First tokens of the segments up to `stop`; more tokens change no earlier one."""
+        prompt = self.prompt or 0
+        if stop <= prompt:
+            return []
+        edges = [prompt, *(cut for cut in self.cuts if prompt < cut < stop), stop]
+        return [start for edge in pairwise(edges) for start in range(*edge, longest)]
+
+
+class LouisKV(BaseIndex):
+    """Ranks clusters and segments by their mean keys, once for the group, and returns their rows.
+
+    Hits' scores: what `group.agree` returns for the `q·k` of the unit's mean key; all rows of a
+    unit have the same. Before `seal` every key is a unit of its own.
+    """
+
+    Config = LouisKVConfig
+    presets: ClassVar = {}
+
+    _sequence: _Sequence
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        return {}
+
+    # Signals
+
+    def seal(self) -> None:
+        """The prompt is complete: what the index holds of it is clustered. Once until `reset`."""
+        if self._sequence.prompt is None:
+            if len(self):
+                self._learnt = self._clustered(len(self))
+            self._sequence = replace(self._sequence, prompt=len(self))
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries, ids int64 `[T]`: where the next boundary will be."""
+        check.tensor("positions", positions, {"T": None}, torch.int64)
+        if len(positions):
+            self._sequence = replace(self._sequence, newest=positions[-1:])
+
+    def mark_boundary(self) -> None:
+        """A segment ends with the newest token: observed, or held if none was observed after it."""
+        sequence = self._sequence
+        if sequence.prompt is None:
+            return
+        newest = -1 if sequence.newest is None else int(sequence.newest)
+        cut = max(newest + 1, len(self))
+        earlier = tuple(other for other in sequence.cuts if other < cut)
+        self._sequence = replace(sequence, cuts=(*earlier, cut))
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy, learnt = self.geometry, self.config.group, self._learnt
+        folded = group.fold(queries, g.kv_heads, policy)
+        if self._sequence.prompt is None:
+            blocks = [folded @ rows.keys.float().mT for _, rows in self._store.blocks(BLOCK)]
+            estimates = torch.cat(blocks, dim=-1)
+            if self.valid is not None:
+                estimates = estimates.masked_fill(~self.valid[:, None, None], float("-inf"))
+            agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+            best, ids = self.ops.select.top_k(agreed, k)
+            return Hits(ids, best)
+        sizes, counts = learnt["sizes"].long(), learnt["counts"].long()
+        parts = [folded @ learnt[name].float().mT for name in ("centroids", "means")]
+        starts = [sizes.cumsum(-1) - sizes]
+        starts.append(
+            (self._sequence.prompt + counts.cumsum(-1) - counts)[:, None].expand(-1, g.kv_heads, -1)
+        )
+        sizes = torch.cat([sizes, counts[:, None].expand(-1, g.kv_heads, -1)], dim=-1)
+        estimates = torch.cat(parts, dim=-1).masked_fill((sizes == 0)[:, :, None], float("-inf"))
+        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        return best_rows(agreed, torch.cat(starts, dim=-1), sizes, learnt["members"], k)
+
+    def _scanned(self) -> list[Tensor]:
+        if self._sequence.prompt is None:
+            return [rows.keys for _, rows in self._store.blocks(BLOCK)]
+        return [self._learnt[name] for name in ("centroids", "sizes", "means", "counts")]
+
+    # Units
+
+    def _clustered(self, length: int) -> Codes:
+        """Clusters of the first `length` tokens, and no segment.
+
+        `centroids` `[B, G, C, D]`, `means` `[B, G, S, D]` in the layer's dtype; `sizes` int32
+        `[B, G, C]`, `counts` int32 `[B, S]`: valid tokens of clusters and segments; `members`
+        int32 `[B, G, N]`: ids of the prompt cluster by cluster, then those of the segments, -1
+        after each.
+        """
+        g, B, device = self.geometry, len(self.counts), self.geometry.device
+        counts, per = [length] * B, self.config.per_cluster
+        if self.valid is not None:
+            counts = self.valid[:, :length].sum(1).tolist()
+        most = -(-max(counts) // per)
+        members = torch.full((B, g.kv_heads, length), UNUSED, dtype=torch.int32, device=device)
+        sizes = torch.zeros((B, g.kv_heads, most), dtype=torch.int32, device=device)
+        centroids = torch.zeros((B, g.kv_heads, most, g.head_dim), dtype=g.dtype, device=device)
+        for count in sorted(set(counts) - {0}):
+            rows = torch.tensor([b for b in range(B) if counts[b] == count], device=device)
+            ids = torch.arange(length, device=device).expand(B, -1)
+            if self.valid is not None:
+                ids = compact(self.valid[:, :length])[:, :count]
+            keys = self._store.gather(ids[:, None].expand(-1, g.kv_heads, -1)).keys[rows]
+            points, clusters = keys.float().flatten(0, 1), -(-count // per)
+            options = dict(iterations=self.config.iterations, seed=self.config.seed)
+            labels = cluster.assign(points, cluster.kmeans(points, clusters, **options))[0]
+            means, held = cluster.means(points, labels, clusters)
+            order = labels.sort(dim=1, stable=True).indices  # ids ascend within a cluster
+            wide = ids[rows].repeat_interleave(g.kv_heads, dim=0).gather(1, order)
+            shape = (len(rows), g.kv_heads)
+            members[rows, :, :count] = wide.view(*shape, -1).int()
+            sizes[rows, :, :clusters] = held.view(*shape, -1).int()
+            centroids[rows, :, :clusters] = means.view(*shape, clusters, -1).to(g.dtype)
+        return {
+            "members": members,
+            "sizes": sizes,
+            "centroids": centroids,
+            "means": centroids[:, :, :0],
+            "counts": sizes[:, 0, :0],
+        }
+
+    def _segmented(self, learnt: Codes, stop: int, keys: Tensor, valid: Tensor | None) -> Codes:
+        """The same with segments up to `stop`; those that end before `keys` begin stay.
+
+        keys `[B, G, n, D]`: of the newest tokens up to `stop`; valid: bool `[B, stop]` or None.
+        """
+        prompt, first, device = self._sequence.prompt or 0, stop - keys.shape[2], keys.device
+        starts = self._sequence.starts(stop, self.config.longest)
+        kept = sum(start < first for start in starts)
+        edges = torch.tensor([*starts[kept:], stop], device=device)
+        ids = edges[:-1, None] + torch.arange(self.config.longest, device=device)  # [S, longest]
+        inside = (ids < edges[1:, None]).expand(len(keys), -1, -1)
+        ids = ids.clamp_max(stop - 1)
+        tail = torch.arange(prompt, stop, device=device).expand(len(keys), -1)
+        if valid is not None:
+            inside = inside & valid[:, ids]
+            some = compact(valid[:, prompt:])
+            some = torch.where(some < 0, UNUSED, some + prompt)
+            tail = torch.nn.functional.pad(some, (0, stop - prompt - some.shape[1]), value=UNUSED)
+        found = keys[:, :, ids - first].float().masked_fill(~inside[:, None, ..., None], 0)
+        counts = inside.sum(-1)
+        means = found.sum(3) / counts.clamp_min(1)[:, None, :, None]
+        wide = tail[:, None].expand(-1, keys.shape[1], -1).int()
+        return {
+            **learnt,
+            "members": torch.cat([learnt["members"][:, :, :prompt], wide], dim=2),
+            "means": torch.cat([learnt["means"][:, :, :kept], means.to(keys.dtype)], dim=2),
+            "counts": torch.cat([learnt["counts"][:, :kept], counts.int()], dim=1),
+        }
+
+    def _open(self, length: int) -> Tensor:
+        """Keys of the last segment of the first `length` tokens, `[B, G, n, D]`."""
+        g, starts = self.geometry, self._sequence.starts(length, self.config.longest)
+        ids = torch.arange(starts[-1] if starts else length, length, device=g.device)
+        return self._store.gather(ids.expand(len(self.counts), g.kv_heads, -1)).keys
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        if self._sequence.prompt is None or not keys.shape[2]:
+            return self._learnt
+        learnt, flags, stop = self._learnt, self.valid, len(self) + keys.shape[2]
+        if not learnt:
+            return self._segmented(_nothing(keys), stop, keys, valid)
+        if flags is not None or valid is not None:
+            real = keys.new_ones((len(keys), stop), dtype=torch.bool)
+            real[:, : len(self)] = True if flags is None else flags
+            real[:, len(self) :] = True if valid is None else valid
+            flags = real
+        return self._segmented(learnt, stop, torch.cat([self._open(len(self)), keys], 2), flags)
+
+    def _learnt_before(self, length: int) -> Codes:
+        prompt = self._sequence.prompt
+        if prompt is None:
+            return self._learnt
+        if length < prompt:
+            return self._clustered(length)
+        flags = None if self.valid is None else self.valid[:, :length]
+        return self._segmented(self._learnt, length, self._open(length), flags)
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> _Sequence:
+        return self._sequence
+
+    def _with_truncated(self, length: int) -> _Sequence:
+        sequence = self._sequence
+        prompt = None if sequence.prompt is None else min(sequence.prompt, length)
+        cuts = tuple(cut for cut in sequence.cuts if cut <= length)
+        return _Sequence(prompt, cuts)
+
+    def _with_reordered(self, batch_indices: Tensor) -> _Sequence:
+        return self._sequence
+
+    def _keep(self, statistics: _Sequence) -> None:
+        self._sequence = statistics
+
+    def _cleared(self) -> None:
+        self._sequence = _Sequence()
+
+
+def _nothing(keys: Tensor) -> dict[str, Tensor]:
+    """What is learnt of a prompt without tokens; keys `[B, G, n, D]`."""
+    B, G, _, D = keys.shape
+    return {
+        "members": keys.new_empty((B, G, 0), dtype=torch.int32),
+        "sizes": keys.new_empty((B, G, 0), dtype=torch.int32),
+        "centroids": keys.new_empty((B, G, 0, D)),
+        "means": keys.new_empty((B, G, 0, D)),
+        "counts": keys.new_empty((B, 0), dtype=torch.int32),
+    }

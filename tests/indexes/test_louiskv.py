@@ -1,0 +1,236 @@
+"""LouisKV: units of one key are exact; clusters, segments, boundaries, budgets of whole units."""
+
+import pytest
+import torch
+
+from kvindex.layer import AttentionLayer
+from tests import contract
+from tests.contract.common import N
+from tests.helpers import Case, assert_same_hits, left_padding, part
+
+CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
+SINGLE = dict(per_cluster=1, longest=1)
+
+
+def sealed(case=CASE, count=N, tokens=None, valid=None, **options):
+    """An index whose prompt of `count` tokens is complete."""
+    index = case.index("louiskv", **options)
+    index.append(*(case.tokens(count) if tokens is None else tokens), valid=valid)
+    index.seal()
+    return index
+
+
+def units(index):
+    """The ids of each cluster, then of each segment, for each row and head."""
+    learnt, found = index._learnt, {}
+    for b in range(len(index.counts)):
+        for h in range(index.geometry.kv_heads):
+            ids = learnt["members"][b, h].tolist()
+            first, split = 0, []
+            for size in learnt["sizes"][b, h].tolist():
+                split.append(ids[first : first + size])
+                first += size
+            first = index._sequence.prompt
+            for size in learnt["counts"][b].tolist():
+                split.append(ids[first : first + size])
+                first += size
+            found[b, h] = split
+    return found
+
+
+def segments(index, row=0):
+    return units(index)[row, 0][index._learnt["sizes"].shape[2] :]
+
+
+def assert_units_are_means(index, keys):
+    learnt = index._learnt
+    means = torch.cat([learnt["centroids"], learnt["means"]], dim=2)
+    for (b, h), split in units(index).items():
+        for unit, ids in enumerate(split):
+            if ids:
+                torch.testing.assert_close(means[b, h, unit], keys[b, h, ids].mean(0))
+
+
+@pytest.mark.parametrize("policy", ["mean_share", "max_share", "union", "mean_query"])
+def test_units_of_one_key_are_exact(policy):
+    """Through appends, boundaries, truncation below and above the prompt, and reordering."""
+    pads, tokens, more = left_padding([0, 9], N), CASE.tokens(N), CASE.tokens(30, seed=1)
+    index = sealed(tokens=tokens, valid=pads, group=policy, **SINGLE)
+    exact = CASE.index("exact", group=policy)
+    exact.append(*tokens, valid=pads)
+    changes = [
+        lambda i: None,
+        lambda i: i.append(*part(more, 0, 1)),
+        lambda i: (i.mark_boundary(), i.append(*part(more, 1, 30))),
+        lambda i: i.truncate(50),
+        lambda i: i.reorder(torch.tensor([1, 1, 0])),
+        lambda i: i.truncate(N - 10),
+        lambda i: i.append(*CASE.tokens(3, seed=2, batch=3)),
+    ]
+    for seed, change in enumerate(changes):
+        change(index), change(exact)
+        queries = CASE.queries(seed, len(index.counts))
+        for k in (5, 200):
+            assert_same_hits(index.search(queries, k=k), exact.search(queries, k=k), close=1e-5)
+
+
+def test_larger_units_are_not():
+    index, exact = sealed(), CASE.index("exact")
+    exact.append(*CASE.tokens(N))
+    hits, want = (each.search(CASE.queries(), k=5) for each in (index, exact))
+    with pytest.raises(AssertionError):
+        assert_same_hits(hits, want, close=1e-5)
+
+
+NOT_SEALED = {
+    "check_a_needle_is_found": "a cluster dilutes it",
+    "check_truncate_into_padding": "a prompt that is cut ends earlier",
+    "check_an_append_that_runs_out_of_memory_changes_nothing": "here it is an append and a seal",
+}
+CHECKS = [check for check in contract.CHECKS if check.__name__ not in NOT_SEALED]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_sealed_index_keeps_the_contract(check):
+    """The contract appends first and seals later, if at all: here the first append is sealed."""
+    case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=3)
+
+    def make(**options):
+        index = case.index("louiskv", per_cluster=4, longest=5, **options)
+        append = index.append
+
+        def and_seal(*tokens, **flags):
+            append(*tokens, **flags)
+            index.seal()
+
+        index.append = and_seal
+        return index
+
+    check(make, case)
+
+
+def test_units_hold_every_token_once_and_are_its_mean():
+    index, tokens = sealed(count=60, valid=left_padding([0, 11], 60)), CASE.tokens(60)
+    more = CASE.tokens(50, seed=1)
+    for start, stop in ((0, 7), (7, 8), (8, 50)):
+        index.append(*part(more, start, stop))
+        index.mark_boundary()
+    keys = torch.cat([tokens[0], more[0]], dim=2)
+    for (row, _), split in units(index).items():
+        assert sorted(i for ids in split for i in ids) == [*range([0, 11][row], 110)]
+    assert_units_are_means(index, keys)
+    index.truncate(80)
+    assert_units_are_means(index, keys)
+    assert segments(index) == [[*range(60, 67)], [67], [*range(68, 80)]]
+    with pytest.raises(AssertionError):
+        assert_units_are_means(index, keys.roll(1, 2))
+
+
+def test_a_blob_of_the_prompt_is_a_cluster():
+    """Far apart, k-means finds them whatever it starts from (here with this seed)."""
+    case = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
+    centres = 20 * torch.eye(16)[:4]
+    keys = (centres.repeat(8, 1) + case.tensor(3, 32, 16))[None, None]
+    index = sealed(case, tokens=(keys, case.tokens(32)[1]), per_cluster=8)
+    assert sorted(units(index)[0, 0]) == [[*range(i, 32, 4)] for i in range(4)]
+    hits = index.search(centres[2][None, None], k=11)
+    assert hits.ids[0, 0, :8].tolist() == [*range(2, 32, 4)]
+    assert (hits.scores[0, 0, :8] == hits.scores[0, 0, 0]).all()
+    assert (hits.ids >= 0).all(), "the last unit is cut"
+
+
+def test_segments_end_where_a_boundary_was_marked_or_are_full():
+    index, more = sealed(longest=8), CASE.tokens(60, seed=1)
+    index.append(*part(more, 0, 5))
+    index.mark_boundary()
+    index.mark_boundary()
+    index.append(*part(more, 5, 26))
+    assert segments(index) == [
+        [*range(N, N + 5)],
+        [*range(N + 5, N + 13)],
+        [*range(N + 13, N + 21)],
+        [*range(N + 21, N + 26)],
+    ]
+
+
+def test_boundaries_lie_at_the_newest_query_not_at_the_newest_key_held():
+    """A layer keeps the newest tokens in its window: boundaries are known before keys come."""
+    index, more = sealed(), CASE.tokens(20, seed=1)
+    for position in range(N, N + 20):
+        if position in (N + 3, N + 12):
+            index.mark_boundary()
+        index.observe(CASE.queries()[:, :, None], torch.tensor([position]))
+    assert index._sequence.cuts == (N + 3, N + 12)
+    index.append(*more)
+    assert [len(segment) for segment in segments(index)] == [3, 9, 8]
+
+
+def test_boundaries_of_a_sequence_that_was_cut_go():
+    index, more = sealed(), CASE.tokens(20, seed=1)
+    for position in (N + 3, N + 9, N + 5):
+        index.observe(CASE.queries()[:, :, None], torch.tensor([position]))
+        index.mark_boundary()
+    assert index._sequence.cuts == (N + 4, N + 6)
+    index.append(*more)
+    index.mark_boundary()
+    index.truncate(N + 5)
+    assert index._sequence.cuts == (N + 4,)
+
+
+def test_a_short_prompt_may_still_wait_in_the_window():
+    index = CASE.index("louiskv", longest=8)
+    index.seal()
+    index.append(*CASE.tokens(20))
+    assert [len(segment) for segment in segments(index)] == [8, 8, 4]
+    index.truncate(0)
+    assert (index.search(CASE.queries(), k=3).ids == -1).all()
+
+
+def test_seal_clusters_once():
+    index = sealed()
+    index.append(*CASE.tokens(5, seed=1))
+    index.seal()
+    assert index._sequence.prompt == N
+
+
+def test_a_boundary_before_seal_means_nothing():
+    index = CASE.index("louiskv")
+    index.append(*CASE.tokens(5))
+    index.mark_boundary()
+    assert index._sequence.cuts == ()
+
+
+def test_bytes():
+    """Means, sizes, and an int32 id of every token."""
+    case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16)
+    index = sealed(case, count=64)
+    index.append(*case.tokens(40, seed=1))
+    assert index.nbytes()["codes"] == 2 * (4 * (32 + 4) + 104 * 4 + 2 * 32) + 2 * 4
+    kept, scanned = 104 * 2, 2 * (4 * (32 + 4) + 2 * 32) + 2 * 4
+    assert index.bytes_per_key()["scanned"] == pytest.approx(scanned / kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(per_cluster=0), "per_cluster: got 0"),
+        (dict(longest=0), "longest: got 0"),
+        (dict(iterations=-1), "iterations: got -1"),
+        (dict(group="sum"), "group: got 'sum'"),
+    ],
+)
+def test_bad_option_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        CASE.index("louiskv", **options)
+
+
+def test_in_a_layer_single_units_follow_exact():
+    outputs = []
+    for name, options in (("exact", {}), ("louiskv", SINGLE)):
+        index = CASE.index(name, **options)
+        layer = AttentionLayer(index, k=9, sink=3, local=4, update_every=5, full_threshold=0)
+        queries, (keys, values) = CASE.tensor(5, 2, 6, 60, 16), CASE.tokens(60)
+        layer.step(queries[:, :, :30], keys[:, :, :30], values[:, :, :30])
+        steps = [slice(i, i + 1) for i in range(30, 60)]
+        outputs.append([layer.step(*(t[:, :, s] for t in (queries, keys, values))) for s in steps])
+    torch.testing.assert_close(torch.cat(outputs[1]), torch.cat(outputs[0]))
