@@ -64,7 +64,7 @@ def found(ids: list[list[int]], rows: int) -> list[int]:
 
 
 def _hashed(i: int) -> int:
-    """As `agree` in kernels/rerank.cu."""
+    """As kernels/agree.cu."""
     return (i * 2654435761 & 0xFFFFFFFF) >> 12
 
 

@@ -97,12 +97,12 @@ class Step:
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=DTYPES[g.dtype])
         self._votes = self._defines | dict(CENTRED=int(centred), PLANES=planes)
         self._softcap = dict(SOFTCAP=int(g.softcap is not None))
+        self._agree = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._softcap)
         self._rerank = dict(
             D=g.head_dim,
             GROUP=group,
             BITS=layout.magnitude_bits,
             CENTRED=int(centred),
-            POLICY=int(policy == "max_share"),
             **self._softcap,
         )
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
@@ -219,7 +219,7 @@ class Step:
             **self._rerank,
         )
         launch(
-            "rerank.cu",
+            "agree.cu",
             "agree",
             (-(-self.capacity // 4096), groups),
             (1024,),
@@ -228,7 +228,7 @@ class Step:
             *(self.ids, self.scores, self.found, *known, self._slots, cached),
             *(self.k, self.capacity, kv, g.scale, softcap),
             overlap=True,
-            **self._rerank,
+            **self._agree,
         )
 
     def attend(self, queries: Tensor, state: State) -> Tensor:

@@ -109,7 +109,7 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, const float4*
 // queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
 // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; near DTYPE [BG, room,
 // D + DV] and shown uint8 [B, room], of which the first *held count; cache DTYPE [BG, cached, D + DV]
-// and slots int32 [BG, k] of rerank.cu, if `cached`. partial float32 [BG, splits,
+// and slots int32 [BG, k] of agree.cu, if `cached`. partial float32 [BG, splits,
 // GROUP, PARTIAL]; tickets int32 [BG], cleared before; output DTYPE [BG, GROUP, DV].
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
 attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,

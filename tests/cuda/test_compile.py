@@ -33,13 +33,15 @@ KERNEL = re.compile(r"__global__\s+void\s+" + BOUNDS + r"(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
 VOTES = STEP | dict(CENTRED=1, PLANES=6)
-RERANK = dict(D=128, BITS=3, GROUP=4, CENTRED=1, SOFTCAP=0, POLICY=0)
+RERANK = dict(D=128, BITS=3, GROUP=4, CENTRED=1, SOFTCAP=0)
+AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1)
 LEARN = dict(DTYPE=2, WIDE=1, LANES=0)
 DEFINES = {
+    "agree.cu": [AGREE, AGREE | dict(GROUP=8, POLICY=1), AGREE | dict(GROUP=1, SOFTCAP=1)],
     "ask.cu": [
         VOTES,
         VOTES | dict(GROUP=8),
@@ -90,7 +92,7 @@ DEFINES = {
     ],
     "rerank.cu": [
         RERANK,
-        RERANK | dict(GROUP=8, POLICY=1),
+        RERANK | dict(GROUP=8),
         RERANK | dict(BITS=5, SOFTCAP=1),
         RERANK | dict(D=64, GROUP=3),
         RERANK | dict(D=256, GROUP=1),

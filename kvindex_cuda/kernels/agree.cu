@@ -1,0 +1,296 @@
+// What the heads of a group agree on (kvindex/group.py), and the k best rows by it.
+//
+// The list's entries in the bin of the cut are put in order first: those of the C best join the
+// candidates. Then log softmax of each head, over all candidates; then, of the logarithms of
+// shares, a histogram, a cut, and an exact order in the cut's bin. Last, which of the rows lie in
+// the cache (kvindex_cuda/row_cache.py).
+// Limited by latency: a chain of dependent reads and barriers, with few blocks.
+// Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share).
+#include "shares.cuh"
+
+// A lane's part of a head's buckets.
+constexpr int OWN = BUCKETS / 32;
+__device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
+}
+
+// log Σ exp of a head's buckets and of its edge, in every lane of the warp that asks: the same for
+// the same candidates, whatever the order in which they came. places: in the list, of the edge's
+// entries in order, the first `many` of which count; estimates: of this head, GROUP apart.
+__device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], const int* places, int many,
+                                         const float* estimates, float scale, float softcap) {
+    int lane = threadIdx.x % 32, top = -1;
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+        if (mine[i]) top = lane * OWN + i;
+    float peak = NEVER;  // of the edge, in octaves
+    for (int i = lane; i < many; i += 32)
+        peak = fmaxf(peak, capped(estimates[i64(places[i]) * GROUP], scale, softcap) * LOG2E);
+    top = warp_max(top);
+    peak = warp_max(peak);
+    float octaves = fmaxf(top < 0 ? NEVER : 16.0f * (top - BUCKETS / 2 + 1), peak), sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+        if (mine[i])
+            sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - BELOW - octaves);
+    for (int i = lane; i < many; i += 32)
+        sum += exp2f(capped(estimates[i64(places[i]) * GROUP], scale, softcap) * LOG2E - octaves);
+    sum = warp_sum(sum);
+    return (log2f(sum) + octaves) * (1 / LOG2E);
+}
+
+// What the group agrees on for a row, whose larger values are better: the estimate of a single head,
+// else the logarithm of a share (kvindex/group.py); and its bin, −2 for what is no candidate.
+struct Agreed {
+    float value;
+    int bin;
+};
+__device__ __forceinline__ Agreed agreed(const float (&estimates)[GROUP], const float* totals,
+                                         float scale, float softcap) {
+    float each[GROUP], best = NEVER;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) {
+        each[h] = capped(estimates[h], scale, softcap) - totals[h];
+        best = fmaxf(best, each[h]);
+    }
+    if (GROUP == 1) return {estimates[0], bin_of(best)};
+#if POLICY == 0
+    float sum = 0;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) sum += exp2f((each[h] - best) * LOG2E);
+    best += log2f(sum * (1.0f / GROUP)) * (1 / LOG2E);
+#endif
+    return {best, bin_of(best)};
+}
+
+__device__ __forceinline__ float from_ordered(u32 bits) {
+    return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
+
+constexpr int THREADS = 1024;  // of `agree`
+constexpr int EACH = 4;        // entries of a thread
+constexpr int WAYS = 4;        // slots of a set of the cache
+
+// The k best. Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is the list's capacity or
+// more, and blocks without entries end at once. Reads 8 bytes per entry of the list and 4 GROUP per
+// candidate. Every block passes on what is among the k best of its own, and the last one of a group
+// finishes; a block that is alone keeps it.
+// finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
+// float32 [BG, k]: rows and what the group agrees on, in any order, the first found int32 [BG].
+// Of a cache of `cached` rows (row_cache.py; 0 for none): tags, stamps int32 [BG, cached], clocks
+// int32 [BG], lookups int32 [BG, 2]; slots int32 [BG, k]: 2 slot + 1 where a row lies, 2 slot where
+// it is to lie, −1 for nowhere.
+extern "C" __global__ void __launch_bounds__(THREADS)
+agree(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
+      const int* bases, const int* shifts, const int* counts, const u64* list,
+      const int2* cuts, const u64* all_edge, const int* all_places, const int* all_edges,
+      u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found, int* tags,
+      int* stamps, int* clocks, int* lookups, int* slots, i64 cached, i64 k, i64 capacity,
+      i64 kv_heads, float scale, float softcap) {
+    __shared__ float totals[GROUP];
+    __shared__ __align__(8) int histogram[BINS];
+    __shared__ u64 edge[EDGE];
+    __shared__ int places[EDGE];
+    __shared__ u64 least;
+    __shared__ int edges, taken;
+    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    int warp = threadIdx.x / 32, target = min(wanted[batch], counted[batch]);
+    for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+    if (threadIdx.x == 0) edges = taken = 0, least = 0;
+    Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
+    estimates += bg * capacity * GROUP;
+    buckets += bg * GROUP * BUCKETS;
+    list += bg * capacity;
+    finalists += bg * capacity;
+    ids += bg * k;
+    scores += bg * k;
+    after_previous();
+    let_next_begin();
+    int first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
+    // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
+    int n = counts[bg], many = all_edges[bg];
+    int2 cut_at = cuts[bg];
+    u64 entries[EACH], my_edge = all_edge[bg * EDGE + threadIdx.x];
+    int my_place = all_places[bg * EDGE + threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        entries[i] = first + i * THREADS < capacity ? list[first + i * THREADS] : 0;
+    u64 sums[BUCKETS / 32] = {};
+    if (warp < GROUP) load_sums(sums, buckets + warp * BUCKETS);
+    int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
+    if (int(blockIdx.x) >= blocks) return;
+    if (n > target) are.bin = cut_at.x, rank -= cut_at.y;
+    float each[EACH][GROUP];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        bool in = first + i * THREADS < n && are.side(entries[i]) >= 0;
+#pragma unroll
+        for (int h = 0; h < GROUP; h++)
+            each[i][h] = in ? estimates[i64(first + i * THREADS) * GROUP + h] : 0.0f;
+    }
+
+    // the edge in order, its last candidate's word, and what all candidates' exponentials come to
+    if (many <= EDGE) {
+        static_assert(EDGE == THREADS && GROUP <= THREADS / 32, "one for each thread, one for each warp");
+        int i = threadIdx.x;
+        if (i < many) edge[i] = my_edge;
+        __syncthreads();
+        if (i < many) {
+            int better = 0;
+            for (int j = 0; j < many; j++) better += edge[j] > my_edge;
+            places[better] = my_place;
+            if (better == rank - 1) least = my_edge;
+        }
+        __syncthreads();
+        if (warp < GROUP) {
+            float total = log_sum(sums, places, min(rank, many), estimates + warp, scale, softcap);
+            if (i % 32 == 0) totals[warp] = total;
+        }
+    } else {  // nearly all keys are equal: slowly
+        u64* more = reinterpret_cast<u64*>(histogram);
+        constexpr int SOME = BINS / 2 / BUCKETS;  // heads that have room in it
+        auto all = [&](auto use) {
+            for (int i = threadIdx.x; i < n; i += THREADS) use(list[i]);
+        };
+        u64 word = radix_cut(all, target, places);
+        for (int from = 0; from < GROUP; from += SOME) {
+            for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+            __syncthreads();
+            for (int i = threadIdx.x; i < n; i += THREADS)
+                if (are.side(list[i]) == 0 && list[i] >= word)
+                    for (int h = from; h < min(from + SOME, GROUP); h++) {
+                        Exponentials one;
+                        one.add(nullptr, capped(estimates[i64(i) * GROUP + h], scale, softcap));
+                        one.write(more + (h - from) * BUCKETS);
+                    }
+            __syncthreads();
+            int h = from + warp;
+            if (warp < SOME && h < GROUP) {
+                load_sums(sums, buckets + h * BUCKETS);
+                for (int i = 0; i < BUCKETS / 32; i++)
+                    sums[i] += more[warp * BUCKETS + threadIdx.x % 32 * (BUCKETS / 32) + i];
+                float total = log_sum(sums, places, 0, estimates, scale, softcap);
+                if (threadIdx.x % 32 == 0) totals[h] = total;
+            }
+            __syncthreads();
+        }
+        for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+        if (threadIdx.x == 0) least = word;
+    }
+    __syncthreads();
+
+    u64 words[EACH];  // 0: none
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int side = first + i * THREADS < n ? are.side(entries[i]) : -1;
+        words[i] = 0;
+        if (side > 0 || (side == 0 && entries[i] >= least)) {
+            Agreed both = agreed(each[i], totals, scale, softcap);
+            words[i] = u64(ordered(both.value)) << 32 | u32(entries[i]);
+            atomicAdd(histogram + both.bin, 1);
+        }
+    }
+    __syncthreads();
+    Cut cut = cut_of<true, THREADS>(histogram, int(k));
+    auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
+    auto bin_in = [&](u64 word) {
+        float value = value_of(word);
+        return bin_of(GROUP == 1 ? capped(value, scale, softcap) - totals[0] : value);
+    };
+    int last_many = 0;
+    if (blocks > 1) {
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (words[i] && bin_in(words[i]) < cut.bin) words[i] = 0;
+            count += words[i] != 0;
+        }
+        int to = room_for<THREADS>(count, filled + bg);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (words[i]) finalists[to++] = words[i];
+        for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+        if (!last_block(tickets + bg, blocks)) return;
+        last_many = __ldcg(filled + bg);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int at = i * THREADS + threadIdx.x;
+            words[i] = at < last_many ? __ldcg(finalists + at) : 0;
+        }
+        for (int at = threadIdx.x; at < last_many; at += THREADS)
+            atomicAdd(histogram + bin_in(__ldcg(finalists + at)), 1);
+        __syncthreads();
+        cut = cut_of<true, THREADS>(histogram, int(k));
+    }
+    auto every = [&](auto use) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (words[i]) use(words[i]);
+        for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS)
+            use(__ldcg(finalists + at));
+    };
+    auto keep = [&](u64 word) {
+        int slot = atomicAdd(&taken, 1);
+        ids[slot] = id_of(word);
+        scores[slot] = value_of(word);
+    };
+    every([&](u64 word) {
+        int bin = bin_in(word);
+        if (bin > cut.bin) keep(word);
+        if (bin != cut.bin) return;
+        int slot = atomicAdd(&edges, 1);
+        if (slot < EDGE) edge[slot] = word;
+    });
+    __syncthreads();
+    rank = int(k) - cut.above;
+    if (edges > EDGE) {
+        u64 word = radix_cut(every, int(k), places);
+        every([&](u64 other) {
+            if (other >= word && bin_in(other) == cut.bin) keep(other);
+        });
+    } else {
+        for (int i = threadIdx.x; i < edges; i += THREADS) {
+            int better = 0;
+            for (int j = 0; j < edges; j++) better += edge[j] > edge[i];
+            if (better < rank) keep(edge[i]);
+        }
+    }
+    __syncthreads();
+    int rows = taken;
+    if (threadIdx.x == 0) found[bg] = rows;
+    if (!cached) return;
+
+    tags += bg * cached;
+    stamps += bg * cached;
+    slots += bg * k;
+    int now = clocks[bg] + 1, hits = 0;
+    auto set_of = [&](int id) { return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS; };
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        int id = int(ids[i]), set = set_of(id), slot = -1;
+        int4 four = *reinterpret_cast<const int4*>(tags + set);
+        slot = four.x == id ? set : four.y == id ? set + 1 : four.z == id ? set + 2 : four.w == id ? set + 3 : -1;
+        if (slot >= 0) stamps[slot] = now;
+        hits += slot >= 0;
+        slots[i] = slot >= 0 ? 2 * slot + 1 : -1;
+    }
+    if (hits) atomicAdd(lookups + 2 * bg + 1, hits);
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        if (slots[i] >= 0) continue;
+        int id = int(ids[i]), set = set_of(id);
+        for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
+            int way = 0, oldest = now;
+            for (int w = 0; w < WAYS; w++) {
+                int stamp = __ldcg(stamps + set + w);
+                if (now - stamp > now - oldest) way = w, oldest = stamp;
+            }
+            if (oldest == now) break;  // all serve this step
+            if (atomicCAS(stamps + set + way, oldest, now) != oldest) continue;
+            tags[set + way] = id;
+            slots[i] = 2 * (set + way);
+            break;
+        }
+    }
+    if (threadIdx.x == 0) clocks[bg] = now, lookups[2 * bg] += rows;
+}
