@@ -213,20 +213,22 @@ class ClusteredIndex(BaseIndex):
 
     def _reader(self, keys: Tensor, first: int) -> Read:
         """Reads tokens that the index holds, and those that arrive with ids from `first` on."""
-        arriving, gather = self._arriving, self.ops.fetch.gather_rows
+        values, gather = self._arriving, self.ops.fetch.gather_rows
+        if values is None:  # nobody asks for them, or `encode` does, which has none
+            width = self.geometry.value_dim if self.means_of_values else 0
+            values = keys.new_empty((*keys.shape[:3], width)).zero_()
+        values = values.detach()
 
         def read(ids: Tensor) -> Rows:
             new = torch.where(ids >= first, ids - first, UNUSED)
-            values = keys[..., :0] if arriving is None else arriving.detach()
             rows = Rows(gather(keys, new), gather(values, new))
             if not first:
                 return rows
             held = self._store.gather(torch.where(ids < first, ids, UNUSED))
             is_new = (new >= 0)[..., None]
-            old_values = held.values if arriving is not None else rows.values
             return Rows(
                 torch.where(is_new, rows.keys, held.keys),
-                torch.where(is_new, rows.values, old_values),
+                torch.where(is_new, rows.values, held.values[..., : values.shape[-1]]),
             )
 
         return read

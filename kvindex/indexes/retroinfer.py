@@ -1,0 +1,107 @@
+"""RetroInfer: the rows of the best clusters, and one weighted row for each of the next ones.
+
+Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference
+(arXiv 2505.02922): the wave index and its three zones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group, grouped
+from kvindex.clustered import ClusteredIndex, Plan
+from kvindex.protocol import UNUSED, Hits, Rows
+
+ESTIMATED = 0.446
+"""Of all rows that are read, those that stand for clusters: of published 1.8% of clusters with 16
+keys each and 23.2% with one row each, .232 / (.018 · 16 + .232)."""
+
+
+@dataclass(frozen=True)
+class RetroInferConfig:
+    """What RetroInfer can be told; the defaults are the published ones.
+
+    per_cluster: keys per cluster, on average.
+    segment: tokens of the prompt that are clustered together.
+    block: later tokens that are clustered together.
+    estimated: share of the `k` slots that stand for whole clusters, in [0, 1).
+    centred: whether the mean of what is clustered together is taken off the keys first.
+    iterations: of k-means, at most; seed: of its starting points.
+    group: how query heads agree (`kvindex.group`).
+    """
+
+    per_cluster: int = 16
+    segment: int = 8192
+    block: int = 1024
+    estimated: float = ESTIMATED
+    centred: bool = True
+    iterations: int = 10
+    group: str = "mean_share"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("per_cluster", "segment", "block"):
+            check.at_least(name, getattr(self, name), 1)
+        share = self.estimated
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise ValueError(f"estimated: got {share!r}, allowed is a number in [0, 1)")
+        if not isinstance(self.centred, bool):
+            raise ValueError(f"centred: got {self.centred!r}, allowed is True or False")
+        check.at_least("iterations", self.iterations, 0)
+        check.one_of("group", self.group, group.POLICIES)
+        if check.at_least("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+
+
+class RetroInfer(ClusteredIndex):
+    """Ranks clusters by `q·c`: whole ones exactly, then one row `(c, mean value)` for each of the
+    next, with `log_weight = log(size)`; a cluster is never in both parts, nor cut.
+
+    Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster.
+    """
+
+    Config = RetroInferConfig
+    means_of_values = True
+
+    def _plan(self) -> Plan:
+        c = self.config
+        return Plan(c.segment, c.per_cluster, c.block, max(round(c.block / c.per_cluster), 1))
+
+    def _labels(self, keys: Tensor, clusters: int) -> Tensor:
+        if self.config.centred:
+            keys = keys - keys.double().mean(1, keepdim=True).float()
+        return super()._labels(keys, clusters)
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        units = self._units()
+        scores = self._scores(queries, units)
+        best, taken = self.ops.select.top_k(scores, min(k, scores.shape[-1]))
+        sizes = grouped.at(units.sizes, taken, 0).long()  # [B, G, W]
+        exact = self._exact(sizes, (units.sizes > 0).sum(-1, keepdim=True), k)
+        slot, offset = grouped.walk(torch.where(exact, sizes, sizes.clamp_max(1)), k)
+        unit, size = grouped.at(taken, slot, UNUSED), grouped.at(sizes, slot, 1)
+        summary = (unit >= 0) & (unit < units.starts.shape[-1]) & ~grouped.at(exact, slot, 0)
+        rows = grouped.rows_at(unit, offset, units.starts, units.members, units.singles)
+        ids = torch.where(summary, UNUSED - 1 - unit, rows)
+        weights = size.float().log().masked_fill(~summary, 0.0)
+        weights = weights.repeat_interleave(self.geometry.group_size, dim=1)
+        return grouped.ranked(ids, grouped.at(best, slot, float("-inf")), weights)
+
+    def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
+        """Which of the best units give all their rows: a prefix, bool `[B, G, W]`.
+
+        sizes: of the units, best first, int64 `[B, G, W]`; units: how many there are at all
+        `[B, G, 1]`. Where the others would leave slots unused, more are exact.
+        """
+        ends = sizes.cumsum(-1)
+        after = units - torch.arange(1, sizes.shape[-1] + 1, device=sizes.device)
+        rows = k - int(self.config.estimated * k)
+        return (ends <= rows) | (ends + after.clamp_min(0) <= k)
+
+    def _summaries(self) -> Rows | None:
+        if not self._learnt or not self._learnt["sizes"].shape[-1]:
+            return None
+        return Rows(self._learnt["centroids"], self._learnt["means"])
