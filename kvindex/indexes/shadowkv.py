@@ -1,0 +1,250 @@
+"""ShadowKV: chunks found by their mean key, keys rebuilt from factors of low rank.
+
+Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference (ICML
+2025). Differences from its published code: docs/indexes/shadowkv.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.grouped import at, best_rows, ranked
+from kvindex.pages import PagedIndex, Tail
+from kvindex.protocol import Codes, Hits, Rows
+
+BLOCK = 16_384
+"""Tokens factorised at a time: bounds memory, not the result."""
+
+
+@dataclass(frozen=True)
+class ShadowKVConfig:
+    """What ShadowKV can be told.
+
+    page: tokens of a chunk.
+    outliers: chunks per KV head that every search returns, as far as half of its slots go.
+    rank: of the keys that `fetch` rebuilds once the prompt is sealed, shared by all heads; None
+      (or a prompt of no more tokens) leaves them as they are.
+    group: how query heads agree (`kvindex.group`).
+    stale: tokens past the prompt's last whole chunk at `seal` are never returned.
+    """
+
+    page: int = 8
+    outliers: int = 48
+    rank: int | None = 160
+    group: str = "max_share"
+    stale: bool = False
+
+    def __post_init__(self) -> None:
+        check.at_least("page", self.page, 1)
+        check.at_least("outliers", self.outliers, 0)
+        if self.rank is not None:
+            check.at_least("rank", self.rank, 1)
+        check.one_of("group", self.group, group.POLICIES)
+        if not isinstance(self.stale, bool):
+            raise ValueError(f"stale: got {self.stale!r}, allowed is True or False")
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompt:
+    """What is kept of a sealed prompt.
+
+    pages: whole chunks it has, int64 `[B]`. tokens `[B, n, r]` and basis `[B, G, D, r]`: factors of
+    its keys, with `r = 0` where these are kept as they are. exact: whose keys are never rebuilt,
+    bool `[B, G, n]`.
+    """
+
+    pages: Tensor
+    tokens: Tensor
+    basis: Tensor
+    exact: Tensor
+
+    def cut(self, length: int, pages: Tensor) -> _Prompt:
+        """What is left where tokens from `length` on are gone, and `pages` `[B]` are left."""
+        least = torch.minimum(self.pages, pages)
+        return _Prompt(least, self.tokens[:, :length], self.basis, self.exact[:, :, :length])
+
+    def reordered(self, rows: Tensor) -> _Prompt:
+        """Row `b` becomes what row `rows[b]` was."""
+        parts = (self.pages, self.tokens, self.basis, self.exact)
+        return _Prompt(*(part.index_select(0, rows) for part in parts))
+
+
+class ShadowKV(PagedIndex):
+    """Whole chunks, best first, by the query's product with their mean key; outliers always.
+
+    `rope`: None, or the inverse frequencies float `[F]` of the keys' rotary embedding (coordinate
+    `j < F` turns with `j + F`): then the prompt's keys are factorised as they were before it.
+    Hits' scores: of each row its chunk's, what `group.agree` returns for these products.
+    """
+
+    Config = ShadowKVConfig
+    _prompt: _Prompt | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        g, rope = self.geometry, self.geometry.rope
+        if rope is not None:
+            check.tensor("rope", rope, {"F": None}, device=g.device)
+            if not rope.is_floating_point() or not 1 <= len(rope) <= g.head_dim // 2:
+                raise ValueError(
+                    f"rope: got {rope.dtype} of {len(rope)} entries, allowed is None or 1 to "
+                    f"head_dim / 2 = {g.head_dim // 2} inverse frequencies"
+                )
+
+    # Chunks
+
+    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None = None) -> Codes:
+        """`landmarks`, the mean keys, and `likeness`, the least cosine between a key and them."""
+        mean = keys.float().masked_fill(~there, 0).sum(3) / there.sum(3).clamp_min(1)
+        normalize = self.ops.transform.normalize
+        cosines = (normalize(keys)[0] * normalize(mean)[0][:, :, :, None]).sum(-1)
+        likeness = cosines.masked_fill(~there[..., 0], 1).amin(-1)
+        return {"landmarks": mean.to(keys.dtype), "likeness": likeness}
+
+    def _page_scores(self, queries: Tensor) -> Tensor:
+        return queries @ self._codes["landmarks"].float().mT
+
+    def _sizes(self) -> Tensor:
+        """Tokens of each chunk that may be returned, int64 `[B, G, pages]`."""
+        g, P = self.geometry, int(self.config.page)
+        pages = torch.arange(self._codes["likeness"].shape[2], device=g.device)
+        sizes = (self.counts.to(g.device)[:, None] - pages * P).clamp(0, P)
+        if self.config.stale and self._prompt is not None:
+            sizes = sizes.masked_fill(pages >= self._prompt.pages[:, None], 0)
+        return sizes[:, None].expand(-1, g.kv_heads, -1)
+
+    def _outliers(self, sizes: Tensor, count: int) -> Tensor:
+        """The `count` chunks least like their landmarks, bool `[B, G, pages]`."""
+        unlike = (-self._codes["likeness"]).masked_fill(sizes == 0, float("-inf"))
+        found = self.ops.select.top_k(unlike, count)[1]
+        last = sizes.shape[-1]
+        flags = torch.zeros((*sizes.shape[:2], last + 1), dtype=torch.bool, device=sizes.device)
+        return flags.scatter_(-1, torch.where(found < 0, last, found), True)[..., :last]
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, config, sizes = self.geometry, self.config, self._sizes()
+        scores = self._page_scores(group.fold(queries, g.kv_heads, config.group))
+        scores = scores.masked_fill((sizes == 0)[:, :, None], float("-inf"))
+        agreed = group.agree(scores, config.group, scale=g.scale, softcap=g.softcap, sizes=sizes)
+        always = self._outliers(sizes, min(config.outliers, k // 2 // config.page))
+        first = agreed.masked_fill(always & (sizes > 0), float("inf"))
+        starts = torch.arange(sizes.shape[-1], device=g.device) * config.page
+        members = self._members()[:, None].expand(-1, g.kv_heads, -1)
+        ids = best_rows(first, starts.expand_as(sizes), sizes, members, k).ids
+        return ranked(ids, at(agreed, self._pages_of(ids), float("-inf")))
+
+    def _pages_of(self, ids: Tensor) -> Tensor:
+        """The chunks of tokens int64 `[B, G, K]`, -1 for -1."""
+        rank = ids
+        if self.valid is not None:
+            places = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, ids.shape[1], -1)
+            rank = at(places, ids, -1)
+        return rank.div(self.config.page, rounding_mode="floor")
+
+    # Keys of low rank
+
+    def seal(self) -> None:
+        """The prompt is complete: its keys are factorised, once until `reset`."""
+        if self._prompt is not None or not len(self):
+            return
+        g, n, rank = self.geometry, len(self), self.config.rank
+        whole = self.counts.to(g.device) // self.config.page
+        if rank is None or n <= rank:
+            batch = len(self.counts)
+            tokens = torch.zeros((batch, 0, 0), dtype=g.dtype, device=g.device)
+            basis = tokens.new_zeros((batch, g.kv_heads, g.head_dim, 0))
+            exact = torch.zeros((batch, g.kv_heads, 0), dtype=torch.bool, device=g.device)
+        else:
+            tokens, basis = self._factors(rank)
+            outliers = self._outliers(self._sizes(), self.config.outliers)
+            ids = torch.arange(n, device=g.device).expand(*outliers.shape[:2], -1)
+            exact = at(outliers, self._pages_of(ids), 0)
+        self._prompt = _Prompt(whole, tokens, basis, exact)
+
+    def _factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Tokens `[B, N, r]` and basis `[B, G, D, r]`: the best of that rank (Eckart and Young).
+
+        The basis are the first right singular vectors of all heads' keys side by side.
+        """
+        g = self.geometry
+        width = g.kv_heads * g.head_dim
+        gram = torch.zeros((len(self.counts), width, width), dtype=torch.float64, device=g.device)
+        for block in self._straight():
+            gram += block.double().mT @ block.double()
+        vectors = torch.linalg.eigh(gram).eigenvectors[..., -min(rank, width) :].float()
+        tokens = torch.cat([block @ vectors for block in self._straight()], dim=1)
+        basis = vectors.reshape(-1, g.kv_heads, g.head_dim, vectors.shape[-1])
+        return tokens.to(g.dtype), basis.to(g.dtype)
+
+    def _straight(self) -> Iterator[Tensor]:
+        """All keys, heads side by side and before the rotary embedding: float32 `[B, n, G D]`,
+        a block at a time.
+        """
+        for start, rows in self._store.blocks(BLOCK):
+            keys, stop = rows.keys.float(), start + rows.keys.shape[2]
+            if self.valid is not None:
+                keys = keys.masked_fill(~self.valid[:, None, start:stop, None], 0)
+            place = torch.arange(start, stop, device=keys.device)
+            yield self._turned(keys, -place).transpose(1, 2).flatten(2)
+
+    def _turned(self, keys: Tensor, places: Tensor) -> Tensor:
+        """Keys float32 `[B, G, K, D]` with the rotary embedding of places, integers `[…, K]`."""
+        rope = self.geometry.rope
+        if rope is None:
+            return keys
+        angles = places[..., None].double() * rope.double()
+        cos, sin = angles.cos().float(), angles.sin().float()
+        F = len(rope)
+        a, b, rest = keys[..., :F], keys[..., F : 2 * F], keys[..., 2 * F :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+    def fetch(self, hits: Hits) -> Rows:
+        """As `BaseIndex.fetch`; the prompt's keys from their factors, but for outliers."""
+        rows, prompt = super().fetch(hits), self._prompt
+        if prompt is None or not prompt.tokens.numel():
+            return rows
+        n = prompt.tokens.shape[1]
+        ids = hits.ids.masked_fill(hits.ids >= n, -1)
+        batch = torch.arange(len(ids), device=ids.device)[:, None, None]
+        tokens = prompt.tokens[batch, ids.clamp_min(0)].float()  # [B, G, K, r]
+        keys = self._turned(tokens @ prompt.basis.float().mT, ids).to(rows.keys.dtype)
+        kept = (ids < 0) | at(prompt.exact, ids, 1)
+        return Rows(torch.where(kept[..., None], rows.keys, keys), rows.values)
+
+    # Housekeeping
+
+    def _cleared(self) -> None:
+        self._prompt = None
+
+    def _with_truncated(self, length: int) -> Any:
+        tail, prompt = super()._with_truncated(length), self._prompt
+        if prompt is None:
+            return tail, None
+        left = self.counts if self.valid is None else self.valid[:, :length].sum(1)
+        left = left.to(self.geometry.device).clamp_max(length)
+        return tail, prompt.cut(length, left // self.config.page)
+
+    def _with_reordered(self, batch_indices: Tensor) -> Any:
+        return None, None if self._prompt is None else self._prompt.reordered(batch_indices)
+
+    def _keep(self, statistics: Any) -> None:
+        if isinstance(statistics, tuple):
+            statistics, self._prompt = statistics
+        if isinstance(statistics, Tail):
+            super()._keep(statistics)
+
+    def _held(self) -> list[Tensor]:
+        prompt = self._prompt
+        return [] if prompt is None else [prompt.tokens, prompt.basis, prompt.exact]
+
+    def bytes_per_key(self) -> dict[str, float]:
+        """As `BaseIndex.bytes_per_key`; factors count as kept."""
+        found = super().bytes_per_key()
+        rows = len(self) * self.geometry.kv_heads * len(self.counts)
+        return {**found, "kept": found["kept"] + sum(t.nbytes for t in self._held()) / rows}
