@@ -35,6 +35,9 @@ MOST = 1024
 """Rows that a search for a share of the attention may return."""
 SEED = 0
 
+CHUNK = 32_768
+"""Tokens read at once: in float32 attention with groups holds all its logits, 39 GB at 32K."""
+
 
 def read_and_write(
     model: Any, tokenizer: Any, text: Path, tokens: int, written: int, progress: Any
@@ -54,6 +57,7 @@ def read_and_write(
             do_sample=True,
             temperature=1.0,
             top_k=0,
+            prefill_chunk_size=CHUNK if tokens > CHUNK else None,
         )
     return capture(model, sequence[0].cpu(), queries=written, on_progress=progress)
 
