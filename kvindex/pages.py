@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,12 +56,19 @@ class PagedIndex(BaseIndex):
         self._codes = PageColumns()
 
     @abstractmethod
-    def _summaries_of(self, keys: Tensor, there: Tensor) -> Codes:
+    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
         """Summaries `[B, G, pages, …]` of pages of keys `[B, G, pages, P, D]`, zero where none is.
 
         there: bool `[B, 1, pages, P, 1]`, which keys there are; a page may have none, and its
-        summary must be finite all the same.
+        summary must be finite all the same. marks: `[B, G, pages, P, W]`, as `_marks` gave them.
         """
+
+    def _marks(self, keys: Tensor) -> Tensor | None:
+        """What summaries need of each new token besides its key `[B, G, T, D]`: `[B, G, T, W]`.
+
+        Kept with the pages, under the name `marks`; zero for invalid tokens. None for nothing.
+        """
+        return None
 
     @abstractmethod
     def _page_scores(self, queries: Tensor) -> Tensor:
@@ -100,32 +108,46 @@ class PagedIndex(BaseIndex):
         The first `held` valid tokens of each row come from the store; keys `[B, G, T, D]` follow,
         zero where `valid` bool `[B, T]` says no.
         """
-        g, P = self.geometry, int(self.config.page)
+        device, P = self.geometry.device, int(self.config.page)
         total = held + (0 if keys is None else keys.shape[2])
         if valid is not None:
             total = held + valid.sum(1).cpu()
         start = int(held.min()) // P
         pages = -(-int(total.max()) // P) - start
-        slots = pages * P
-        rank = torch.arange(start * P, start * P + slots, device=g.device)  # of each slot's token
-        shape = (len(held), g.kv_heads, slots + 1, g.head_dim)  # and a slot to drop
-        rows = torch.zeros(shape, dtype=g.dtype, device=g.device)
+        slots = torch.arange(pages * P, device=device)  # slot s: the token of rank start · P + s
+        mine = (held - start * P).to(device)[:, None]  # a row's slots that hold tokens already
+        parts = []  # keys, their marks, their slots [B, n]; a slot past the last one drops them
         known = int(held.max()) - start * P
         if known > 0:
-            ids = self._members()[:, start * P :][:, :known]
-            ids = ids.masked_fill(rank[:known] >= held.to(g.device)[:, None], UNUSED)
-            old = self._store.gather(ids[:, None].expand(-1, g.kv_heads, -1))
-            rows[:, :, :known] = old.keys
+            slot = torch.where(slots[:known] < mine, slots[:known], pages * P)
+            parts.append((*self._held_part(start * P, slot < pages * P), slot))
         if keys is not None:
-            slot = (held - start * P).to(g.device)[:, None]
-            if valid is None:
-                slot = slot + torch.arange(keys.shape[2], device=g.device)
-            else:
-                slot = torch.where(valid, slot + valid.cumsum(1) - 1, slots)
-            rows.scatter_(2, slot[:, None, :, None].expand(keys.shape), keys)
-        there = rank < total.to(g.device)[:, None]
-        paged = rows[:, :, :slots].reshape(*shape[:2], pages, P, g.head_dim)
-        return Tail(start, self._summaries_of(paged, there.reshape(len(held), 1, pages, P, 1)))
+            slot = mine + torch.arange(keys.shape[2], device=device)
+            if valid is not None:
+                slot = torch.where(valid, mine + valid.cumsum(1) - 1, pages * P)
+            parts.append((keys, self._marks(keys), slot))
+        if not parts:
+            return Tail(start, {})
+        each_keys, each_marks, each_slot = zip(*parts, strict=True)
+        paged = partial(_paged, slots=torch.cat(each_slot, 1), pages=pages, page=P)
+        marked = [marks for marks in each_marks if marks is not None]
+        marks = paged(torch.cat(marked, 2)) if marked else None
+        there = slots < (total - start * P).to(device)[:, None]
+        there = there.reshape(len(held), 1, pages, P, 1)
+        summaries = self._summaries_of(paged(torch.cat(each_keys, 2)), there, marks)
+        return Tail(start, summaries if marks is None else {**summaries, "marks": marks})
+
+    def _held_part(self, first: int, there: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys and marks `[B, G, n, …]` of the tokens of rank `first` on that are `there`.
+
+        there: bool `[B, n]`; of the others what comes means nothing.
+        """
+        ids = self._members()[:, first:][:, : there.shape[1]].masked_fill(~there, UNUSED)
+        keys = self._store.gather(ids[:, None].expand(-1, self.geometry.kv_heads, -1)).keys
+        if "marks" not in self._codes:
+            return keys, None
+        marks = self._codes["marks"].flatten(2, 3)[:, :, first:]
+        return keys, marks[:, :, : there.shape[1]]
 
     def _members(self) -> Tensor:
         """Ids of the valid tokens in order, int64 `[B, n]`; -1 where a row has fewer."""
@@ -146,6 +168,18 @@ class PagedIndex(BaseIndex):
         agreed = group.agree(scores, policy, scale=g.scale, softcap=g.softcap, sizes=sizes)
         members = self._members()[:, None].expand(-1, g.kv_heads, -1)
         return best_rows(agreed, starts.expand_as(sizes), sizes, members, k)
+
+
+def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
+    """Tokens `[B, G, n, W]` at slots int64 `[B, n]`: `[B, G, pages, P, W]`, zero where none is.
+
+    The slot after the last one is dropped.
+    """
+    B, G, _, W = tokens.shape
+    shape = (B, G, pages * page + 1, W)
+    rows = torch.zeros(shape, dtype=tokens.dtype, device=tokens.device)
+    rows.scatter_(2, slots[:, None, :, None].expand(tokens.shape), tokens)
+    return rows[:, :, :-1].reshape(B, G, pages, page, W)
 
 
 def extremes(keys: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ class ArkVale(PagedIndex):
 
     Config = ArkValeConfig
 
-    def _summaries_of(self, keys: Tensor, there: Tensor) -> Codes:
+    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
         low, high = extremes(keys, there)
         cuboid = self.config.volume == "cuboid"
         if cuboid and self.config.radius == "max":

@@ -35,7 +35,7 @@ class Quest(PagedIndex):
 
     Config = QuestConfig
 
-    def _summaries_of(self, keys: Tensor, there: Tensor) -> Codes:
+    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
         low, high = extremes(keys, there)
         return {"low": low, "high": high}
 

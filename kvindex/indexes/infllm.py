@@ -1,0 +1,157 @@
+"""InfLLM: blocks that are represented by the few keys that the queries after them attend to most.
+
+Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
+Memory (NeurIPS 2024): the representative score of a token is the mean product of its key with the
+queries of the local window after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvindex import check, group
+from kvindex.columns import Columns
+from kvindex.pages import PagedIndex
+from kvindex.protocol import Codes
+
+CHUNK = 4096
+"""Keys scored at a time: bounds what is copied, not the result."""
+
+NONE = float("-inf")
+"""The representative score of a key that no observed query follows."""
+
+
+@dataclass(frozen=True)
+class InfLLMConfig:
+    """What InfLLM can be told.
+
+    page: tokens of a block (published: 128); representatives: keys that stand for a block, for
+    each query head (published: 4); span: queries after a key that count (published: 4096, the
+    local window); group: how query heads agree (`kvindex.group`).
+    """
+
+    page: int = 128
+    representatives: int = 4
+    span: int = 4096
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        for name in ("page", "representatives", "span"):
+            check.at_least(name, getattr(self, name), 1)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class InfLLM(PagedIndex):
+    """Whole blocks, best first, by the mean product with their representatives.
+
+    Hits' scores: of each row its block's, what `group.agree` returns for these means. Needs
+    `observe`: a key that no observed query follows represents its block only beside fewer than
+    `representatives` others; where the whole block has none, the keys of largest norm do.
+    """
+
+    Config = InfLLMConfig
+
+    # Queries that keys to come may need: `[B, H, R, D]`, and their ids int64 `[R]` on the CPU
+
+    def _cleared(self) -> None:
+        self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
+
+        Kept until the keys of those tokens are appended. What was kept from the first of these
+        ids on is forgotten: it belonged to a sequence that was cut. Raises ValueError or
+        TypeError for a wrong tensor.
+        """
+        g = self.geometry
+        shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
+        self._check_tensor("queries", queries, shape)
+        check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64)
+        if not queries.numel():
+            return
+        new = positions.cpu()
+        past = int((self._positions < len(self)).sum())
+        kept = max(int((self._positions < new[0]).sum()), past)
+        if len(self._queries) and self._queries["queries"].shape[0] != queries.shape[0]:
+            past = kept = len(self._positions)  # of another batch
+        columns = self._queries.after(past) if past else self._queries
+        columns.reserve({"queries": queries})
+        columns.truncate(kept - past)
+        columns.append({"queries": queries.detach()})
+        self._queries = columns
+        self._positions = torch.cat([self._positions[past:kept], new])
+
+    def truncate(self, length: int) -> None:
+        """As every index does; queries of the tokens from `length` on are forgotten too."""
+        super().truncate(length)
+        self._positions = self._positions[self._positions < length]
+        self._queries.truncate(len(self._positions))
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As every index does; before the first append, what was observed is reordered alone."""
+        super().reorder(batch_indices)
+        if self._batch is None and len(self._queries):
+            self._queries = self._queries.reordered(batch_indices)
+
+    def _with_reordered(self, batch_indices: Tensor) -> Columns:
+        return self._queries.reordered(batch_indices)
+
+    def _keep(self, statistics: Any) -> None:
+        if isinstance(statistics, Columns):
+            self._queries = statistics
+        super()._keep(statistics)
+
+    def _held(self) -> list[Tensor]:
+        return [self._queries["queries"]] if len(self._queries) else []
+
+    # Blocks
+
+    def _marks(self, keys: Tensor) -> Tensor:
+        """Representative scores for each query head, float32 `[B, G, T, g]`, `NONE` where none."""
+        g, (B, G, T, D) = self.geometry, keys.shape
+        marks = torch.full((B, G, T, g.group_size), NONE, device=g.device)
+        if not len(self._positions) or int(self._positions[-1]) <= len(self):
+            return marks
+        seen = self._queries["queries"]
+        if seen.shape[0] != B:
+            raise ValueError(f"keys: got a batch of {B}, allowed is that observed, {seen.shape[0]}")
+        ids = torch.arange(len(self), len(self) + T)
+        first = torch.searchsorted(self._positions, ids, right=True).to(g.device)
+        after = torch.searchsorted(self._positions, ids + self.config.span, right=True).to(g.device)
+        sums = pad(seen.double().cumsum(2), (0, 0, 1, 0))  # double: differences lose nothing
+        sums = sums.reshape(B, G, g.group_size, -1, D)
+        for start in range(0, T, CHUNK):
+            part = slice(start, start + CHUNK)
+            count = after[part] - first[part]
+            mean = sums[:, :, :, after[part]] - sums[:, :, :, first[part]]
+            mean = (mean / count.clamp_min(1)[:, None]).float()
+            found = (mean * keys[:, :, None, part].float()).sum(-1)  # [B, G, g, T]
+            marks[:, :, part] = found.masked_fill(count == 0, NONE).mT
+        return marks
+
+    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
+        scores = keys.float().norm(dim=-1, keepdim=True)
+        if marks is not None:
+            known = ((marks > NONE) & there).any(3, keepdim=True)
+            lowest = torch.finfo(torch.float32).min
+            scores = torch.where(known, marks.clamp_min(lowest), scores)
+        scores = scores.masked_fill(~there, NONE)  # [B, G, pages, P, g]
+        best = scores.argsort(dim=3, descending=True, stable=True)
+        best = best[:, :, :, : self.config.representatives]
+        chosen = torch.zeros_like(scores).scatter_(3, best, 1.0) * there
+        means = chosen.mT @ keys.float() / chosen.sum(3).clamp_min(1)[..., None]
+        return {"representatives": means.to(keys.dtype)}  # [B, G, pages, g, D]
+
+    def _page_scores(self, queries: Tensor) -> Tensor:
+        means = self._codes["representatives"].float().transpose(2, 3)  # [B, G, g, pages, D]
+        if self.config.group == "mean_query":
+            means = means.mean(2, keepdim=True)
+        return (means @ queries[..., None])[..., 0]
+
+    def _scanned(self) -> list[Tensor]:
+        return [self._codes["representatives"]]
