@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/kvindex demo
 
 test: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff format --check .
