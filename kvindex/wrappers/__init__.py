@@ -2,6 +2,7 @@
 
 from kvindex.wrappers.base import Wrapper
 from kvindex.wrappers.recall import MeasureRecall
+from kvindex.wrappers.reuse import Reuse
 from kvindex.wrappers.sample import Sample
 
-__all__ = ["MeasureRecall", "Sample", "Wrapper"]
+__all__ = ["MeasureRecall", "Reuse", "Sample", "Wrapper"]

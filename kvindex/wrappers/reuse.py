@@ -1,0 +1,154 @@
+"""Hits are reused while queries stay similar (LouisKV, ICLR 2026: semantic-aware retrieval)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvindex import check
+from kvindex.protocol import Hits, KVIndex
+from kvindex.wrappers.base import Wrapper
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last hits, what they were asked for, and how long the index was."""
+
+    hits: Hits
+    k: int
+    mass: float | None
+    length: int
+
+
+class Reuse(Wrapper):
+    """Searches where a step's queries differ from those of the step before, and else returns
+    the last hits.
+
+    They differ where the mean over the heads of `cos(q_{t-1}, q_t)` is below `tau` (0.7 in the
+    paper, for Qwen3-8B; `kvindex_adapters.evaluate.calibrate_tau` finds one): above 1 every step
+    searches, below -1 none after the first. Each row of a batch is judged on its own: one that
+    stays similar keeps its hits while another searches. Where a row differs, the inner index is
+    told that a segment ends before the step (`mark_boundary`), which is for all rows.
+
+    Reused hits have the scores and weights of the query that searched, and know no token that the
+    index got since; but what slots without a token (unused ones, clusters) stand for may have
+    changed: a row with such slots searches once the index has grown. Other `k` or `mass`, or a
+    `truncate`, are reasons to search, too.
+
+    steps, searches: how many searches were asked for, and how many the inner index did.
+    Raises ValueError for a tau that is no number.
+    """
+
+    _before: Tensor | None  # directions of the step before, [B, H, D]
+    _differs: Tensor | None  # what `observe` found for the next search, bool [B]
+    _last: _Last | None
+
+    def __init__(self, inner: KVIndex, *, tau: float = 0.7) -> None:
+        super().__init__(inner)
+        if isinstance(tau, bool) or not isinstance(tau, int | float) or math.isnan(tau):
+            raise ValueError(f"tau: got {tau!r}, allowed is a number")
+        self.tau = float(tau)
+        self._forget()
+
+    def rate(self) -> float | None:
+        """Share of the steps that searched, or None before the first."""
+        return self.searches / self.steps if self.steps else None
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """As the inner index does; a boundary before a single query is marked first."""
+        g = self.geometry
+        shape = {"B": None, "H": g.q_heads, "T": None, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        if queries.shape[2] == 1:
+            self._differs = self._judged(queries[:, :, 0])
+        elif queries.shape[2]:
+            self._before = normalize(queries[:, :, -1].detach().float(), dim=-1)
+            self._differs = None
+        self.inner.observe(queries, positions)
+
+    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+        """The inner index's hits, or the last ones. Raises as the inner index does."""
+        g, last = self.geometry, self._last
+        shape = {"B": None, "H": g.q_heads, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        differs = self._judged(queries) if self._differs is None else self._differs
+        self._last = self._differs = None  # if the search fails, the next one is made
+        asked = (k, mass, len(queries), len(queries))
+        if last and (last.k, last.mass, len(last.hits.ids), len(differs)) == asked:
+            if len(self) != last.length:
+                differs = differs | (last.hits.ids < 0).flatten(1).any(1)
+            if bool(differs.any()):
+                new = self._searched(queries, k, mass)
+                last = _Last(_mixed(differs, new, last.hits), k, mass, len(self))
+        else:
+            last = _Last(self._searched(queries, k, mass), k, mass, len(self))
+        self.steps += 1
+        self._last = last if len(self) else None  # while it is empty the batch may change
+        return last.hits
+
+    def truncate(self, length: int) -> None:
+        """As the inner index does; the next step searches."""
+        shorter = length < len(self)
+        self.inner.truncate(length)
+        if shorter:
+            self._last = None
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As the inner index does."""
+        self.inner.reorder(batch_indices)
+        rows = batch_indices.to(self.geometry.device)
+        self._before = None if self._before is None else self._before[rows]
+        self._differs = None if self._differs is None else self._differs[rows]
+        if self._last is not None:
+            old = self._last.hits
+            weight = None if old.log_weight is None else old.log_weight[rows]
+            mass = None if old.mass is None else old.mass[rows]
+            hits = Hits(old.ids[rows], old.scores[rows], weight, mass)
+            self._last = replace(self._last, hits=hits)
+
+    def reset(self) -> None:
+        """As the inner index does; counts begin anew."""
+        self.inner.reset()
+        self._forget()
+
+    def _searched(self, queries: Tensor, k: int, mass: float | None) -> Hits:
+        hits = self.inner.search(queries, k=k, mass=mass)
+        self.searches += 1
+        return hits
+
+    def _forget(self) -> None:
+        self.steps = self.searches = 0
+        self._before = self._differs = self._last = None
+
+    def _judged(self, queries: Tensor) -> Tensor:
+        """Which rows differ from the step before, bool `[B]`; tells the inner index if any does."""
+        directions, before = normalize(queries.detach().float(), dim=-1), self._before
+        self._before = directions
+        if before is None or before.shape != directions.shape:
+            return torch.ones(len(queries), dtype=torch.bool, device=queries.device)  # the first
+        similar = similarity(before, directions).clamp(-1, 1)
+        differs = ~(similar >= self.tau)  # NaN differs
+        if bool(differs.any()):
+            self.inner.mark_boundary()
+        return differs
+
+
+def similarity(before: Tensor, after: Tensor) -> Tensor:
+    """Mean over the heads of the cosines of directions `[B, H, D]`, float32 `[B]`."""
+    return (before * after).sum(-1).mean(-1)
+
+
+def _mixed(differs: Tensor, new: Hits, old: Hits) -> Hits:
+    """The new hits of the rows that differ, the old ones of the others."""
+    rows = differs[:, None, None]
+    weight, mass = new.log_weight, new.mass
+    if weight is not None and old.log_weight is not None:
+        weight = torch.where(rows, weight, old.log_weight)
+    if mass is not None and old.mass is not None:
+        mass = torch.where(differs[:, None], mass, old.mass)
+    ids = torch.where(rows, new.ids, old.ids)
+    return Hits(ids, torch.where(rows, new.scores, old.scores), weight, mass)
