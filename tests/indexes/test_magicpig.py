@@ -204,6 +204,18 @@ def test_a_stale_index_never_returns_what_follows_the_prompt():
     assert stale.search(CASE.queries(), k=80).ids.max() >= N
 
 
+def test_one_row_read_by_many_draws_as_it_does_alone():
+    case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
+    index = case.index("magicpig", bits=3, tables=20)
+    index.append(*case.tokens(60))
+    queries = torch.cat([case.queries(seed) for seed in range(4)])
+    together = index.repeated(4).search(queries, k=20)
+    for row in range(4):
+        alone = index.search(queries[row : row + 1], k=20)
+        assert torch.equal(together.ids[row], alone.ids[0])
+        torch.testing.assert_close(together.log_weight[row], alone.log_weight[0])
+
+
 def test_a_stale_index_without_a_prompt_finds_nothing():
     index = CASE.index("magicpig", stale=True)
     index.seal()

@@ -130,6 +130,19 @@ def test_factors_follow_truncate_reorder_and_reset():
     assert worst(index, tokens[0]) == 0
 
 
+def test_one_row_read_by_many_gives_each_its_keys():
+    case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
+    index = sealed(case.tokens(200), case=case, rank=4, outliers=2, rope=FREQUENCIES)
+    queries = torch.cat([case.queries(seed) for seed in range(3)])
+    many = index.repeated(3)
+    together = many.search(queries, k=20)
+    rows = many.fetch(together)
+    for row in range(3):
+        alone = index.search(queries[row : row + 1], k=20)
+        assert torch.equal(together.ids[row], alone.ids[0])
+        torch.testing.assert_close(rows.keys[row], index.fetch(alone).keys[0])
+
+
 def test_factorising_in_blocks_changes_nothing(monkeypatch):
     tokens = CASE.tokens(100)
     rows = all_rows(sealed(tokens, rank=7, rope=FREQUENCIES), 2).keys
