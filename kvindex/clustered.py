@@ -23,6 +23,9 @@ from kvindex import cluster, group
 from kvindex.base import BaseIndex
 from kvindex.protocol import UNUSED, Codes, Rows
 
+PER_CLUSTER = {"members", "sizes", "centroids", "means"}
+"""What is learnt that grows with the clusters, `[B, G, P or S, ...]`."""
+
 Read: TypeAlias = Callable[[Tensor], Rows]
 """Rows of ids int64 `[B, G, n]`, -1 for none."""
 
@@ -39,7 +42,7 @@ class Cut(NamedTuple):
 class Plan:
     """segment: tokens of the prompt that are clustered together, None for all; per_cluster: of
     these, as many per cluster; block: later tokens that are clustered together; per_block: into so
-    many clusters. A first append of fewer than `block` tokens waits like later ones.
+    many clusters, 0 for never. A first append of fewer than `block` tokens waits like later ones.
     """
 
     segment: int | None
@@ -53,7 +56,8 @@ class Plan:
         for start in range(0, prompt, segment):
             stop = min(start + segment, prompt)
             cuts.append(Cut(start, stop, max(round((stop - start) / self.per_cluster), 1)))
-        for start in range(prompt, count - self.block + 1, self.block):
+        last = count - self.block if self.per_block else prompt - 1
+        for start in range(prompt, last + 1, self.block):
             cuts.append(Cut(start, start + self.block, self.per_block))
         return cuts
 
@@ -130,11 +134,15 @@ class ClusteredIndex(BaseIndex):
         starts = sizes.long().cumsum(-1) - sizes
         return Units(keys, torch.cat([sizes, ones], -1), starts, learnt["members"], singles)
 
-    def _scores(self, queries: Tensor, units: Units) -> Tensor:
+    def _estimates(self, queries: Tensor, units: Units) -> Tensor:
+        """`q·c` or `q·k` of each unit, `-inf` for none: float32 `[B, G, g, U]`."""
+        folded = group.fold(queries, self.geometry.kv_heads, self.config.group)
+        empty = (units.sizes == 0)[:, :, None]
+        return (folded @ units.keys.mT).masked_fill(empty, float("-inf"))
+
+    def _scores(self, estimates: Tensor, units: Units) -> Tensor:
         """What the group agrees on for a row of each unit, `-inf` for none: `[B, G, U]`."""
         g, policy = self.geometry, self.config.group
-        estimates = group.fold(queries, g.kv_heads, policy) @ units.keys.mT
-        estimates = estimates.masked_fill((units.sizes == 0)[:, :, None], float("-inf"))
         return group.agree(estimates, policy, scale=g.scale, softcap=g.softcap, sizes=units.sizes)
 
     def _waiting_keys(self) -> Tensor:
@@ -246,7 +254,7 @@ class ClusteredIndex(BaseIndex):
                 for place, b in enumerate(batch):
                     found[b].append({name: tensor[place] for name, tensor in made.items()})
         new = dict(learnt)
-        for name in learnt.keys() - {"prompt", "seen", "waiting"}:
+        for name in PER_CLUSTER & learnt.keys():
             kept = [row.clustered if name == "members" else row.clusters for row in rows]
             if any(found) or learnt[name].shape[2] != max(kept):
                 new[name] = _joined(learnt[name], kept, [[x[name] for x in f] for f in found])

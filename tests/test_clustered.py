@@ -10,13 +10,17 @@ from tests.helpers import Case, all_rows, left_padding, part
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 SMALL = dict(block=8, per_cluster=4)
+OWN = dict(segment=16, block_clusters=2)  # where an index has them
 NAMES = [name for name in kvindex.names() if issubclass(kvindex.get(name), ClusteredIndex)]
 
 
 def small(name, case=CASE, **options):
-    config = kvindex.get(name).Config
-    own = dict(segment=16) if hasattr(config, "segment") else dict(block_clusters=2)
-    return case.index(name, **SMALL, **own, **options)
+    own = {option: value for option, value in OWN.items() if has(name, option)}
+    return case.index(name, **{**SMALL, **own, **options})
+
+
+def has(name, option):
+    return hasattr(kvindex.get(name).Config, option)
 
 
 def grown(name, tokens, valid, cuts):
@@ -129,8 +133,7 @@ def test_like_directions_are_clustered_whatever_their_lengths(name):
     lengths = 1 + 8 * torch.rand(32, 1, generator=generator)
     keys = lengths * (torch.eye(16)[which] + 0.05 * torch.randn(32, 16, generator=generator))
     case = Case(q_heads=1, kv_heads=1)
-    own = dict(block_clusters=2) if not hasattr(kvindex.get(name).Config, "segment") else {}
-    index = case.index(name, block=8, per_cluster=8, **own)
+    index = small(name, case, per_cluster=8, **({"segment": 32} if has(name, "segment") else {}))
     index.append(keys[None, None], keys[None, None])
     order = index._learnt["members"][0, 0].view(4, 8).long()
     assert index._learnt["sizes"].tolist() == [[[8, 8, 8, 8]]]

@@ -59,5 +59,5 @@ class ClusterKV(ClusteredIndex):
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         units = self._units()
-        scores = self._scores(queries, units)
+        scores = self._scores(self._estimates(queries, units), units)
         return grouped.best_rows(scores, units.starts, units.sizes, units.members, k, units.singles)

@@ -77,7 +77,7 @@ class RetroInfer(ClusteredIndex):
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         units = self._units()
-        scores = self._scores(queries, units)
+        scores = self._scores(self._estimates(queries, units), units)
         best, taken = self.ops.select.top_k(scores, min(k, scores.shape[-1]))
         sizes = grouped.at(units.sizes, taken, 0).long()  # [B, G, W]
         exact = self._exact(sizes, (units.sizes > 0).sum(-1, keepdim=True), k)

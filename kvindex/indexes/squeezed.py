@@ -1,0 +1,173 @@
+"""Squeezed Attention: clusters whose share of the attention passes a calibrated threshold.
+
+Hooper et al., Squeezed Attention: Accelerating Long Context Length LLM Inference
+(arXiv 2411.09688).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group, grouped
+from kvindex.clustered import ClusteredIndex, Plan, Units
+from kvindex.observed import Observed
+from kvindex.ops.attention import cap
+from kvindex.protocol import Codes, Hits
+
+BINS = 4096
+"""Of the histogram of shares."""
+
+PER_NAT = 64
+"""Bins per unit of a share's logarithm: a threshold is that exact, and shares reach to e^-64."""
+
+
+@dataclass(frozen=True)
+class SqueezedConfig:
+    """What Squeezed Attention can be told.
+
+    per_cluster: keys of the prompt per cluster, on average (published: 5% of the keys, 20 each).
+    block: later tokens that are clustered together, into `block / per_cluster` clusters.
+    sparsity: share of the keys that the threshold leaves out, on average over heads and over the
+      queries it is calibrated on, in [0, 1); 0 for no threshold.
+    calibration: how many of the prompt's last queries those are (published: 100).
+    stale: later tokens are never clustered (published); they stay clusters of one.
+    iterations: of k-means, at most; seed: of its starting points.
+    group: how query heads agree on an order (`kvindex.group`).
+    """
+
+    per_cluster: int = 20
+    block: int = 320
+    sparsity: float = 0.9
+    calibration: int = 100
+    stale: bool = False
+    iterations: int = 10
+    group: str = "mean_share"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("per_cluster", "block", "calibration"):
+            check.at_least(name, getattr(self, name), 1)
+        share = self.sparsity
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise ValueError(f"sparsity: got {share!r}, allowed is a number in [0, 1)")
+        if not isinstance(self.stale, bool):
+            raise ValueError(f"stale: got {self.stale!r}, allowed is True or False")
+        check.at_least("iterations", self.iterations, 0)
+        check.one_of("group", self.group, group.POLICIES)
+        if check.at_least("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+
+
+class Squeezed(ClusteredIndex):
+    """Rows of the clusters of which some head of the group believes that each of their rows has
+    more than a threshold of its attention; the best `k` where they are more.
+
+    Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster. Before
+    `seal`, or if no query was observed, there is no threshold.
+    """
+
+    Config = SqueezedConfig
+
+    _seen: Observed | None
+    _sealed: bool
+
+    def _plan(self) -> Plan:
+        c = self.config
+        blocks = 0 if c.stale else max(round(c.block / c.per_cluster), 1)
+        return Plan(None, c.per_cluster, c.block, blocks)
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        units = self._units()
+        estimates = self._estimates(queries, units)
+        scores = self._scores(estimates, units)
+        if "threshold" in self._learnt:
+            least = self._learnt["threshold"][:, None, None, None]
+            passes = (self._shares(estimates, units) > least).any(2)
+            scores = scores.masked_fill(~passes, float("-inf"))
+        parts = units.starts, units.sizes, units.members
+        return grouped.best_rows(scores, *parts, k, units.singles)
+
+    def _shares(self, estimates: Tensor, units: Units) -> Tensor:
+        """Logarithms of `e^{q·c_i} / Σ_j n_j e^{q·c_j}`, `-inf` for none: `[B, G, g, U]`."""
+        g = self.geometry
+        logits = cap(estimates, g.scale, g.softcap)
+        logits = logits.masked_fill(estimates == float("-inf"), float("-inf"))
+        total = (logits + units.sizes[:, :, None].log()).logsumexp(-1, keepdim=True)
+        return logits - total.masked_fill(total == float("-inf"), 0)
+
+    # Calibration
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's last ones are kept.
+
+        What is not finite in a query counts as 0. Raises ValueError or TypeError for a wrong
+        tensor.
+        """
+        g, seen = self.geometry, self._seen
+        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
+        shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
+        self._check_tensor("queries", queries, shape)
+        check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64, g.device)
+        if self._sealed or not self.config.sparsity or not queries.shape[2]:
+            return
+        queries, most = queries.detach().nan_to_num(0, 0, 0), self.config.calibration
+        self._seen = Observed.of(seen, queries, positions, most=most, choice="last")
+
+    def seal(self) -> None:
+        """The prompt is complete: the threshold is calibrated on its last queries."""
+        if not self._sealed and self._seen is not None and len(self):
+            self._learnt = {**self._learnt, "threshold": self._threshold(self._seen)}
+        self._sealed, self._seen = True, None
+
+    def _threshold(self, seen: Observed) -> Tensor:
+        """Logarithm of the share that leaves out `sparsity` of the keys, float32 `[B]`."""
+        units = self._units()
+        bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)
+        for i, position in enumerate(seen.positions.tolist()):
+            shares = self._shares(self._estimates(seen.queries[:, :, i], units), units)
+            place = (-shares * PER_NAT).floor().clamp(0, BINS - 1).long()
+            rows = units.sizes[:, :, None].expand_as(place).long()
+            if self.valid is not None and position < len(self):  # a padded query asks for nothing
+                rows = rows * self.valid[:, position, None, None, None]
+            bins.scatter_add_(1, place.flatten(1), rows.flatten(1))
+        wanted = (1 - self.config.sparsity) * bins.sum(1, keepdim=True).double()
+        kept: Tensor = (bins.cumsum(1) <= wanted).sum(1)
+        return kept.float().neg() / PER_NAT
+
+    # What the base asks for
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
+        if self._batch is None and self._seen is not None:
+            rows = check.rows("batch_indices", batch_indices, self._seen.queries.shape[0])
+            self._seen = self._seen.reordered(rows.to(self.geometry.device))
+        super().reorder(batch_indices)
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        if self._seen is not None:
+            seen = {"B": self._seen.queries.shape[0], "G": None, "N": None, "D": None}
+            check.tensor("keys", keys, seen)
+        return super()._learn(keys, valid)
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Observed | None:
+        return self._seen
+
+    def _with_truncated(self, length: int) -> Observed | None:
+        return self._seen
+
+    def _with_reordered(self, batch_indices: Tensor) -> Observed | None:
+        return self._seen and self._seen.reordered(batch_indices)
+
+    def _keep(self, statistics: Observed | None) -> None:
+        self._seen = statistics
+
+    def _cleared(self) -> None:
+        self._seen, self._sealed = None, False
+
+    def _held(self) -> list[Tensor]:
+        return self._seen.held() if self._seen else []
