@@ -1,0 +1,50 @@
+"""StreamingLLM: the first rows and the latest ones, nothing between.
+
+Xiao et al., Efficient Streaming Language Models with Attention Sinks (ICLR 2024), section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.kept import KeptIndex
+from kvindex.ops.select import compact
+
+
+@dataclass(frozen=True)
+class StreamingConfig:
+    """What StreamingLLM can be told.
+
+    budget: rows kept (published: 4 and 2000); sink: how many of them are the first ones
+    (published: 4), the others are the latest; group: how query heads agree on their order.
+    """
+
+    budget: int = 2004
+    sink: int = 4
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("sink", self.sink, 0)
+        check.at_least("budget", self.budget, self.sink + 1)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class Streaming(KeptIndex):
+    """Keeps the first `sink` valid tokens and the latest `budget - sink`."""
+
+    Config = StreamingConfig
+
+    def _kept(self) -> Tensor:
+        g, n = self.geometry, len(self)
+        sink, latest = self.config.sink, self.config.budget - self.config.sink
+        if self.valid is None:
+            first = torch.arange(min(sink, n), device=g.device)
+            last = torch.arange(max(n - latest, len(first)), n, device=g.device)
+            return torch.cat([first, last]).expand(self._batch or 1, g.kv_heads, -1)
+        rank = self.valid.cumsum(1)  # 1, 2, … at the valid tokens
+        kept = self.valid & ((rank <= sink) | (rank > rank[:, -1:] - latest))
+        return compact(kept)[:, None].expand(-1, g.kv_heads, -1)
