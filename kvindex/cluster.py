@@ -13,7 +13,13 @@ ROUNDS = 16
 """Rounds in which the starting points are drawn: up to as many clusters, one point each."""
 
 BLOCK = 2**20
-"""Distances held at once: 4 MiB, which a core keeps near."""
+"""Distances held at once on a CPU: 4 MiB, which a core keeps near."""
+
+DEVICE_BLOCK = 2**26
+"""The same elsewhere: 256 MiB, so that a call has work for a whole GPU."""
+
+PIECE = 2**28
+"""Coordinates of the rows that are clustered at once: 1 GiB, and a few times that beside it."""
 
 
 def kmeans(
@@ -28,10 +34,10 @@ def kmeans(
 
     iterations: of Lloyd's; 0 gives the starting points. seed: of those. spherical: the points'
     directions are clustered by their cosines, and centroids are directions (Dhillon and Modha,
-    2001); `assign` them to directions, too. The same from run to run
-    on every device: random numbers are drawn on the CPU, alike for all rows, and sums are of
-    integers, whose order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN
-    or infinity in it, fewer points than clusters, or a number out of range.
+    2001); `assign` points' directions to them. The same from run to run on every device: random
+    numbers are drawn on the CPU, alike for all rows, and sums are of integers, whose order does
+    not matter. Raises TypeError or ValueError for a wrong tensor, NaN or infinity in it, fewer
+    points than clusters, or a number out of range.
     """
     check.tensor("points", points, {"B": None, "N": None, "D": None}, torch.float32)
     check.finite("points", points)
@@ -40,6 +46,11 @@ def kmeans(
         raise ValueError(f"clusters: got {clusters}, allowed is 1 to the {count} points")
     check.at_least("iterations", iterations, 0)
     check.at_least("seed", seed, 0)
+    pieces = torch.split(points, _rows_at_once(points))
+    return torch.cat([_lloyd(piece, clusters, iterations, seed, spherical) for piece in pieces])
+
+
+def _lloyd(points: Tensor, clusters: int, iterations: int, seed: int, spherical: bool) -> Tensor:
     if spherical:
         points = directions(points)
         middle = torch.zeros_like(points[:, :1])
@@ -60,7 +71,8 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     Returns labels int64 `[B, N]` and squared distances float32 `[B, N]`.
     """
     lengths = centroids.square().sum(-1)[:, None]  # [B, 1, C]
-    step = max(BLOCK // max(lengths.numel(), 1), 1)
+    size = BLOCK if points.device.type == "cpu" else DEVICE_BLOCK
+    step = max(size // max(lengths.numel(), 1), 1)
     labels, distances = [], []
     for block in torch.split(points, step, dim=1):
         least = torch.baddbmm(lengths, block, centroids.mT, alpha=-2).min(-1)
@@ -75,6 +87,16 @@ def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor
     points: float32 `[B, N, D]`; labels: int64 `[B, N]`. The same from run to run: sums are of
     integers.
     """
+    step = _rows_at_once(points)
+    parts = [
+        _means(*some, clusters)
+        for some in zip(torch.split(points, step), torch.split(labels, step), strict=True)
+    ]
+    found, counts = zip(*parts, strict=True)
+    return torch.cat(found), torch.cat(counts)
+
+
+def _means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     B, N, D = points.shape
     counts = labels.new_zeros(B, clusters).scatter_add_(1, labels, torch.ones_like(labels))
     largest = points.abs().amax((1, 2)).double().clamp_min(torch.finfo(torch.float32).tiny)
@@ -119,3 +141,7 @@ def _moved(points: Tensor, labels: Tensor, distances: Tensor, clusters: int) -> 
 def _rows(points: Tensor, order: Tensor) -> Tensor:
     """Rows `[B, C, D]` of points `[B, N, D]` at order `[B, C]`."""
     return points.gather(1, order[..., None].expand(-1, -1, points.shape[2]))
+
+
+def _rows_at_once(points: Tensor) -> int:
+    return int(max(PIECE // max(points.shape[1] * points.shape[2], 1), 1))

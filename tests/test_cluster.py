@@ -147,3 +147,15 @@ def test_the_same_from_run_to_run_on_a_gpu():
         ).max()
         < 0.02
     )
+
+
+@pytest.mark.parametrize("spherical", [False, True])
+def test_rows_may_be_clustered_in_pieces(monkeypatch, spherical):
+    given = points(5, 60, 4)
+    whole = kmeans(given, 7, spherical=spherical)
+    labels = assign(given, whole)[0]
+    sums = cluster.means(given, labels, 7)
+    monkeypatch.setattr(cluster, "PIECE", 2 * 60 * 4)
+    torch.testing.assert_close(kmeans(given, 7, spherical=spherical), whole)
+    for ours, theirs in zip(cluster.means(given, labels, 7), sums, strict=True):
+        assert torch.equal(ours, theirs)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
 import kvindex
 from kvindex import cluster
 from kvindex.clustered import ClusteredIndex, Cut, Plan
 from tests.helpers import Case, all_rows, left_padding, part
+from tests.test_stateful import STEPS, machine
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 SMALL = dict(block=8, per_cluster=4)
@@ -15,8 +18,11 @@ NAMES = [name for name in kvindex.names() if issubclass(kvindex.get(name), Clust
 
 
 def small(name, case=CASE, **options):
-    own = {option: value for option, value in OWN.items() if has(name, option)}
-    return case.index(name, **{**SMALL, **own, **options})
+    return case.index(name, **{**small_options(name), **options})
+
+
+def small_options(name):
+    return {**SMALL, **{option: value for option, value in OWN.items() if has(name, option)}}
 
 
 def has(name, option):
@@ -40,6 +46,13 @@ def assert_same_clusters(got, want):
 
 def test_there_is_an_index_of_clusters():
     assert NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
+    """As in `test_stateful.py`, where so few tokens wait, with clusters."""
+    made = machine(kvindex.get(name), **small_options(name))
+    run_state_machine_as_test(made, settings=settings(STEPS, max_examples=20))
 
 
 def test_the_plan_cuts_the_prompt_and_then_blocks():
