@@ -13,7 +13,12 @@ from torch import Tensor
 
 from kvindex import group
 from kvindex.base import BaseIndex
+from kvindex.geometry import Geometry
+from kvindex.ops.attention import cap
 from kvindex.protocol import UNUSED, Codes, Hits
+
+LOGITS = 2**24
+"""Logits held at once while shares are summed (64 MiB)."""
 
 NEVER = float("-inf")
 
@@ -49,3 +54,53 @@ class KeptIndex(BaseIndex):
         ids = torch.arange(first, max(first, len(self)), device=self.geometry.device)
         ids = ids.expand(self._batch or 1, self.geometry.kv_heads, -1)
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None, first:], UNUSED)
+
+
+def joined(before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None) -> Tensor | None:
+    """Flags bool `[B, length + T]` once keys `[B, G, T, D]` come after `length` tokens, or None.
+
+    before: bool `[B, length]`, or None where all are valid; valid: bool `[B, T]`, or None.
+    """
+    if before is None and valid is None:
+        return None
+    device, B = keys.device, len(keys)
+    if before is None:
+        before = torch.ones((B, length), dtype=torch.bool, device=device)
+    if valid is None:
+        valid = torch.ones((B, keys.shape[2]), dtype=torch.bool, device=device)
+    return torch.cat([before, valid], dim=1)
+
+
+def real(positions: Tensor, valid: Tensor | None, batch: int) -> Tensor:
+    """Which queries at positions int64 `[R]` are of real tokens, bool `[B, R]`.
+
+    valid: bool `[B, N]`, or None; a position past its end is real (padding comes first).
+    """
+    if valid is None or not valid.shape[1]:
+        return torch.ones((batch, len(positions)), dtype=torch.bool, device=positions.device)
+    last = valid.shape[1] - 1
+    return valid[:, positions.clamp_max(last)] | (positions > last)
+
+
+def attended(
+    geometry: Geometry, queries: Tensor, positions: Tensor, known: Tensor, keys: Tensor, ids: Tensor
+) -> Tensor:
+    """The attention that each row gets, summed over queries and heads: float32 `[B, G, C]`.
+
+    Each query's softmax is over the rows of ids no greater than its position. queries
+    `[B, H, R, D]` at positions int64 `[R]`; known: bool `[B, R]`, False for a query that does not
+    count; keys `[B, G, C, D]` with ids int64 `[B, G, C]`, -1 for none.
+    """
+    B, H, R, D = queries.shape
+    heads = queries.reshape(B, geometry.kv_heads, -1, R, D)
+    rows, there = keys.float().mT[:, :, None], (ids >= 0)[:, :, None, None]
+    total = torch.zeros(ids.shape, device=ids.device)
+    size = max(LOGITS // max(B * H * ids.shape[2], 1), 1)
+    for start in range(0, R, size):
+        some = slice(start, start + size)
+        seen = there & (ids[:, :, None, None] <= positions[some, None])  # [B, G, 1, r, C]
+        seen = seen & known[:, None, None, some, None]
+        logits = cap(heads[..., some, :].float() @ rows, geometry.scale, geometry.softcap)
+        shares = logits.masked_fill(~seen, NEVER).softmax(-1)
+        total += shares.masked_fill(~seen, 0).sum((2, 3))
+    return total
