@@ -21,7 +21,8 @@ from kvindex_adapters.hf.generation import Progress
 ALWAYS = math.nextafter(1.0, 2.0)
 """The least threshold at which every step searches."""
 
-TAUS = (*(round(0.05 * i, 2) for i in range(-20, 21)), ALWAYS)
+TAUS = (-1.0, 0.0, *(percent / 100 for percent in range(50, 101)), ALWAYS)
+"""What is tried: queries that follow each other are seldom less alike than .5."""
 
 
 @dataclass(frozen=True)
