@@ -15,7 +15,7 @@ from kvindex.ops import codes
 from kvindex_cuda.code_blocks import Fill
 from kvindex_cuda.layout import BLOCK, Layout
 
-INDEX = "pariskv:preset=fast:lists=group:beta=0.02"
+INDEX = "pariskv"
 
 CHECKED = (8000, 12_345, 256)
 """Tokens of the appends that are checked."""

@@ -49,11 +49,19 @@ class Sample(Wrapper):
         return view
 
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
-        """The best rows and some that stand for the rest. Raises ValueError for a mass."""
+        """The best rows and some that stand for the rest.
+
+        Raises ValueError for a mass, and for an inner index whose rows have weights of their own.
+        """
         if mass is not None:
             raise ValueError(f"mass: got {mass}, allowed is None where rows are drawn at random")
         drawn = int(self.share * check.at_least("k", k, 1))
         hits = self.inner.search(queries, k=k * self.pool)
+        if hits.log_weight is not None:
+            raise ValueError(
+                f"inner: got {type(self.inner).__name__}, whose rows stand for others already; "
+                "allowed is an index that selects rows"
+            )
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
         chances = inclusion(logits, k - drawn, drawn)

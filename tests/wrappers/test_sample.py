@@ -135,3 +135,12 @@ def test_scores_that_are_no_shares_are_refused(group):
 def test_a_mass_is_refused():
     with pytest.raises(ValueError, match=r"mass: got 0\.9, allowed is None where rows are drawn"):
         sampled().search(CASE.queries(), k=5, mass=0.9)
+
+
+@pytest.mark.parametrize("name", ["magicpig", "retroinfer"])
+def test_rows_that_stand_for_others_already_are_refused(name):
+    case = Case(head_dim=64)
+    index = case.index(f"{name}+sample")
+    index.append(*case.tokens(700))
+    with pytest.raises(ValueError, match="inner: got .*, whose rows stand for others already"):
+        index.search(case.queries(), k=50)
