@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvindex import check, group
-from kvindex.kept import NEVER, KeptIndex, attended, joined, real
+from kvindex.kept import NEVER, WatchingIndex, attended, joined, real
 from kvindex.observed import Observed
 from kvindex.protocol import UNUSED, Codes
 
@@ -45,7 +45,7 @@ class SnapKVConfig:
         check.one_of("group", self.group, group.POLICIES)
 
 
-class SnapKV(KeptIndex):
+class SnapKV(WatchingIndex):
     """Keeps the prompt's most voted rows, its window, and what comes after it.
 
     Until `seal`, or where no query was observed, it keeps every row. What is learnt: `voted`
@@ -53,9 +53,6 @@ class SnapKV(KeptIndex):
     """
 
     Config = SnapKVConfig
-
-    _seen: Observed | None
-    _sealed: bool
 
     # Signals
 
@@ -65,28 +62,15 @@ class SnapKV(KeptIndex):
         After `seal` they are not looked at. What is not finite in a query counts as 0. Raises
         ValueError or TypeError for a wrong tensor.
         """
-        g, seen = self.geometry, self._seen
-        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
-        shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
-        self._check_tensor("queries", queries, shape)
-        T = queries.shape[2]
-        check.tensor("positions", positions, {"T": T}, torch.int64, g.device)
-        if not self._sealed and T:
-            kept = dict[str, Any](most=self.config.window, choice="last")
-            self._seen = Observed.of(seen, queries.detach().nan_to_num(0, 0, 0), positions, **kept)
+        queries = self._signal(queries, positions)
+        if not self._sealed:
+            self._watch(queries, positions, self.config.window)
 
     def seal(self) -> None:
         """The prompt is complete: its queries vote (on what of it comes later, when it comes)."""
         if len(self) and self._seen and not self._sealed:
             self._learnt = self._elected(self._seen, len(self))
         self._sealed = True
-
-    def reorder(self, batch_indices: Tensor) -> None:
-        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
-        if self._batch is None and self._seen:
-            check.rows("batch_indices", batch_indices, self._seen.queries.shape[0])
-            self._seen = self._seen.reordered(batch_indices.to(self.geometry.device))
-        super().reorder(batch_indices)
 
     # The election
 
@@ -123,14 +107,9 @@ class SnapKV(KeptIndex):
     # What the base asks for
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        seen = self._seen
-        if seen is None:
-            return self._learnt
-        batch = {"B": seen.queries.shape[0], "G": None, "N": None, "D": None}
-        check.tensor("keys", keys, batch)
-        grows = len(self) < seen.end or "voted" not in self._learnt
-        if not self._sealed or not grows:
-            return self._learnt
+        learnt, seen = super()._learn(keys, valid), self._seen
+        if not self._sealed or seen is None or ("voted" in learnt and len(self) >= seen.end):
+            return learnt
         return self._elected(seen, len(self), keys, valid)
 
     def _learnt_before(self, length: int) -> Codes:
@@ -139,25 +118,7 @@ class SnapKV(KeptIndex):
             return self._learnt
         return self._elected(seen, length)
 
-    def _with_reordered(self, batch_indices: Tensor) -> Observed | None:
-        return self._seen and self._seen.reordered(batch_indices)
-
-    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Observed | None:
-        return self._seen
-
-    def _with_truncated(self, length: int) -> Observed | None:
-        return self._seen
-
-    def _keep(self, statistics: Observed | None) -> None:
-        self._seen = statistics
-
-    def _cleared(self) -> None:
-        self._seen, self._sealed = None, False
-
-    def _held(self) -> list[Tensor]:
-        return self._seen.held() if self._seen else []
-
 
 def _first(seen: Observed) -> int:
     """The id of the window's first row."""
-    return int(seen.positions[0])
+    return seen.end - len(seen.positions)
