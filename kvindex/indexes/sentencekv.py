@@ -1,0 +1,288 @@
+"""SentenceKV: sentences by their mean keys, searched with the mean of the sentence's queries.
+
+Zhu et al., SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching (2025,
+arXiv 2504.00970). Where sentences end the caller says, or the ids of punctuation do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvindex import check, group
+from kvindex.base import BaseIndex
+from kvindex.grouped import best_rows
+from kvindex.heard import Heard, split
+from kvindex.ops.select import compact
+from kvindex.pages import PageColumns, Tail
+from kvindex.protocol import UNUSED, Codes, Hits
+
+BLOCK = 16_384
+"""Slots of sentences that are averaged at a time: bounds what is copied, not the result."""
+
+QUERIES = ("sentence", "token")
+
+
+@dataclass(frozen=True)
+class SentenceKVConfig:
+    """What SentenceKV can be told.
+
+    longest: tokens of a sentence; a longer one is cut into pieces. punctuation: ids of the tokens
+    that end a sentence, for `read`, integers of at least 0 (or one). query: a search ranks by the
+    mean of the "sentence"'s queries (published), or by the newest "token"'s alone. group: how
+    query heads agree (`kvindex.group`).
+    """
+
+    longest: int = 64
+    punctuation: tuple[int, ...] | int = ()
+    query: str = "sentence"
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("longest", self.longest, 1)
+        ids = self.punctuation
+        ids = tuple(ids) if isinstance(ids, tuple | list | set | frozenset) else (ids,)
+        for token in ids:
+            check.at_least("punctuation", token, 0)
+        object.__setattr__(self, "punctuation", tuple(sorted(ids)))
+        check.one_of("query", self.query, QUERIES)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class SentenceKV(BaseIndex):
+    """Whole sentences, best first, by `q·k` of the mean query and the mean key.
+
+    Hits' scores: of each row its sentence's, what `group.agree` returns. The mean of the queries
+    is of those observed since `seal` in the sentence that the searched query belongs to; the
+    searched one counts once, whether it was observed or not.
+    """
+
+    Config = SentenceKVConfig
+
+    _heard: Heard
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._codes = PageColumns()  # means [B, G, S, D], sizes int32 [B, 1, S], 0 for none
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a sentence, at most."""
+        return int(self.config.longest)
+
+    # Signals
+
+    def seal(self) -> None:
+        """The prompt is complete: queries from here on make up sentences."""
+        self._heard = replace(self._heard, sealed=True)
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
+
+        What was observed from the first of these ids on is forgotten: it belonged to a sequence
+        that was cut. Raises ValueError or TypeError for a wrong tensor.
+        """
+        g = self.geometry
+        shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
+        self._check_tensor("queries", queries, shape)
+        check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64)
+        if queries.numel():
+            most = self.config.longest if self.config.query == "sentence" else 1
+            self._heard = self._heard.observed(queries.detach(), positions, most)
+
+    def mark_boundary(self) -> None:
+        """A sentence of every row ends with the newest token, the newest observed or held.
+
+        What was said of later tokens is forgotten.
+        """
+        last = max(self._heard.newest, len(self) - 1)
+        if last >= 0:
+            said = torch.ones((1, 1), dtype=torch.bool, device=self.geometry.device)
+            self._say(said, last)
+
+    def read(self, tokens: Tensor, *, first: int) -> None:
+        """Tokens int64 `[T]`, or `[B, T]`, with ids from `first` on: punctuation ends sentences.
+
+        They may be held already or be appended later; what was said of tokens from `first` on is
+        forgotten. Raises ValueError or TypeError for a wrong tensor or no `punctuation`.
+        """
+        check.at_least("first", first, 0)
+        if isinstance(tokens, Tensor) and tokens.ndim == 2:
+            check.tensor("tokens", tokens, {"B": self._batch, "T": None}, torch.int64)
+        else:
+            tokens = check.tensor("tokens", tokens, {"T": None}, torch.int64)[None]
+        if not self.config.punctuation:
+            raise ValueError("punctuation: got (), allowed is one token id at least, to read")
+        tokens = tokens.to(self.geometry.device)
+        self._say(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
+
+    def _say(self, said: Tensor, first: int) -> None:
+        """Sentences end where `said`, bool `[B or 1, T]`, of the tokens from `first` on."""
+        heard = self._heard.said(said, first)
+        if first < len(self) - 1:
+            held = self._held_before(first)
+            kept = (self._sizes().cumsum(1) <= held[:, None]) & (self._sizes() > 0)
+            tail = self._tail(kept.sum(1), self._held_before(len(self)), None, None, heard)
+            self._codes.append(tail)
+        self._heard = heard
+
+    def truncate(self, length: int) -> None:
+        """As every index does; what was said of the tokens from `length` on is forgotten, too."""
+        super().truncate(length)
+        self._heard = self._heard.before(length)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As every index does; before the first append, what was said is reordered alone."""
+        super().reorder(batch_indices)
+        if self._batch is None:
+            self._heard = self._heard.reordered(batch_indices.to(self.geometry.device))
+
+    # Sentences
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        """Sentences that start with these keys, if no boundary ends one earlier."""
+        there = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
+        nothing, ids = Heard.nothing(self.geometry), torch.zeros_like(there, dtype=torch.int64)
+        means, sizes = self._sentences(keys, ids, there, nothing)
+        return {"means": means, "sizes": sizes}
+
+    def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
+        known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
+        self._check_finite("keys", known)
+        if len(self._heard.ends) not in (1, len(keys)):
+            raise ValueError(
+                f"keys: got a batch of {len(keys)}, allowed is that read, {len(self._heard.ends)}"
+            )
+        counts = self._held_before(len(self)) if len(self) else None
+        held = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+        kept = held
+        if counts is not None:
+            held, kept = counts, ((self._sizes() > 0).sum(1) - 1).clamp_min(0)
+        return self._learnt, self._tail(kept, held, known, valid, self._heard)
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> tuple[Heard, None]:
+        return self._heard, None
+
+    def _with_truncated(self, length: int) -> tuple[Heard, Tail]:
+        held, heard, sizes = self._held_before(length), self._heard.before(length), self._sizes()
+        kept = ((sizes.cumsum(1) <= held[:, None]) & (sizes > 0)).sum(1)
+        return heard, self._tail(kept, held, None, None, heard)
+
+    def _with_reordered(self, batch_indices: Tensor) -> tuple[Heard, None]:
+        return self._heard.reordered(batch_indices), None
+
+    def _keep(self, statistics: tuple[Heard, Tail | None]) -> None:
+        self._heard, tail = statistics
+        if tail is not None:
+            self._codes.append(tail)
+
+    def _held(self) -> list[Tensor]:
+        return [self._heard.ends, self._heard.queries]
+
+    def _cleared(self) -> None:
+        self._heard = Heard.nothing(self.geometry)
+
+    def _sizes(self) -> Tensor:
+        """Tokens of each sentence, int64 `[B, S]`; the index has held tokens."""
+        return self._codes["sizes"][:, 0].long()
+
+    def _held_before(self, length: int) -> Tensor:
+        """Valid tokens of each row with ids below `length`, int64 `[B]`."""
+        if self.valid is not None:
+            return self.valid[:, :length].sum(1)
+        return torch.full((len(self.counts),), length, device=self.geometry.device)
+
+    def _members(self) -> Tensor:
+        """Ids of the valid tokens in order, int64 `[B, n]`; -1 where a row has fewer."""
+        if self.valid is not None:
+            return compact(self.valid)
+        ids = torch.arange(len(self), device=self.geometry.device)
+        return ids.expand(len(self.counts), -1)
+
+    def _tail(
+        self, kept: Tensor, held: Tensor, keys: Tensor | None, valid: Tensor | None, heard: Heard
+    ) -> Tail:
+        """The sentences after the first `kept` int64 `[B]` of each row.
+
+        They hold what is left of a row's first `held` int64 `[B]` valid tokens, which come from
+        the store, then the new keys `[B, G, T, D]` where valid bool `[B, T]`.
+        """
+        g, device, parts = self.geometry, held.device, []  # keys, ids, whether there
+        start, S = int(kept.min()), 0
+        if len(self):
+            sizes = self._sizes()
+            S = sizes.shape[1]
+            passed = (sizes * (torch.arange(S, device=device) < kept[:, None])).sum(1)
+            rank = passed[:, None] + torch.arange(int((held - passed).max()), device=device)
+            there, members = rank < held[:, None], self._members()
+            old = members.gather(1, rank.clamp_max(max(members.shape[1] - 1, 0)))
+            old = old.masked_fill(~there, UNUSED)
+            rows = self._store.gather(old[:, None].expand(-1, g.kv_heads, -1))
+            parts.append((rows.keys, old, there))
+        if keys is not None:
+            new = (len(self) + torch.arange(keys.shape[2], device=device)).expand(len(keys), -1)
+            there = torch.ones_like(new, dtype=torch.bool) if valid is None else valid
+            parts.append((keys, new, there))
+        all_keys, all_ids, all_there = zip(*parts, strict=True)
+        means, sizes = self._sentences(
+            torch.cat(all_keys, 2), torch.cat(all_ids, 1), torch.cat(all_there, 1), heard
+        )
+        if not S:
+            return Tail(0, {"means": means, "sizes": sizes})
+        count = (sizes[:, 0] > 0).sum(1)
+        place = torch.arange(start, int((kept + count).max()), device=device)  # of a sentence
+        new = place - kept[:, None]  # [B, W]: its number among the new ones
+        source = torch.where(new < 0, place - start, S - start + new)
+        source = torch.where(new < sizes.shape[2], source, S - start + sizes.shape[2])
+        made = {}
+        for name, fresh in (("means", means), ("sizes", sizes[..., None])):
+            old = self._codes[name][:, :, start:].reshape(*fresh.shape[:2], -1, fresh.shape[3])
+            whole = pad(torch.cat([old, fresh], dim=2), (0, 0, 0, 1))  # the last one is none
+            index = source[:, None, :, None].expand(-1, whole.shape[1], -1, whole.shape[3])
+            made[name] = whole.gather(2, index)
+        return Tail(start, {"means": made["means"], "sizes": made["sizes"][..., 0]})
+
+    def _sentences(
+        self, keys: Tensor, ids: Tensor, there: Tensor, heard: Heard
+    ) -> tuple[Tensor, Tensor]:
+        """Mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of the sentences of some tokens.
+
+        keys: `[B, G, n, D]`; ids: int64 `[B, n]`; there: bool `[B, n]`, which of them count.
+        """
+        (B, G, n, D), longest = keys.shape, self.config.longest
+        if not n:
+            return keys, torch.zeros((B, 1, 0), dtype=torch.int32, device=keys.device)
+        order = compact(there)  # [B, m]
+        ended = heard.ended(ids).gather(1, order.clamp_min(0))
+        starts, sizes = split(ended, there.sum(1), longest)
+        offset, means = torch.arange(longest, device=keys.device), [keys[:, :, :0]]
+        step = max(BLOCK // longest, 1)
+        for first in range(0, starts.shape[1], step):
+            some = slice(first, first + step)
+            inside = offset < sizes[:, some, None]  # [B, u, longest]
+            slot = torch.where(inside, starts[:, some, None] + offset, 0).flatten(1)
+            place = order.gather(1, slot).clamp_min(0)[:, None, :, None]
+            found = keys.gather(2, place.expand(-1, G, -1, D)).float()
+            found = found.reshape(B, G, -1, longest, D).masked_fill(~inside[:, None, ..., None], 0)
+            mean = found.sum(3) / sizes[:, some].clamp_min(1)[:, None, :, None]
+            means.append(mean.to(keys.dtype))
+        return torch.cat(means, dim=2), sizes[:, None].int()
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy, sizes = self.geometry, self.config.group, self._sizes()
+        if self.config.query == "sentence":
+            queries = self._heard.mean_query(queries, self.config.longest)
+        folded = group.fold(queries, g.kv_heads, policy)
+        estimates = folded @ self._codes["means"].float().mT  # [B, G, g, S]
+        estimates = estimates.masked_fill((sizes == 0)[:, None, None], float("-inf"))
+        starts, members = sizes.cumsum(1) - sizes, self._members()
+        per_head = (t[:, None].expand(-1, g.kv_heads, -1) for t in (starts, sizes, members))
+        starts, sizes, members = per_head
+        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap, sizes=sizes)
+        return best_rows(agreed, starts, sizes, members, k)
