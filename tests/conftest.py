@@ -1,6 +1,10 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
 from hypothesis import settings
+
+import kvindex
 
 pytest.register_assert_rewrite("tests.helpers", "tests.contract")
 
@@ -14,6 +18,14 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    known = set(kvindex.names())
+    for item in items:
+        given = getattr(item, "callspec", None)
+        name = str(given.params.get("name", "")).partition(":")[0] if given else ""
+        if name in known:
+            package = getattr(kvindex.get(name), "needs", None)
+            if package and find_spec(package) is None:
+                item.add_marker(pytest.mark.skip(reason=f"needs the package {package}"))
 
 
 @pytest.fixture(autouse=True, scope="module")

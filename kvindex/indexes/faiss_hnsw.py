@@ -1,0 +1,93 @@
+"""FAISS HNSW: a graph over the keys, walked from its top towards the query.
+
+Malkov and Yashunin, Efficient and Robust Approximate Nearest Neighbor Search Using Hierarchical
+Navigable Small World Graphs (2016); FAISS: `IndexHNSWFlat`. Details: docs/indexes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+from kvindex.faiss_index import FaissConfig, FaissIndex
+
+
+@dataclass(frozen=True)
+class FaissHNSWConfig(FaissConfig):
+    """As `FaissConfig`, without a GPU (FAISS has no HNSW there), and:
+
+    neighbours: links of a key, FAISS's `M` (on the lowest level twice as many).
+    ef_construction: candidates kept while a key is linked.
+    ef_search: candidates kept by a search; never fewer than it asks for.
+    """
+
+    neighbours: int = 32
+    ef_construction: int = 40
+    ef_search: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.one_of("where", self.where, ("cpu",))
+        check.at_least("neighbours", self.neighbours, 2)
+        check.at_least("ef_construction", self.ef_construction, 1)
+        check.at_least("ef_search", self.ef_search, 1)
+
+
+class FaissHNSW(FaissIndex):
+    """`IndexHNSWFlat` per row and KV head: a float32 copy of the keys, and their links.
+
+    Keys are linked one after the other, so that the graph does not depend on how they came.
+    Hits' scores: what `group.agree` returns for `q·k` of the heads' candidates.
+    """
+
+    Config = FaissHNSWConfig
+    removes: ClassVar = False
+
+    def _new(self, b: int, g: int) -> Any:
+        faiss, config = self._faiss, self.config
+        D, metric = self.geometry.head_dim, faiss.METRIC_INNER_PRODUCT
+        index = faiss.IndexHNSWFlat(D, config.neighbours, metric)
+        index.hnsw.efConstruction = config.ef_construction
+        return index
+
+    def _add(self, index: Any, keys: Tensor) -> None:
+        for i in range(len(keys)):
+            index.add_c(1, self._floats(keys[i]))
+
+    def _wanted(self, k: int) -> int:
+        """All that FAISS keeps track of are candidates: they cost nothing more."""
+        least: int = self.config.ef_search
+        return max(super()._wanted(k), least)
+
+    def _ask(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+        # FAISS's walk stops by efSearch, however many rows are asked for
+        index.hnsw.efSearch = max(self.config.ef_search, count)
+        return super()._ask(index, queries, count)
+
+    def _token_bytes(self) -> float:
+        """A key, its level and where its links begin, links of the lowest level, and above.
+
+        A key has another `M` links with a chance of `1/M`, once more with `1/M²`, …: as expected.
+        """
+        M: int = self.config.neighbours
+        return 4 * self.geometry.head_dim + 4 + 8 + 4 * (2 * M + M / (M - 1))
+
+    def _scanned_bytes(self) -> float:
+        """Of a query head: keys compared and links read on the way to some of the first keys."""
+        row = next((row for row in self._made if row[0]), None)
+        if row is None:
+            return 0.0
+        index, stats = row[0], self._faiss.cvar.hnsw_stats
+        count = min(index.ntotal, 16)
+        before = stats.ndis, stats.nhops
+        asked = torch.from_numpy(index.reconstruct_n(0, count))
+        self._ask(index, asked, min(self.config.ef_search, index.ntotal))
+        compared, hops = stats.ndis - before[0], stats.nhops - before[1]
+        links = 4 * 2 * self.config.neighbours
+        read = compared * 4 * self.geometry.head_dim + hops * links
+        found: float = read / count / index.ntotal
+        return found

@@ -1,0 +1,143 @@
+"""FAISS IVF: keys in lists by their nearest centroid; the best few lists are scanned.
+
+Douze et al., The Faiss library (2024), section 5.1: `IndexIVFFlat`. Details: docs/indexes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+from kvindex.faiss_index import FaissConfig, FaissIndex
+from kvindex.faiss_library import threads
+from kvindex.protocol import Codes
+
+PER_LIST = 39
+"""Keys per list at least, where `lists` is None: what FAISS asks k-means to be given."""
+
+
+@dataclass(frozen=True)
+class FaissIVFConfig(FaissConfig):
+    """As `FaissConfig`, and:
+
+    lists: centroids, FAISS's `nlist`; None: `4 √n` of the `n` keys they are trained on, at most
+      one for 39 of these. Never more than `n`.
+    probes: lists that a search scans, FAISS's `nprobe`.
+    iterations: of k-means.
+    seed: of k-means.
+    """
+
+    lists: int | None = None
+    probes: int = 64
+    iterations: int = 10
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lists is not None:
+            check.at_least("lists", self.lists, 1)
+        check.at_least("probes", self.probes, 1)
+        check.at_least("iterations", self.iterations, 1)
+        if check.at_least("seed", self.seed, 0) >= 2**31:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**31")
+
+
+class FaissIVF(FaissIndex):
+    """`IndexIVFFlat` per row and KV head: a float32 copy of the keys, in lists.
+
+    Hits' scores: what `group.agree` returns for `q·k` of the heads' candidates.
+    """
+
+    Config = FaissIVFConfig
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """`lists` int64 `[B]`, how many each row has, and `centroids` float32 `[B, G, L, D]`.
+
+        A row of the batch learns from the valid keys of the first append that holds one, and
+        never again.
+        """
+        B, learnt = len(keys), self._learnt
+        known = learnt["lists"].tolist() if learnt else [0] * B
+        counts = [keys.shape[2]] * B if valid is None else valid.sum(1).tolist()
+        missing = [b for b in range(B) if counts[b] and not known[b]]
+        if not missing:
+            return learnt
+        rows: list[Codes] = []
+        with threads(1):
+            for b in range(B):
+                if b in missing:
+                    some = keys[b] if valid is None else keys[b][:, valid[b]]
+                    rows.append(self._trained(some, self._lists(counts[b])))
+                else:
+                    rows.append({name: tensor[b] for name, tensor in learnt.items()})
+        return self._stacked(rows, keys.device)
+
+    def _lists(self, count: int) -> int:
+        """Lists for `count` keys."""
+        wanted: int | None = self.config.lists
+        if wanted is None:
+            wanted = max(min(round(4 * count**0.5), count // PER_LIST), 1)
+        return min(wanted, count)
+
+    def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
+        """What keys `[G, n, D]` of a row teach: `lists` int64 `[]`, `centroids` `[G, L, D]`."""
+        faiss, D = self._faiss, self.geometry.head_dim
+        centroids = []
+        for points in self._points(keys):
+            means = faiss.Clustering(D, lists)
+            means.niter, means.seed = self.config.iterations, self.config.seed
+            means.spherical, means.min_points_per_centroid = True, 1
+            means.train(points.numpy(), faiss.IndexFlatIP(D))
+            found = faiss.vector_to_array(means.centroids)
+            centroids.append(torch.from_numpy(found).view(lists, D))
+        return {"lists": torch.tensor(lists), "centroids": torch.stack(centroids)}
+
+    def _points(self, keys: Tensor) -> Tensor:
+        return keys.to("cpu", torch.float32).contiguous()
+
+    def _stacked(self, rows: list[Codes], device: torch.device) -> Codes:
+        """Rows as one batch; those without lists, or with fewer, are filled with zeros."""
+        full = next(row for row in rows if row and int(row["lists"]))
+        most = max(row["centroids"].shape[1] for row in rows if row)
+        batch: dict[str, list[Tensor]] = {name: [] for name in full}
+        for row in rows:
+            for name, like in full.items():
+                tensor = row[name] if row else torch.zeros_like(like)
+                if name == "centroids":
+                    tensor = torch.nn.functional.pad(tensor, (0, 0, 0, most - tensor.shape[1]))
+                batch[name].append(tensor.to(device))
+        return {name: torch.stack(tensors) for name, tensors in batch.items()}
+
+    def _quantizer(self, b: int, g: int) -> tuple[Any, int]:
+        """The trained centroids of a row and KV head as an index of FAISS, and their number."""
+        quantizer = self._faiss.IndexFlatIP(self.geometry.head_dim)
+        lists = int(self._learnt["lists"][b])
+        quantizer.add(self._learnt["centroids"][b, g, :lists].cpu().numpy())
+        return quantizer, lists
+
+    def _new(self, b: int, g: int) -> Any:
+        quantizer, lists = self._quantizer(b, g)
+        D, metric = self.geometry.head_dim, self._faiss.METRIC_INNER_PRODUCT
+        return self._ready(self._faiss.IndexIVFFlat(quantizer, D, lists, metric))
+
+    def _ready(self, index: Any) -> Any:
+        index.is_trained = True
+        index.nprobe = min(self.config.probes, index.nlist)
+        return index
+
+    def _token_bytes(self) -> float:
+        return 4 * self.geometry.head_dim + 8  # and the id
+
+    def _scanned_bytes(self) -> float:
+        """Of a query head: the lists probed, were all of one length, and all centroids."""
+        if not self._learnt:
+            return 0.0
+        lists, tokens = self._learnt["lists"].clamp_min(1), self.counts.clamp_min(1)
+        share = (self.config.probes / lists).clamp_max(1).mean().item()
+        centroids = (4 * self.geometry.head_dim * lists.cpu() / tokens).mean().item()
+        found: float = share * self._token_bytes() + centroids
+        return found

@@ -1,0 +1,111 @@
+"""FAISS IVF-PQ: inverted lists of product-quantised residuals.
+
+Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV; Douze et al.,
+The Faiss library (2024): `IndexIVFPQ`. Details: docs/indexes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+from kvindex.cluster import assign
+from kvindex.indexes.faiss_ivf import FaissIVF, FaissIVFConfig
+
+BLOCK = 1024
+"""Candidates quantised at a time, where FAISS does not reconstruct them."""
+
+
+@dataclass(frozen=True)
+class FaissIVFPQConfig(FaissIVFConfig):
+    """As `FaissIVFConfig`, and:
+
+    subspaces: parts of a residual, FAISS's `M`; divides `head_dim`. None: `head_dim / 4`.
+    bits: of a part's code, 1 to 8.
+    """
+
+    subspaces: int | None = None
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.subspaces is not None:
+            check.at_least("subspaces", self.subspaces, 1)
+        if check.at_least("bits", self.bits, 1) > 8:
+            raise ValueError(f"bits: got {self.bits}, allowed is 1 to 8")
+
+
+class FaissIVFPQ(FaissIVF):
+    """`IndexIVFPQ` per row and KV head, on residuals.
+
+    Hits' scores: what `group.agree` returns for the inner products of the queries with what the
+    candidates' codes stand for.
+    """
+
+    Config = FaissIVFPQConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        D = self.geometry.head_dim
+        self._subspaces = self.config.subspaces or D // 4
+        if D % self._subspaces:
+            raise ValueError(f"subspaces: got {self._subspaces}, allowed divides head_dim = {D}")
+
+    def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
+        """As `FaissIVF._trained`, and `codebooks` float32 `[G, M, 2^bits, m]` of residuals."""
+        learnt, points = super()._trained(keys, lists), self._points(keys)
+        residuals = points - _nearest(points, learnt["centroids"])
+        books = torch.stack([self._codebooks(some.contiguous()) for some in residuals])
+        return {**learnt, "codebooks": books}
+
+    def _codebooks(self, residuals: Tensor) -> Tensor:
+        """Of residuals `[n, D]`; as many as centroids or fewer are the centroids themselves."""
+        faiss, D, M, size = self._faiss, residuals.shape[1], self._subspaces, 2**self.config.bits
+        if len(residuals) <= size:
+            spare = residuals[:1].expand(size - len(residuals), -1)
+            return torch.cat([residuals, spare]).view(size, M, -1).transpose(0, 1)
+        pq = faiss.ProductQuantizer(D, M, self.config.bits)
+        pq.cp.seed, pq.cp.min_points_per_centroid = self.config.seed, 1
+        pq.train(residuals.numpy())
+        return torch.from_numpy(faiss.vector_to_array(pq.centroids)).view(M, size, -1)
+
+    def _new(self, b: int, g: int) -> Any:
+        faiss, D, metric = self._faiss, self.geometry.head_dim, self._faiss.METRIC_INNER_PRODUCT
+        quantizer, lists = self._quantizer(b, g)
+        bits = self.config.bits
+        index = faiss.IndexIVFPQ(quantizer, D, lists, self._subspaces, bits, metric)
+        books = self._learnt["codebooks"][b, g].flatten().cpu().numpy()
+        faiss.copy_array_to_vector(books, index.pq.centroids)
+        return self._ready(index)
+
+    def _represented(self, keys: Tensor, ids: Tensor) -> Tensor:
+        """What FAISS's codes of keys `[B, G, C, D]` stand for, made again from the keys."""
+        B, G, C, _ = keys.shape
+        found = torch.empty_like(keys)
+        books = self._learnt["codebooks"]  # [B, G, M, 2^bits, m]
+        M, _, m = books.shape[2:]
+        for b in range(B):
+            lists = int(self._learnt["lists"][b])
+            for start in range(0, C, BLOCK):
+                some = keys[b, :, start : start + BLOCK]
+                means = _nearest(some, self._learnt["centroids"][b, :, :lists])
+                parts = (some - means).view(G, -1, M, m).transpose(1, 2).flatten(0, 1)
+                book = books[b].flatten(0, 1)  # [G M, 2^bits, m]
+                label = assign(parts, book)[0][..., None].expand(-1, -1, m)
+                coded = book.gather(1, label).view(G, M, -1, m).transpose(1, 2).flatten(-2)
+                found[b, :, start : start + BLOCK] = means + coded
+        return found
+
+    def _token_bytes(self) -> float:
+        bits: int = self._subspaces * self.config.bits
+        return -(-bits // 8) + 8  # and the id
+
+
+def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    """The centroid of `[G, L, D]` with the largest inner product with each point `[G, n, D]`."""
+    best = (points @ centroids.mT).argmax(-1)[..., None]
+    return centroids.gather(1, best.expand(-1, -1, points.shape[-1]))

@@ -1,0 +1,102 @@
+"""FAISS IVF-PQ: its estimates, exact where codes are, and its recall on clustered keys."""
+
+import pytest
+import torch
+
+from tests.contract import CHECKS
+from tests.helpers import Case, assert_same_hits
+
+faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
+CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2)
+ONE = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
+
+
+def clustered(count, clusters, spread, seed=0):
+    """Keys `[1, 1, count, 16]` around points of a sphere, and queries near some of the keys."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    centres = 4 * torch.nn.functional.normalize(draw(clusters, 16), dim=-1)
+    keys = centres[torch.randint(clusters, (count,), generator=generator)]
+    keys = keys + spread * draw(count, 16)
+    return keys[None, None], keys[:32] + spread * draw(32, 16)
+
+
+def recall(name, keys, queries, k, **options):
+    index, exact = ONE.index(name, **options), ONE.index("exact")
+    for each in (index, exact):
+        each.append(keys, keys[..., :8])
+    asked = queries[:, None]
+    got = index.repeated(len(queries)).search(asked, k=k).ids
+    want = exact.repeated(len(queries)).search(asked, k=k).ids
+    return (got[..., None] == want[..., None, :]).any(-1).float().mean().item()
+
+
+def test_recall_on_clustered_keys():
+    keys, queries = clustered(4000, 40, 0.5)
+    best = recall("faiss-ivfpq", keys, queries, 20, lists=40, probes=8, subspaces=8)
+    assert best > 0.85
+    assert recall("faiss-ivfpq", keys, queries, 20, lists=40, probes=1, subspaces=2) < best
+
+
+def test_scores_are_those_that_faiss_gives():
+    keys, queries = clustered(2000, 20, 0.5)
+    index = ONE.index("faiss-ivfpq", lists=20, probes=20, subspaces=4)
+    index.append(keys, keys[..., :8])
+    scores, ids = index._made[0][0].search(queries.numpy(), 10)
+    hits = index.repeated(32).search(queries[:, None], k=10)
+    close = dict(rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hits.scores[:, 0], torch.from_numpy(scores), **close)
+    assert (hits.ids[:, 0] == torch.from_numpy(ids)).float().mean() > 0.95  # equal codes tie
+
+
+def test_codes_made_again_from_keys_stand_for_what_faiss_reconstructs():
+    """What the GPU's way of scoring rests on."""
+    tokens = CASE.tokens(500)
+    index = CASE.index("faiss-ivfpq", lists=7, subspaces=4, bits=6)
+    index.append(*tokens)
+    queries = CASE.queries().unflatten(1, (2, 2))
+    ids, keys = index._candidates(queries, 40)
+    gathered = index._store.gather(ids).keys.float()
+    same = (index._represented(gathered, ids) - keys).abs().amax(-1) < 1e-4
+    assert same.float().mean() > 0.99  # a key between two centroids may go to either
+
+
+def test_few_keys_are_their_own_codes():
+    tokens = CASE.tokens(200)
+    hits = {}
+    for name, options in (("faiss-ivfpq", dict(lists=1)), ("faiss-flat", {})):
+        index = CASE.index(name, **options)
+        index.append(*tokens)
+        hits[name] = index.search(CASE.queries(), k=20)
+    assert_same_hits(hits["faiss-ivfpq"], hits["faiss-flat"], close=1e-4)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_holds_with_several_lists(check):
+    make = lambda **options: CASE.index("faiss-ivfpq", lists=4, probes=4, **options)  # noqa: E731
+    check(make, CASE)
+
+
+def test_two_runs_train_the_same():
+    keys = clustered(2000, 20, 0.5)[0]
+    first, second = (ONE.index("faiss-ivfpq", lists=20) for _ in range(2))
+    for index in (first, second):
+        index.append(keys, keys[..., :8])
+    for name in ("centroids", "codebooks"):
+        assert torch.equal(first._learnt[name], second._learnt[name])
+
+
+def test_bytes():
+    index = CASE.index("faiss-ivfpq", lists=2, subspaces=8, bits=6)
+    index.append(*CASE.tokens(400))
+    learnt = 2 * 2 * (2 * 64 + 64 * 64) + 16
+    assert index.nbytes()["codes"] == 2 * 2 * 400 * (6 + 8) + learnt
+
+
+@pytest.mark.parametrize(
+    ("bad", "allowed"),
+    [(dict(subspaces=5), "divides head_dim = 16"), (dict(bits=9), "1 to 8"), (dict(bits=0), "of")],
+)
+def test_bad_options_are_named(bad, allowed):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))}: got .* allowed .*{allowed}"):
+        CASE.index("faiss-ivfpq", **bad)
