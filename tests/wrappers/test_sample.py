@@ -142,5 +142,5 @@ def test_rows_that_stand_for_others_already_are_refused(name):
     case = Case(head_dim=64)
     index = case.index(f"{name}+sample")
     index.append(*case.tokens(700))
-    with pytest.raises(ValueError, match="inner: got .*, whose rows stand for others already"):
+    with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
         index.search(case.queries(), k=50)
