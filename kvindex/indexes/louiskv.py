@@ -163,6 +163,7 @@ class LouisKV(BaseIndex):
             points, clusters = keys.float().flatten(0, 1), -(-count // per)
             options = dict(iterations=self.config.iterations, seed=self.config.seed)
             labels = cluster.assign(points, cluster.kmeans(points, clusters, **options))[0]
+            labels = _by_first(labels, clusters)
             means, held = cluster.means(points, labels, clusters)
             order = labels.sort(dim=1, stable=True).indices  # ids ascend within a cluster
             wide = ids[rows].repeat_interleave(g.kv_heads, dim=0).gather(1, order)
@@ -252,6 +253,18 @@ class LouisKV(BaseIndex):
 
     def _cleared(self) -> None:
         self._sequence = _Sequence()
+
+
+def _by_first(labels: Tensor, clusters: int) -> Tensor:
+    """The same clusters, int64 `[R, n]`, numbered by their first tokens: of equal scores the
+    cluster with the lowest id is taken first.
+    """
+    R, n = labels.shape
+    first = torch.full((R, clusters), n, device=labels.device)
+    order = torch.arange(n, device=labels.device).expand(R, -1)
+    first = first.scatter_reduce(1, labels, order, "amin")
+    rank = first.argsort(dim=1, stable=True).argsort(dim=1)
+    return rank.gather(1, labels)
 
 
 def _nothing(keys: Tensor) -> dict[str, Tensor]:

@@ -139,6 +139,17 @@ def test_a_blob_of_the_prompt_is_a_cluster():
     assert (hits.ids >= 0).all(), "the last unit is cut"
 
 
+def test_units_that_tie_come_in_the_order_of_their_first_tokens():
+    """A query that likes no key: with units of one key the hits are those of `exact`."""
+    index, exact = sealed(**SINGLE), CASE.index("exact")
+    exact.append(*CASE.tokens(N))
+    nothing = torch.zeros_like(CASE.queries())
+    assert torch.equal(index.search(nothing, k=7).ids, exact.search(nothing, k=7).ids)
+    for split in units(sealed(per_cluster=5)).values():
+        first = [ids[0] for ids in split if ids]
+        assert first == sorted(first)
+
+
 def test_segments_end_where_a_boundary_was_marked_or_are_full():
     index, more = sealed(longest=8), CASE.tokens(60, seed=1)
     index.append(*part(more, 0, 5))

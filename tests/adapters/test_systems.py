@@ -1,0 +1,39 @@
+"""Whole systems in a model: where theory makes them exact, they write what `exact` writes."""
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from tests.adapters.tiny import build, prompt
+
+SIZES = dict(k=10, sink=4, local=8, update_every=4, full_threshold=0)
+
+
+def written(index, batch, beams):
+    """Greedy tokens, and how often each layer's wrapper searched."""
+    model, inputs = build("llama"), prompt(batch, 80)
+    with kvhf.attach(model, index=index, **SIZES) as cache, torch.inference_mode():
+        options = dict(max_new_tokens=12, do_sample=False, num_beams=beams)
+        out = model.generate(**inputs, past_key_values=cache, **options)
+        return out, [layer.rate() for layer in cache.indexes() if hasattr(layer, "rate")]
+
+
+@pytest.mark.parametrize(("batch", "beams"), [(1, 1), (2, 2)])
+def test_systems_that_are_exact_write_what_exact_writes(batch, beams):
+    """Queries observed, prompt sealed, tokens appended, beams reordered: all through the model."""
+    want, _ = written("exact", batch, beams)
+    for index in (
+        "ctkvr:probes=500:rho=500:group=mean_share",
+        "louiskv:per_cluster=1:longest=1",
+        "louiskv:per_cluster=1:longest=1+reuse:tau=2",
+    ):
+        got, rates = written(index, batch, beams)
+        assert torch.equal(got, want), index
+        assert set(rates) <= {1.0}
+    assert not torch.equal(written("louiskv:per_cluster=30", batch, beams)[0], want)
+
+
+def test_a_model_that_never_searches_again_still_writes():
+    out, rates = written("ctkvr+reuse:tau=-2", 1, 1)
+    assert out.shape == (1, 92)
+    assert rates == [pytest.approx(1 / 11)] * 4
