@@ -39,13 +39,13 @@ class Heard:
     def said(self, ends: Tensor, first: int) -> Heard:
         """Sentences end where `ends`, bool `[B or 1, T]`, says so of the tokens from `first` on.
 
-        What was said of these and of later ones is forgotten.
+        What was said of these and of later ones is forgotten, or of another batch.
         """
         old = self.ends[:, :first]
         old = pad(old, (0, first - old.shape[1]))
         rows = max(len(old), len(ends))
-        if len(old) not in (1, rows):  # of another batch
-            old = old[:1].expand(rows, -1)
+        if len(old) not in (1, rows):
+            old = torch.zeros_like(old[:1])
         ends = torch.cat([old.expand(rows, -1), ends.expand(rows, -1)], dim=1)
         return replace(self, ends=ends)
 

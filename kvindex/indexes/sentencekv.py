@@ -164,9 +164,6 @@ class SentenceKV(BaseIndex):
             held, kept = counts, ((self._sizes() > 0).sum(1) - 1).clamp_min(0)
         return self._learnt, self._tail(kept, held, known, valid, self._heard)
 
-    def _with_appended(self, codes: Codes, valid: Tensor | None) -> tuple[Heard, None]:
-        return self._heard, None
-
     def _with_truncated(self, length: int) -> tuple[Heard, Tail]:
         held, heard, sizes = self._held_before(length), self._heard.before(length), self._sizes()
         kept = ((sizes.cumsum(1) <= held[:, None]) & (sizes > 0)).sum(1)
@@ -175,7 +172,9 @@ class SentenceKV(BaseIndex):
     def _with_reordered(self, batch_indices: Tensor) -> tuple[Heard, None]:
         return self._heard.reordered(batch_indices), None
 
-    def _keep(self, statistics: tuple[Heard, Tail | None]) -> None:
+    def _keep(self, statistics: tuple[Heard, Tail | None] | None) -> None:
+        if statistics is None:  # an append: what was heard since it began stays
+            return
         self._heard, tail = statistics
         if tail is not None:
             self._codes.append(tail)

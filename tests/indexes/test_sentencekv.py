@@ -308,6 +308,38 @@ def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch()
     index.mark_boundary()  # of nothing
 
 
+def test_what_is_read_of_another_batch_is_forgotten():
+    index, tokens = CASE.index("sentencekv", punctuation=STOP), text(30, rows=3)
+    index.read(text(20), first=0)
+    index.read(tokens[:, 20:], first=20)
+    rows = CASE.tokens(30, batch=3)
+    index.append(*rows)
+    tokens[:, :20] = 0
+    assert_as_in_words(index, rows[0], tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def test_what_is_heard_while_an_append_is_under_way_stays():
+    index, queries = CASE.index("sentencekv", longest=8), CASE.tensor(5, 2, 6, 2, 16)
+    index.append(*CASE.tokens(20))
+    index.seal()
+    end = index.begin_append(*CASE.tokens(5, seed=1))
+    index.observe(queries, torch.tensor([30, 31]))
+    index.mark_boundary()
+    end()
+    assert index._heard.positions.tolist() == [30, 31]
+    assert index._heard.ends[0].nonzero()[:, 0].tolist() == [31]
+
+
+def test_a_view_of_many_rows_has_what_was_heard():
+    case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
+    index, queries = case.index("sentencekv", longest=8), case.tensor(5, 1, 6, 3, 16)
+    index.append(*case.tokens(40))
+    spoken(index, queries)
+    want = index.search(queries[:, :, 2], k=9)
+    hits = index.repeated(3).search(queries[:, :, 2].expand(3, -1, -1), k=9)
+    assert torch.equal(hits.ids, want.ids.expand(3, -1, -1))
+
+
 def test_a_refused_reading_changes_nothing():
     index = CASE.index("sentencekv", punctuation=STOP)
     index.append(*CASE.tokens(30))
