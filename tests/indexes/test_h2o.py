@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from kvindex.layer import AttentionLayer
 from tests import literal
 from tests.contract import CHECKS
 from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
+from tests.policies import assert_follows_exact_in_a_layer, kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N, STEPS = 30, 12
@@ -34,11 +34,6 @@ def stepped(index, step, case=CASE):
     """One more token, then its query."""
     index.append(*part(case.tokens(N + STEPS), N + step, N + step + 1))
     index.observe(sequence(case)[:, :, N + step : N + step + 1], torch.tensor([N + step]))
-
-
-def kept(index, b, h):
-    ids = index.search(CASE.queries(batch=index._batch), k=99).ids[b, h]
-    return sorted(i for i in ids.tolist() if i >= 0)
 
 
 class Literal:
@@ -90,20 +85,20 @@ def test_it_keeps_what_a_literal_cache_keeps(options, pads):
         for (b, h), cache in caches.items():
             if step >= 0:
                 cache.step(N + step)
-            assert kept(index, b, h) == [*cache.scores]
+            assert kept(index, CASE, b, h) == [*cache.scores]
 
 
 def test_the_literal_cache_can_differ():
     keys, queries = CASE.tokens(N + STEPS)[0][0, 0].tolist(), sequence()[0, :3].tolist()
     for wrong in (dict(recent=0.25), dict(budget=9), dict(first=15)):
         cache = Literal(keys, queries, 0.25, **{**SMALL, **wrong})
-        assert [*cache.scores] != kept(built(), 0, 0)
+        assert [*cache.scores] != kept(built(), CASE, 0, 0)
 
 
 def test_only_the_last_queries_of_the_prompt_count_if_so_asked():
     keys, queries = CASE.tokens(N + STEPS)[0][0, 0].tolist(), sequence()[0, :3].tolist()
     cache = Literal(keys, queries, 0.25, **SMALL, first=15)
-    assert kept(built(most=15), 0, 0) == [*cache.scores]
+    assert kept(built(most=15), CASE, 0, 0) == [*cache.scores]
 
 
 @pytest.mark.parametrize("pads", [None, [0, 7]])
@@ -143,23 +138,23 @@ def test_with_nothing_but_the_latest_it_is_a_window():
 def test_a_search_never_reads_more_than_the_budget_and_changes_nothing():
     """Tokens that came since the last query compete for their places, with scores of nothing."""
     index = built()
-    heavy = kept(index, 0, 0)[:4]
+    heavy = kept(index, CASE, 0, 0)[:4]
     index.append(*CASE.tokens(9, seed=1))
     for _ in range(2):
-        assert kept(index, 0, 0) == [*heavy, *range(N + 5, N + 9)]
+        assert kept(index, CASE, 0, 0) == [*heavy, *range(N + 5, N + 9)]
     index.truncate(N)
-    assert kept(index, 0, 0) == [*heavy, *range(N - 4, N)]
+    assert kept(index, CASE, 0, 0) == [*heavy, *range(N - 4, N)]
 
 
 def test_what_is_dropped_does_not_come_back():
-    index, before = built(), kept(built(), 1, 1)
+    index, before = built(), kept(built(), CASE, 1, 1)
     stepped(index, 0)
-    gone = {*before} - {*kept(index, 1, 1)}
+    gone = {*before} - {*kept(index, CASE, 1, 1)}
     assert len(gone) == 1
     index.truncate(N)
-    assert kept(index, 1, 1) == sorted({*before} - gone)
+    assert kept(index, CASE, 1, 1) == sorted({*before} - gone)
     index.truncate(0)
-    assert kept(index, 1, 1) == []
+    assert kept(index, CASE, 1, 1) == []
 
 
 def test_a_further_prompt_counts_causally():
@@ -179,10 +174,10 @@ def test_without_queries_every_row_is_kept():
     index = CASE.index("h2o", **SMALL)
     index.append(*CASE.tokens(N))
     index.seal()
-    assert kept(index, 0, 0) == [*range(N)]
+    assert kept(index, CASE, 0, 0) == [*range(N)]
     index.append(*CASE.tokens(3))
     index.observe(sequence()[:, :, :1], torch.tensor([N + 2]))
-    assert len(kept(index, 0, 0)) == 8
+    assert len(kept(index, CASE, 0, 0)) == 8
 
 
 def test_padding_changes_nothing_but_ids():
@@ -197,8 +192,8 @@ def test_padding_changes_nothing_but_ids():
     alone.append(tokens[0][1:, :, 13:], tokens[1][1:, :, 13:])
     alone.observe(queries[1:, :, 13:N], torch.arange(N - 13))
     alone.seal()
-    assert kept(padded, 1, 1) == [13 + i for i in kept(alone, 0, 1)]
-    assert kept(padded, 0, 1) == kept(built(), 0, 1)
+    assert kept(padded, CASE, 1, 1) == [13 + i for i in kept(alone, CASE, 0, 1)]
+    assert kept(padded, CASE, 0, 1) == kept(built(), CASE, 0, 1)
 
 
 def test_queries_may_come_before_the_keys():
@@ -209,11 +204,10 @@ def test_queries_may_come_before_the_keys():
         late.append(*CASE.tokens(N, batch=1))
     late.append(*part(CASE.tokens(N + STEPS), 0, N))
     late.seal()
-    assert kept(late, 1, 0) == kept(built(), 1, 0)
+    assert kept(late, CASE, 1, 0) == kept(built(), CASE, 1, 0)
 
 
 def test_in_pieces_or_at_once(monkeypatch):
-    """Of appends, and of the queries that attend at a time."""
     index = built()
     for start, stop in ((0, 1), (1, 4), (4, 9)):
         index.append(*part(CASE.tokens(9, seed=1), start, stop))
@@ -256,7 +250,6 @@ def dropping(case):
         "check_zero_keys_and_queries_give_no_nan",
         "check_reset_forgets_everything",
         "check_encode_is_deterministic_and_changes_nothing",
-        "check_fetch_returns_the_appended_rows",
     ],
 )
 def test_once_it_drops_rows_it_keeps_the_contract(name):
@@ -304,13 +297,4 @@ def test_bad_option_is_refused(options, words):
 
 
 def test_in_a_layer_with_a_large_budget_it_follows_exact():
-    outputs = []
-    for name, options in (("exact", {}), ("h2o", dict(budget=61))):
-        layer = AttentionLayer(
-            CASE.index(name, **options), k=60, sink=3, local=4, update_every=5, full_threshold=0
-        )
-        queries, (keys, values) = sequence(count=60), CASE.tokens(60)
-        layer.step(queries[:, :, :30], keys[:, :, :30], values[:, :, :30])
-        steps = [slice(i, i + 1) for i in range(30, 60)]
-        outputs.append([layer.step(*(t[:, :, s] for t in (queries, keys, values))) for s in steps])
-    torch.testing.assert_close(torch.cat(outputs[1]), torch.cat(outputs[0]))
+    assert_follows_exact_in_a_layer(CASE, "h2o", budget=61)

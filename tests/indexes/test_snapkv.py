@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from kvindex.layer import AttentionLayer
 from tests import literal
 from tests.contract import CHECKS
 from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
+from tests.policies import assert_follows_exact_in_a_layer, kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40
@@ -26,10 +26,6 @@ def built(case=CASE, pads=None, **options):
     index.observe(prompt(case), torch.arange(N))
     index.seal()
     return index
-
-
-def kept(index, b, h):
-    return sorted(i for i in index.search(CASE.queries(), k=99).ids[b, h].tolist() if i >= 0)
 
 
 def elected(keys, queries, scale, *, budget, window, kernel, pool="mean", pad=0):
@@ -61,13 +57,13 @@ def test_it_keeps_what_the_window_votes_for(options, pads):
             queries = prompt()[b, 3 * h : 3 * h + 3].tolist()
             pad = 0 if pads is None else pads[b]
             want = elected(keys, queries, index.geometry.scale, pad=pad, **options)
-            assert kept(index, b, h) == want
+            assert kept(index, CASE, b, h) == want
 
 
 def test_the_literal_election_can_differ():
     keys, queries = CASE.tokens(N)[0][0, 0].tolist(), prompt()[0, :3].tolist()
     for wrong in (dict(kernel=1), dict(window=5), dict(pool="max")):
-        assert elected(keys, queries, 0.25, **{**SMALL, **wrong}) != kept(built(), 0, 0)
+        assert elected(keys, queries, 0.25, **{**SMALL, **wrong}) != kept(built(), CASE, 0, 0)
 
 
 @pytest.mark.parametrize("pads", [None, [0, 7]])
@@ -94,13 +90,13 @@ def test_a_budget_below_n_is_not():
 
 def test_what_is_generated_is_kept_beside_the_prompt():
     index = built()
-    before = kept(index, 1, 1)
+    before = kept(index, CASE, 1, 1)
     index.append(*CASE.tokens(6, seed=1))
     index.observe(CASE.queries()[:, :, None], torch.tensor([N + 5]))
     assert len(before) == SMALL["budget"]
-    assert kept(index, 1, 1) == [*before, *range(N, N + 6)]
+    assert kept(index, CASE, 1, 1) == [*before, *range(N, N + 6)]
     index.truncate(N + 2)
-    assert kept(index, 1, 1) == [*before, N, N + 1]
+    assert kept(index, CASE, 1, 1) == [*before, N, N + 1]
 
 
 @pytest.mark.parametrize("first", [0, 10, 30, 38])
@@ -121,13 +117,13 @@ def test_queries_may_come_before_the_keys(first):
 
 def test_a_cut_prompt_votes_again():
     index = built()
-    before = kept(index, 0, 1)
+    before = kept(index, CASE, 0, 1)
     index.truncate(20)
-    assert len(kept(index, 0, 1)) == SMALL["budget"] - SMALL["window"]
+    assert len(kept(index, CASE, 0, 1)) == SMALL["budget"] - SMALL["window"]
     index.append(*part(CASE.tokens(N), 20, N))
-    assert kept(index, 0, 1) == before
+    assert kept(index, CASE, 0, 1) == before
     index.truncate(0)
-    assert kept(index, 0, 1) == []
+    assert kept(index, CASE, 0, 1) == []
 
 
 def test_queries_of_a_sequence_that_was_cut_go():
@@ -136,18 +132,18 @@ def test_queries_of_a_sequence_that_was_cut_go():
     index.observe(prompt(seed=1), torch.arange(N))
     index.observe(prompt()[:, :, 10:], torch.arange(10, N))  # again from 10 on
     index.seal()
-    assert kept(index, 1, 0) == kept(built(), 1, 0)
+    assert kept(index, CASE, 1, 0) == kept(built(), CASE, 1, 0)
 
 
 def test_without_seal_or_queries_every_row_is_kept():
     index = CASE.index("snapkv", **SMALL)
     index.append(*CASE.tokens(N))
     index.seal()
-    assert kept(index, 0, 0) == [*range(N)]
+    assert kept(index, CASE, 0, 0) == [*range(N)]
     index = CASE.index("snapkv", **SMALL)
     index.append(*CASE.tokens(N))
     index.observe(prompt(), torch.arange(N))
-    assert kept(index, 0, 0) == [*range(N)]
+    assert kept(index, CASE, 0, 0) == [*range(N)]
 
 
 def test_padding_changes_nothing_but_ids():
@@ -158,8 +154,8 @@ def test_padding_changes_nothing_but_ids():
     padded.append(keys, values, valid=left_padding([0, 38], N))
     padded.observe(queries, torch.arange(N))
     padded.seal()
-    assert kept(padded, 1, 0) == [38, 39]
-    assert kept(padded, 0, 0) == kept(built(), 0, 0)
+    assert kept(padded, CASE, 1, 0) == [38, 39]
+    assert kept(padded, CASE, 0, 0) == kept(built(), CASE, 0, 0)
 
 
 def voting(case):
@@ -258,13 +254,4 @@ def test_bad_signals_are_refused():
 
 
 def test_in_a_layer_with_a_large_budget_it_follows_exact():
-    outputs = []
-    for name, options in (("exact", {}), ("snapkv", dict(budget=61))):
-        layer = AttentionLayer(
-            CASE.index(name, **options), k=60, sink=3, local=4, update_every=5, full_threshold=0
-        )
-        queries, (keys, values) = prompt(count=60), CASE.tokens(60)
-        layer.step(queries[:, :, :30], keys[:, :, :30], values[:, :, :30])
-        steps = [slice(i, i + 1) for i in range(30, 60)]
-        outputs.append([layer.step(*(t[:, :, s] for t in (queries, keys, values))) for s in steps])
-    torch.testing.assert_close(torch.cat(outputs[1]), torch.cat(outputs[0]))
+    assert_follows_exact_in_a_layer(CASE, "snapkv", budget=61)

@@ -5,6 +5,7 @@ import torch
 
 from tests.contract import CHECKS
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.policies import assert_follows_exact_in_a_layer
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40
@@ -55,6 +56,15 @@ def test_it_keeps_the_first_and_the_latest_whatever_is_appended_or_cut(pads):
     index.truncate(25)
     want = [literal(25 - min(pad, 25), 4, 8, min(pad, 25)) for pad in pads]
     assert found(index) == [[each, each] for each in want]
+
+
+@pytest.mark.parametrize("budget", [61, 8])
+def test_in_a_layer_only_a_large_budget_follows_exact(budget):
+    if budget > 60:
+        assert_follows_exact_in_a_layer(CASE, "streaming", budget=budget)
+        return
+    with pytest.raises(AssertionError):
+        assert_follows_exact_in_a_layer(CASE, "streaming", budget=budget)
 
 
 def test_no_sink_is_a_window():
