@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvindex import check, group
 from kvindex.base import BaseIndex
-from kvindex.faiss_library import check_gpu, library, resources, threads
+from kvindex.faiss_library import check_gpu, each, library, resources, threads
 from kvindex.protocol import UNUSED, Codes, Hits
 
 BLOCK = 16_384
@@ -156,13 +156,14 @@ class FaissIndex(BaseIndex):
         keys = self._for_faiss(keys)
         if self.config.where == "gpu":
             resources(g.device.index)  # follow torch's current stream
-        with threads(1):
-            for b, rows in enumerate(self._made):
-                for head, index in enumerate(rows):
-                    first = index.ntotal - held[b] if index else 0  # another head may be behind
-                    some = keys[b, head, first : len(new[b])]
-                    if len(some):
-                        self._add(index, some)
+        jobs = []
+        for b, rows in enumerate(self._made):
+            for head, index in enumerate(rows):
+                first = index.ntotal - held[b] if index else 0  # another head may be behind
+                if first < len(new[b]):
+                    jobs.append((index, keys[b, head, first : len(new[b])]))
+        at_once = 1 if self.config.where == "gpu" else torch.get_num_threads()
+        each(lambda job: self._add(*job), jobs, at_once)
 
     def _tokens(self, b: int) -> Tensor:
         """Ids of the valid tokens of a row, int64 `[n]`: FAISS's ids are places in it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvindex import check
 from kvindex.faiss_index import FaissConfig, FaissIndex
-from kvindex.faiss_library import threads
+from kvindex.faiss_library import each
 from kvindex.protocol import Codes
 
 PER_LIST = 39
@@ -67,13 +67,12 @@ class FaissIVF(FaissIndex):
         if not missing:
             return learnt
         rows: list[Codes] = []
-        with threads(1):
-            for b in range(B):
-                if b in missing:
-                    some = keys[b] if valid is None else keys[b][:, valid[b]]
-                    rows.append(self._trained(some, self._lists(counts[b])))
-                else:
-                    rows.append({name: tensor[b] for name, tensor in learnt.items()})
+        for b in range(B):
+            if b in missing:
+                some = keys[b] if valid is None else keys[b][:, valid[b]]
+                rows.append(self._trained(some, self._lists(counts[b])))
+            else:
+                rows.append({name: tensor[b] for name, tensor in learnt.items()})
         return self._stacked(rows, keys.device)
 
     def _lists(self, count: int) -> int:
@@ -86,14 +85,15 @@ class FaissIVF(FaissIndex):
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
         """What keys `[G, n, D]` of a row teach: `lists` int64 `[]`, `centroids` `[G, L, D]`."""
         faiss, D = self._faiss, self.geometry.head_dim
-        centroids = []
-        for points in self._points(keys):
+
+        def train(points: Tensor) -> Tensor:
             means = faiss.Clustering(D, lists)
             means.niter, means.seed = self.config.iterations, self.config.seed
             means.spherical, means.min_points_per_centroid = True, 1
             means.train(points.numpy(), faiss.IndexFlatIP(D))
-            found = faiss.vector_to_array(means.centroids)
-            centroids.append(torch.from_numpy(found).view(lists, D))
+            return torch.from_numpy(faiss.vector_to_array(means.centroids)).view(lists, D)
+
+        centroids = each(train, self._points(keys), torch.get_num_threads())
         return {"lists": torch.tensor(lists), "centroids": torch.stack(centroids)}
 
     def _points(self, keys: Tensor) -> Tensor:

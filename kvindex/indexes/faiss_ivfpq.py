@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvindex import check
 from kvindex.cluster import assign
+from kvindex.faiss_library import each
 from kvindex.indexes.faiss_ivf import FaissIVF, FaissIVFConfig
 
 BLOCK = 1024
@@ -26,15 +27,18 @@ class FaissIVFPQConfig(FaissIVFConfig):
 
     subspaces: parts of a residual, FAISS's `M`; divides `head_dim`. None: `head_dim / 4`.
     bits: of a part's code, 1 to 8.
+    code_iterations: of the codebooks' k-means.
     """
 
     subspaces: int | None = None
     bits: int = 8
+    code_iterations: int = 25
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.subspaces is not None:
             check.at_least("subspaces", self.subspaces, 1)
+        check.at_least("code_iterations", self.code_iterations, 1)
         if check.at_least("bits", self.bits, 1) > 8:
             raise ValueError(f"bits: got {self.bits}, allowed is 1 to 8")
 
@@ -59,8 +63,8 @@ class FaissIVFPQ(FaissIVF):
         """As `FaissIVF._trained`, and `codebooks` float32 `[G, M, 2^bits, m]` of residuals."""
         learnt, points = super()._trained(keys, lists), self._points(keys)
         residuals = points - _nearest(points, learnt["centroids"])
-        books = torch.stack([self._codebooks(some.contiguous()) for some in residuals])
-        return {**learnt, "codebooks": books}
+        books = each(self._codebooks, residuals.contiguous(), torch.get_num_threads())
+        return {**learnt, "codebooks": torch.stack(books)}
 
     def _codebooks(self, residuals: Tensor) -> Tensor:
         """Of residuals `[n, D]`; as many as centroids or fewer are the centroids themselves."""
@@ -69,6 +73,7 @@ class FaissIVFPQ(FaissIVF):
             spare = residuals[:1].expand(size - len(residuals), -1)
             return torch.cat([residuals, spare]).view(size, M, -1).transpose(0, 1)
         pq = faiss.ProductQuantizer(D, M, self.config.bits)
+        pq.cp.niter = self.config.code_iterations
         pq.cp.seed, pq.cp.min_points_per_centroid = self.config.seed, 1
         pq.train(residuals.numpy())
         return torch.from_numpy(faiss.vector_to_array(pq.centroids)).view(M, size, -1)
