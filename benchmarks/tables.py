@@ -26,6 +26,7 @@ PAGES = (
     "docs/decisions/0013-the-query-is-rounded-not-the-table.md",
     "docs/pipeline/rerank.md",
     "docs/cuda.md",
+    "docs/field.md",
 )
 
 
@@ -330,6 +331,41 @@ def decode_stages(result: dict[str, Any]) -> str:
     )
 
 
+def field(result: dict[str, Any]) -> str:
+    """All indexes under one protocol; what arrives in pieces, and frozen, in columns of its own."""
+    rows, lines = [], {(line["index"], line["arrival"]): line for line in result["indexes"]}
+    ks = [str(k) for k in result["rows"]]
+    k = ks[min(1, len(ks) - 1)]
+    for index in dict.fromkeys(line["index"] for line in result["indexes"]):
+        whole = lines[index, "whole"]
+        later = [lines.get((index, arrival)) for arrival in ("pieces", "stale")]
+        at = whole["rows"][k]
+        rows.append(
+            (
+                f"`{index}`",
+                *(f"{whole['bytes'][part]:.0f}" for part in ("kept", "scanned")),
+                *(f"{whole['build_ms']:.0f}", f"{at['search_ms']:.2f}"),
+                *(f"{at['recall']:.3f}", f"{at['mass']:.3f}"),
+                *(f"{whole['rows'][each]['error']:.3f}" for each in ks),
+                *(f"{line['rows'][k]['error']:.3f}" if line else "" for line in later),
+            )
+        )
+    rows += [(f"`{index}`", why, *("",) * (len(ks) + 7)) for index, why in result["failed"].items()]
+    setting, shape = result["setting"], result["shape"]
+    head = ("index", "kept B", "scanned B", "build, ms", "search, ms", f"recall@{k}", f"mass@{k}")
+    head = (*head, *(f"error@{each}" for each in ks), f"in pieces, @{k}", f"stale, @{k}")
+    return (
+        f"{setting['tokens']:,} tokens of {', '.join(result['texts'])}, {result['written']} "
+        f"written ones ask; {result['layers']} layers of {shape['q_heads']} query and "
+        f"{shape['kv_heads']} KV heads; the first {setting['sink']} tokens, the text's last "
+        f"{setting['local']} and the written ones are attended to besides. In pieces: the text's "
+        f"last {setting['generated']} tokens come as while decoding.\n\n"
+        + _table(head, rows)
+        + f"\n\n{_machine(result)} {result['dtype']}, {result['machine']['threads']} threads; load "
+        f"average {result['load_average']:.1f} at the end."
+    )
+
+
 SOURCES = {"decode_stages": "decode_step"}
 """Of a table, the result that it is made of, where that has another name."""
 
@@ -346,6 +382,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rounding": rounding,
     "decode_step": decode_step,
     "decode_stages": decode_stages,
+    "field": field,
 }
 
 

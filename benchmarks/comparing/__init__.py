@@ -1,0 +1,1 @@
+"""What benchmarks/field.py is made of: layers of a real model, and what an index does on one."""

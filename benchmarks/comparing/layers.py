@@ -1,0 +1,114 @@
+"""Layers of a real model with all that an index is told: keys, values, every query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvindex
+from benchmarks.recall import SEED
+from kvindex import Hits
+from kvindex.protocol import KVIndex
+from kvindex.wrappers import Wrapper
+from kvindex_adapters.capture import Captured
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.generation import prefill
+
+
+@dataclass(frozen=True)
+class Layer(Captured):
+    """Keys `[G, N, D]`, values `[G, N, Dv]` and the queries `[H, N, D]` of all tokens.
+
+    rope: inverse frequencies of the rotary embedding, `[F]`, or None where the model tells none.
+    """
+
+    values: Tensor
+    rope: Tensor | None = None
+
+    def options(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The geometry, as `kvindex.create` takes it."""
+        return dict(
+            q_heads=len(self.queries),
+            kv_heads=len(self.keys),
+            head_dim=self.keys.shape[-1],
+            value_dim=self.values.shape[-1],
+            scale=self.scale,
+            softcap=self.softcap,
+            rope=self.rope,
+            dtype=dtype or self.keys.dtype,
+            device=self.keys.device,
+        )
+
+
+class _Keeper(Wrapper):
+    """Keeps every query, where its place among those that are told one is wanted."""
+
+    def __init__(self, inner: KVIndex, told: list[_Keeper], every: int) -> None:
+        super().__init__(inner)
+        self._told, self._every = told, every
+        self._queries: list[Tensor] = []
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        if self not in self._told:
+            self._told.append(self)
+        if self._told.index(self) % self._every == 0:
+            self._queries.append(queries[0])
+        super().observe(queries, positions)
+
+    def layer(self, rope: Tensor | None) -> Layer:
+        g = self.geometry
+        ids = torch.arange(len(self), device=g.device).expand(1, g.kv_heads, -1)
+        rows = self.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
+        queries = torch.cat(self._queries, 1)
+        return Layer(rows.keys[0], queries, g.scale, g.softcap, rows.values[0], rope)
+
+
+def read_and_write(
+    model: Any,
+    tokenizer: Any,
+    text: Path,
+    tokens: int,
+    written: int,
+    progress: Any = None,
+    *,
+    every: int = 1,
+) -> list[Layer]:
+    """As `benchmarks.recall.read_and_write`, of every so many layers, with values and all queries.
+
+    Raises ValueError for a text that is too short, and what `attach` raises.
+    """
+    ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"][:tokens]
+    if len(ids) < tokens:
+        raise ValueError(f"text: got {text} of {len(ids)} tokens, allowed is at least {tokens}")
+    prompt = torch.tensor(ids, device=model.device)[None]
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        sequence = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            min_new_tokens=written,
+            max_new_tokens=written,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+        )[0]
+    return capture(model, sequence, every=every, progress=progress)
+
+
+def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) -> list[Layer]:
+    """Layers 0, `every`, 2 · `every`, … after reading ids int64 `[N]`, densely."""
+    told: list[_Keeper] = []  # layers in order; others are made only to be looked at
+
+    def keeper(**geometry: Any) -> KVIndex:
+        return _Keeper(kvindex.create("exact", **geometry), told, every)
+
+    rope = getattr(getattr(model.get_decoder(), "rotary_emb", None), "inv_freq", None)
+    # no window: every token is in the index when its step ends; and never long enough to search
+    regions: Any = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
+    with attach(model, index=keeper, **regions) as cache, torch.no_grad():
+        prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)
+        return [index.layer(rope) for index in told[::every]]
