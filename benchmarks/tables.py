@@ -304,8 +304,10 @@ def decode_step(result: dict[str, Any]) -> str:
     head = (*head, "and a cache of rows", "rows on the device", "what must move")
     return (
         "µs for a layer and step, and over dense: medians of 50 replays of a CUDA graph of 16 "
-        f"layers, cold caches; B = 1, H = 32, G = 8, D = 128, bfloat16, k = {result['shape']['k']}, "
-        f"`{result['index']}`.\n\n" + _table(head, rows) + f"\n\n{_machine(result)}"
+        "layers, cold caches; B = 1, H = 32, G = 8, D = 128, bfloat16, "
+        f"k = {result['shape']['k']}, `{result['index']}`.\n\n"
+        + _table(head, rows)
+        + f"\n\n{_machine(result)}"
     )
 
 
