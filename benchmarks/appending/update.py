@@ -79,7 +79,8 @@ class Decode:
         pool = getattr(index._store, "_pool", None)
         if pool is not None:
             pool.settle()
-            torch.cuda.synchronize()
+            if index.geometry.device.type == "cuda":
+                torch.cuda.synchronize()
 
     def tokens_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """What an update of the layer appends."""
