@@ -84,6 +84,10 @@ class Fused:
         self.cleared()
         self._length = len(codes)  # with their centres
 
+    def attends(self, store: Any) -> bool:
+        """Whether `attend` reads this store's rows: as they are, in whole chunks of 8 elements."""
+        return bool(store.rows == "plain" and self._geometry.value_dim % 8 == 0)
+
     def cleared(self) -> None:
         """Everything was forgotten."""
         self._state: State | None = None

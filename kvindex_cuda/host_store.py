@@ -44,7 +44,7 @@ class HostStore:
         allocator: Allocator | None = None,
         budget: Budget | None = None,
     ) -> None:
-        self._geometry = geometry
+        self._geometry, self.rows = geometry, rows
         self._codec = codec(rows, geometry)
         self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
         self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)

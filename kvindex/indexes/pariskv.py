@@ -227,11 +227,11 @@ class ParisKV(BaseIndex):
     @property
     def attends(self) -> bool:
         """Whether kernels search, fetch and attend in one go."""
-        return self._fused is not None
+        return bool(self._fused and self._fused.attends(self._store))
 
     def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
         """As `BaseIndex.attend`, for an index that holds a token."""
-        if not self._fused:
+        if not self.attends:
             return super().attend(queries, near, k=k)
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
@@ -259,7 +259,8 @@ class ParisKV(BaseIndex):
         g, batch = self.geometry, len(self.counts)
         queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
         self.search(queries, k=k)  # kernels are compiled when they run first
-        self.attend(queries, Near(g, batch, 1), k=k)
+        if self.attends:
+            self.attend(queries, Near(g, batch, 1), k=k)
 
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
         budget.check_policy(self.config.group)

@@ -13,6 +13,7 @@ from kvindex import backend, ops
 from kvindex.layer import AttentionLayer
 from kvindex.near import Near
 from kvindex_cuda import steps, store
+from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.fused import fused
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES
@@ -261,3 +262,24 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
     assert found.tolist() == [[20, 20], [20, 20]]
     with pytest.raises(NotImplementedError, match="ParisKV does not attend"):
         theirs.attend(CASE.queries().to(device), near, k=20)
+
+
+@pytest.mark.parametrize("value_dim", [64, 12])
+@pytest.mark.parametrize("rows", ["plain", "int8", "fp8"])
+def test_a_layer_over_rows_that_attention_cannot_read_searches_and_fetches(device, rows, value_dim):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim)
+    mine, theirs = pair(device, case)
+    mine._store = DeviceStore(mine.geometry, rows=rows)
+    assert mine.attends == (rows == "plain" and value_dim == 64)
+    tokens, layers = moved(case.tokens(301), device), []
+    for index in (mine, theirs):
+        layer = AttentionLayer(index, k=20, sink=4, local=16, update_every=8, full_threshold=64)
+        layer.step(case.tensor(5, 1, 4, 300, 64).to(device), *part(tokens, 0, 300))
+        layers.append(layer)
+    if not mine.attends:
+        with pytest.raises(NotImplementedError, match="ParisKV does not attend"):
+            mine.attend(case.queries().to(device), Near(mine.geometry, 1, 1), k=20)
+    query = case.tensor(6, 1, 4, 1, 64).to(device)
+    got, want = (layer.step(query, *part(tokens, 300, 301)) for layer in layers)
+    close = 1e-3 if rows == "plain" else 0.05
+    torch.testing.assert_close(got, want, rtol=close, atol=close)
