@@ -30,10 +30,11 @@ class BaseIndex(ABC):
     """Base of the indexes in `kvindex/indexes/`.
 
     Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run); `store`
-    ("device" or "host": where full-precision rows live); `check` (True: NaN in keys raises at
-    once; False: it is never looked for; None: at once on a CPU, and on a CUDA device, where
-    looking would stop it, at the next call that stops it anyway); `preset` and single fields of
-    the index's own `Config`.
+    ("device" or "host": where rows live); `rows` ("plain": kept as they are; "int8" or "fp8": as a
+    byte per number and a scale for each key and value, and then `fetch`, and whatever else reads
+    rows, gives what these stand for); `check` (True: NaN in keys raises at once; False: it is
+    never looked for; None: at once on a CPU, and on a CUDA device, where looking would stop it, at
+    the next call that stops it anyway); `preset` and single fields of the index's own `Config`.
     """
 
     Config: ClassVar[type] = NoConfig
@@ -54,6 +55,7 @@ class BaseIndex(ABC):
         device: torch.device | str = "cpu",
         backend: str = "torch",
         store: str = "device",
+        rows: str = "plain",
         check: bool | None = None,
         preset: str | None = None,
         **options: Any,
@@ -80,7 +82,7 @@ class BaseIndex(ABC):
         self._codes = Columns()
         checks.one_of("store", store, PLACES)
         make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
-        self._store = make_store(self.geometry, store)
+        self._store = make_store(self.geometry, store, rows)
         self._valid = Valid()
         self._learnt: Codes = {}
         self._batch: int | None = None  # unknown until the first append
@@ -391,6 +393,11 @@ class BaseIndex(ABC):
     def unit(self) -> int:
         """Tokens that come together at most: 1, unless an index selects whole pages."""
         return 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's key and value for one head, as they are stored and fetched."""
+        return self._store.row_bytes
 
     @property
     def valid(self) -> Tensor | None:

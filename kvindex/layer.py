@@ -319,7 +319,8 @@ class AttentionLayer:
     def _count(self, fetched: Tensor, read: Tensor, mass: Tensor | None = None) -> None:
         """Add a step to `traffic`: rows fetched (summed), rows attended to, and `Hits.mass`."""
         g, valid = self.index.geometry, self._valid.flags
-        row_bytes = (g.head_dim + g.value_dim) * g.dtype.itemsize
+        plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
+        row_bytes = getattr(self.index, "row_bytes", plain)
         self.traffic = self.traffic.counted(
             read=read,
             full=len(self) if valid is None else valid.sum(-1).float().mean(),

@@ -66,7 +66,8 @@ class Plain:
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
         """Uint8 `[B, G, N, row_bytes]`."""
         rows = torch.cat([keys.detach(), values.detach()], dim=-1).view(torch.uint8)
-        return pad(rows, (0, self.row_bytes - self._used))
+        padding = self.row_bytes - self._used
+        return pad(rows, (0, padding)) if padding else rows  # `pad` by nothing copies
 
     def decode(self, rows: Tensor) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""

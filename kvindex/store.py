@@ -1,4 +1,4 @@
-"""Full-precision rows: the key and the value of a token, side by side."""
+"""Rows of a codec: the key and the value of a token, side by side."""
 
 from __future__ import annotations
 
@@ -13,29 +13,39 @@ from kvindex.columns import Columns
 from kvindex.geometry import Geometry
 from kvindex.ops.fetch import gather_rows
 from kvindex.protocol import Rows
+from kvindex.rows import codec
 
 PLACES = ("device", "host")
 
+WORD = torch.int64
+"""What rows are copied in: a row is a multiple of it, and few large elements copy fastest."""
+
 
 class Store:
-    """Rows `[B, G, N, D + Dv]`, on the compute device or in host memory.
+    """Rows as the bytes that a codec makes of them, on the compute device or in host memory.
 
     One row is one contiguous read. `place="device"` keeps rows beside the codes; `"host"` keeps
     them in CPU memory and copies what is fetched (pinned, mapped memory comes with the GPU path).
+    rows: "plain", "int8" or "fp8" (`kvindex.rows`).
     """
 
-    def __init__(self, geometry: Geometry, place: str = "device") -> None:
+    def __init__(self, geometry: Geometry, place: str = "device", rows: str = "plain") -> None:
         check.one_of("store", place, PLACES)
-        self._geometry = geometry
+        self._geometry, self._codec = geometry, codec(rows, geometry)
         self._device = geometry.device if place == "device" else torch.device("cpu")
         self._columns = Columns()
 
     def __len__(self) -> int:
         return len(self._columns)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's key and value for one head, a multiple of 16."""
+        return self._codec.row_bytes
+
     def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, where the store keeps them."""
-        return {"rows": torch.cat([keys.detach(), values.detach()], dim=-1).to(self._device)}
+        return {"rows": self._codec.encode(keys, values).view(WORD).to(self._device)}
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
         """Make room for `rows`, as `join` makes them."""
@@ -48,14 +58,14 @@ class Store:
     def gather(self, ids: Tensor) -> Rows:
         """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
         if len(self) == 0:
-            shape = (*ids.shape, self._geometry.head_dim + self._geometry.value_dim)
-            return self._split(torch.zeros(shape, dtype=self._geometry.dtype))
-        return self._split(gather_rows(self._columns["rows"], ids.to(self._device)))
+            none = torch.zeros((*ids.shape, self.row_bytes // WORD.itemsize), dtype=WORD)
+            return self._decoded(none)
+        return self._decoded(gather_rows(self._columns["rows"], ids.to(self._device)))
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""
         for start in range(0, len(self), size):
-            yield start, self._split(self._columns["rows"][:, :, start : start + size])
+            yield start, self._decoded(self._columns["rows"][:, :, start : start + size])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows."""
@@ -81,7 +91,5 @@ class Store:
         """Bytes in use."""
         return self._columns.nbytes()
 
-    def _split(self, rows: Tensor) -> Rows:
-        rows = rows.to(self._geometry.device)
-        D = self._geometry.head_dim
-        return Rows(rows[..., :D], rows[..., D:])
+    def _decoded(self, words: Tensor) -> Rows:
+        return self._codec.decode(words.to(self._geometry.device).view(torch.uint8))

@@ -38,7 +38,10 @@ def ready(device: torch.device) -> None:
         launch.checked(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def store(geometry: Geometry, place: str) -> HostStore:
-    """Where rows live: in blocks that kernels read, pinned on a GPU's host or on the device."""
+def store(geometry: Geometry, place: str, rows: str = "plain") -> HostStore:
+    """Where rows live: in blocks that kernels read, pinned on a GPU's host or on the device.
+
+    rows: "plain", "int8" or "fp8" (`kvindex.rows`).
+    """
     pinned = place == "host" and geometry.device.type == "cuda"
-    return HostStore(geometry) if pinned else DeviceStore(geometry)
+    return HostStore(geometry, rows=rows) if pinned else DeviceStore(geometry, rows=rows)

@@ -31,6 +31,13 @@ class Wrapper:
         """The inner index's backend."""
         return getattr(self.inner, "backend", "torch")
 
+    @property
+    def row_bytes(self) -> int:
+        """The inner index's, if it has one: it is not of the protocol."""
+        inner: Any = self.inner
+        found: int = inner.row_bytes
+        return found
+
     def encode(self, keys: Tensor) -> Codes:
         """As the inner index does."""
         return self.inner.encode(keys)

@@ -108,7 +108,7 @@ def check_index(index: object, index_options: Mapping[str, Any] | None = None) -
     if decided:
         raise ValueError(
             f"index_options: got {', '.join(sorted(decided))}, which the model decides; allowed "
-            "are the index's own options, preset, store, backend and check"
+            "are the index's own options, preset, store, rows, backend and check"
         )
 
 
