@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import time
 from pathlib import Path
@@ -24,9 +23,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.reading import add_model, described, loaded, write
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
-from kvindex_adapters.machine import describe
-from kvindex_adapters.models import load, smollm2
 
 INDEXES = tuple(
     f"pariskv:preset={preset}" for preset in ("paper:beta=.05:rho=.25", "fast", "accurate", "scan")
@@ -67,14 +65,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--index", nargs="+", default=INDEXES)
     parser.add_argument("-k", type=int, default=100)
-    parser.add_argument("--model")
-    parser.add_argument("--gguf-file")
-    parser.add_argument("--lora", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    add_model(parser)
     given = parser.parse_args()
-    folder, file = (given.model, given.gguf_file) if given.model else smollm2()
-    model, tokenizer = load(folder, gguf_file=file, lora=given.lora, device=given.device)
+    model, tokenizer = loaded(given)
     indexes = list(dict.fromkeys([*(group_of(spec) for spec in given.index), *given.index]))
     found: dict[str, dict[tuple[str, int], Tensor]] = {index: {} for index in indexes}
     with Progress() as progress:
@@ -120,16 +113,8 @@ def main() -> None:
             ],
         }
     Console().print(table)
-    if given.json:
-        result = {
-            "model": Path(file or folder).name,
-            "lora": given.lora.name if given.lora else None,
-            "k": given.k,
-            "steps": given.steps,
-            "machine": describe(given.device),
-            "indexes": written,
-        }
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    about = {"k": given.k, "steps": given.steps}
+    write({**described(given), **about, "indexes": written}, given.json)
 
 
 if __name__ == "__main__":

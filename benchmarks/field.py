@@ -29,7 +29,7 @@ from rich.table import Table
 import kvindex
 from benchmarks.comparing.layers import Layer, read_and_write
 from benchmarks.comparing.measure import Setting, measure, sizes, truth
-from benchmarks.recall import SEED
+from benchmarks.reading import SEED
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
@@ -253,7 +253,7 @@ def main() -> None:
         for text in given.text:
             task = progress.add_task(f"{text.stem}, {given.tokens} tokens")
             layers = read_and_write(
-                *(model, tokenizer, text, given.tokens, given.written),
+                *(model, tokenizer, text.read_text(), given.tokens, given.written),
                 lambda _, done, total, t=task: progress.update(t, completed=done, total=total),
                 every=given.layers,
             )

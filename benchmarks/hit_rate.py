@@ -11,7 +11,6 @@ of 4, the oldest of a set given up. The first half of the T steps fills it and d
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 import kvindex
-from benchmarks.recall import read_and_write
+from benchmarks.reading import add_model, described, loaded, read_and_write, write
 from kvindex_adapters.capture import Captured
-from kvindex_adapters.machine import describe
-from kvindex_adapters.models import load, smollm2
 
 WAYS = 4
 
@@ -84,14 +81,9 @@ def main() -> None:
     parser.add_argument("--index", default="pariskv")
     parser.add_argument("--rows", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--k", type=int, default=100)
-    parser.add_argument("--model")
-    parser.add_argument("--gguf-file")
-    parser.add_argument("--lora", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    add_model(parser)
     given = parser.parse_args()
-    folder, file = (given.model, given.gguf_file) if given.model else smollm2()
-    model, tokenizer = load(folder, gguf_file=file, lora=given.lora, device=given.device)
+    model, tokenizer = loaded(given)
     cells: list[dict[str, Any]] = []
     with Progress() as progress:
         for text in given.text:
@@ -100,7 +92,7 @@ def main() -> None:
                 layers = read_and_write(
                     model,
                     tokenizer,
-                    text,
+                    text.read_text(),
                     tokens,
                     given.written,
                     lambda _, done, total, t=task: progress.update(t, completed=done, total=total),
@@ -128,17 +120,8 @@ def main() -> None:
         shares = (f"{cell[name]:.3f}" for name in ("hit_rate", "worst_layer", "best_layer"))
         table.add_row(cell["text"], f"{cell['tokens']:,}", f"{cell['rows']:,}", *shares)
     Console().print(table)
-    if given.json:
-        written = {
-            "model": Path(file or folder).name,
-            "lora": given.lora.name if given.lora else None,
-            "index": given.index,
-            "k": given.k,
-            "steps": given.written,
-            "machine": describe(given.device),
-            "cells": cells,
-        }
-        given.json.write_text(json.dumps(written, indent=1) + "\n")
+    about = {"index": given.index, "k": given.k, "steps": given.written}
+    write({**described(given), **about, "cells": cells}, given.json)
 
 
 if __name__ == "__main__":

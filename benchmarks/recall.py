@@ -14,52 +14,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, write
 from kvindex.config import parse_spec
-from kvindex_adapters.capture import Captured, capture
 from kvindex_adapters.evaluate.recall import Certified, Recall, bytes_per_key, certify, measure
-from kvindex_adapters.machine import describe
-from kvindex_adapters.models import load, smollm2
 
 PRESETS = ("paper", "fast", "accurate", "precise", "scan")
 BETAS = (0.02, 0.05, 0.1, 0.2, 1.0)
 MOST = 1024
 """Rows that a search for a share of the attention may return."""
-SEED = 0
-
-CHUNK = 32_768
-"""Tokens read at once: in float32 attention with groups holds all its logits, 39 GB at 32K."""
-
-
-def read_and_write(
-    model: Any, tokenizer: Any, text: Path, tokens: int, written: int, progress: Any
-) -> list[Captured]:
-    """Captured layers after `tokens` of the text and `written` sampled ones, the newest queries."""
-    ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"][:tokens]
-    if len(ids) < tokens:
-        raise ValueError(f"text: got {text} of {len(ids)} tokens, allowed is at least {tokens}")
-    prompt = torch.tensor(ids, device=model.device)[None]
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        sequence = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            min_new_tokens=written,
-            max_new_tokens=written,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            prefill_chunk_size=CHUNK if tokens > CHUNK else None,
-        )
-    return capture(model, sequence[0].cpu(), queries=written, on_progress=progress)
 
 
 def expand(presets: list[str], betas: list[float], rhos: list[float]) -> list[str]:
@@ -165,15 +134,10 @@ def main() -> None:
     parser.add_argument("--first", nargs="+", type=int, default=[], help="of the first append")
     parser.add_argument("--mass", nargs="+", type=float, default=[], help="shares to search for")
     parser.add_argument("-k", type=int, default=100)
-    parser.add_argument("--model")
-    parser.add_argument("--gguf-file")
-    parser.add_argument("--lora", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    add_model(parser)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
-    folder, file = (given.model, given.gguf_file) if given.model else smollm2()
-    model, tokenizer = load(folder, gguf_file=file, lora=given.lora, device=given.device)
+    model, tokenizer = loaded(given)
     specs, cells = expand(given.presets, given.beta, given.rho), []
     certified: list[dict[str, Any]] = []
     with Progress() as progress:
@@ -184,7 +148,7 @@ def main() -> None:
             layers = read_and_write(
                 model,
                 tokenizer,
-                text,
+                text.read_text(),
                 tokens,
                 given.written,
                 lambda _, done, total, t=reading: progress.update(t, completed=done, total=total),
@@ -219,18 +183,15 @@ def main() -> None:
                     )
                 progress.advance(task)
     show(cells, given.k)
-    if given.json:
-        written = {
-            "model": Path(file or folder).name,
-            "lora": given.lora.name if given.lora else None,
-            "k": given.k,
-            "queries_per_head": given.written,
-            "seed": SEED,
-            "machine": describe(given.device),
-            "cells": cells,
-            **({"certified": certified, "certified_k": MOST} if certified else {}),
-        }
-        given.json.write_text(json.dumps(written, indent=1) + "\n")
+    result = {
+        **described(given),
+        "k": given.k,
+        "queries_per_head": given.written,
+        "seed": SEED,
+        "cells": cells,
+        **({"certified": certified, "certified_k": MOST} if certified else {}),
+    }
+    write(result, given.json)
     if given.plot:
         plot(cells, given.k, given.plot)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kvindex
-from benchmarks.recall import SEED, read_and_write
+from benchmarks.reading import SEED, read_and_write
 from kvindex.config import parse_spec
 from kvindex.indexes.pariskv import LISTS
 from kvindex.ops.coarse import ceil_share
@@ -75,7 +75,7 @@ def main() -> None:
     ]
     cells: list[dict[str, Any]] = []
     for text in given.text:
-        layers = read_and_write(model, tokenizer, text, given.tokens, given.written, None)
+        layers = read_and_write(model, tokenizer, text.read_text(), given.tokens, given.written)
         searched = layers[FIRST::EVERY]
         found = recalls(searched, specs, k=given.k, prompt=given.tokens)
         for spec, recall in zip(specs, found, strict=True):

@@ -10,6 +10,7 @@ import torch
 from rich.progress import Progress
 
 from benchmarks import drift
+from benchmarks.drifting import measure, shifts, show, systems
 from kvindex_adapters.capture import Captured
 
 ROOT = Path(__file__).parents[1]
@@ -25,19 +26,19 @@ def layer(seed=0, later=0.0):
 
 
 def exact(one, **options):
-    return drift.System("exact", lambda _: drift.Indexed("exact", one), **options)
+    return systems.System("exact", lambda _: systems.Indexed("exact", one), **options)
 
 
 @pytest.mark.parametrize("options", [{}, dict(rebuilt=True), dict(rescored=True)], ids=str)
 def test_exact_search_finds_everything_whatever_shifts(options):
     one = layer()
-    found, size = drift.along(one, exact(one, **options), [400, 450, 536], 10)
+    found, size = measure.along(one, exact(one, **options), [400, 450, 536], 10)
     assert torch.stack(found).eq(1).all()
     assert found[0].shape == (4,)
     assert size["kept"] == 0
-    moved = drift.shifted(one, exact(one, **options), 10, 150)
+    moved = measure.shifted(one, exact(one, **options), 10, 150)
     assert torch.stack(list(moved.values())).eq(1).all()
-    sizes = [(kind, size) for kind, (_, sizes, _) in drift.SHIFTS.items() for size in sizes]
+    sizes = [(kind, size) for kind, (_, sizes, _) in shifts.SHIFTS.items() for size in sizes]
     assert list(moved) == sizes
 
 
@@ -45,19 +46,19 @@ def test_recall_can_fail():
     one = layer()
     system = exact(one)
     searcher = system.make(one)
-    searcher.add(one.keys[:, drift.SINK : 400].flip(1))  # ids that mean other keys
-    found = system.recall(searcher, one.keys[:, drift.SINK : 400], one.queries[:, :8], 10)
+    searcher.add(one.keys[:, measure.SINK : 400].flip(1))  # ids that mean other keys
+    found = system.recall(searcher, one.keys[:, measure.SINK : 400], one.queries[:, :8], 10)
     assert found.mean() < 0.2
 
 
 def test_candidates_are_scored_again_but_no_more_are_found_than_there_are():
     one = layer()
-    keys, queries = one.keys[:, drift.SINK : 400], one.queries[:, :8]
+    keys, queries = one.keys[:, measure.SINK : 400], one.queries[:, :8]
     options = {"whole": {}, "candidates": dict(rescored=True)}
     shares = {}
     for stage, option in options.items():
-        make = lambda one: drift.Quantised(subspace=8)  # noqa: E731
-        system = drift.System("PQ", make, **option)
+        make = lambda one: systems.Quantised(subspace=8)  # noqa: E731
+        system = systems.System("PQ", make, **option)
         searcher = system.make(one)
         searcher.add(keys)
         shares[stage] = float(system.recall(searcher, keys, queries, 10).mean())
@@ -66,9 +67,9 @@ def test_candidates_are_scored_again_but_no_more_are_found_than_there_are():
 
 def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
     one = layer(later=3.0)
-    make = lambda _: drift.Quantised(subspace=8)  # noqa: E731
+    make = lambda _: systems.Quantised(subspace=8)  # noqa: E731
     stale, fresh = (
-        drift.along(one, drift.System("PQ", make, rebuilt=rebuilt), [400, 536], 50)[0]
+        measure.along(one, systems.System("PQ", make, rebuilt=rebuilt), [400, 536], 50)[0]
         for rebuilt in (False, True)
     )
     assert torch.equal(stale[0], fresh[0])
@@ -80,29 +81,29 @@ def test_shifts_do_what_they_say(size):
     learnt, keys = layer().keys, layer(seed=1).keys
     draw = lambda: torch.Generator().manual_seed(0)  # noqa: E731
     norms = (learnt - learnt.mean(1, keepdim=True)).norm(dim=-1).mean(1)
-    moved = drift.mean_shift(keys, learnt, size, draw()) - keys
+    moved = shifts.mean_shift(keys, learnt, size, draw()) - keys
     torch.testing.assert_close(moved.norm(dim=-1), (size * norms)[:, None].expand(-1, 600))
     middle = learnt.mean(1, keepdim=True)
-    scaled = (drift.covariance_shift(keys, learnt, size, draw()) - middle) / (keys - middle)
+    scaled = (shifts.covariance_shift(keys, learnt, size, draw()) - middle) / (keys - middle)
     torch.testing.assert_close(scaled, scaled[:, :1].expand_as(scaled), rtol=1e-2, atol=1e-3)
     assert scaled.min() > 0
-    tails = (drift.tail_shift(keys, learnt, size, draw()) - middle).norm(dim=-1)
+    tails = (shifts.tail_shift(keys, learnt, size, draw()) - middle).norm(dim=-1)
     ratio = tails / (keys - middle).norm(dim=-1)
     # the median of χ²₃ is 2.366: half of the keys are scaled by more than (3/2.366)^(size / 2)
     assert abs(float((ratio > (3 / 2.366) ** (size / 2)).float().mean()) - 0.5) < 0.06  # 4 σ
-    for change, _, _ in drift.SHIFTS.values():
+    for change, _, _ in shifts.SHIFTS.values():
         still = change(keys, learnt, 0.0, draw())
         torch.testing.assert_close(still, keys, atol=1e-5, rtol=1e-5)
 
 
 def test_the_study_names_every_system_and_draws(tmp_path):
     def few(one):
-        return drift.Quantised(subspace=8)
+        return systems.Quantised(subspace=8)
 
     compared = [
-        drift.System("PQ", few),
-        drift.System("PQ", few, rebuilt=True, rescored=True, shifts=False),
-        drift.System("fast", lambda one: drift.Indexed("pariskv:preset=fast", one)),
+        systems.System("PQ", few),
+        systems.System("PQ", few, rebuilt=True, rescored=True, shifts=False),
+        systems.System("fast", lambda one: systems.Indexed("pariskv:preset=fast", one)),
     ]
     runs = {"a": [layer(0), layer(1)], "b": [layer(2), layer(3)]}
     with Progress(disable=True) as progress:
@@ -110,25 +111,25 @@ def test_the_study_names_every_system_and_draws(tmp_path):
     assert set(sizes) == {"PQ", "fast"}
     points = [("a", 3), ("b", 3), ("mean", 4), ("covariance", 4), ("tails", 4)]
     for kind, count in points:
-        line = drift.lines(cells, kind)["fast", "whole", "prompt"]
+        line = show.lines(cells, kind)["fast", "whole", "prompt"]
         assert len(line) == count
         assert all(0 < share <= 1 for share in line.values())
-    assert len(drift.lines(cells, "a")["PQ", "candidates", "all keys"]) == 3
+    assert len(show.lines(cells, "a")["PQ", "candidates", "all keys"]) == 3
     keys = [(c["system"], c["stage"], c["learns_from"], c["kind"], c["at"]) for c in cells]
     assert all(a != b for a, b in itertools.combinations(keys, 2))
     json.dumps(cells)
-    drift.show(cells, 10)
+    show.show(cells, 10)
     pytest.importorskip("matplotlib")
-    drift.plot(cells, sizes, 10, tmp_path / "drift.png")
+    show.plot(cells, sizes, 10, tmp_path / "drift.png")
     assert (tmp_path / "drift.png").stat().st_size > 10_000
 
 
 def test_the_page_says_what_the_results_say():
-    """If not: put `drift.markdown` of the result between the marks."""
+    """If not: put `show.markdown` of the result between the marks."""
     page = (ROOT / "docs/drift.md").read_text()
     result = json.loads((ROOT / "benchmarks/results/drift.json").read_text())
     before, table, after = re.split(r"<!-- drift:(?:begin|end) -->\n", page)
-    assert table.strip() == drift.markdown(result)
+    assert table.strip() == show.markdown(result)
     shares = {f"{one['recall']:.3f}"[1:] for one in result["cells"]}
     named = re.findall(r"(?<!\d)\.\d{3}(?!\d)", before + after)
     assert named

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import field, recall, tables
+from benchmarks import field, reading, tables
 from benchmarks.comparing.layers import Layer, read_and_write
 from benchmarks.comparing.measure import Setting, measure, truth
 from tests.adapters.tiny import build
@@ -113,11 +113,10 @@ def test_all_indexes_are_compared_and_drawn(tmp_path):
     assert (tmp_path / "field.png").stat().st_size > 10_000
 
 
-def test_layers_are_those_of_the_recall_benchmark(tmp_path):
-    model, words = build("llama"), tmp_path / "text.txt"
-    words.write_text("x")
-    given = (model, lambda *_, **__: {"input_ids": list(range(3, 43))}, words, 40, 8)
-    plain = recall.read_and_write(*given, None)
+def test_layers_are_those_of_the_recall_benchmark():
+    model, tokenizer = build("llama"), lambda *_, **__: {"input_ids": list(range(3, 43))}
+    given = (model, tokenizer, "x", 40, 8)
+    plain = reading.read_and_write(*given)
     kept = read_and_write(*given, every=1)
     assert len(plain) == len(kept)
     for one, other in zip(plain, kept, strict=True):
@@ -127,6 +126,8 @@ def test_layers_are_those_of_the_recall_benchmark(tmp_path):
         assert not torch.equal(other.values, other.keys)
         assert other.rope.shape == (other.keys.shape[-1] // 2,)
     assert len(read_and_write(*given, every=len(plain))) == 1
+    with pytest.raises(ValueError, match="text: got 40 tokens, allowed is at least 41"):
+        reading.continued(model, tokenizer, "x", 41, 8)
 
 
 def test_figures_in_the_page_are_in_the_results():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvindex
-from benchmarks.recall import SEED
+from benchmarks.reading import continued
 from kvindex import Hits
 from kvindex.protocol import KVIndex
 from kvindex.wrappers import Wrapper
@@ -70,32 +69,18 @@ class _Keeper(Wrapper):
 def read_and_write(
     model: Any,
     tokenizer: Any,
-    text: Path,
+    text: str,
     tokens: int,
     written: int,
     progress: Any = None,
     *,
     every: int = 1,
 ) -> list[Layer]:
-    """As `benchmarks.recall.read_and_write`, of every so many layers, with values and all queries.
+    """As `benchmarks.reading.read_and_write`, of every so many layers; values and all queries too.
 
-    Raises ValueError for a text that is too short, and what `attach` raises.
+    Raises as `continued`, and what `attach` raises.
     """
-    ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"][:tokens]
-    if len(ids) < tokens:
-        raise ValueError(f"text: got {text} of {len(ids)} tokens, allowed is at least {tokens}")
-    prompt = torch.tensor(ids, device=model.device)[None]
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        sequence = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            min_new_tokens=written,
-            max_new_tokens=written,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-        )[0]
+    sequence = continued(model, tokenizer, text, tokens, written)
     return capture(model, sequence, every=every, progress=progress)
 
 
