@@ -59,10 +59,10 @@ class BlockTable:
             return
         taken = self._pool.take(batch * more)
         try:
-            found = [self._pool.device_address(block) for block in taken]
-            staged = torch.tensor(found, pin_memory=self._device.type == "cuda").view(batch, more)
-            numbers = torch.cat([self._numbers, torch.tensor(taken).view(batch, more)], dim=1)
-            self.addresses[:, before : before + more].copy_(staged, non_blocking=True)
+            new = torch.tensor(taken).view(batch, more)
+            numbers = torch.cat([self._numbers, new], dim=1)
+            for row, blocks in enumerate(new.tolist()):
+                self._name(self.addresses[row, before : before + more], blocks)
         except BaseException:
             self._pool.give(taken)
             raise
@@ -83,8 +83,8 @@ class BlockTable:
     def pieces(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Where bytes `[B, G, N, row_bytes]` of the tokens from `start` on go, as views.
 
-        Pairs of (host, `rows`), both uint8 `[h, w]` with contiguous rows: the heads of a part of
-        a block, or one head of blocks that follow one another.
+        Pairs of (host, `rows`), both uint8 `[h, w]` with contiguous rows: the heads of a block
+        or of a part of it, or one head of blocks that follow one another.
         """
         B, G, N, _ = rows.shape
         for first, last in spans(start, start + N):
@@ -101,6 +101,9 @@ class BlockTable:
                     slab, inside = divmod(numbers[at], self._pool.slab_blocks)
                     target = self._slab(slab)[inside : inside + length]
                     source = new[b, :, at * BLOCK : (at + length) * BLOCK]
+                    if length == 1:
+                        yield target[0].view(G, -1), source.view(G, -1)
+                        continue
                     for g in range(G):
                         yield target[:, g].view(length, -1), source[g].view(length, -1)
 
@@ -122,6 +125,13 @@ class BlockTable:
         shape = (batch, -(-self._max_tokens // BLOCK))
         addresses = torch.zeros(shape, dtype=torch.int64, device=self._device)
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
+
+    def _name(self, places: Tensor, blocks: list[int]) -> None:
+        """Put addresses of blocks into places int64 `[n]`; neither pins memory nor waits."""
+        size = self._pool.block_bytes
+        for at, length in runs(blocks, self._pool.slab_blocks):
+            first = self._pool.device_address(blocks[at])
+            torch.arange(first, first + length * size, size, out=places[at : at + length])
 
     def _block(self, number: int) -> Tensor:
         """Uint8 `[G, 256, row_bytes]`."""

@@ -211,14 +211,12 @@ class Fused:
 
     def _update(self, index: Any, state: State, first: int) -> None:
         """What has changed from block `first` on, in place."""
-        start, last = first * BLOCK, -(-len(index) // BLOCK)
-        flags = index.valid
-        if flags is None:
-            shape = (index._batch, len(index) - start)
-            flags = torch.ones(shape, dtype=torch.bool, device=self._geometry.device)
+        last = -(-len(index) // BLOCK)
+        bits = state.valid[:, first:last]
+        if index.valid is None:
+            ones(bits, len(index) - first * BLOCK)
         else:
-            flags = flags[:, start:]
-        state.valid[:, first:last].copy_(words_of(flags, last - first))
+            bits.copy_(words_of(index.valid[:, first * BLOCK :], last - first))
         state.length.fill_(len(index))
         put(state.counted, index.counts)
         state.reference.copy_(index._learnt["reference"])
@@ -226,8 +224,21 @@ class Fused:
             use.want(index._wanted(use.step.k))
 
 
+def ones(bits: Tensor, count: int) -> None:
+    """Set the first `count` bits of words int32 `[B, S, 8]`, and clear the others."""
+    words = bits.flatten(1)  # a view: blocks of a row follow one another
+    whole, rest = divmod(count, 32)
+    words[:, :whole].fill_(-1)
+    words[:, whole:].zero_()
+    if rest:
+        words[:, whole].fill_((1 << rest) - 1)
+
+
 def put(target: Tensor, values: Tensor) -> None:
-    """Copy numbers of the CPU into `target` without waiting for its device."""
+    """Copy numbers of the CPU `[B]` into `target` without waiting for its device."""
+    if len(values) and bool((values == values[0]).all()):
+        target.fill_(int(values[0]))  # no memory is pinned for what is the same in all rows
+        return
     staged = values.to(target.dtype)
     if target.device.type == "cuda":
         staged = staged.pin_memory()

@@ -60,6 +60,8 @@ class HostStore:
         self._lent_by: HostStore | None = None  # whose rows a view reads
         self._length = 0
         self._written: Tensor | None = None  # after the last row, not yet counted
+        self._writing: torch.cuda.Event | None = None  # tells that those are there
+        self._copied: torch.cuda.Event | None = None  # and this, that those counted are
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
 
     def __len__(self) -> int:
@@ -85,8 +87,11 @@ class HostStore:
         return self._table.addresses
 
     def wait(self) -> None:
-        """What the current stream runs from here on sees all rows. Not for a captured stream."""
-        self._offload.wait()
+        """What the current stream runs from here on sees all rows. Not for a captured stream.
+
+        All that are counted: what was only written (`write`) is not waited for.
+        """
+        self._offload.wait(self._copied)
 
     def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are."""
@@ -107,7 +112,8 @@ class HostStore:
     def write(self, rows: dict[str, Tensor]) -> None:
         """Copy `rows` to where `append` of the same will find them; `reserve` comes first."""
         self._written = rows["rows"]
-        self._offload.copy(self._table.pieces(self._written, self._length), self._written)
+        pieces = self._table.pieces(self._written, self._length)
+        self._writing = self._offload.copy(pieces, self._written)
 
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
@@ -117,7 +123,7 @@ class HostStore:
             return
         if self._written is not encoded:
             self.write(rows)
-        self._written = None
+        self._written, self._copied = None, self._writing
         self._length += encoded.shape[2]
         if not self._table.full:
             self._pool.ahead()

@@ -78,16 +78,19 @@ class Offload:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
 
-    def copy(self, pieces: Iterable[tuple[Tensor, Tensor]], source: Tensor) -> None:
+    def copy(
+        self, pieces: Iterable[tuple[Tensor, Tensor]], source: Tensor
+    ) -> torch.cuda.Event | None:
         """Copy pairs of (slab, device) uint8 `[h, w]` whose rows are contiguous.
 
         source: the tensor that all of the second are views of; what writes it on the current
-        stream comes first, and it may be let go of at once.
+        stream comes first, and it may be let go of at once. Gives what tells that the copies are
+        done, for `wait`; None on a CPU, where they are.
         """
         if self._side is None:
             for target, piece in pieces:
                 target.copy_(piece)
-            return
+            return None
         cupy = checked(self._device.index)
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with cupy.cuda.Device(self._device.index):
@@ -95,14 +98,15 @@ class Offload:
                 _copy_2d(cupy.cuda.runtime, target, piece, self._side.cuda_stream)
         source.record_stream(self._side)
         self._done = self._side.record_event()
+        return self._done
 
-    def wait(self) -> None:
-        """What the current stream runs from here on sees the copies."""
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+    def wait(self, done: torch.cuda.Event | None) -> None:
+        """What the current stream runs from here on sees these copies, and those before."""
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
 
     def synchronize(self) -> None:
-        """The host waits for the copies."""
+        """The host waits for all copies."""
         if self._done is not None:
             self._done.synchronize()
 

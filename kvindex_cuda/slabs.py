@@ -114,7 +114,7 @@ class Pool:
         self, block_bytes: int, slab_blocks: int, allocator: Allocator, budget: Budget
     ) -> None:
         self.slab_blocks = slab_blocks
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._slab_bytes = block_bytes * slab_blocks
         self._allocator, self._budget = allocator, budget
         self._views: list[Tensor] = []  # uint8 [slab_blocks, block_bytes] of each slab
@@ -143,7 +143,7 @@ class Pool:
     def device_address(self, block: int) -> int:
         """Where kernels find the block."""
         slab, inside = divmod(block, self.slab_blocks)
-        return self._addresses[slab] + inside * self._block_bytes
+        return self._addresses[slab] + inside * self.block_bytes
 
     def take(self, count: int) -> list[int]:
         """Numbers of `count` blocks, ascending; pins what is missing, after waiting for the worker.

@@ -90,9 +90,9 @@ def test_appends_may_begin_and_end_anywhere(pieces, dim, device):
     assert_searches_alike(mine, theirs, case.queries().to(device), k=5)
 
 
-def changed(indexes, what):
+def append(indexes, keys, values, **options):
     for index in indexes:
-        what(index)
+        index.append(keys, values, **options)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -113,15 +113,17 @@ def test_any_history_learns_and_encodes_the_same(seed, device):
         if padded:
             pads = [below(count + 1) if below(2) else 0 for _ in range(batch)]
             valid = left_padding(pads, count).to(device)
-        changed(both, lambda index: index.append(*tokens, valid=valid))  # noqa: B023
+        append(both, *tokens, valid=valid)
         assert_same(*both)
         match below(5):
             case 0:
                 length = below(len(mine) + 1)
-                changed(both, lambda index: index.truncate(length))  # noqa: B023
+                for index in both:
+                    index.truncate(length)
             case 1:
                 order = torch.randint(batch, (1 + below(3),), generator=draw)
-                changed(both, lambda index: index.reorder(order))  # noqa: B023
+                for index in both:
+                    index.reorder(order)
                 batch = len(order)
             case 2:
                 padded = not padded
@@ -138,7 +140,7 @@ def test_other_options(options, dtype, device):
     both = pair(device, case, **options)
     tokens = tokens_of(case, 400, device)
     for start, stop in ((0, 130), (130, 400)):
-        changed(both, lambda index: index.append(*part(tokens, start, stop)))  # noqa: B023
+        append(both, *part(tokens, start, stop))
     assert_searches_alike(*both, case.queries().to(device))
 
 
@@ -187,14 +189,14 @@ def test_what_was_never_written_is_never_read(device, monkeypatch):
 def test_keys_that_are_not_finite_change_nothing(wrong, place, device):
     both = pair(device, check=True)
     tokens = tokens_of(CASE, 600, device)
-    changed(both, lambda index: index.append(*part(tokens, 0, 300)))
+    append(both, *part(tokens, 0, 300))
     keys = tokens[0][:, :, 300:].clone()
     keys[place] = wrong
     for index in both:
         with pytest.raises(ValueError, match="keys: got"):
             index.append(keys, tokens[1][:, :, 300:])
     assert_same(*both)
-    changed(both, lambda index: index.append(*part(tokens, 300, 600)))
+    append(both, *part(tokens, 300, 600))
     assert_searches_alike(*both, CASE.queries().to(device))
 
 
@@ -229,7 +231,7 @@ def test_no_memory_leaves_the_index_as_it_was(part_of, device, monkeypatch):
     """An append that goes on in a segment of which one row has no valid token yet."""
     both = pair(device)
     tokens, valid = tokens_of(CASE, 900, device), left_padding([0, 100], 100).to(device)
-    changed(both, lambda index: index.append(*part(tokens, 0, 100), valid=valid))
+    append(both, *part(tokens, 0, 100), valid=valid)
 
     def fail(*_):
         raise MemoryError("none left")
@@ -240,14 +242,14 @@ def test_no_memory_leaves_the_index_as_it_was(part_of, device, monkeypatch):
             with pytest.raises(MemoryError, match="none left"):
                 index.append(*part(tokens, 300, 600))
     assert len(both[0]) == 100
-    changed(both, lambda index: index.append(*part(tokens, 100, 400)))
+    append(both, *part(tokens, 100, 400))
     assert_searches_alike(*both, CASE.queries().to(device))
 
 
 def test_a_kernel_that_does_not_run_leaves_the_index_as_it_was(device, monkeypatch):
     both = pair(device)
     tokens = tokens_of(CASE, 600, device)
-    changed(both, lambda index: index.append(*part(tokens, 0, 100)))
+    append(both, *part(tokens, 0, 100))
     run = launch.LOADERS[device]
 
     def load(*which):
@@ -260,7 +262,7 @@ def test_a_kernel_that_does_not_run_leaves_the_index_as_it_was(device, monkeypat
         with pytest.raises(RuntimeError, match="does not compile"):
             both[0].append(*part(tokens, 300, 600))
     assert_same(*both)
-    changed(both, lambda index: index.append(*part(tokens, 100, 400)))
+    append(both, *part(tokens, 100, 400))
     assert_searches_alike(*both, CASE.queries().to(device))
 
 
@@ -310,7 +312,7 @@ def test_an_append_on_a_side_stream_under_load():
 def test_another_rotation_is_seen(device):
     mine, theirs = pair(device, seed=1)[0], pair(device)[1]
     tokens = tokens_of(CASE, 300, device)
-    changed((mine, theirs), lambda index: index.append(*tokens))
+    append((mine, theirs), *tokens)
     with pytest.raises(AssertionError):
         assert_same(mine, theirs)
 
@@ -319,7 +321,7 @@ def test_an_append_may_end_later(device):
     """In between, the index is searched as it was; what was begun is not written twice."""
     both = pair(device)
     tokens, queries = tokens_of(CASE, 900, device), CASE.queries().to(device)
-    changed(both, lambda index: index.append(*part(tokens, 0, 300)))
+    append(both, *part(tokens, 0, 300))
     before = both[1].search(queries, k=20)
     ends = [index.begin_append(*part(tokens, 300, 700)) for index in both]
     assert_searches_alike(*both, queries)
@@ -332,7 +334,7 @@ def test_an_append_may_end_later(device):
         index.truncate(600)
         with pytest.raises(ValueError, match="append: the index has changed between"):
             end()
-    changed(both, lambda index: index.append(*part(tokens, 600, 900)))
+    append(both, *part(tokens, 600, 900))
     assert_searches_alike(*both, queries)
 
 
@@ -347,13 +349,30 @@ def test_what_was_begun_and_left_is_written_over(device, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_an_append_of_real_tokens_waits_for_nothing():
+    case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    index, tokens = pair("cuda", case, store="host")[0], tokens_of(case, 3000, "cuda")
+    index.append(*part(tokens, 0, 1000))
+    index.search(case.queries().to("cuda"), k=20)
+    index.append(*part(tokens, 1000, 1300))
+    index._store._pool.settle()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        index.append(*part(tokens, 1300, 1556))
+        index.begin_append(*part(tokens, 1556, 1812))()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(index) == 1812
+
+
+@pytest.mark.gpu
 def test_an_append_begins_beside_a_replayed_search():
     """The graph is replayed while a side stream encodes; what it finds is the index as it was."""
     case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
     mine, theirs = pair("cuda", case, store="host")
     queries, side = case.queries().to("cuda"), torch.cuda.Stream()
     tokens = tokens_of(case, 6000, "cuda")
-    changed((mine, theirs), lambda index: index.append(*part(tokens, 0, 3000)))
+    append((mine, theirs), *part(tokens, 0, 3000))
     mine.prepare(k=20, tokens=6000)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

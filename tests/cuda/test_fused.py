@@ -14,7 +14,8 @@ from kvindex.layer import AttentionLayer
 from kvindex.near import Near
 from kvindex_cuda import steps, store
 from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.fused import fused
+from kvindex_cuda.fused import fused, ones, put
+from kvindex_cuda.step import words_of
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
@@ -283,3 +284,33 @@ def test_a_layer_over_rows_that_attention_cannot_read_searches_and_fetches(devic
     got, want = (layer.step(query, *part(tokens, 300, 301)) for layer in layers)
     close = 1e-3 if rows == "plain" else 0.05
     torch.testing.assert_close(got, want, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 300, 512])
+def test_bits_of_tokens_that_are_all_real(count):
+    blocks = -(-count // 256)
+    bits = torch.full((2, 4, 8), 7, dtype=torch.int32)
+    ones(bits[:, 1 : 1 + blocks], count)
+    want = words_of(torch.ones(2, count, dtype=torch.bool), blocks)
+    assert torch.equal(bits[:, 1 : 1 + blocks], want)
+    assert (bits[:, 0] == 7).all()
+    assert (bits[:, 1 + blocks :] == 7).all()
+
+
+@pytest.mark.parametrize("values", [[5, 5, 5], [5, 0, 7], []])
+def test_numbers_of_the_host_reach_the_device(values):
+    target = torch.zeros(len(values), dtype=torch.int32)
+    put(target, torch.tensor(values, dtype=torch.int64))
+    assert target.tolist() == values
+
+
+def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
+    both, tokens = pair(device), moved(CASE.tokens(300), device)
+    queries = CASE.queries().to(device)
+    for index in both:
+        index.append(*tokens, valid=left_padding([0, 70], 300).to(device))
+        index.search(queries, k=9)
+        index.truncate(0)
+        assert len(index) == 0
+        index.append(*tokens)
+    assert_same(*both, queries)

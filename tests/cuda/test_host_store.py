@@ -208,3 +208,21 @@ def test_runs_are_as_long_as_they_can_be_within_a_slab(numbers, slab_blocks):
         if at:
             follows = numbers[at] == numbers[at - 1] + 1
             assert not follows or numbers[at] % slab_blocks == 0
+
+
+def test_rows_that_are_only_written_are_not_waited_for(monkeypatch):
+    """An append that is under way delays no search."""
+    store, waited = host_store(), []
+    copies = iter(["first", "second", "third"])
+    monkeypatch.setattr(store._offload, "copy", lambda pieces, source: next(copies))
+    monkeypatch.setattr(store._offload, "wait", waited.append)
+    store.wait()
+    append(store, tokens(100))
+    store.wait()
+    rows = store.join(*tokens(100))
+    store.reserve(rows)
+    store.write(rows)
+    store.wait()
+    store.append(rows)
+    store.wait()
+    assert waited == [None, "first", "first", "second"]

@@ -1,6 +1,7 @@
 import ctypes
 import gc
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,51 +15,60 @@ from kvindex_cuda.slabs import Budget
 from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_store, settled, tokens
 
 
+class OutOfMemoryError(RuntimeError):
+    """Stands for CuPy's `CUDARuntimeError`."""
+
+
 class FakeRuntime:
     """What of CuPy's runtime is used, on CPU memory."""
-
-    class CUDARuntimeError(RuntimeError):
-        pass
 
     def __init__(self):
         self.copies, self.held, self.fails = [], {}, None
 
-    def memcpy2DAsync(self, to, to_pitch, come, come_pitch, width, height, kind, stream):  # noqa: N802
+    @property
+    def cupy(self):
+        """The functions under CuPy's names."""
+        return SimpleNamespace(
+            memcpy2DAsync=self.copy,
+            hostAlloc=self.allocate,
+            pointerGetAttributes=self.attributes,
+            deviceSynchronize=lambda: self.copies.append("synchronized"),
+            freeHost=self.held.pop,
+            CUDARuntimeError=OutOfMemoryError,
+        )
+
+    def copy(self, to, to_pitch, come, come_pitch, width, height, kind, stream):
         assert min(to_pitch, come_pitch) >= width
         assert max(to_pitch, come_pitch) <= max(offload.MAX_PITCH_BYTES, width)
         self.copies.append((width, height, kind, stream))
         for row in range(height):
             ctypes.memmove(to + row * to_pitch, come + row * come_pitch, width)
 
-    def hostAlloc(self, nbytes, flags):  # noqa: N802
+    def allocate(self, nbytes, flags):
         if self.fails == "hostAlloc":
-            raise self.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+            raise OutOfMemoryError("cudaErrorMemoryAllocation: out of memory")
         assert flags == 3
         memory = (ctypes.c_uint8 * nbytes)()
         self.held[ctypes.addressof(memory)] = memory
         return ctypes.addressof(memory)
 
-    def pointerGetAttributes(self, address):  # noqa: N802
+    def attributes(self, address):
         if self.fails == "pointerGetAttributes":
-            raise self.CUDARuntimeError("cudaErrorInvalidValue")
-        return type("Attributes", (), {"devicePointer": address + 16})
-
-    def deviceSynchronize(self):  # noqa: N802
-        self.copies.append("synchronized")
-
-    def freeHost(self, address):  # noqa: N802
-        del self.held[address]
+            raise OutOfMemoryError("cudaErrorInvalidValue")
+        return SimpleNamespace(devicePointer=address + 16)
 
 
 @pytest.fixture
 def runtime(monkeypatch):
     fake = FakeRuntime()
-    cuda = type("Cuda", (), {"runtime": fake, "Device": lambda index: nullcontext()})
-    monkeypatch.setattr(offload, "checked", lambda device: type("Cupy", (), {"cuda": cuda}))
+    cuda = SimpleNamespace(runtime=fake.cupy, Device=lambda index: nullcontext())
+    monkeypatch.setattr(offload, "checked", lambda device: SimpleNamespace(cuda=cuda))
     return fake
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 700), (100, 90), (100, 900), (250, 6), (0, 1)])
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 700), (0, 256), (100, 90), (100, 900), (250, 6), (0, 1)]
+)
 @pytest.mark.parametrize("max_pitch", [2**31 - 1, 100])
 def test_pieces_are_copied_by_their_pitches(start, count, max_pitch, runtime, monkeypatch):
     monkeypatch.setattr(offload, "MAX_PITCH_BYTES", max_pitch)
@@ -68,11 +78,13 @@ def test_pieces_are_copied_by_their_pitches(start, count, max_pitch, runtime, mo
     store.reserve(rows)
     for target, piece in store._table.pieces(rows["rows"], start):
         assert not target.numel() or target.stride(1) == piece.stride(1) == 1
-        offload._copy_2d(runtime, target, piece, 7)
+        offload._copy_2d(runtime.cupy, target, piece, 7)
     store._length += count
     assert_same(store, reference)
     assert {copy[2:] for copy in runtime.copies} == {(2, 7)}
     assert max_pitch > 100 or {height for _, height, *_ in runtime.copies} == {1}
+    if (start, count, max_pitch) == (0, 256, 2**31 - 1):  # an update of the local window
+        assert len(runtime.copies) == 2
     if (start, count, max_pitch) == (0, 700, 2**31 - 1):  # 2 blocks of a head at once, then heads
         whole, rest = (256 * ROW, 2), (188 * ROW, 2)
         assert [copy[:2] for copy in runtime.copies[-2:]] == [rest] * 2
