@@ -40,6 +40,8 @@ class BaseIndex(ABC):
     Config: ClassVar[type] = NoConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     default_preset: ClassVar[str | None] = None
+    scattered: ClassVar[bool] = False
+    """Whether tokens that come together may lie anywhere, not one after the other."""
 
     def __init__(
         self,

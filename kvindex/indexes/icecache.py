@@ -1,0 +1,298 @@
+"""IceCache: pages of keys that are alike, found through a tree that grows with the tokens.
+
+Mao et al., IceCache: Memory-Efficient KV-cache Management for Long-Sequence LLMs (ICLR 2026, arXiv
+2604.10539), with the multi-level dynamic continuous indexing (M-DCI) that it rests on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex import check, group
+from kvindex.base import BaseIndex
+from kvindex.grouped import at, best_rows, walk
+from kvindex.kept import joined
+from kvindex.observed import priority
+from kvindex.ops.select import compact
+from kvindex.protocol import UNUSED, Codes, Hits
+
+LIKENESSES = 2**24
+"""Held at once while keys find their anchors (64 MiB)."""
+
+ROWS = 16_384
+"""Tokens read from the store at a time."""
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class IceCacheConfig:
+    """What IceCache can be told; the defaults are those of the published code.
+
+    page: tokens of a page, at most. ratio: chance that a token becomes an anchor. view, view_share:
+    a search looks at the keys of so many anchors for each query head, or of that share of the
+    number of tokens, whichever is more. group: how query heads agree; seed: of the anchors and of
+    the direction along which pages are cut.
+    """
+
+    page: int = 16
+    ratio: float = 0.03
+    view: int = 30
+    view_share: float = 0.0015
+    group: str = "union"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check.at_least("page", self.page, 1)
+        check.within("ratio", self.ratio, 0, 1)
+        check.at_least("view", self.view, 1)
+        check.within("view_share", self.view_share, 0, 1)
+        check.one_of("group", self.group, group.POLICIES)
+        if check.at_least("seed", self.seed, 0) >= 2**31:
+            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**31")
+
+
+class IceCache(BaseIndex):
+    """Whole pages, best first, by the largest `q·k` in them, of those of the best anchors.
+
+    Learnt, of `A` anchors and `N` tokens: `first` int64 `[B]`, tokens held after the append that
+    settled `radius` float32 `[B, G]`, the largest `‖k‖²`; `anchor_ids` int64 `[B, A]`, ascending,
+    then -1; `anchors` `[B, G, A, D]`, their keys; of each token its anchor, `parents` int32
+    `[B, G, N]`, -1 if it is invalid, its `likeness` to it and its `places` on the line along which
+    pages are cut, both float32; `members` int32 `[B, G, n]`, ids in the order of pages; `sizes`
+    int32 `[B, G, A]`, tokens of each anchor.
+    Hits' scores: of each row its page's, what `group.agree` returns.
+    """
+
+    Config = IceCacheConfig
+    scattered = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        generator = torch.Generator().manual_seed(self.config.seed)
+        line = torch.randn(self.geometry.head_dim + 1, generator=generator)
+        self._line = (line / line.norm()).to(self.geometry.device)
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a page, at most."""
+        return int(self.config.page)
+
+    # The tree
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        return {}
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        learnt = self._learnt or _nothing(keys)
+        flags = joined(self.valid, len(self), keys, valid)
+        known = max(learnt["parents"].shape[2] - len(self), 0)  # of these keys, in the tree already
+        return self._grown(learnt, keys[:, :, known:], flags) if known < keys.shape[2] else learnt
+
+    def _learnt_before(self, length: int) -> Codes:
+        learnt = self._learnt
+        if not learnt:
+            return learnt
+        if bool((learnt["first"] <= length).all() & (learnt["anchor_ids"] < length).all()):
+            cut = {name: learnt[name][..., :length] for name in ("parents", "likeness", "places")}
+            return _paged({**learnt, **cut})
+        keys = torch.cat([rows.keys for _, rows in self._store.blocks(ROWS)], 2)[:, :, :length]
+        left, flags = _nothing(keys), None if self.valid is None else self.valid[:, :length]
+        first = learnt["first"].clamp_max(length)
+        if flags is not None:
+            keys = keys.masked_fill(~flags[:, None, :, None], 0)
+            first = first.masked_fill(~flags.any(1), 0)
+        settled = torch.arange(length, device=keys.device) < first[:, None]
+        if length:
+            left["radius"] = _squares(keys).masked_fill(~settled[:, None], 0).amax(-1)
+        return self._grown({**left, "first": first}, keys, flags)
+
+    def _grown(self, learnt: Codes, keys: Tensor, flags: Tensor | None) -> Codes:
+        """What is learnt once keys `[B, G, T, D]` come, zeros where they are invalid.
+
+        flags: which tokens are valid, those that came before included, bool `[B, N + T]`, or None.
+        """
+        (B, _, T, _), held = keys.shape, learnt["parents"].shape[2]
+        if flags is None:
+            flags = torch.ones((B, held + T), dtype=torch.bool, device=keys.device)
+        valid, rank = flags[:, held:], flags.cumsum(1)[:, held:] - 1
+        settles = (learnt["first"] == 0) & valid.any(1)
+        radius = learnt["radius"]
+        if bool(settles.any()):
+            radius = torch.where(settles[:, None], _squares(keys).amax(-1), radius)
+        grown, new = self._with_anchors(learnt, keys, valid & self._promoted(rank))
+        grown |= {"radius": radius, "first": torch.where(settles, held + T, learnt["first"])}
+        parents, likeness = _nearest(keys, grown["anchors"], radius, grown["anchor_ids"] >= 0)
+        parents = parents.masked_fill(~valid[:, None], UNUSED)
+        grown["places"] = torch.cat([learnt["places"], self._places(keys, radius)], 2)
+        grown["parents"] = torch.cat([learnt["parents"], parents.int()], 2)
+        grown["likeness"] = torch.cat([learnt["likeness"], likeness], 2)
+        if held and bool(new.any()):
+            for start, rows in self._store.blocks(ROWS):
+                some = slice(start, start + rows.keys.shape[2])
+                parents, likeness = _nearest(rows.keys, grown["anchors"], radius, new)
+                moves = (likeness > grown["likeness"][..., some]) & flags[:, None, some]
+                grown["parents"][..., some][moves] = parents[moves].int()
+                grown["likeness"][..., some][moves] = likeness[moves]
+        return _paged(grown)
+
+    def _with_anchors(
+        self, learnt: Codes, keys: Tensor, chosen: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """With the chosen keys, bool `[B, T]`, as anchors; which are new, bool `[B, A]`."""
+        held, heads = learnt["parents"].shape[2], (-1, keys.shape[1], -1)
+        places = _compact(chosen)
+        gather = self.ops.fetch.gather_rows
+        anchors = torch.cat([learnt["anchors"], gather(keys, places[:, None].expand(heads))], 2)
+        ids = torch.cat([learnt["anchor_ids"], torch.where(places < 0, places, places + held)], 1)
+        slots = _compact(ids >= 0)  # rows that are padded differently leave gaps
+        anchors = gather(anchors, slots[:, None].expand(heads))
+        made = {**learnt, "anchor_ids": at(ids, slots, UNUSED), "anchors": anchors}
+        return made, slots >= learnt["anchor_ids"].shape[1]
+
+    def _promoted(self, rank: Tensor) -> Tensor:
+        """Which tokens of a rank among a row's valid ones, int64 `[B, T]`, become anchors."""
+        drawn = priority(rank.clamp_min(0), "random", self.config.seed)  # 0 to 2^63 - 1
+        promoted: Tensor = (rank == 0) | (drawn <= min(int(self.config.ratio * 2**63), 2**63 - 1))
+        return promoted
+
+    def _places(self, keys: Tensor, radius: Tensor) -> Tensor:
+        """Where keys `[B, G, T, D]` lie on the line, float32 `[B, G, T]`."""
+        places: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
+        return places
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy, learnt = self.geometry, self.config.group, self._learnt
+        heads = group.fold(queries, g.kv_heads, policy)  # [B, G, g, D]
+        sizes, members = learnt["sizes"].long(), learnt["members"]
+        anchor, starts, page_sizes = self._pages(sizes)
+        looked = self._viewed(heads @ learnt["anchors"].float().mT, sizes, k)
+        order = compact(looked)  # anchors that some head looks at, [B, G, a]
+        slot, offset = walk(at(sizes, order, 0), int((sizes * looked).sum(-1).max()))
+        first = at(sizes.cumsum(-1) - sizes, at(order, slot, UNUSED), 0)
+        place = (first + offset).masked_fill(slot < 0, UNUSED)  # in members, [B, G, W]
+        keys = self._store.gather(at(members, place, UNUSED).long()).keys
+        products = (heads @ keys.float().mT).masked_fill((place < 0)[:, :, None], NEVER)
+        ends = (starts + page_sizes).masked_fill(anchor < 0, members.shape[-1])
+        page = torch.searchsorted(ends, place.clamp_min(0), right=True)
+        page = page.clamp_max(ends.shape[-1] - 1)[:, :, None].expand_as(products)
+        best = products.new_full((*products.shape[:3], ends.shape[-1]), NEVER)
+        best.scatter_reduce_(-1, page, products, "amax")
+        agreed = group.agree(best, policy, scale=g.scale, softcap=g.softcap, sizes=page_sizes)
+        return best_rows(agreed, starts, page_sizes, members, k)
+
+    def _viewed(self, products: Tensor, sizes: Tensor, k: int) -> Tensor:
+        """Which anchors a search looks at, bool `[B, G, A]`: the best of each head.
+
+        products: with the anchors, float32 `[B, G, g, A]`. As many as are asked for, or as hold
+        `k` rows.
+        """
+        products = products.masked_fill((sizes == 0)[:, :, None], NEVER)
+        order = self.ops.select.top_k(products, sizes.shape[-1])[1]  # -1 for none
+        wide = sizes[:, :, None].expand(products.shape)
+        held = at(wide, order, 0).cumsum(-1) - at(wide, order, 0)  # rows of better anchors
+        counts = self.counts.to(sizes.device)[:, None, None, None]
+        most = (counts * self.config.view_share).long().clamp_min(self.config.view)
+        rank = torch.arange(order.shape[-1], device=order.device)
+        taken = (order >= 0) & ((rank < most) | (held < k))
+        last = order.shape[-1]  # a slot that is dropped
+        looked = torch.zeros((*order.shape[:-1], last + 1), dtype=torch.bool, device=order.device)
+        return looked.scatter_(-1, torch.where(taken, order, last), True)[..., :last].any(2)
+
+    def _pages(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each page its anchor, -1 for none, its first member and its size, int64 `[B, G, P]`.
+
+        sizes: int64 `[B, G, A]`. The tokens of an anchor are cut evenly, in the order of places.
+        """
+        pages = -(-sizes // self.config.page)
+        anchor, number = walk(pages, int(pages.sum(-1).max()))
+        size, of = at(sizes, anchor, 0), at(pages, anchor, 1)
+        start, stop = (-(-(n * size) // of) for n in (number, number + 1))
+        return anchor, at(sizes.cumsum(-1) - sizes, anchor, 0) + start, stop - start
+
+    def _scanned(self) -> list[Tensor]:
+        """Anchors, and members and keys of as many as one head views, of average size."""
+        learnt = self._learnt
+        view = max(self.config.view, int(self.config.view_share * len(self)))
+        share = min(view / max(learnt["sizes"].shape[2], 1), 1)
+        looked = slice(0, round(share * len(self)))
+        keys = torch.cat([rows.keys for _, rows in self._store.blocks(ROWS)], 2)
+        scanned = [learnt["anchors"], learnt["sizes"]]
+        return [*scanned, learnt["members"][:, :, looked], keys[:, :, looked]]
+
+
+def _nothing(keys: Tensor) -> dict[str, Tensor]:
+    """What is learnt from no token."""
+    B, G, _, D = keys.shape
+    per_head = keys.new_zeros((B, G, 0), dtype=torch.float32)
+    return {
+        "first": keys.new_zeros(B, dtype=torch.int64),
+        "radius": keys.new_zeros((B, G), dtype=torch.float32),
+        "anchor_ids": keys.new_zeros((B, 0), dtype=torch.int64),
+        "anchors": keys.new_zeros((B, G, 0, D)),
+        **dict.fromkeys(("parents", "members", "sizes"), per_head.int()),
+        **dict.fromkeys(("likeness", "places"), per_head),
+    }
+
+
+def _compact(chosen: Tensor) -> Tensor:
+    """As `compact`, of no entries, too."""
+    return compact(chosen) if chosen.shape[1] else chosen.long()
+
+
+def _squares(keys: Tensor) -> Tensor:
+    return keys.float().square().sum(-1)
+
+
+def _lift(keys: Tensor, radius: Tensor) -> Tensor:
+    """The coordinate that takes keys `[B, G, n, D]` to one sphere, float32 `[B, G, n]`.
+
+    With it, and 0 in the query, the largest product is the least distance; a key longer than all
+    that settled the radius gets 0.
+    """
+    return (radius[..., None] - _squares(keys)).clamp_min(0).sqrt()
+
+
+def _nearest(
+    keys: Tensor, anchors: Tensor, radius: Tensor, allowed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The nearest anchor of each key after the lift, int64 `[B, G, n]`, and the likeness to it.
+
+    Likeness is `½ (R + ‖k‖²)`, or less, minus half the squared distance; equal ones by the first.
+    keys: `[B, G, n, D]`; anchors: `[B, G, A, D]`, those bool `[B, A]` that are allowed.
+    """
+    B, G, n, _ = keys.shape
+    if not anchors.shape[2]:
+        none = torch.full((B, G, n), NEVER, device=keys.device)
+        return torch.full((B, G, n), UNUSED, device=keys.device), none
+    lifted, half = _lift(anchors, radius), torch.maximum(radius[..., None], _squares(anchors)) / 2
+    half = half.masked_fill(~allowed[:, None], float("inf"))
+    found = []
+    for some in torch.split(keys, max(LIKENESSES // half.numel(), 1), dim=2):
+        likeness = some.float() @ anchors.float().mT - half[:, :, None]
+        likeness += _lift(some, radius)[..., None] * lifted[:, :, None]
+        slot = likeness.argmax(-1)
+        found.append((slot, likeness.gather(-1, slot[..., None])[..., 0]))
+    slots, best = zip(*found, strict=True)
+    return torch.cat(slots, 2), torch.cat(best, 2)
+
+
+def _paged(learnt: Codes) -> dict[str, Tensor]:
+    """With `members` and `sizes` of `parents`: tokens by anchor, then by place, then by id."""
+    parents, anchors = learnt["parents"].long(), learnt["anchor_ids"].shape[1]
+    order = learnt["places"].argsort(dim=-1, stable=True)
+    last = parents.masked_fill(parents < 0, anchors)
+    order = order.gather(-1, last.gather(-1, order).argsort(dim=-1, stable=True))
+    sizes = torch.zeros((*parents.shape[:2], anchors + 1), dtype=torch.int64, device=parents.device)
+    sizes = sizes.scatter_add_(-1, last, torch.ones_like(last))[..., :-1]
+    counts = sizes.sum(-1, keepdim=True)
+    width = int(counts.max()) if counts.numel() else 0
+    there = torch.arange(width, device=parents.device) < counts
+    members = order[..., :width].masked_fill(~there, UNUSED)
+    return {**learnt, "members": members.int(), "sizes": sizes.int()}
