@@ -42,6 +42,8 @@ class BaseIndex(ABC):
     default_preset: ClassVar[str | None] = None
     scattered: ClassVar[bool] = False
     """Whether tokens that come together may lie anywhere, not one after the other."""
+    needs_rope: ClassVar[bool] = False
+    """Whether it cannot do without `Geometry.rope`."""
 
     def __init__(
         self,
@@ -81,6 +83,11 @@ class BaseIndex(ABC):
         if check is not None and not isinstance(check, bool):
             raise ValueError(f"check: got {check!r}, allowed is True, False or None")
         self._check = check
+        if self.needs_rope and self.geometry.rope is None:
+            raise ValueError(
+                "rope: got None, allowed are the inverse frequencies of the keys' rotary "
+                f"embedding, float [F], which {type(self).__name__} needs"
+            )
         self._codes = Columns()
         checks.one_of("store", store, PLACES)
         make_store: Callable[..., Store] = getattr(self.ops, "store", Store)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvindex import check
+from kvindex import rope as turning
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -21,7 +23,7 @@ class Geometry:
     value_dim: `Dv`, `head_dim` unless given.
     scale: factor on `q·k` before softmax, `D**-0.5` unless given.
     softcap: logits become `softcap · tanh(logit / softcap)`, or None.
-    rope: rotary parameters for indexes that undo positions, or None.
+    rope: inverse frequencies of the keys' rotary embedding, float `[F]` (`kvindex.rope`), or None.
     dtype: of keys, values and queries: float32, float16 or bfloat16.
     device: where codes live and searches run.
     """
@@ -32,7 +34,7 @@ class Geometry:
     value_dim: int
     scale: float
     softcap: float | None
-    rope: Any
+    rope: Tensor | None
     dtype: torch.dtype
     device: torch.device
 
@@ -75,6 +77,7 @@ class Geometry:
             raise ValueError(
                 f"device: got {device!r}, allowed is one that this torch has ({reason})"
             ) from error
+        rope = turning.checked(rope, head_dim, place)
         return Geometry(q_heads, kv_heads, head_dim, value_dim, scale, softcap, rope, dtype, place)
 
     @property

@@ -17,6 +17,7 @@ from kvindex import check, group
 from kvindex.grouped import at, best_rows, ranked
 from kvindex.pages import PagedIndex, Tail
 from kvindex.protocol import Codes, Hits, Rows
+from kvindex.rope import turned
 
 BLOCK = 16_384
 """Tokens factorised at a time: bounds memory, not the result."""
@@ -78,24 +79,12 @@ class _Prompt:
 class ShadowKV(PagedIndex):
     """Whole chunks, best first, by the query's product with their mean key; outliers always.
 
-    `rope`: None, or the inverse frequencies float `[F]` of the keys' rotary embedding (coordinate
-    `j < F` turns with `j + F`): then the prompt's keys are factorised as they were before it.
+    Where `rope` is known the prompt's keys are factorised as they were before it.
     Hits' scores: of each row its chunk's, what `group.agree` returns for these products.
     """
 
     Config = ShadowKVConfig
     _prompt: _Prompt | None = None
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        g, rope = self.geometry, self.geometry.rope
-        if rope is not None:
-            check.tensor("rope", rope, {"F": None}, device=g.device)
-            if not rope.is_floating_point() or not 1 <= len(rope) <= g.head_dim // 2:
-                raise ValueError(
-                    f"rope: got {rope.dtype} of {len(rope)} entries, allowed is None or 1 to "
-                    f"head_dim / 2 = {g.head_dim // 2} inverse frequencies"
-                )
 
     # Chunks
 
@@ -191,18 +180,7 @@ class ShadowKV(PagedIndex):
             if self.valid is not None:
                 keys = keys.masked_fill(~self.valid[:, None, start:stop, None], 0)
             place = torch.arange(start, stop, device=keys.device)
-            yield self._turned(keys, -place).transpose(1, 2).flatten(2)
-
-    def _turned(self, keys: Tensor, places: Tensor) -> Tensor:
-        """Keys float32 `[B, G, K, D]` with the rotary embedding of places, integers `[…, K]`."""
-        rope = self.geometry.rope
-        if rope is None:
-            return keys
-        angles = places[..., None].double() * rope.double()
-        cos, sin = angles.cos().float(), angles.sin().float()
-        F = len(rope)
-        a, b, rest = keys[..., :F], keys[..., F : 2 * F], keys[..., 2 * F :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+            yield turned(keys, -place, self.geometry.rope).transpose(1, 2).flatten(2)
 
     def fetch(self, hits: Hits) -> Rows:
         """As `BaseIndex.fetch`; the prompt's keys from their factors, but for outliers."""
@@ -213,9 +191,10 @@ class ShadowKV(PagedIndex):
         ids = hits.ids.masked_fill(hits.ids >= n, -1)
         batch = torch.arange(len(ids), device=ids.device)[:, None, None]
         tokens = prompt.tokens[batch, ids.clamp_min(0)].float()  # [B, G, K, r]
-        keys = self._turned(tokens @ prompt.basis.float().mT, ids).to(rows.keys.dtype)
+        keys = turned(tokens @ prompt.basis.float().mT, ids, self.geometry.rope)
         kept = (ids < 0) | at(prompt.exact, ids, 1)
-        return Rows(torch.where(kept[..., None], rows.keys, keys), rows.values)
+        keys = torch.where(kept[..., None], rows.keys, keys.to(rows.keys.dtype))
+        return Rows(keys, rows.values)
 
     # Housekeeping
 

@@ -20,6 +20,7 @@ from kvindex_adapters.hf.attention import NAME, attached
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.place import placed
 from kvindex_adapters.hf.refuse import UnsupportedError, check_model
+from kvindex_adapters.hf.rope import rotary
 
 IndexFactory = Callable[..., KVIndex]
 """Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
@@ -38,6 +39,7 @@ def attach(
     full_threshold: int = 2048,
     dense_layers: Sequence[int] = (),
     index_options: Mapping[str, Any] | None = None,
+    layer_options: Mapping[int, Mapping[str, Any]] | None = None,
     layer: type[AttentionLayer] = AttentionLayer,
 ) -> Iterator[IndexCache]:
     """A cache for `past_key_values`; inside the context the model attends through it.
@@ -47,8 +49,9 @@ def attach(
     hold this share of its attention; sink, local, update_every: sizes of the regions
     (`kvindex.layer`); full_threshold: below this many tokens the index fills but attention is
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
-    for the index (`preset`, `store`, …), but not its geometry, which the model decides. An index
-    by name runs on the kernels where the model is on a GPU that can (`place.placed`).
+    for the index (`preset`, `store`, …), but not its geometry, which the model decides;
+    layer_options: the same for single layers, by number. An index by name runs on the kernels where
+    the model is on a GPU that can (`place.placed`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). Afterwards the
     model is as it was.
 
@@ -56,22 +59,29 @@ def attach(
     argument, before anything is changed.
     """
     config = check_model(model)
-    check_index(index, index_options)
+    for given in (index_options, *(layer_options or {}).values()):
+        check_index(index, given)
     decoder, options = _decoder(model), dict(index_options or {})
     if any(module in attached for module in model.modules()):
         raise ValueError("model: got one that is attached already, allowed is one attach() a time")
 
-    def make(**geometry: Any) -> AttentionLayer:
+    def make(number: int, **geometry: Any) -> AttentionLayer:
+        own, rope = {**options, **(layer_options or {}).get(number, {})}, ropes[number]
+        if rope is not None:
+            geometry["rope"] = rope.to(geometry.get("device", "cpu"))
         if isinstance(index, str):
-            place = placed(geometry.get("device"), index, options)
-            made: KVIndex = kvindex.create(index, **{**place, **geometry, **options})
+            place = placed(geometry.get("device"), index, own)
+            made: KVIndex = kvindex.create(index, **{**place, **geometry, **own})
         else:
-            made = index(**{**geometry, **options})
+            made = index(**{**geometry, **own})
         sizes = dict(sink=sink, local=local, update_every=update_every)
         return layer(made, k=k, mass=mass, full_threshold=full_threshold, **sizes)
 
-    make(**_geometry(config))  # bad arguments raise here, not in the first forward
     cache = IndexCache(config, make, dense_layers)
+    ropes = {number: rotary(decoder, number) for number in cache.indexed}
+    # bad arguments raise here, not in the first forward
+    for number in _telling(ropes, layer_options):
+        make(number, **_geometry(config))
     before = [(c, c._attn_implementation) for c in _configs(model)]
     forward = vars(decoder).get("forward")  # accelerate puts one there, too
     try:
@@ -93,6 +103,17 @@ def attach(
             attached.pop(module, None)
         for some, implementation in before:
             some._attn_implementation_internal = implementation
+
+
+def _telling(ropes: dict[int, Any], layer_options: Mapping[int, Any] | None) -> set[int]:
+    """Layers for which an index is made to see whether it can be. Raises ValueError."""
+    given = set(layer_options or {})
+    if not given <= ropes.keys():
+        raise ValueError(
+            f"layer_options: got {sorted(given - ropes.keys(), key=str)}, allowed are layers with "
+            f"an index, {sorted(ropes)}"
+        )
+    return {min(ropes, key=lambda number: ropes[number] is not None), *given}
 
 
 def check_index(index: object, index_options: Mapping[str, Any] | None = None) -> None:

@@ -9,6 +9,7 @@ reach it, whatever the model's class did to them in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from kvindex_adapters.hf.refuse import UnsupportedError
 from kvindex_adapters.hf.report import Report
 
 LayerFactory = Callable[..., AttentionLayer]
-"""Makes a layer from the geometry that its first call shows."""
+"""Makes a layer from its number and the geometry that its first call shows."""
 
 
 class IndexedLayer(CacheLayerMixin):
@@ -182,9 +183,10 @@ class IndexCache(DynamicCache):
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         _check_dense(dense_layers, len(self.layers), full)
-        for i in full:
-            if i not in dense_layers:
-                self.layers[i] = IndexedLayer(make)
+        self.indexed = [i for i in full if i not in dense_layers]
+        """Numbers of the layers that have an index."""
+        for i in self.indexed:
+            self.layers[i] = IndexedLayer(partial(make, i))
         self._config = config
         self._pending: Any = None
         self._closed = False

@@ -1,0 +1,96 @@
+"""By which frequencies a layer's rotary embedding turns its keys: asked of the layer itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvindex.rope import turned
+
+PLACES = (0, 1, 7)
+"""Where one and the same token is put."""
+
+CLOSE = 0.05
+"""Keys may differ by this share of the largest coordinate: bfloat16 rounds by 2^-8, and a layer
+that turns other pairs is off by about 1."""
+
+CHANGING = ("dynamic", "longrope")
+"""Embeddings whose frequencies depend on the length of the sequence."""
+
+
+class _SeenError(Exception):
+    """Carries the keys that reach the cache."""
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+
+
+class _Catcher:
+    """A cache that stops the layer at its keys."""
+
+    def update(self, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise _SeenError(keys)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+
+def rotary(decoder: nn.Module, layer: int) -> Tensor | None:
+    """Inverse frequencies float32 `[F]` (`kvindex.rope`) of a full-attention layer of a decoder.
+
+    Zeros for a layer that turns nothing. None where they cannot be told: no `rotary_emb`,
+    frequencies that change with the length, other pairs of coordinates, a layer that cannot be
+    called alone.
+    """
+    embedding = getattr(decoder, "rotary_emb", None)
+    kind, name = getattr(embedding, "rope_type", None), "inv_freq"
+    more: tuple[str, ...] = ()
+    if isinstance(kind, dict):  # one embedding for each type of layer
+        kind, name = kind.get("full_attention"), "full_attention_inv_freq"
+        more = ("full_attention",)
+    rope = getattr(embedding, name, None)
+    if not isinstance(rope, Tensor) or kind in CHANGING:
+        return None
+    rope = rope.detach().float()
+    for module in decoder.modules():
+        if getattr(module, "layer_idx", None) == layer:
+            keys = _keys(module, embedding, more)
+            for found in (rope, torch.zeros_like(rope)):
+                if keys is not None and _agrees(keys, found):
+                    return found
+    return None
+
+
+@torch.no_grad()
+def _keys(module: nn.Module, embedding: Any, more: tuple[str, ...]) -> Tensor | None:
+    """Keys `[1, G, T, D]` that a module makes of one token at `PLACES`, or None."""
+    weight = next(module.parameters(), None)
+    known = inspect.signature(module.forward).parameters
+    if weight is None or "position_embeddings" not in known:
+        return None
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    places = torch.tensor([PLACES], device=weight.device)
+    try:
+        token = torch.randn(weight.shape[-1], generator=torch.Generator().manual_seed(0))
+        states = token.to(weight.device, dtype).expand(1, len(PLACES), -1)
+        cache = "past_key_values" if "past_key_values" in known else "layer_past"
+        given: dict[str, Any] = {"attention_mask": None, cache: _Catcher()}
+        module(states, position_embeddings=embedding(states, places, *more), **given)
+    except _SeenError as seen:
+        return seen.keys
+    except Exception:  # whatever a model's class does not like: its frequencies are not known
+        return None
+    return None
+
+
+def _agrees(keys: Tensor, rope: Tensor) -> bool:
+    """Whether keys at `PLACES` are the first one turned by these frequencies."""
+    keys, places = keys.float(), torch.tensor(PLACES, device=keys.device)
+    if 2 * len(rope) > keys.shape[-1]:
+        return False
+    want = turned(keys[:, :, :1].expand_as(keys), places, rope.to(keys.device))
+    return bool((keys - want).abs().amax() <= CLOSE * keys.abs().amax())
