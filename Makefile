@@ -31,7 +31,7 @@ bench: install
 	$(BIN)/python benchmarks/reference.py --json benchmarks/results/reference.json
 	$(BIN)/python benchmarks/fidelity.py --json benchmarks/results/fidelity.json
 	$(BIN)/kvindex demo --json benchmarks/results/demo.json
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.tables
 
 # The adapter on the oldest supported transformers, in an environment of its own
 test-hf517: .venv-hf517/.installed

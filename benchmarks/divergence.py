@@ -1,6 +1,6 @@
 """What an index costs the output: KL from full attention, beside `exact` with as many rows.
 
-    python benchmarks/divergence.py --text FILE… [--tokens N …] [--steps T] [--index SPEC …]
+    python -m benchmarks.divergence --text FILE… [--tokens N …] [--steps T] [--index SPEC …]
         [--model … --gguf-file … --lora …] [--device cuda] --json OUT
 
 The model reads N tokens of a text and is then fed the next T, one at a time as decoding would

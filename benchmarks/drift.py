@@ -1,6 +1,6 @@
 """Recall as keys drift away from what was learnt at the prompt: real generation, made-up shifts.
 
-    python benchmarks/drift.py [--text FILE] [--tokens N] [--written N] [--top-p P …] [--layers L …]
+    python -m benchmarks.drift [--text FILE] [--tokens N] [--written N] [--top-p P …] [--layers L …]
         [--model … --gguf-file … --lora …] [--device cuda] [--keep FOLDER]
         --json OUT --plot OUT.png
 

@@ -1,13 +1,17 @@
 """All indexes under one protocol: the same keys and queries of a real model, the same rows.
 
-    python benchmarks/field.py --text FILE… [--tokens N] [--written T] [--index SPEC …]
-        [--rows K …] [--layers EVERY] [--model … --gguf-file … --lora …] [--device cuda]
-        --json OUT [--add] --plot OUT.png
+    python -m benchmarks.field --text FILE… [--tokens N] [--written T] [--generated N]
+        [--index SPEC …] [--rows K …] [--layers EVERY] [--seconds S] [--cpu]
+        [--model … --gguf-file … --lora …] [--device cuda] --json OUT [--add] [--plot OUT.png]
 
 The model reads N tokens of each text and writes T of its own, whose queries ask. Each index gets
-the text twice, at once and with its last part in pieces as while decoding; one that can be stale
+the text twice, at once and with its last part in pieces as while reading on; one that can be stale
 (`stale=true`) a third time. Bytes are those of the text at once. Sink and window are attended to
-besides. --add keeps what OUT holds of other indexes. Without --model: SmolLM2-135M-Instruct.
+besides. On a CUDA device pariskv runs on its kernels and FAISS where it has a GPU part, if they
+can. With --seconds the indexes share what is left of it: one that has used twice its share gets
+no further layer, and its line says of how many it is. OUT is written after each index, and holds a
+run for each length; --add keeps what it holds of other indexes and lengths. Without --model:
+SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -16,27 +20,29 @@ import argparse
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import kvindex
 from benchmarks.comparing.layers import Layer, read_and_write
-from benchmarks.comparing.measure import Setting, measure, sizes, truth
-from benchmarks.reading import SEED
-from kvindex_adapters.machine import describe
-from kvindex_adapters.models import load, smollm2
+from benchmarks.comparing.measure import Truths, measure, search_time, sizes, truths
+from benchmarks.comparing.setting import Setting
+from benchmarks.comparing.show import PIECES, STALE, WHOLE, plot, show
+from benchmarks.comparing.truth import MEASURES
+from benchmarks.reading import SEED, add_model, described, loaded, write
+from kvindex import backend, faiss_library
 
 SPECS = {
     "pariskv": (
-        "pariskv:preset=paper:beta=.05:rho=.25",
         *(f"pariskv:preset={preset}" for preset in ("fast", "accurate", "precise", "scan")),
+        "pariskv:preset=paper:beta=.05:rho=.25",
     ),
     "ctkvr": ("ctkvr", "ctkvr:rho=256"),
     "pqcache": ("pqcache", "pqcache:preset=infinitebench"),
@@ -49,13 +55,16 @@ SPECS = {
 """What is measured of an index where that is not its default alone; {k} are the rows asked for."""
 
 ROWS = (64, 100, 256, 512, 1024)
-WHOLE, PIECES, STALE = "whole", "pieces", "stale"
-MEASURES = ("recall", "mass", "error", "used")
+MIDDLE = 100
+"""Rows at which what arrives in pieces is measured, where that is one of those asked for."""
+
+CHANGES = ("machine", "load_average", "seconds", "notes", "indexes", "failed")
+"""What two measurements of the same setting need not share."""
 
 
 def default_specs() -> list[str]:
-    """Every index that is there, `exact` first."""
-    names = sorted(kvindex.names(), key=lambda name: name != "exact")
+    """Every index that is there, `exact` first, then ours."""
+    names = sorted(kvindex.names(), key=lambda name: (name != "exact", name != "pariskv"))
     return [spec for name in names for spec in SPECS.get(name, (name,))]
 
 
@@ -68,219 +77,198 @@ def stale(spec: str) -> str | None:
     return "+".join([f"{name}:stale=true", *around])
 
 
-def compare(
-    layers: Sequence[Layer],
-    specs: Sequence[str],
-    setting: Setting,
-    rows: list[int],
-    progress: Progress | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Cells (one per index and arrival, layer by layer) and, of what failed, why."""
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    kept: dict[str, dict[str, float]] = {}
-    failed: dict[str, str] = {}
-    task = None if progress is None else progress.add_task("", total=len(layers) * len(specs))
-    for number, layer in enumerate(layers):
-        known = truth(layer, setting, rows)
-        for spec in specs:
-            if progress is not None and task is not None:
-                progress.update(task, description=f"layer {number + 1}, {spec}")
-            if spec not in failed:
-                try:
-                    if spec not in kept:
-                        kept[spec] = sizes(layer, spec, setting)
-                    found = _arrivals(layer, spec, setting, rows, known)
-                except Exception as error:  # whatever an index raises is its result
-                    first = next(iter(str(error).splitlines()), "")
-                    failed[spec] = f"{type(error).__name__}: {first}"
-                else:
-                    for arrival, cell in found.items():
-                        cells.setdefault((spec, arrival), []).append(cell)
-            if progress is not None and task is not None:
-                progress.advance(task)
-    done = [
-        {"index": spec, "arrival": arrival, "bytes": kept[spec], "layers": each}
-        for (spec, arrival), each in cells.items()
-        if spec not in failed
-    ]
-    return done, failed
+def middle(rows: Sequence[int]) -> int:
+    """`MIDDLE`, or the first of the rows."""
+    return MIDDLE if MIDDLE in rows else rows[0]
 
 
-def _arrivals(
-    layer: Layer, spec: str, setting: Setting, rows: list[int], known: Any
-) -> dict[str, dict[str, Any]]:
-    found = {WHOLE: measure(layer, spec, setting, rows, known)}
-    found[PIECES] = measure(layer, spec, setting, rows, known, pieces=True)
-    frozen = stale(spec)
-    if frozen is not None:
-        found[STALE] = measure(layer, frozen, setting, rows, known, pieces=True)
-    return found
+def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """By index, options that make it run on this device's own ways; and why others do not."""
+    found: dict[str, dict[str, Any]] = {}
+    notes = []
+    if device.type == "cuda":
+        try:
+            backend.resolve("cuda").ready(device)
+            found["pariskv"] = {"backend": "cuda"}
+        except (ImportError, RuntimeError) as error:
+            notes.append(f"pariskv ran as plain torch: {error}")
+        try:
+            faiss_library.check_gpu(faiss_library.library(), device)
+            found |= {f"faiss-{name}": {"where": "gpu"} for name in ("flat", "ivf", "ivfpq")}
+        except (ImportError, RuntimeError) as error:
+            notes.append(f"FAISS ran on the CPU: {error}")
+    return found, notes
 
 
-def summary(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One per index and arrival: over texts and layers, means, medians of times, worst errors."""
-    done = []
-    for index, arrival in dict.fromkeys((cell["index"], cell["arrival"]) for cell in cells):
-        mine = [cell for cell in cells if (cell["index"], cell["arrival"]) == (index, arrival)]
-        layers = [layer for cell in mine for layer in cell["layers"]]
-        rows = {}
-        for k in layers[0]["rows"]:
-            each = [layer["rows"][k] for layer in layers]
-            mean = {name: sum(one[name] for one in each) / len(each) for name in MEASURES}
-            rows[str(k)] = {
-                **mean,
-                "error_worst_layer": max(one["error"] for one in each),
-                "search_ms": 1e3 * median(one["search_s"] for one in each),
-            }
-        done.append(
-            {
-                "index": index,
-                "arrival": arrival,
-                "bytes": mine[0]["bytes"],
-                "build_ms": 1e3 * median(layer["build_s"] for layer in layers),
-                "rows": rows,
-            }
-        )
-    return done
+@dataclass
+class Comparison:
+    """Layers of all texts, what is true of each, and what was found out so far.
 
-
-def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`new` with the lines of indexes that only `old` has. Raises ValueError for another setting.
-
-    What says when it was measured (`machine`, `load_average`) is `new`'s.
+    cpu: whether searches are timed on the CPU, too, with the first layer.
     """
-    for name in new:
-        if name not in ("machine", "load_average", "indexes", "failed") and old[name] != new[name]:
-            raise ValueError(f"add: got {name} = {new[name]!r}, allowed is {old[name]!r}")
-    measured = {line["index"] for line in new["indexes"]} | set(new["failed"])
-    lines = [line for line in old["indexes"] if line["index"] not in measured]
-    failed = {spec: why for spec, why in old["failed"].items() if spec not in measured}
-    return {
-        **new,
-        "indexes": lines + new["indexes"],
-        "failed": {**failed, **new["failed"]},
+
+    setting: Setting
+    rows: list[int]
+    layers: list[Layer]
+    cpu: bool = False
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = [truths(layer, self.setting, self.rows) for layer in self.layers]
+        self._cells = list(zip(self.layers, known, strict=True))
+        self._faster, self.notes = faster(self.layers[0].keys.device)
+
+    def add(self, spec: str, seconds: float = float("inf")) -> None:
+        """Measure one index, no further layer after `seconds`; whatever it raises is its result."""
+        try:
+            self.lines += self._measured(spec, seconds)
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")
+            self.failed[spec] = f"{type(error).__name__}: {first}"
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _measured(self, spec: str, seconds: float) -> list[dict[str, Any]]:
+        options = self._faster.get(spec.split("+")[0].split(":")[0], {})
+        first, k = self.layers[0], middle(self.rows)
+        start, kept = time.monotonic(), sizes(first, spec, self.setting, k)
+        found: dict[str, list[dict[str, Any]]] = {}
+        for layer, known in self._cells:
+            if found and time.monotonic() - start > seconds:
+                break
+            for arrival, cell in self._arrivals(spec, layer, known, options).items():
+                found.setdefault(arrival, []).append(cell)
+        lines = [
+            {"index": spec, "arrival": arrival, "bytes": kept, **options, **summary(cells)}
+            for arrival, cells in found.items()
+        ]
+        if self.cpu:
+            took = search_time(first.to(device="cpu"), spec, self.setting, k)
+            lines[0]["cpu_search_ms"] = 1e3 * took
+        return lines
+
+    def _arrivals(
+        self, spec: str, layer: Layer, known: Truths, options: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        given = dict(setting=self.setting, known=known, **options)
+        found = {WHOLE: measure(layer, spec, rows=self.rows, **given)}
+        for arrival, one in ((PIECES, spec), (STALE, stale(spec))):
+            if one is not None:
+                rows = [middle(self.rows)]
+                found[arrival] = measure(layer, one, rows=rows, pieces=True, **given)
+        return found
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over texts and layers: means, medians of times, errors of the worst layer."""
+
+    def over(each: list[dict[str, float]]) -> dict[str, float]:
+        return {
+            **{name: sum(one[name] for one in each) / len(each) for name in MEASURES},
+            "error_worst_layer": max(one["error"] for one in each),
+            "search_ms": 1e3 * median(one["search_s"] for one in each),
+        }
+
+    found = {
+        part: {str(at): over([cell[part][at] for cell in cells]) for at in cells[0][part]}
+        for part in ("rows", "along")
+        if cells[0][part]
     }
+    build = 1e3 * median(cell["build_s"] for cell in cells)
+    return {"layers": len(cells), "build_ms": build, **found}
 
 
-def show(result: dict[str, Any]) -> None:
-    """A table, one line per index and arrival, and what failed."""
-    rows = [str(k) for k in result["rows"]]
-    middle = rows[min(1, len(rows) - 1)]
-    head = ("index", "arrives", "kept B", "scanned B", "build ms", "search ms", f"recall@{middle}")
-    table = Table(*head, *(f"error@{k}" for k in rows))
-    for line in result["indexes"]:
-        at = line["rows"][middle]
-        table.add_row(
-            *(line["index"], line["arrival"]),
-            *(f"{line['bytes'][part]:.0f}" for part in ("kept", "scanned")),
-            *(f"{line['build_ms']:.0f}", f"{at['search_ms']:.2f}", f"{at['recall']:.3f}"),
-            *(f"{line['rows'][k]['error']:.3f}" for k in rows),
-        )
-    Console().print(table)
-    for spec, why in result["failed"].items():
-        Console().print(f"{spec}: {why}")
+def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """`{"machine", "runs"}` with the run `new`, and what `old` has of other lengths and indexes.
+
+    What says how it was measured (`CHANGES`) is `new`'s. Raises ValueError for a run of the same
+    length and model in another setting.
+    """
+    runs = []
+    for run in old["runs"] if old else []:
+        if (run["setting"]["tokens"], run["lora"]) != (new["setting"]["tokens"], new["lora"]):
+            runs.append(run)
+            continue
+        for name in new:
+            if name not in CHANGES and run[name] != new[name]:
+                raise ValueError(f"add: got {name} = {new[name]!r}, allowed is {run[name]!r}")
+        measured = {line["index"] for line in new["indexes"]} | set(new["failed"])
+        lines = [line for line in run["indexes"] if line["index"] not in measured]
+        failed = {spec: why for spec, why in run["failed"].items() if spec not in measured}
+        failed |= new["failed"]
+        new = {**new, "indexes": lines + new["indexes"], "failed": failed}
+    runs = sorted([*runs, new], key=lambda run: int(run["setting"]["tokens"]))
+    return {"machine": new["machine"], "runs": runs}
 
 
-def plot(result: dict[str, Any], out: Path) -> None:
-    """Error against rows, and against the bytes that a search scans per key; text at once."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.5), sharey=True)
-    lines = [line for line in result["indexes"] if line["arrival"] == WHOLE]
-    cool, warm = (pyplot.get_cmap(name) for name in ("viridis", "autumn"))
-    own = [line["index"] for line in lines if line["index"].startswith("pariskv")]
-    others = [line["index"] for line in lines if line["index"] not in [*own, "exact"]]
-    middle = str(result["rows"][min(1, len(result["rows"]) - 1)])
-    for line in lines:
-        index = line["index"]
-        ours = index in own
-        of, colours = (own, warm) if ours else (others, cool)
-        place = of.index(index) if index in of else 0
-        style: dict[str, Any] = dict(
-            color="black" if index == "exact" else colours(place / max(len(of), 1)),
-            marker="osv^DP*X"[place % 8],
-            linewidth=1.0 if index in others else 2.2,
-            linestyle="--" if index in others else "-",
-        )
-        errors = [at["error"] for at in line["rows"].values()]
-        left.plot([int(k) for k in line["rows"]], errors, label=index, **style)
-        right.plot(line["bytes"]["scanned"], line["rows"][middle]["error"], **style)
-    left.set(xscale="log", yscale="log", ylabel="relative error of the attention output")
-    left.set(xlabel="rows per KV head", title="solid: pariskv and exact search; the text at once")
-    right.set(xscale="log", xlabel="bytes scanned per key and KV head (bfloat16)")
-    right.set(title=f"{middle} rows")
-    left.set_xticks(result["rows"], [str(k) for k in result["rows"]])
-    left.xaxis.set_minor_formatter(ticker.NullFormatter())
-    for formatter in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        formatter(ticker.FormatStrFormatter("%.2f"))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.tight_layout(rect=(0, 0, 0.8, 1))
-    figure.savefig(out, dpi=130)
-
-
-def main() -> None:
-    """Capture, measure, print, write and draw."""
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=7000)
-    parser.add_argument("--written", type=int, default=64, help="sampled tokens whose queries ask")
+    parser.add_argument("--written", type=int, default=32, help="sampled tokens whose queries ask")
     parser.add_argument("--index", nargs="+", help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--layers", type=int, default=1, help="every so many")
-    parser.add_argument("--generated", type=int, default=512, help="of the text, in pieces")
+    parser.add_argument("--layers", type=int, default=6, help="every so many")
+    parser.add_argument("--generated", type=int, default=2048, help="of the text, in pieces")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--local", type=int, default=256)
-    parser.add_argument("--model")
-    parser.add_argument("--gguf-file")
-    parser.add_argument("--lora", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all, about")
+    parser.add_argument("--cpu", action="store_true", help="time searches on the CPU, too")
+    add_model(parser)
     parser.add_argument("--add", action="store_true", help="to what --json holds already")
     parser.add_argument("--plot", type=Path)
-    given = parser.parse_args()
-    folder, file = (given.model, given.gguf_file) if given.model else smollm2()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Capture, then measure index by index; print, write and draw."""
+    start, given = time.monotonic(), arguments()
     setting = Setting(given.tokens, given.sink, given.local, given.generated)
-    model, tokenizer = load(folder, gguf_file=file, lora=given.lora, device=given.device)
     specs, rows = given.index or default_specs(), sorted(given.rows)
-    cells: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
+    old = json.loads(given.json.read_text()) if given.add and given.json.exists() else None
+    model, tokenizer = loaded(given)
     with Progress() as progress:
+        layers: list[Layer] = []
         for text in given.text:
             task = progress.add_task(f"{text.stem}, {given.tokens} tokens")
-            layers = read_and_write(
+            layers += read_and_write(
                 *(model, tokenizer, text.read_text(), given.tokens, given.written),
                 lambda _, done, total, t=task: progress.update(t, completed=done, total=total),
                 every=given.layers,
             )
-            done, wrong = compare(layers, specs, setting, rows, progress)
-            cells, failed = cells + done, {**failed, **wrong}
-    result = {
-        "model": Path(file or folder).name,
-        "lora": given.lora.name if given.lora else None,
-        "texts": [text.stem for text in given.text],
-        "written": given.written,
-        "every_layer": given.layers,
-        "layers": len(layers),
-        "shape": {"q_heads": len(layers[0].queries), "kv_heads": len(layers[0].keys)},
-        "setting": dataclasses.asdict(setting),
-        "rows": rows,
-        "dtype": str(layers[0].keys.dtype).removeprefix("torch."),
-        "seed": SEED,
-        "machine": describe(given.device),
-        "load_average": os.getloadavg()[0],
-        "indexes": summary([cell for cell in cells if cell["index"] not in failed]),
-        "failed": failed,
-    }
-    if given.add:
-        result = joined(json.loads(given.json.read_text()), result)
+        del model
+        compared = Comparison(setting, rows, layers, cpu=given.cpu)
+        run = {
+            **described(given),
+            "texts": [text.stem for text in given.text],
+            "written": given.written,
+            "every_layer": given.layers,
+            "layers": len(layers) // len(given.text),
+            "shape": {"q_heads": len(layers[0].queries), "kv_heads": len(layers[0].keys)},
+            "setting": dataclasses.asdict(setting),
+            "rows": rows,
+            "dtype": str(layers[0].keys.dtype).removeprefix("torch."),
+            "seed": SEED,
+            "notes": compared.notes,
+            "indexes": compared.lines,
+            "failed": compared.failed,
+        }
+        result = joined(old, run)  # before anything is measured in another setting
+        task = progress.add_task("indexes", total=len(specs))
+        for number, spec in enumerate(specs):
+            spent = time.monotonic() - start
+            progress.update(task, description=f"{spent:.0f} s: {spec}")
+            if spent > given.seconds:
+                compared.failed[spec] = f"not begun: {given.seconds:.0f} s were used up"
+            else:
+                compared.add(spec, 2 * (given.seconds - spent) / (len(specs) - number))
+            run["seconds"], run["load_average"] = time.monotonic() - start, os.getloadavg()[0]
+            result = joined(old, run)
+            write(result, given.json)
+            progress.advance(task)
     show(result)
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
     if given.plot:
         plot(result, given.plot)
 

@@ -1,6 +1,6 @@
 """How many of a decoding step's rows an earlier step has fetched: what a cache of rows would find.
 
-    python benchmarks/hit_rate.py --text FILE… [--tokens N …] [--written T] [--index SPEC]
+    python -m benchmarks.hit_rate --text FILE… [--tokens N …] [--written T] [--index SPEC]
         [--rows R …] [--model … --gguf-file … --lora …] [--device …] --json OUT
 
 A model reads a text and goes on with it; at each of the last T tokens every layer selects its k

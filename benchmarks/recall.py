@@ -1,6 +1,6 @@
 """Recall, attention mass and bytes of index configurations on a real model's keys and queries.
 
-    python benchmarks/recall.py --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
+    python -m benchmarks.recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
         [--rho ρ …] [--first N …] [--mass SHARE …] [--model … --gguf-file … --lora …]
         [--device cuda] --json OUT --plot OUT.png
 

@@ -3,13 +3,18 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import field, reading, tables
+from benchmarks import field, reading
 from benchmarks.comparing.layers import Layer, read_and_write
-from benchmarks.comparing.measure import Setting, measure, truth
+from benchmarks.comparing.measure import measure, search_time, truths
+from benchmarks.comparing.setting import Setting
+from benchmarks.comparing.show import plot, show
+from benchmarks.tabling.field import field as table_of
+from kvindex.indexes.exact import Exact
 from tests.adapters.tiny import build
 
 ROOT = Path(__file__).parents[1]
@@ -27,24 +32,63 @@ def layer(seed=0, later=0.0, softcap=None):
     return Layer(keys, queries, 0.25, softcap, values)
 
 
+def run_of(compared, **more):
+    """As `field.main` writes it."""
+    run = dict(
+        **dict(model="m", lora=None, texts=["a"], written=20, every_layer=1, layers=1),
+        **dict(shape=dict(q_heads=4, kv_heads=2), setting=dict(vars(SETTING)), rows=ROWS),
+        **dict(dtype="float32", notes=compared.notes, seconds=1.0, load_average=1.0),
+        machine=dict(cores=1, processor="p", torch="2", transformers="5", threads=1),
+        **dict(indexes=compared.lines, failed=compared.failed),
+    )
+    return json.loads(json.dumps({**run, **more}))
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("pieces", [False, True])
 def test_exact_search_finds_all_and_with_all_rows_is_full_attention(pieces, softcap):
     one = layer(softcap=softcap)
-    known = truth(one, SETTING, ROWS)
-    found = measure(one, "exact", SETTING, ROWS, known, pieces=pieces)["rows"]
-    assert found[32]["recall"] == found[512]["recall"] == 1
-    assert found[512]["error"] < 1e-5
-    assert found[32]["error"] > 0.01
-    assert found[512]["mass"] == pytest.approx(1)
-    assert 0.1 < found[32]["mass"] < 0.999
-    assert found[512]["used"] == 384
+    known = truths(one, SETTING, ROWS)
+    found = measure(one, "exact", SETTING, ROWS, known, pieces=pieces)
+    last = found["rows"]
+    assert last[32]["recall"] == last[512]["recall"] == 1
+    assert last[512]["error"] < 1e-5
+    assert last[32]["error"] > 0.01
+    assert last[512]["mass"] == pytest.approx(1)
+    assert 0.1 < last[32]["mass"] < 0.999
+    assert last[512]["used"] == 384
+    assert list(found["along"]) == ([0, 32, 64, 128] if pieces else [])
+    for at in found["along"].values():
+        assert (at["recall"], at["used"], at["error_exact"]) == (1, 32, at["error"])
+    if pieces:
+        assert found["along"][128]["error"] == last[32]["error"]
+
+
+def test_what_asks_along_a_generation_sees_what_has_come():
+    """With all rows it is full attention at every point, so nothing is missing or too early."""
+    one = layer()
+    known = truths(one, SETTING, [512])
+    found = measure(one, "exact", SETTING, [512], known, pieces=True)["along"]
+    assert max(at["error"] for at in found.values()) < 1e-5
+    assert [at["used"] for at in found.values()] == [256, 288, 320, 384]
+
+
+@pytest.mark.parametrize("spec", ["exact", "exact+reuse"])
+def test_a_wrapper_is_searched_at_every_token(spec, monkeypatch):
+    one, calls = layer(), []
+    known, search = truths(one, SETTING, [32]), Exact.search
+    counted = lambda self, *given, **k: calls.append(1) or search(self, *given, **k)  # noqa: E731
+    monkeypatch.setattr(Exact, "search", counted)
+    spec += ":tau=2" if "+" in spec else ""
+    measure(one, spec, SETTING, [32], known, pieces=True)
+    asked = 4 * (20 + 1)  # at each point, and once before the clock runs
+    assert len(calls) == asked + (128 if "+" in spec else 0)
 
 
 def test_log_weights_and_summaries_count_as_in_a_layer():
     """Single keys as clusters lose nothing, and what has no weight is not held."""
     one = layer()
-    known = truth(one, SETTING, ROWS)
+    known = truths(one, SETTING, ROWS)
     found = measure(one, "retroinfer:block=64:per_cluster=1", SETTING, ROWS, known)["rows"]
     assert found[512]["error"] < 1e-5
     summed = measure(one, "retroinfer:block=64:per_cluster=8:estimated=.5", SETTING, ROWS, known)[
@@ -57,60 +101,107 @@ def test_log_weights_and_summaries_count_as_in_a_layer():
 
 
 def test_a_frozen_index_loses_what_comes_later_and_a_failure_stops_nobody():
-    layers = [layer(seed, later=4.0) for seed in (0, 1)]
+    compared = field.Comparison(SETTING, ROWS, [layer(seed, later=4.0) for seed in (0, 1)])
     wrong = "pqcache:subspaces=5"
-    cells, failed = field.compare(layers, [wrong, "exact", "magicpig:bits=4"], SETTING, ROWS)
-    assert list(failed) == [wrong]
-    assert "subspaces: got 5" in failed[wrong]
-    lines = {(one["index"], one["arrival"]): one for one in field.summary(cells)}
+    for spec in (wrong, "exact", "magicpig:bits=4"):
+        compared.add(spec)
+    assert list(compared.failed) == [wrong]
+    assert "subspaces: got 5" in compared.failed[wrong]
+    lines = {(one["index"], one["arrival"]): one for one in compared.lines}
     assert list(lines) == [
         *(("exact", arrival) for arrival in ("whole", "pieces")),
         *(("magicpig:bits=4", arrival) for arrival in ("whole", "pieces", "stale")),
     ]
-    errors = {arrival: lines["magicpig:bits=4", arrival] for arrival in ("pieces", "stale")}
-    errors = {arrival: line["rows"]["32"]["mass"] for arrival, line in errors.items()}
-    assert errors["stale"] < errors["pieces"] / 2
+    along = {arrival: lines["magicpig:bits=4", arrival]["along"] for arrival in ("pieces", "stale")}
+    assert along["stale"]["0"]["mass"] == along["pieces"]["0"]["mass"]
+    assert along["stale"]["128"]["mass"] < along["pieces"]["128"]["mass"] / 2
+    assert lines["exact", "whole"]["layers"] == 2
+
+
+def test_a_slow_index_is_measured_on_fewer_layers():
+    compared = field.Comparison(SETTING, [32], [layer(), layer(1)], cpu=True)
+    compared.add("exact", seconds=0)
+    assert [line["layers"] for line in compared.lines] == [1, 1]
+    assert compared.lines[0]["cpu_search_ms"] > 0
+    result = {"runs": [run_of(compared, rows=[32], layers=2)]}
+    assert "| `exact` (1 of 2 layers) |" in table_of(result)
+    assert search_time(layer(), "exact", SETTING, 32) > 0
 
 
 def test_a_budget_is_the_rows_that_are_asked_for():
     one = layer()
-    known = truth(one, SETTING, ROWS)
+    known = truths(one, SETTING, ROWS)
     found = measure(one, "streaming:budget={k}", SETTING, ROWS, known)["rows"]
     assert found[32]["recall"] < 0.5
     assert found[512]["error"] < 1e-5
 
 
-def test_lines_are_added_in_the_same_setting_only():
-    old = dict(rows=[64], indexes=[dict(index="a"), dict(index="b")], failed={"c": "no"})
-    new = dict(rows=[64], indexes=[dict(index="b", new=1), dict(index="c")], failed={})
-    together = field.joined(old, new)
-    assert together["indexes"] == [dict(index="a"), dict(index="b", new=1), dict(index="c")]
-    assert together["failed"] == {}
+def test_runs_are_joined_by_length_and_lines_in_the_same_setting_only():
+    def run(tokens, indexes, failed=(), **more):
+        return {
+            **dict(setting={"tokens": tokens}, lora=None, machine={"at": tokens}, rows=[64]),
+            **dict(indexes=[dict(index=name, by=tokens) for name in indexes], failed=dict(failed)),
+            **more,
+        }
+
+    old = field.joined(None, run(7, "ab", {"c": "no"}))
+    assert [one["setting"]["tokens"] for one in old["runs"]] == [7]
+    longer = field.joined(old, run(32, "a"))
+    assert [one["setting"]["tokens"] for one in longer["runs"]] == [7, 32]
+    assert longer["machine"] == {"at": 32}
+    together = field.joined(longer, run(7, "bc"))
+    assert [line["index"] for line in together["runs"][0]["indexes"]] == ["a", "b", "c"]
+    assert together["runs"][0]["failed"] == {}
+    assert together["runs"][1] == longer["runs"][1]
     with pytest.raises(ValueError, match=r"rows = \[100\], allowed is \[64\]"):
-        field.joined(old, {**new, "rows": [100]})
+        field.joined(old, run(7, "a", rows=[100]))
+    assert len(field.joined(old, run(7, "a", lora="x"))["runs"]) == 2
 
 
 def test_all_indexes_are_compared_and_drawn(tmp_path):
     assert {spec.split(":")[0] for spec in field.default_specs()} >= {"exact", "pariskv", "ctkvr"}
     assert field.stale("exact") is None
     assert field.stale("ctkvr:rho=8+recall") == "ctkvr:rho=8:stale=true+recall"
-    specs = ["exact", "pariskv", "ctkvr:rho=32"]
-    cells, failed = field.compare([layer()], specs, SETTING, ROWS)
-    assert not failed
-    result = {
-        **dict(rows=ROWS, failed={"other": "ValueError: no"}, indexes=field.summary(cells)),
-        **dict(texts=["a"], layers=1, written=20, every_layer=1, dtype="float32"),
-        **dict(setting=dict(vars(SETTING)), shape=dict(q_heads=4, kv_heads=2), load_average=1.0),
-        "machine": dict(cores=1, processor="p", torch="2", transformers="5", threads=1),
-    }
-    result = json.loads(json.dumps(result))
-    table = tables.field(result)
-    assert table.count("\n| `") == 4
-    assert "ValueError: no" in table
-    field.show(result)
+    compared = field.Comparison(SETTING, ROWS, [layer()])
+    for spec in ("exact", "pariskv", "ctkvr:rho=32"):
+        compared.add(spec)
+    assert not compared.failed
+    compared.failed["other"] = "ValueError: no"
+    run = run_of(compared)
+    longer = {**run, "setting": {**run["setting"], "tokens": 900}, "lora": "l.safetensors"}
+    result = field.joined(field.joined(None, run), longer)
+    table = table_of(result)
+    assert table.count("\n| `") == 2 * 4
+    assert table.count("ValueError: no") == 2
+    assert "900 tokens" in table
+    show(result)
     pytest.importorskip("matplotlib")
-    field.plot(result, tmp_path / "field.png")
+    plot(result, tmp_path / "field.png")
     assert (tmp_path / "field.png").stat().st_size > 10_000
+
+
+def test_on_a_gpu_pariskv_runs_on_its_kernels_and_faiss_where_it_can(monkeypatch):
+    assert field.faster(torch.device("cpu")) == ({}, [])
+
+    def neither(*_):
+        raise ImportError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(field.backend, "resolve", neither)
+        patch.setattr(field.faiss_library, "library", neither)
+        found, notes = field.faster(torch.device("cuda"))
+    assert found == {}
+    assert notes == ["pariskv ran as plain torch: no", "FAISS ran on the CPU: no"]
+    monkeypatch.setattr(field.backend, "resolve", lambda name: SimpleNamespace(ready=id))
+    monkeypatch.setattr(field.faiss_library, "library", lambda: None)
+    monkeypatch.setattr(field.faiss_library, "check_gpu", lambda faiss, device: None)
+    assert field.faster(torch.device("cuda")) == (
+        {
+            "pariskv": {"backend": "cuda"},
+            **{f"faiss-{name}": {"where": "gpu"} for name in ("flat", "ivf", "ivfpq")},
+        },
+        [],
+    )
 
 
 def test_layers_are_those_of_the_recall_benchmark():
@@ -135,7 +226,10 @@ def test_figures_in_the_page_are_in_the_results():
     page = (ROOT / "docs/field.md").read_text()
     result = json.loads((ROOT / "benchmarks/results/field.json").read_text())
     before, _, after = re.split(r"<!-- field:(?:begin|end) -->\n", page)
-    rows = [row for line in result["indexes"] for row in line["rows"].values()]
+    lines = [line for run in result["runs"] for line in run["indexes"]]
+    rows = [
+        row for line in lines for part in ("rows", "along") for row in line.get(part, {}).values()
+    ]
     figures = {f"{value:.3f}"[1:] for row in rows for value in row.values()}
     named = set(re.findall(r"(?<![\d.])\.\d{3}(?!\d)", before + after))
     assert len(named) > 20

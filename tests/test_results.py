@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("name", tables.PAGES)
 def test_tables_are_what_the_results_say(name):
-    """If not: python benchmarks/tables.py."""
+    """If not: python -m benchmarks.tables."""
     page = (ROOT / name).read_text()
     assert tables.rewritten(page) == page
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Layer(Captured):
     values: Tensor
     rope: Tensor | None = None
 
-    def options(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The geometry, as `kvindex.create` takes it."""
         return dict(
             q_heads=len(self.queries),
@@ -38,9 +38,16 @@ class Layer(Captured):
             scale=self.scale,
             softcap=self.softcap,
             rope=self.rope,
-            dtype=dtype or self.keys.dtype,
+            dtype=self.keys.dtype,
             device=self.keys.device,
         )
+
+    def to(self, *, dtype: torch.dtype | None = None, device: str | None = None) -> Layer:
+        """The same keys, values and queries in another dtype, or elsewhere."""
+        parts = dict(keys=self.keys, queries=self.queries, values=self.values)
+        moved = {name: part.to(device=device, dtype=dtype) for name, part in parts.items()}
+        rope = None if self.rope is None else self.rope.to(device=device)
+        return replace(self, **moved, rope=rope)
 
 
 class _Keeper(Wrapper):

@@ -3,123 +3,69 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 import kvindex
 from benchmarks.comparing.layers import Layer
-from kvindex import BaseIndex, Hits
-from kvindex.ops.attention import attend, cap
-from kvindex.protocol import UNUSED
+from benchmarks.comparing.setting import Setting
+from benchmarks.comparing.truth import Truth, asking, truth, worth
+from kvindex import BaseIndex, Hits, Rows
 
 Made = TypeVar("Made")
-NEVER = float("-inf")
+Truths = dict[int, Truth]
+"""By point of the text."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Which tokens are where; the layers' own tokens past `tokens` are those that ask.
-
-    tokens: of the text. sink: first ones, always attended to; local: the newest of the text, which
-    with all written ones are always attended to as well. All others are the index's. generated: how
-    many of the text's tokens come one by one where it arrives in pieces; every: in pieces of how
-    many (`kvindex.layer`).
-    """
-
-    tokens: int
-    sink: int = 64
-    local: int = 256
-    generated: int = 512
-    every: int = 256
-
-    def __post_init__(self) -> None:
-        least = self.sink + self.local + self.generated
-        if self.tokens <= least:
-            raise ValueError(
-                f"tokens: got {self.tokens}, allowed is more than sink + local + generated, {least}"
-            )
-
-    @property
-    def indexed(self) -> int:
-        """Tokens that the index holds, those of the sink among them."""
-        return self.tokens - self.local
-
-    def valid(self, start: int, stop: int, device: Any) -> Tensor:
-        """Which of these the index may find, bool `[1, stop - start]`."""
-        return torch.arange(start, stop, device=device)[None] >= self.sink
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Of each query that asks: output `[T, H, Dv]` of full attention; share `[T, H, n]` of the
-    attention among the index's tokens; ids `[T, G, k]` that `exact` returns, by k.
-    """
-
-    output: Tensor
-    share: Tensor
-    ids: dict[int, Tensor]
-
-
-def truth(layer: Layer, setting: Setting, rows: list[int]) -> Truth:
-    """By full attention, and by `exact` with its own policy of the group."""
-    exact = build(layer, "exact", setting)[0]
-    outputs, shares = [], []
-    found: dict[int, list[Tensor]] = {k: [] for k in rows}
-    for at in range(setting.tokens, layer.keys.shape[1]):
-        query = layer.queries[None, :, at]
-        keys, values = layer.keys[None, :, : at + 1], layer.values[None, :, : at + 1]
-        outputs.append(attend(query, keys, values, scale=layer.scale, softcap=layer.softcap)[0])
-        shares.append(_share(layer, setting, query))
-        for k in rows:
-            found[k].append(exact.search(query, k=k).ids[0])
-    return Truth(
-        torch.stack(outputs), torch.stack(shares), {k: torch.stack(v) for k, v in found.items()}
-    )
-
-
-def build(
-    layer: Layer, spec: str, setting: Setting, *, pieces: bool = False, k: int = 100
-) -> tuple[Any, float]:
-    """An index that holds its part of the text, and seconds from its first query to `seal`.
+def built(
+    layer: Layer, spec: str, setting: Setting, *, k: int, pieces: bool = False, **options: Any
+) -> Iterator[tuple[int, Any, float]]:
+    """An index each time that it is to be asked: the point, the index, and seconds to its `seal`.
 
     In the spec, {k} stands for k. As a layer tells it: the prompt's queries, its tokens in one
-    append, the seal. pieces: the last `generated` tokens come later, their queries one by one; an
-    index that listens to queries (`observe`) is searched at each, for what it does may depend on
-    what it found.
+    append, the seal. pieces: the last `generated` tokens come later, queries and then keys in
+    pieces of `every`, as of a text that is read on. A wrapper, which decides step by step, hears
+    their queries one by one and is searched at each. options: for `kvindex.create`.
     """
-    dtype, device = layer.keys.dtype, layer.keys.device
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
-    prompt = setting.tokens - (setting.generated if pieces else 0)
-    index: Any = kvindex.create(spec.replace("{k}", str(k)), **layer.options(dtype))
+    points = setting.points if pieces else [setting.tokens]
+    positions = torch.arange(keys.shape[2], device=keys.device)
+    made = {**layer.options(), **options}
+    index: Any = kvindex.create(spec.replace("{k}", str(k)), **made)
 
     def append(start: int, stop: int) -> None:
-        part, valid = slice(start, stop), setting.valid(start, stop, device)
+        part, valid = slice(start, stop), setting.valid(start, stop, keys.device)
         index.append(keys[:, :, part], values[:, :, part], valid=valid)
 
     def first() -> None:
-        index.observe(queries[:, :, :prompt], torch.arange(prompt, device=device))
-        append(0, prompt - setting.local)
+        index.observe(queries[:, :, : points[0]], positions[: points[0]])
+        append(0, points[0] - setting.local)
         index.seal()
 
-    _, seconds = timed(first, device)
-    listens = inmost(index) is not index or type(index).observe is not BaseIndex.observe
-    held = prompt - setting.local
-    for at in range(prompt, setting.tokens):
-        index.observe(queries[:, :, at : at + 1], torch.tensor([at], device=device))
-        if listens:
-            index.search(queries[:, :, at], k=k)
-        if at + 1 - held >= setting.local + setting.every:
-            append(held, at + 1 - setting.local)
-            held = at + 1 - setting.local
-    if held < setting.indexed:
-        append(held, setting.indexed)
-    return index, seconds
+    _, seconds = timed(first, keys.device)
+    yield points[0], index, seconds
+    came = points[0]
+    for point in points[1:]:
+        while came < point:
+            piece = min(setting.every, point - came)
+            steps = [1] * piece if inmost(index) is not index else [piece]
+            for step in steps:
+                index.observe(queries[:, :, came : came + step], positions[came : came + step])
+                if step == 1:
+                    index.search(queries[:, :, came], k=k)
+                came += step
+            append(came - piece - setting.local, came - setting.local)
+        yield point, index, seconds
+
+
+def truths(layer: Layer, setting: Setting, rows: list[int]) -> Truths:
+    """What is true at each point, by full attention and by `exact` with its own policy."""
+    exact = built(layer, "exact", setting, k=rows[0], pieces=True)
+    return {point: truth(layer, setting, index, point, rows) for point, index, _ in exact}
 
 
 def measure(
@@ -127,41 +73,64 @@ def measure(
     spec: str,
     setting: Setting,
     rows: list[int],
-    known: Truth,
+    known: Truths,
     *,
     pieces: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Build time and, by k: recall, mass, error (means over heads and queries), rows, search time.
+    """`build_s`; by k what the text's end shows (`worth`, and `search_s`, the median).
 
-    recall: of the rows of `exact`; mass: share of the index's attention that the tokens found
-    hold (rows that stand for several tokens hold none); error: of the output over sink, rows and
-    window, with log-weights, relative to full attention's.
+    pieces: `along` has the same for the first k, by tokens that came after the prompt. A wrapper,
+    or a budget, has one k only, so it is built for each.
     """
-    searched, seconds = _asked(layer, spec, setting, rows, known, pieces)
+    found: dict[str, Any] = {"rows": {}, "along": {}}
+    for some in [[k] for k in rows] if "+" in spec or "{k}" in spec else [rows]:
+        points = built(layer, spec, setting, k=some[0], pieces=pieces, **options)
+        for point, index, seconds in points:
+            found["build_s"] = seconds
+            each = _asked(layer, setting, index, known[point], some)
+            if point == setting.tokens:
+                found["rows"] |= each
+            if pieces:
+                found["along"][point - setting.points[0]] = each[some[0]]
+    return found
+
+
+def _asked(
+    layer: Layer, setting: Setting, index: Any, known: Truth, rows: list[int]
+) -> dict[int, dict[str, float]]:
+    """By k, what the queries after a point find, told and asked one by one."""
+    found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
+    times: dict[int, list[float]] = {k: [] for k in rows}
+    asked = asking(layer, setting, known.point)
+    for k in rows:
+        index.search(layer.queries[None, :, asked.start - 1], k=k)  # what is made once
+    for at in asked:
+        query = layer.queries[None, :, at]
+        index.observe(query[:, :, None], torch.tensor([at], device=query.device))
+        for k in rows:
+            hits, took = timed(partial(index.search, query, k=k), query.device)
+            found[k].append((hits, index.fetch(hits)))
+            times[k].append(took)
     return {
-        "build_s": seconds,
-        "rows": {
-            k: {
-                name: (median if name == "search_s" else _mean)([one[name] for one in found])
-                for name in found[0]
-            }
-            for k, found in searched.items()
-        },
+        k: {**worth(layer, setting, found[k], known, k), "search_s": median(times[k])} for k in rows
     }
 
 
-def sizes(layer: Layer, spec: str, setting: Setting) -> dict[str, float]:
+def search_time(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> float:
+    """Seconds of a search, the median over the queries that ask; the text came at once."""
+    index = next(built(layer, spec, setting, k=k, **options))[1]
+    times = []
+    for at in asking(layer, setting, setting.tokens):
+        query = layer.queries[None, :, at]
+        times.append(timed(partial(index.search, query, k=k), query.device)[1])
+    return median(times[1:] or times)
+
+
+def sizes(layer: Layer, spec: str, setting: Setting, k: int) -> dict[str, float]:
     """`BaseIndex.bytes_per_key` on these keys in bfloat16."""
-    half = torch.bfloat16
-    rounded = Layer(
-        layer.keys.to(half),
-        layer.queries.to(half),
-        layer.scale,
-        layer.softcap,
-        layer.values.to(half),
-        layer.rope,
-    )
-    found: dict[str, float] = inmost(build(rounded, spec, setting)[0]).bytes_per_key()
+    _, index, _ = next(built(layer.to(dtype=torch.bfloat16), spec, setting, k=k))
+    found: dict[str, float] = inmost(index).bytes_per_key()
     return found
 
 
@@ -175,71 +144,9 @@ def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
     return made, time.perf_counter() - start
 
 
-def inmost(index: Any) -> Any:
+def inmost(index: Any) -> BaseIndex:
     """The index inside all wrappers."""
     while hasattr(index, "inner"):
         index = index.inner
-    return index
-
-
-def _asked(
-    layer: Layer, spec: str, setting: Setting, rows: list[int], known: Truth, pieces: bool
-) -> tuple[dict[int, list[dict[str, float]]], float]:
-    """By k, what each query found; seconds of building. A wrapper, or a budget, has one k only."""
-    found: dict[int, list[dict[str, float]]] = {}
-    for some in [[k] for k in rows] if "+" in spec or "{k}" in spec else [rows]:
-        index, seconds = build(layer, spec, setting, pieces=pieces, k=some[0])
-        index.search(layer.queries[None, :, setting.tokens - 1], k=some[0])  # what is made once
-        for at in range(setting.tokens, layer.keys.shape[1]):
-            query = layer.queries[None, :, at]
-            index.observe(query[:, :, None], torch.tensor([at], device=query.device))
-            for k in some:
-                hits, took = timed(partial(index.search, query, k=k), query.device)
-                one = _one(layer, setting, index, hits, known, at, k)
-                found.setdefault(k, []).append({**one, "search_s": took})
-    return found, seconds
-
-
-def _one(
-    layer: Layer, setting: Setting, index: Any, hits: Hits, known: Truth, at: int, k: int
-) -> dict[str, float]:
-    """What the hits of the query at position `at` are worth."""
-    step, heads = at - setting.tokens, len(layer.queries) // len(layer.keys)
-    seen = (hits.ids != UNUSED)[0].repeat_interleave(heads, dim=0)  # [H, K]
-    if hits.log_weight is not None:
-        seen = seen & (hits.log_weight[0] != NEVER)
-    ids = hits.ids[0].repeat_interleave(heads, dim=0)
-    held = known.share[step].gather(-1, ids.clamp_min(0)).masked_fill(~seen | (ids < 0), 0)
-    wanted = known.ids[k][step]  # [G, k]
-    same = (wanted[:, :, None] == hits.ids[0][:, None]).any(-1) & (wanted >= 0)
-
-    near = [*range(setting.sink), *range(setting.indexed, at + 1)]
-    rows, full = index.fetch(hits), known.output[step]
-    keys = torch.cat([rows.keys, layer.keys[None, :, near]], dim=2)
-    values = torch.cat([rows.values, layer.values[None, :, near]], dim=2)
-    bias = torch.zeros((1, len(ids), keys.shape[2]), device=ids.device)
-    bias[0, :, : ids.shape[1]].masked_fill_(~seen, NEVER)
-    if hits.log_weight is not None:
-        bias[..., : ids.shape[1]] += hits.log_weight
-    query = layer.queries[None, :, at]
-    output = attend(query, keys, values, scale=layer.scale, softcap=layer.softcap, bias=bias)[0]
-    error = (output - full).float().norm(dim=-1) / full.float().norm(dim=-1)
-    return {
-        "recall": float(same.sum() / (wanted >= 0).sum()),
-        "mass": float(held.sum(-1).mean()),
-        "error": float(error.mean()),
-        "used": float((hits.ids != UNUSED).sum(-1).float().mean()),
-    }
-
-
-def _share(layer: Layer, setting: Setting, query: Tensor) -> Tensor:
-    """Of a query `[1, H, D]`, float32 `[H, n]`: softmax among the index's tokens, 0 in the sink."""
-    keys = layer.keys[:, : setting.indexed].float()
-    folded = query[0].float().reshape(len(keys), -1, keys.shape[-1])
-    logits = cap(folded @ keys.mT, layer.scale, layer.softcap).flatten(0, 1)
-    logits[:, : setting.sink] = NEVER
-    return logits.softmax(-1)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    found: BaseIndex = index
+    return found

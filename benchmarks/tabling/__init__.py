@@ -1,0 +1,1 @@
+"""The tables that benchmarks/tables.py writes, by what they are about."""

@@ -1,0 +1,54 @@
+"""A decoding step on a GPU: whole, and kernel by kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tabling.parts import machine, table
+
+
+def decode_step(result: dict[str, Any]) -> str:
+    """Whole steps beside dense attention."""
+    rows = []
+    for point in result["points"]:
+        if point["batch"] > 1:
+            continue
+        dense = point["dense"]["median_us"]
+        line = [f"{point['tokens']:,}", f"{dense:.0f}", f"{point['topk']['median_us']:.0f}"]
+        for place in ("host", "cached", "device"):
+            ours = point.get(f"step_{place}")
+            median = ours and ours["median_us"]
+            line.append(f"{median:.0f} ({median / dense:.2f})" if ours else "–")
+        floor = sum(stage.get("floor_us", 0) for stage in point["stages"])
+        rows.append((*line, f"{floor:.0f}"))
+    head = ("tokens", "dense (SDPA)", "exact scores, topk", "rows on the host")
+    head = (*head, "and a cache of rows", "rows on the device", "what must move")
+    return (
+        "µs for a layer and step, and over dense: medians of 50 replays of a CUDA graph of 16 "
+        "layers, cold caches; B = 1, H = 32, G = 8, D = 128, bfloat16, "
+        f"k = {result['shape']['k']}, `{result['index']}`.\n\n"
+        + table(head, rows)
+        + f"\n\n{machine(result)}"
+    )
+
+
+def decode_stages(result: dict[str, Any]) -> str:
+    """Each kernel of a step: bytes, floor, measured, ratio."""
+    points = [point for point in result["points"] if point["batch"] == 1]
+    rows = []
+    for of_each in zip(*(point["stages"] for point in points), strict=True):
+        line = [f"`{of_each[0]['name']}`"]
+        for stage in of_each:
+            moved = (stage["bytes"] + stage["host_bytes"]) / 1e6
+            share = f"{stage['floor_us'] / stage['us']:.0%}" if stage["us"] > 0 else "–"
+            line += [f"{moved:.1f}", f"{stage['floor_us']:.1f}", f"{stage['us']:.1f}", share]
+        rows.append(tuple(line))
+    head = ["launch"]
+    for point in points:
+        head += [f"{point['tokens']:,}: MB", "floor, µs", "measured, µs", "ratio"]
+    read, pinned = (result["ceilings"][name]["GB_s"] for name in ("read", "pinned"))
+    return (
+        table(tuple(head), rows)
+        + f"\n\nRows on the host. Floors at {read / 1e3:.2f} TB/s of reading and {pinned:.0f} GB/s "
+        f"over PCIe, measured in the same run. {machine(result)}"
+    )

@@ -1,0 +1,26 @@
+"""What all tables share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """In Markdown."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def mean(cells: list[dict[str, Any]], name: str) -> float:
+    """Of a figure of all cells, 0 of none."""
+    return sum(float(cell[name]) for cell in cells) / max(len(cells), 1)
+
+
+def machine(result: dict[str, Any]) -> str:
+    """Where a result was measured, as a sentence."""
+    m = result["machine"]
+    place = m.get("gpu") or f"{m['cores']} cores of {m['processor']}"
+    return f"Measured on {place}, torch {m['torch']}, transformers {m['transformers']}."
