@@ -19,7 +19,7 @@ from kvindex_cuda.code_blocks import CodeBlocks
 from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK, Layout
 from kvindex_cuda.row_cache import RowCache
-from kvindex_cuda.step import MOST_HEADS, State, words_of
+from kvindex_cuda.step import MOST_HEADS, PLANES, State, words_of
 from kvindex_cuda.steps import SharedStep, capturing, shared
 
 SERVED = dict(coarse="dots", weights="log", weight_bits=16, block="key", lists="group")
@@ -37,6 +37,7 @@ def serves(index: Any) -> bool:
     return (
         all(getattr(config, name) == value for name, value in SERVED.items())
         and config.group in ("mean_share", "max_share")
+        and min(config.largest, 2**15 // g.head_dim) <= max(PLANES.values())
         and config.centre in (0, BLOCK)
         and g.group_size <= MOST_HEADS
         and g.head_dim % 8 == 0
@@ -194,7 +195,7 @@ class Fused:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        none = ints(0)
+        none, origin = ints(0), index._learnt.get("origin")
         return State(
             codes=table,
             rows=none,
@@ -203,6 +204,7 @@ class Fused:
             wanted=none,
             counted=ints(batch),
             reference=torch.zeros_like(index._learnt["reference"]).contiguous(),
+            origin=None if origin is None else torch.zeros_like(origin).contiguous(),
             near=none,
             shown=none,
             held=none,
@@ -220,6 +222,8 @@ class Fused:
         state.length.fill_(len(index))
         put(state.counted, index.counts)
         state.reference.copy_(index._learnt["reference"])
+        if state.origin is not None:
+            state.origin.copy_(index._learnt["origin"])
         for use in self._uses:
             use.want(index._wanted(use.step.k))
 

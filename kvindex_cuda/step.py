@@ -29,6 +29,9 @@ MOST_SPLITS, AT_ONCE = 64, 4
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
+PLANES = {4: 5, 6: 21, 8: 85}
+"""Digits to the base -2 and the largest number that they hold of either sign (`votes.cuh`)."""
+
 MOST_HEADS = 16
 """Query heads per KV head: their exponentials are summed in shared memory (`rerank.cu`)."""
 
@@ -39,7 +42,8 @@ class State:
 
     codes, rows: addresses of blocks, int64 `[B, S]` each; valid: bits of tokens, int32 `[B, S, 8]`;
     length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
-    valid keys; reference: float32 `[B, G]`; near: rows of sink and window `[B, G, W, D + Dv]`;
+    valid keys; reference: float32 `[B, G]`; origin: bfloat16 `[B, G, D]`, or None without centres;
+    near: rows of sink and window `[B, G, W, D + Dv]`;
     shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
     a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; cache:
     of rows that were fetched.
@@ -52,6 +56,7 @@ class State:
     wanted: Tensor
     counted: Tensor
     reference: Tensor
+    origin: Tensor | None
     near: Tensor
     shown: Tensor
     held: Tensor
@@ -77,7 +82,7 @@ class Step:
         k: int,
         most: int,
         seed: int = 0,
-        largest: int = 127,
+        largest: int = 21,
         policy: str = "mean_share",
         centred: bool = True,
         multiprocessors: int = 132,
@@ -90,10 +95,13 @@ class Step:
         self.geometry, self.layout, self.k, self.batch = g, layout, k, batch
         self.most = most
         device, groups = g.device, batch * g.kv_heads
-        self.capacity = 3 * most + 2 * SAMPLED  # `exact` serves what is more
+        self.capacity = 4 * (most + SAMPLED)  # `exact` serves what is more
         self._groups, self._multiprocessors = groups, multiprocessors
         self._largest = min(largest, 2**15 // g.head_dim)
-        planes = next(bits for bits in (4, 6, 8) if self._largest < 2 ** (bits - 1))
+        planes = next((digits for digits, most in PLANES.items() if self._largest <= most), None)
+        if planes is None:
+            most = PLANES[max(PLANES)]
+            raise ValueError(f"largest: got {self._largest}, allowed is up to {most}")
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=DTYPES[g.dtype])
         self._votes = self._defines | dict(CENTRED=int(centred), PLANES=planes)
         self._softcap = dict(SOFTCAP=int(g.softcap is not None))
@@ -123,7 +131,7 @@ class Step:
 
         # of `ask`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
-        self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
+        self._sums, self._units = ints(groups, 4 * sets), floats(groups, 2, 4 * sets)
         self._operands = ints(groups, halves, quads, 8, 32, 4)
         self._ups = floats(groups, 8 * halves)
         self._sample, self._asked = ints(groups, SAMPLED), ints(groups)
@@ -170,7 +178,8 @@ class Step:
             "ask",
             (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
             (256,),
-            *(queries, self._turn, state.reference, *codes, *keys, *limits, self._factors),
+            *(queries, self._turn, state.reference, state.origin, *codes, *keys, *limits),
+            self._factors,
             *(self._planes, self._sums, self._units, self._operands, self._ups),
             *(self._sample, self._asked, self._thresholds, self._bases, self._shifts),
             *(self._cleared, len(self._cleared), self._largest, self._level),

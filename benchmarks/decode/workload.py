@@ -38,10 +38,13 @@ SETS = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """Codes of sequences: blocks uint8 `[Q, S, G, head_bytes]`, references float32 `[Q, G]`."""
+    """Codes of sequences: blocks uint8 `[Q, S, G, head_bytes]`, references float32 `[Q, G]`,
+    origins bfloat16 `[Q, G, D]`.
+    """
 
     blocks: Tensor
     references: Tensor
+    origins: Tensor
 
     @staticmethod
     def of(setting: Setting, tokens: int, sequences: int, clock: Clock) -> Pool:
@@ -51,20 +54,21 @@ class Pool:
         shape = (sequences, S, g.kv_heads, layout.head_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=g.device)
         references = torch.empty((sequences, g.kv_heads), device=g.device)
+        origins = references.new_empty((*references.shape, g.head_dim), dtype=torch.bfloat16)
         for q in range(sequences):
             learnt: dict[str, Tensor] = {}  # of the sequence's first piece
             for start in range(0, tokens, PIECE):
                 clock.check()
                 keys = synthetic(g, q, start, min(PIECE, tokens - start))
+                centres = learn.centres(keys, None, {}, start=0, every=BLOCK)
                 if not learnt:
                     norms = index.ops.transform.normalize(keys)[1]
-                    learnt = learn.reference(norms, None, {})
-                centres = learn.centres(keys, None, {}, start=0, every=BLOCK)
+                    learnt = learn.reference(norms, None, {}) | learn.origin(centres, {})
                 codes = index._encode(keys, {**centres, **learnt})
                 packed = layout.pack(codes, centres["centres"])[0]
                 blocks[q, start // BLOCK : start // BLOCK + len(packed)] = packed
-            references[q] = learnt["reference"][0]
-        return Pool(blocks, references)
+            references[q], origins[q] = learnt["reference"][0], learnt["origin"][0]
+        return Pool(blocks, references, origins)
 
     def table(self, layer: int, batch: int) -> Tensor:
         """Addresses of a layer's blocks, int64 `[B, S]`."""
@@ -74,10 +78,11 @@ class Pool:
         slots = sequence[:, None] * S + torch.arange(S, device=self.blocks.device)
         return self.blocks.data_ptr() + slots * size
 
-    def reference(self, layer: int, batch: int) -> Tensor:
-        """Float32 `[B, G]`."""
+    def learnt(self, layer: int, batch: int) -> tuple[Tensor, Tensor]:
+        """References float32 `[B, G]` and origins bfloat16 `[B, G, D]`."""
         sequence = (layer * batch + torch.arange(batch)) % len(self.references)
-        return self.references[sequence.to(self.references.device)].contiguous()
+        sequence = sequence.to(self.references.device)
+        return self.references[sequence], self.origins[sequence]
 
 
 def sequences_of(scanned_bytes: int, layers: int, l2_bytes: int) -> int:
@@ -182,7 +187,8 @@ class Workload:
         )
         states: dict[str, list[State]] = {place: [] for place in rows}
         for layer in range(layers):
-            codes, reference = pool.table(layer, batch), pool.reference(layer, batch)
+            codes = pool.table(layer, batch)
+            reference, origin = pool.learnt(layer, batch)
             for place, part in rows.items():
                 at = [part.table(S, layer * batch + b, layers * batch) for b in range(batch)]
                 states[place].append(
@@ -190,6 +196,7 @@ class Workload:
                         codes=codes,
                         rows=torch.stack(at),
                         reference=reference,
+                        origin=origin,
                         near=near[layer],
                         row_bytes=part.row_bytes,
                         **shared,

@@ -2,8 +2,8 @@
 //
 // q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded). Every block of
 // a group makes this for itself, then votes on its part of the sample: 32 keys in each of
-// SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds the
-// vote that 1.5 C of all keys are expected to reach.
+// SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds a
+// vote that more than C of all keys are all but sure to reach (2 C where C is 2%).
 // Grid: (splits, BG), 256 threads. Reads 4 D² bytes of the rotation per block (from L2 after the
 // first) and (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 of codes per group; writes D PLANES / 8 bytes per
 // head for the scan, 4 D per head for the rerank, and clears what the step counts.
@@ -25,15 +25,16 @@ struct Sampled {  // 32 keys
 };
 
 // queries DTYPE [B, H, D]; turn float32 [D, D], the rotation transposed; references float32 [BG] of
-// the weights; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
+// the weights; origins bfloat16 [BG, D]; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
 // [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
 // keys; factors int32 [256]; levels are float16, level is E|u|.
-// planes uint32 [BG, SETS, QUADS, PARTS, 32]: bit planes of r as fragments; sums int32, units
-// float32 [BG, 4 SETS]; operands uint4 [BG, HALVES, QUADS, 8, 32]: ‖q‖ q̃ · up as float16 and what
+// planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32 [BG, 4 SETS];
+// units float32 [BG, 2, 4 SETS]: votes per unit of q·k, and ⟨q, origin⟩; operands uint4 [BG, HALVES, QUADS, 8, 32]: ‖q‖ q̃ · up as float16 and what
 // that leaves, for rerank.cu; ups float32 [BG, 8 HALVES]; votes int32 [BG, SAMPLED]; tickets int32
 // [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared int32 [words].
 extern "C" __global__ void __launch_bounds__(256)
-ask(const void* queries, const float4* turn, const float* references, const i64* table, i64 row,
+ask(const void* queries, const float4* turn, const float* references, const u16* origins,
+    const i64* table, i64 row,
     i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
     const int* given_factors, u32* all_planes, int* all_sums, float* all_units, uint4* operands,
     float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
@@ -44,7 +45,7 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     __shared__ float4 partial[4][256];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
     __shared__ double norms[SETS * 4];
-    __shared__ float units[SETS * 4], scales[SETS * 4];
+    __shared__ float units[SETS * 4], commons[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
     i64 bg = blockIdx.y, batch = bg / kv_heads, tokens, blocks;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -82,17 +83,20 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     for (int h = warp; h < SETS * 4; h += 8) {
         double x[(D + 31) / 32], square = 0;
+        float common = 0;
 #pragma unroll
         for (int w = 0; w < (D + 31) / 32; w++) {
             int j = w * 32 + lane;
             float plain = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
             if (CENTRED && HELD && j < D) raw[h][j] = plain;
+            if (CENTRED && j < D) common += plain * from_bfloat16(origins[bg * D + j]);
             x[w] = plain;
             square += x[w] * x[w];
         }
         double norm = sqrt(warp_sum(square));
         double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
-        if (lane == 0) norms[h] = norm, sums[h] = 0, units[h] = 0;
+        common = warp_sum(common);
+        if (lane == 0) norms[h] = norm, sums[h] = 0, units[h] = 0, commons[h] = common;
 #pragma unroll
         for (int w = 0; w < (D + 31) / 32; w++)
             if (w * 32 + lane < D)
@@ -143,7 +147,7 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
         }
     __syncthreads();
 
-    // rounded, a bit of each coordinate to a word of its plane
+    // rounded, a digit of each coordinate to a word of its plane
     for (int h = warp; h < GROUP; h += 8) {
         float peak = 0, norm = float(fmin(norms[h], 1152921504606846976.0));  // transform.LONGEST
         for (int j = lane; j < D; j += 32) peak = fmaxf(peak, fabsf(directions[h][j]));
@@ -155,10 +159,10 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
             float x = j < D ? directions[h][j] : 0.0f;
             int r = int(rint(double(x) * scale));
             sum += r;
-            u32 mine = 0;
+            u32 mine = 0, digits = (u32(r) + 0xaaaaaaaau) ^ 0xaaaaaaaau;  // to the base -2
 #pragma unroll
             for (int p = 0; p < PLANES; p++) {
-                u32 plane = __ballot_sync(ALL, r >> p & 1);
+                u32 plane = __ballot_sync(ALL, digits >> p & 1);
                 if (lane == p) mine = plane;
             }
             if (lane < PLANES) planes[h][lane][w] = mine;
@@ -187,8 +191,8 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     for (int i = 0; i < SETS * QUADS * PARTS; i++) (&group.planes[0][0][0])[i] = fragment(i, lane);
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
-        group.sums[n][0] = sums[n * 4 + 2 * lane % 4], group.sums[n][1] = sums[n * 4 + 2 * lane % 4 + 1];
-        group.units[n] = units[n * 4 + lane % 4];
+        for (int i = 0; i < 2; i++) group.less[n][i] = -sums[n * 4 + 2 * lane % 4 + i];
+        group.units[n] = units[n * 4 + lane % 4], group.commons[n] = commons[n * 4 + lane % 4];
     }
     set_powers(group);
 #if CENTRED
@@ -206,7 +210,8 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
             all_planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
         if (threadIdx.x < SETS * 4) {
             all_sums[bg * SETS * 4 + threadIdx.x] = sums[threadIdx.x];
-            all_units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
+            all_units[bg * SETS * 8 + threadIdx.x] = units[threadIdx.x];
+            all_units[bg * SETS * 8 + SETS * 4 + threadIdx.x] = commons[threadIdx.x];
         }
     }
     int* mine = votes + bg * SAMPLED;
@@ -262,9 +267,12 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     found = 0;
     for (int i = 0; i < 8; i++)
         found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
-    i64 all = counted[batch], ask_for = 3 * i64(wanted[batch]);
-    int rank = all ? int(ask_for * found / (2 * all)) + 8 : found;
-    bool some_of_them = rank < found && ask_for < 2 * all;
+    // the C best have so many of the sample on average; neighbours are alike, so that their number
+    // spreads some twice as far as that of as many keys drawn alone
+    i64 all = counted[batch];
+    float mean = all ? float(i64(wanted[batch]) * found / all) : 0.0f;
+    int rank = int(mean + 9 * sqrtf(mean)) + 8;
+    bool some_of_them = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
     u32 width = found ? u32(top) - u32(base) : 0;
     auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins

@@ -9,7 +9,7 @@ constexpr int AT_ONCE = GROUP <= 8 && D <= 128 ? 4 : 2;       // times 32 keys w
 
 // Grid: any; each warp walks over blocks of 256 keys, which come to shared memory by asynchronous
 // copies, two ahead, the first two while `ask` still runs. Reads D/8 + 1 bytes per key and 2 D per block, once; writes
-// 8 bytes and adds to a histogram for each key at or above the threshold of ask.cu, some 1.5 C.
+// 8 bytes and adds to a histogram for each key at or above the threshold of ask.cu, some 2 C.
 // Dynamic shared memory: 8 STAGES STAGE bytes.
 // planes, sums, units, thresholds, bases, shifts: of ask.cu; queries DTYPE [BG, GROUP, D]; factors
 // int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1]. counts int32 [BG]; list
@@ -136,8 +136,7 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
 
 // The list made right: where the threshold let fewer than C through, or more than the list holds,
 // the C best are found by their words, 8 bits at a time. One block per group, and slow: all votes
-// are computed 9 times. Returns at once where the list is good, as it all but always is: the
-// sample expects 1.5 C.
+// are computed 9 times. Returns at once where the list is good, as it all but always is (ask.cu).
 // wanted int32 [B]: C; counted int32 [B]: valid keys.
 extern "C" __global__ void __launch_bounds__(256)
 exact(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, const void* queries,

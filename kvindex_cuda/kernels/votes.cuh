@@ -5,9 +5,10 @@
 // times a count of common bits, which the matrix unit makes for 16 keys, 128 bits and 8 columns at
 // a time: 2 planes of 4 heads. Signs go in as they are stored; nothing is unpacked. Counts of the
 // planes' pairs follow each other as bytes of a register, a shift between two, and are then what a
-// second product takes, with the powers of two: it ends with sums of two heads in a lane.
-// Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTRED, PLANES (bits of
-// r in two's complement: 4, 6 or 8).
+// second product takes as they lie, with the powers of four. To the base -2 each odd plane counts
+// -2 times what the even one before it does, so that both take the same powers.
+// Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTRED, PLANES (digits of
+// r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85).
 #pragma once
 #include "common.cuh"
 
@@ -17,18 +18,19 @@ constexpr int QUADS = (WORDS + 3) / 4;       // groups of 4 words: one lane of a
 constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
 constexpr int PARTS = PLANES / 2;
 constexpr int PAIRS = (D + 63) / 64;         // of a centre's coordinates, per lane
-constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of two are multiplied by: bytes hold them
+constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of four are multiplied by: bytes hold them
 constexpr bool HELD = GROUP * PAIRS <= 16;   // whether registers hold the queries
 constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda/layout.py)
 constexpr int CENTRE = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block that make votes
 
-// What a warp needs of the query: planes as fragments, powers of two, sums of the two heads that a
-// lane has in each set: 2 lane % 4 and 1 more; votes per unit of q·k of head lane % 4.
+// What a warp needs of the query: planes as fragments, powers of four, -Σ r of the two heads that a
+// lane has in each set: 2 lane % 4 and 1 more; of head lane % 4 votes per unit of q·k, and ⟨q, o⟩
+// of the origin o, which its offsets are relative to.
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2];
-    int sums[SETS][2];
-    float units[SETS];
+    int less[SETS][2];
+    float units[SETS], commons[SETS];
     float2 queries[HELD && CENTRED ? GROUP : 1][PAIRS];
     const void* all;    // the queries, DTYPE [GROUP, D]
 };
@@ -39,17 +41,16 @@ __device__ __forceinline__ float2 pair_of(const void* queries, int h, int i) {
     return {element(queries, h * D + j), element(queries, h * D + j + 1)};
 }
 
-// Right factors of the second product: rows 4 t are of head t, columns of heads 0 to 3, twice.
+// Right factors of the second product: of head t in rows 4 t and column t for one key, in rows 16 +
+// 4 t and column 4 + t for the other.
 __device__ __forceinline__ void set_powers(Group& group) {
     int lane = threadIdx.x % 32;
-    group.powers[0] = group.powers[1] = 0;
-    if (lane % 4 != lane / 4 % 4) return;
+    u32 powers = 0;
 #pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-        int even = DOUBLE << (2 * p), odd = p == PARTS - 1 ? -2 * even : 2 * even;
-        group.powers[0] = group.powers[0] << 8 | u32(even & 255);
-        group.powers[1] = group.powers[1] << 8 | u32(odd & 255);
-    }
+    for (int p = 0; p < PARTS; p++) powers = powers << 8 | u32(DOUBLE << (2 * p));
+    bool own = lane % 4 == lane / 4 % 4, second = lane >= 16;
+    group.powers[0] = own && !second ? powers : 0;
+    group.powers[1] = own && second ? powers : 0;
 }
 
 // queries: DTYPE [BG, GROUP, D]; planes, sums, units: of ask.cu.
@@ -64,8 +65,9 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         const int* two = sums + bg * SETS * 4 + n * 4 + 2 * lane % 4;
-        group.sums[n][0] = two[0], group.sums[n][1] = two[1];
-        group.units[n] = units[bg * SETS * 4 + n * 4 + lane % 4];
+        group.less[n][0] = -two[0], group.less[n][1] = -two[1];
+        group.units[n] = units[bg * SETS * 8 + n * 4 + lane % 4];
+        group.commons[n] = units[bg * SETS * 8 + SETS * 4 + n * 4 + lane % 4];
     }
     set_powers(group);
 #if CENTRED
@@ -89,7 +91,7 @@ __device__ __forceinline__ void load(Mean& mean, const char* centre) {
     }
 }
 
-// ⟨q, μ⟩ in votes for this lane's two heads in each set, LEAST where there is none; and as it is,
+// ⟨q, μ - o⟩ in votes for this lane's two heads in each set, LEAST where there is none; and ⟨q, μ⟩
 // to products [GROUP], unless that is null.
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
@@ -120,7 +122,8 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
         for (int step = 4; step < 32; step *= 2) dot += __shfl_xor_sync(ALL, dot, step);
         if (h < GROUP) {
             if (products && lane < 4) products[h] = dot;
-            float votes = fminf(fmaxf(dot * group.units[n], -1073741824.0f), 1073741824.0f);
+            float votes = (dot - group.commons[n]) * group.units[n];
+            votes = fminf(fmaxf(votes, -1073741824.0f), 1073741824.0f);
             offset = __float2int_rn(votes);
         }
 #endif
@@ -161,26 +164,29 @@ __device__ __forceinline__ u32 load_weights(const char* weights, int part) {
 }
 
 // The key whose vote a lane gets, of 32.
-__device__ __forceinline__ int own_key() { return threadIdx.x % 4 * 8 + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int own_key() {
+    return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
+}
 
 // The group's vote of `own_key`. factors: int32 [256], by weight.
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Group& group,
                                        const int (&offsets)[SETS][2], const int* factors) {
-    bool upper = threadIdx.x & 1, later = threadIdx.x & 2;  // which 8 of 16 keys, which 16
-    weights = later ? weights >> 16 : weights;
+    bool later = threadIdx.x & 1, upper = threadIdx.x & 2;  // which 16 keys, which 8 of them
+    weights = upper ? weights >> 6 : weights << 2;
     int factor[2], best[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        u32 at = (half ? weights >> 6 : weights << 2) & 255 * 4;  // bytes from the first
+        u32 at = (half ? weights >> 16 : weights) & 255 * 4;  // bytes from the first
         factor[half] = *reinterpret_cast<const int*>(reinterpret_cast<const char*>(factors) + at);
     }
+    // of each half, of one key even planes of two heads and odd ones
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         int dots[2][4];
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
+        for (int half = 0; half < 2; half++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) dots[pair][i] = DOUBLE == 2 ? -group.sums[n][i % 2] : 0;
+            for (int i = 0; i < 4; i++) dots[half][i] = DOUBLE == 2 && i < 2 ? group.less[n][i] : 0;
 #pragma unroll
             for (int quad = 0; quad < QUADS; quad++) {
                 int c[4] = {0, 0, 0, 0};
@@ -188,21 +194,21 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Gr
                 for (int p = 0; p < PARTS; p++) {
 #pragma unroll
                     for (int i = 0; i < 4; i++) c[i] = int(u32(c[i]) << 8);
-                    mma_bits(c, signs.rows[2 * pair][quad], signs.rows[2 * pair + 1][quad],
+                    mma_bits(c, signs.rows[2 * half][quad], signs.rows[2 * half + 1][quad],
                              group.planes[n][quad][p]);
                 }
-                mma_bytes(dots[pair], c[0], c[2], c[1], c[3], group.powers[0], group.powers[1]);
+                mma_bytes(dots[half], c[0], c[1], c[2], c[3], group.powers[0], group.powers[1]);
             }
         }
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int side = 0; side < 2; side++) {
-                int dot = later ? dots[1][2 * half + side] : dots[0][2 * half + side];
-                if (DOUBLE == 1) dot = mad(dot, 2, -group.sums[n][side]);
+                int dot = mad(dots[half][2 + side], -2, dots[half][side]);
+                if (DOUBLE == 1) dot = mad(dot, 2, group.less[n][side]);
                 int vote = mad(dot, factor[half], offsets[n][side]);  // of no head: LEAST
                 best[half] = n || side ? max(best[half], vote) : vote;
             }
     }
-    return max(upper ? best[1] : best[0], __shfl_xor_sync(ALL, upper ? best[0] : best[1], 1));
+    return max(later ? best[1] : best[0], __shfl_xor_sync(ALL, later ? best[0] : best[1], 1));
 }

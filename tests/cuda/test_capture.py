@@ -189,7 +189,7 @@ def test_a_search_allocates_nothing_new_and_waits_for_nothing(store):
         torch.cuda.set_sync_debug_mode("default")
     after = torch.cuda.memory_stats()
     for name in ("segment.all.allocated", "allocated_bytes.all.current"):
-        assert after[name] == before[name], name
+        assert after[name] <= before[name], name  # what others left behind may go meanwhile
 
 
 def test_a_layers_steps_wait_for_nothing_between_updates():
