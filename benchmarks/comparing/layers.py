@@ -22,7 +22,7 @@ from kvindex_adapters.hf.generation import prefill
 class Layer(Captured):
     """Keys `[G, N, D]`, values `[G, N, Dv]` and the queries `[H, N, D]` of all tokens.
 
-    rope: inverse frequencies of the rotary embedding, `[F]`, or None where the model tells none.
+    rope: inverse frequencies of the rotary embedding, `[F]`, or None where they cannot be told.
     """
 
     values: Tensor
@@ -65,12 +65,12 @@ class _Keeper(Wrapper):
             self._queries.append(queries[0])
         super().observe(queries, positions)
 
-    def layer(self, rope: Tensor | None) -> Layer:
+    def layer(self) -> Layer:
         g = self.geometry
         ids = torch.arange(len(self), device=g.device).expand(1, g.kv_heads, -1)
         rows = self.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
         queries = torch.cat(self._queries, 1)
-        return Layer(rows.keys[0], queries, g.scale, g.softcap, rows.values[0], rope)
+        return Layer(rows.keys[0], queries, g.scale, g.softcap, rows.values[0], g.rope)
 
 
 def read_and_write(
@@ -98,9 +98,8 @@ def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) ->
     def keeper(**geometry: Any) -> KVIndex:
         return _Keeper(kvindex.create("exact", **geometry), told, every)
 
-    rope = getattr(getattr(model.get_decoder(), "rotary_emb", None), "inv_freq", None)
     # no window: every token is in the index when its step ends; and never long enough to search
     regions: Any = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
     with attach(model, index=keeper, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)
-        return [index.layer(rope) for index in told[::every]]
+        return [index.layer() for index in told[::every]]

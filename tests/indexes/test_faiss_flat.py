@@ -1,6 +1,7 @@
 """FAISS flat against `exact`, and what all FAISS indexes share."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,17 +173,73 @@ def test_the_way_of_a_gpu_finds_the_same(spec, monkeypatch):
     monkeypatch.setattr(faiss_index, "check_gpu", lambda faiss, device: None)
     monkeypatch.setattr(faiss_index, "resources", lambda device: None)
     monkeypatch.setattr(faiss_index.FaissIndex, "_placed", lambda self, index: index)
-    tokens, valid, found = GROUPS.tokens(400), left_padding([0, 30], 400), []
+    index = assert_both_ways_find_the_same(GROUPS, spec)
+    with pytest.raises(ValueError, match="k: got 3000 candidates, allowed with where='gpu'"):
+        index._candidates(GROUPS.queries(batch=3).unflatten(1, (2, 3)), 3000)
+
+
+def assert_both_ways_find_the_same(case, spec):
+    """On the CPU and on the GPU, after any call that makes indexes of FAISS again."""
+    valid, found = left_padding([0, 30], 400, case.device), []
+    tokens = case.tokens(400)
     for where in ("cpu", "gpu"):
-        index = GROUPS.index(spec, where=where)
+        index = case.index(spec, where=where)
         index.append(*part(tokens, 0, 300), valid=valid[:, :300])
         index.truncate(200)
         index.reorder(torch.tensor([1, 1, 0]))
-        index.append(*part(GROUPS.tokens(400, batch=3), 200, 400))
-        found.append(index.search(GROUPS.queries(batch=3), k=20))
+        index.append(*part(case.tokens(400, batch=3), 200, 400))
+        found.append(index.search(case.queries(batch=3), k=20))
     assert_same_hits(*found, close=ROUNDED)
-    with pytest.raises(ValueError, match="k: got 3000 candidates, allowed with where='gpu'"):
-        index._candidates(GROUPS.queries(batch=3).unflatten(1, (2, 3)), 3000)
+    return index
+
+
+@pytest.fixture
+def faiss_gpu():
+    faiss = pytest.importorskip("faiss", reason="needs faiss-gpu")
+    if not getattr(faiss, "get_num_gpus", int)():
+        pytest.skip("needs faiss-gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", ["faiss-flat", "faiss-ivf:lists=6", "faiss-ivfpq:lists=6"])
+def test_on_a_gpu_the_same_is_found(spec, dtype, faiss_gpu):
+    case = replace(GROUPS, dtype=dtype, device="cuda")
+    assert_both_ways_find_the_same(case, spec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["faiss-flat", "faiss-ivf:lists=6", "faiss-ivfpq:lists=6"])
+def test_on_a_gpu_a_side_stream_is_waited_for_by_nobody_but_its_own_work(spec, faiss_gpu):
+    """What a search reads and writes is ordered by torch's current stream alone, under load."""
+    case = replace(GROUPS, device="cuda")
+    index = case.index(spec, where="gpu")
+    index.append(*case.tokens(3000))
+    want = index.search(case.queries(), k=20)
+    side, wide = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        queries = torch.zeros_like(case.queries())
+        for _ in range(20):
+            wide = (wide @ wide).tanh()
+        queries.copy_(case.queries() + 0 * wide[0, 0])  # late
+        got = index.search(queries, k=20)
+        ids = got.ids.clone()
+    side.synchronize()
+    assert torch.equal(ids, want.ids)
+    again = index.search(case.queries(), k=20)  # and back on the default stream
+    assert torch.equal(again.ids, want.ids)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_indexes_share_what_is_bounded(faiss_gpu):
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = replace(GROUPS, device="cuda")
+    for name in ("faiss-flat", "faiss-ivf"):
+        case.index(name, where="gpu").append(*case.tokens(100))
+    assert faiss_library.resources(device.index) is faiss_library.resources(device.index)
+    free = faiss_library.resources(device.index).getTempMemoryAvailable(device.index)
+    assert 0 < free <= faiss_library.TEMPORARY_BYTES
 
 
 def test_missing_faiss_is_named(monkeypatch):
