@@ -264,17 +264,8 @@ class BaseIndex(ABC):
 
         Raises ValueError or TypeError for ids of a wrong shape, or that name no row.
         """
-        g = self.geometry
-        if not isinstance(hits, Hits):
-            raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
-        shape = {"B": self._batch, "G": g.kv_heads, "K": None}
-        checks.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
         summaries = self._summaries()
-        lowest = UNUSED if summaries is None else UNUSED - summaries.keys.shape[2]
-        wrong = (hits.ids >= self._length) | (hits.ids < lowest)
-        ids = hits.ids.masked_fill(wrong, UNUSED)  # a deferred error must not read outside
-        span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
-        self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
+        ids = self._checked_ids(hits, 0 if summaries is None else summaries.keys.shape[2])
         rows = self._store.gather(ids)
         if summaries is None:
             return rows
@@ -296,6 +287,12 @@ class BaseIndex(ABC):
 
         The attention of queries `[B, H, D]` over the best `k` rows and those that `near` shows;
         each head needs one at least. Raises as `search`, or where the index does not attend.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not attend; search and fetch")
+
+    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
+        that `near` shows: `[B, H, Dv]`. Raises as `fetch`, or where the index does not attend.
         """
         raise NotImplementedError(f"{type(self).__name__} does not attend; search and fetch")
 
@@ -429,6 +426,21 @@ class BaseIndex(ABC):
     def _summaries(self) -> Rows | None:
         """Rows that are not tokens, keys `[B, G, S, D]`: row `s` has the id `-2 - s`."""
         return None
+
+    def _checked_ids(self, hits: Hits, summaries: int) -> Tensor:
+        """Ids of `hits`, of so many summaries too; one that names no row is an unused slot.
+
+        Raises TypeError or ValueError, on a CUDA device later for a value.
+        """
+        if not isinstance(hits, Hits):
+            raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
+        g, lowest = self.geometry, UNUSED - summaries
+        shape = {"B": self._batch, "G": g.kv_heads, "K": None}
+        checks.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
+        wrong = (hits.ids >= self._length) | (hits.ids < lowest)
+        span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
+        self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
+        return hits.ids.masked_fill(wrong, UNUSED)  # a deferred error must not read outside
 
     def _per_token(self, width: int, count: int | None = None) -> dict[str, int | None]:
         return {"G": self.geometry.kv_heads, "N": count, "D": width}

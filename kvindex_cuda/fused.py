@@ -86,8 +86,8 @@ class Fused:
         self._length = len(codes)  # with their centres
 
     def attends(self, store: Any) -> bool:
-        """Whether `attend` reads this store's rows: as they are, in whole chunks of 8 elements."""
-        return bool(store.rows == "plain" and self._geometry.value_dim % 8 == 0)
+        """Whether `attend` reads this store's rows: in whole chunks of 8 elements."""
+        return isinstance(store, HostStore) and self._geometry.value_dim % 8 == 0
 
     def cleared(self) -> None:
         """Everything was forgotten."""
@@ -138,16 +138,20 @@ class Fused:
 
     def attend(self, index: Any, queries: Tensor, near: Near, k: int) -> tuple[Tensor, Tensor]:
         """As `BaseIndex.attend`."""
-        use, state = self._ready(index, k)
-        state = replace(state, near=near.rows, shown=near.shown, held=near.held)
-        state = replace(state, cache=self.cache)
+        use, state = self._ready(index, k, near)
         output = use.step(queries.contiguous(), state)
         return output.clone(), use.step.found.view(len(queries), -1).clone()
 
+    def attend_to(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """As `BaseIndex.attend_to`, with the buffers of any step."""
+        k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
+        use, state = self._ready(index, k, near)
+        return use.step.attend(queries.contiguous(), state, hits).clone()
+
     # What a search reads
 
-    def _ready(self, index: Any, k: int) -> tuple[_Use, State]:
-        """A step with room enough, its turn, and what it reads."""
+    def _ready(self, index: Any, k: int, near: Near | None = None) -> tuple[_Use, State]:
+        """A step with room enough, its turn, and what it reads, to attend if there is a `near`."""
         captured = capturing(self._geometry.device)
         use = self._newest(k)
         if use is None or use.outgrown:
@@ -164,7 +168,11 @@ class Fused:
             use.step.take_turn()
         store, wanted = index._store, use.wanted
         rows = store.table.contiguous()  # a view's is not
-        return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
+        state = replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
+        if near is not None:
+            state = replace(state, codec=store.rows, cache=self.cache)
+            state = replace(state, near=near.rows, shown=near.shown, held=near.held)
+        return use, state
 
     def _begin(self, index: Any, k: int, most: int) -> _Use:
         """A step for `k` rows and `most` candidates, from here on the one that serves."""

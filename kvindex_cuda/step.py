@@ -17,6 +17,8 @@ from torch import Tensor
 from kvindex.geometry import Geometry
 from kvindex.ops import codes as reference
 from kvindex.ops import transform
+from kvindex.protocol import Hits
+from kvindex.rows import NAMES
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
 from kvindex_cuda.row_cache import RowCache
@@ -45,8 +47,8 @@ class State:
     valid keys; reference: float32 `[B, G]`; origin: bfloat16 `[B, G, D]`, or None without centres;
     near: rows of sink and window `[B, G, W, D + Dv]`;
     shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
-    a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; cache:
-    of rows that were fetched.
+    a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; codec:
+    of those rows, a name of `kvindex.rows`; cache: of rows that were fetched, as they lie.
     """
 
     codes: Tensor
@@ -62,6 +64,7 @@ class State:
     held: Tensor
     row_bytes: int
     row_head: int = 0
+    codec: str = "plain"
     cache: RowCache | None = None
 
 
@@ -240,23 +243,32 @@ class Step:
             **self._agree,
         )
 
-    def attend(self, queries: Tensor, state: State) -> Tensor:
-        """Attention over the rows that `select` found, and the near rows."""
+    def attend(self, queries: Tensor, state: State, hits: Hits | None = None) -> Tensor:
+        """Attention over the rows that `select` found, or those of `hits`, and the near rows.
+
+        hits: any number of rows, all of them tokens'; they go past the cache.
+        """
         g, kv = self.geometry, self.geometry.kv_heads
         softcap, cache = g.softcap if g.softcap is not None else 0.0, state.cache
+        ids, found, weights, k = self.ids, self.found, None, self.k
+        if hits is not None:
+            ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
+            weights = weights if weights is None else weights.contiguous()
+            found, cache = torch.full_like(self.found, k), None
         launch(
             "attend.cu",
             "attend",
             (self.splits, self._groups),
             (256,),
-            *(queries, self.ids, self.found, state.rows, state.rows.shape[1]),
+            *(queries, ids, found, state.rows, state.rows.shape[1]),
             *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
             *(state.near, state.shown, state.held, state.near.shape[2]),
             *(cache.data if cache else None, self._slots, cache.rows if cache else 0),
-            *(self._partial, self.output, self._tickets[1], self.k, kv, g.scale, softcap),
+            *(weights, self._partial, self.output, self._tickets[1], k, kv, g.scale, softcap),
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
-            overlap=True,
+            overlap=hits is None,  # else what is near may just be being written
             **(self._defines | self._softcap | dict(DV=g.value_dim)),
+            **dict(CODEC=NAMES.index(state.codec), GIVEN=int(hits is not None)),
         )
         return self.output
 

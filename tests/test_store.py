@@ -137,7 +137,7 @@ def test_an_index_fetches_what_its_codec_makes_of_the_rows(name, rows, place):
 
 
 def test_an_unknown_codec_makes_no_index():
-    with pytest.raises(ValueError, match="rows: got 'int4', allowed is one of .*fp8"):
+    with pytest.raises(ValueError, match=r"rows: got 'int4', allowed is one of .*fp8"):
         CASE.index("exact:rows=int4")
 
 

@@ -6,7 +6,7 @@ Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LL
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -252,6 +252,20 @@ class ParisKV(BaseIndex):
         self._check_finite("queries", queries)
         done: tuple[Tensor, Tensor] = self._fused.attend(self, queries.detach(), near, k)
         return done
+
+    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """As `BaseIndex.attend_to`, for an index that holds a token."""
+        if not self.attends:
+            return super().attend_to(queries, hits, near)
+        check.at_least("len(index)", len(self), 1)
+        g = self.geometry
+        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        hits = replace(hits, ids=self._checked_ids(hits, 0))
+        if hits.log_weight is not None:
+            shape = {"B": self._batch, "H": g.q_heads, "K": hits.ids.shape[-1]}
+            check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)
+        output: Tensor = self._fused.attend_to(self, queries.detach(), hits, near)
+        return output
 
     def prepare(self, *, k: int, tokens: int) -> None:
         """Have all that searches for `k` rows need until the index holds `tokens` tokens.

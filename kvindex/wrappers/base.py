@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvindex.geometry import Geometry
-from kvindex.protocol import Codes, Hits, KVIndex, Rows
+from kvindex.near import Near
+from kvindex.protocol import UNUSED, Codes, Hits, KVIndex, Rows
 
 
 class Wrapper:
@@ -53,6 +55,25 @@ class Wrapper:
     def fetch(self, hits: Hits) -> Rows:
         """As the inner index does."""
         return self.inner.fetch(hits)
+
+    # What `BaseIndex` has beyond the protocol
+
+    @property
+    def attends(self) -> bool:
+        """Whether the inner index attends to rows that it is given."""
+        return bool(getattr(self.inner, "attends", False))
+
+    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+        """As `BaseIndex.attend`, over what this index's own search finds."""
+        hits = self.search(queries, k=k)
+        found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
+        return self.attend_to(queries, hits, near), found
+
+    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """As the inner index does."""
+        inner: Any = self.inner
+        output: Tensor = inner.attend_to(queries, hits, near)
+        return output
 
     def seal(self) -> None:
         """As the inner index does."""

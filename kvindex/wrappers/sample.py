@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvindex import check
+from kvindex.near import Near
 from kvindex.ops.attention import cap
 from kvindex.protocol import UNUSED, Hits, KVIndex
 from kvindex.wrappers.base import Wrapper
@@ -47,6 +48,15 @@ class Sample(Wrapper):
         # not of the protocol: what `BaseIndex` has, a wrapper around one passes on
         view.inner = self.inner.repeated(count)  # type: ignore[attr-defined]
         return view
+
+    def prepare(self, *, k: int, tokens: int) -> None:
+        """As `ParisKV.prepare`, for an inner index that has it."""
+        inner, g = self.inner, self.geometry
+        inner.prepare(k=k * self.pool, tokens=tokens)  # type: ignore[attr-defined]
+        if self.attends:
+            batch = len(inner.counts)  # type: ignore[attr-defined]
+            queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
+            self.attend(queries, Near(g, batch, 1), k=k)
 
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The best rows and some that stand for the rest.

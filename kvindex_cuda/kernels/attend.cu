@@ -1,13 +1,15 @@
 // The rows selected, where they lie, and attention over them, the sink and the window (paper, B.3).
 //
 // Rows are read in host memory over unified addresses, or on the device. A row is a token's key and
-// value side by side; its chunks of 8 elements go to the lanes of a warp in order, so that one load
-// of each lane is a whole row of 512 bytes (D = Dv = 128, 2-byte type).
+// value side by side, as they are or as codes (kvindex/rows.py); its chunks of 8 elements go to the
+// lanes of a warp in order, so that one load of each lane is a whole row of 512 bytes (D = Dv = 128,
+// 2-byte type), or 256 bytes of codes and a scale for each lane, 264 in all.
 // Grid: (splits, BG), 256 threads. A warp attends to its near rows while the selection still goes
 // on, then to its selected rows, one ahead; the last split of a group merges.
 // Reads the rows once for all query heads; writes 4 (DV + 2) bytes per head and split.
 // Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
-// Compile-time: D, DV, GROUP, DTYPE, SOFTCAP.
+// Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
+// GIVEN (whether the rows are those of a caller's hits: ids below 0 are none, weights on logits).
 #include "common.cuh"
 
 constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
@@ -20,35 +22,67 @@ struct Running {
     float peak[GROUP], total[GROUP], sum[CHUNKS - KEYS][GROUP][8];
 };
 
-// A row as it lies: 8 elements in each chunk of a lane; and where it is to be kept, or null.
+// A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; where it is to be
+// kept, or null; and what a head's logit gains, in the lane of its number.
 struct Raw {
     uint4 words[CHUNKS][DTYPE == 0 ? 2 : 1];
     char* keep;
+    float weight;
 };
 __device__ __forceinline__ void keep(const Raw& raw) {
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
         int chunk = threadIdx.x % 32 + 32 * j;
+        if (CODEC && chunk < (D + DV) / 8) {
+            uint4 word = raw.words[j][0];
+            reinterpret_cast<uint2*>(raw.keep)[chunk] = {word.x, word.y};
+            if (chunk % (D / 8) == 0 && chunk <= D / 8)
+                reinterpret_cast<u32*>(raw.keep + D + DV)[chunk > 0] = word.z;
+            continue;
+        }
 #pragma unroll
         for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++)
             if (chunk < (D + DV) / 8)
                 reinterpret_cast<uint4*>(raw.keep)[chunk * (DTYPE == 0 ? 2 : 1) + i] = raw.words[j][i];
     }
 }
-__device__ __forceinline__ void load(Raw& raw, const char* row) {
+// coded: whether it is codes, then two scales.
+__device__ __forceinline__ void load(Raw& raw, const char* row, bool coded) {
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
         int chunk = threadIdx.x % 32 + 32 * j;
 #pragma unroll
         for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++) {
             raw.words[j][i] = {0, 0, 0, 0};
-            if (chunk < (D + DV) / 8)
+            if (chunk >= (D + DV) / 8) continue;
+            if (coded && i == 0) {
+                uint2 codes = reinterpret_cast<const uint2*>(row)[chunk];
+                u32 scale = reinterpret_cast<const u32*>(row + D + DV)[chunk >= D / 8];
+                raw.words[j][0] = {codes.x, codes.y, scale, 0};
+            } else if (!coded)
                 raw.words[j][i] = reinterpret_cast<const uint4*>(row)[chunk * (DTYPE == 0 ? 2 : 1) + i];
         }
     }
 }
-__device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE == 0 ? 2 : 1]) {
+// The number of a code; fp8 is e4m3, and is never NaN.
+__device__ __forceinline__ float from_code(u32 byte) {
+#if CODEC == 1
+    return float(i8(byte));
+#else
+    // exponent moved from bias 7 to 127, as in from_float16
+    float size = __uint_as_float((byte & 0x7f) << 20) * 1.329227995784916e36f;  // 2^120
+    return __uint_as_float((byte & 0x80) << 24 | __float_as_uint(size));
+#endif
+}
+__device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE == 0 ? 2 : 1],
+                                       bool coded) {
     const u32* word = &words[0].x;
+    if (coded) {
+        float scale = __uint_as_float(word[2]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = from_code(word[i / 4] >> (i % 4 * 8) & 0xff) * scale;
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
 #if DTYPE == 0
@@ -63,14 +97,14 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE
 
 // One row joins the softmax of all heads of the group. queries float4 [2, GROUP, D / 8]:
 // the lower and the upper four of every eight coordinates.
-__device__ __forceinline__ void take(Running& run, const Raw& raw, const float4* queries,
-                                     float scale, float softcap) {
+__device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
+                                     const float4* queries, float scale, float softcap) {
     int lane = threadIdx.x % 32;
     float logit[GROUP] = {}, x[CHUNKS][8];
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
         int chunk = lane + 32 * j;
-        unpack(x[j], raw.words[j]);
+        unpack(x[j], raw.words[j], coded);
         if (chunk < D / 8) {
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -87,6 +121,10 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, const float4*
         float s = warp_sum(logit[h]) * scale;
 #if SOFTCAP
         s = softcap * tanhf(s / softcap);
+#endif
+#if GIVEN
+        s += __shfl_sync(ALL, raw.weight, h);
+        if (s == NEVER) continue;  // hidden from this head
 #endif
         if (s > run.peak[h]) {
             float shrink = expf(run.peak[h] - s);
@@ -109,13 +147,14 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, const float4*
 // queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
 // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; near DTYPE [BG, room,
 // D + DV] and shown uint8 [B, room], of which the first *held count; cache DTYPE [BG, cached, D + DV]
-// and slots int32 [BG, k] of agree.cu, if `cached`. partial float32 [BG, splits,
-// GROUP, PARTIAL]; tickets int32 [BG], cleared before; output DTYPE [BG, GROUP, DV].
+// and slots int32 [BG, k] of agree.cu, if `cached`. given float32 [BG, GROUP, k]: what logits gain
+// (−inf hides a row from a head), or null for nothing; only if GIVEN. partial float32 [BG, splits,
+// GROUP, PARTIAL]; tickets int32 [BG], 0 before and after; output DTYPE [BG, GROUP, DV].
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
 attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
        i64 row_head, i64 row_bytes, const void* near, const u8* shown, const i64* held, i64 room,
-       char* cache, const int* slots, i64 cached, float* partial, void* output, int* tickets, i64 k,
-       i64 kv_heads, float scale, float softcap) {
+       char* cache, const int* slots, i64 cached, const float* given, float* partial, void* output,
+       int* tickets, i64 k, i64 kv_heads, float scale, float softcap) {
     DYNAMIC_SHARED(memory);
     float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
     __shared__ float4 queries[2 * GROUP * (D / 8)];
@@ -148,16 +187,25 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
             if (i >= rows_here) return;
             const char* from = static_cast<const char*>(near) + (bg * room + i) * i64((D + DV) * SIZE);
             raw.keep = nullptr;
+            raw.weight = 0;
             if (phase) {
                 i64 id = ids[bg * k + i];
+#if GIVEN
+                if (id < 0) {
+                    raw = Raw{};
+                    raw.weight = NEVER;
+                    return;
+                }
+                if (given && lane < GROUP) raw.weight = given[(bg * GROUP + lane) * k + i];
+#endif
                 int slot = cached ? slots[bg * k + i] : -1;
-                char* place = cache + (bg * cached + slot / 2) * i64((D + DV) * SIZE);
+                char* place = cache + (bg * cached + slot / 2) * row_bytes;
                 from = reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
                        bg % kv_heads * row_head + id % TOKENS * row_bytes;
                 if (slot >= 0 && slot % 2) from = place;
                 if (slot >= 0 && slot % 2 == 0) raw.keep = place;
             }
-            load(raw, from);
+            load(raw, from, CODEC && phase);
         };
         Raw next, after;
         fetch(next, own);
@@ -167,7 +215,8 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
             if (phase && now.keep) keep(now);
             next = after;
             fetch(after, i + 2 * step);
-            if (phase || shown[batch * room + i]) take(run, now, queries, scale, softcap);
+            if (phase || shown[batch * room + i])
+                take(run, now, CODEC && phase, queries, scale, softcap);
         }
     }
 
@@ -206,6 +255,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         __syncthreads();
     }
     if (!last_block(tickets + bg, splits)) return;
+    if (threadIdx.x == 0) tickets[bg] = 0;
     // a split's weight: a warp per head, then all of the output
     for (int h = warp; h < GROUP; h += 8) {
         float peaks[MOST_SPLITS / 32], peak = NEVER, total = 0;

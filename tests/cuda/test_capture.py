@@ -75,6 +75,8 @@ def attention(index, queries, hits, near):
     shown = near.shown[:, None, : len(near)].expand(-1, g.kv_heads, -1) > 0
     seen = torch.cat([hits.ids >= 0, shown], dim=2).repeat_interleave(g.group_size, dim=1)
     bias = torch.zeros(seen.shape, device="cuda").masked_fill(~seen, -torch.inf)
+    if hits.log_weight is not None:
+        bias[..., : hits.ids.shape[-1]] += hits.log_weight
     keys = torch.cat([rows.keys, beside[0]], dim=2)
     values = torch.cat([rows.values, beside[1]], dim=2)
     return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
@@ -217,3 +219,31 @@ def test_a_first_search_is_not_captured():
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
         index.search(queries, k=K)
+
+
+@pytest.mark.parametrize("options", [dict(rows="int8"), dict(rows="fp8", store="device")], ids=str)
+@pytest.mark.parametrize("wrapper", ["", "+sample"])
+def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
+    options = dict(preset="fast", device="cuda", store="host") | options
+    index, plain = (
+        CASE.index("pariskv" + wrapper, backend=backend, **options) for backend in ("cuda", "torch")
+    )
+    tokens = cuda(*CASE.tokens(TOKENS))
+    for one in (index, plain):
+        one.append(*part(tokens, 0, 3000), valid=left_padding([0, 70], 3000, "cuda"))
+    (queries,), near = cuda(CASE.queries()), near_rows()
+    replay = Replayed([index], queries, near)
+    for seed, known in ((0, 3000), (1, 3001), (2, 3700)):
+        queries.copy_(CASE.queries(seed=seed))
+        if known > len(index):
+            new = part(tokens, len(index), known)
+            for one in (index, plain):
+                one.append(*new)
+        (output,), (ids,) = replay()
+        hits = index.search(queries, k=K)
+        assert torch.equal(ids, hits.ids)
+        torch.testing.assert_close(output, index.attend(queries, near, k=K)[0])
+        want = attention(index, queries, hits, near)
+        torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-2)
+        close = plain.search(queries, k=K).ids
+        assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.97

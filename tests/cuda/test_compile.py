@@ -39,6 +39,7 @@ COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1)
+ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0)
 LEARN = dict(DTYPE=2, WIDE=1, LANES=0)
 DEFINES = {
     "agree.cu": [AGREE, AGREE | dict(GROUP=8, POLICY=1), AGREE | dict(GROUP=1, SOFTCAP=1)],
@@ -49,11 +50,15 @@ DEFINES = {
         VOTES | dict(D=256, GROUP=16),
     ],
     "attend.cu": [
-        STEP | dict(DV=128, SOFTCAP=0),
-        STEP | dict(DV=128, SOFTCAP=0, GROUP=8),
-        STEP | dict(DV=128, SOFTCAP=1, DTYPE=1),
-        STEP | dict(D=64, DV=64, SOFTCAP=0, GROUP=3),
-        STEP | dict(D=256, DV=256, SOFTCAP=0, GROUP=2),
+        ATTEND,
+        ATTEND | dict(GROUP=8),
+        ATTEND | dict(SOFTCAP=1, DTYPE=1),
+        ATTEND | dict(D=64, DV=64, GROUP=3),
+        ATTEND | dict(D=256, DV=256, GROUP=2),
+        ATTEND | dict(CODEC=1),
+        ATTEND | dict(CODEC=2, GROUP=8),
+        ATTEND | dict(GIVEN=1),
+        ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
     "attention.cu": [
         ATTENTION,

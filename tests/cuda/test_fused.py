@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -13,9 +14,8 @@ from kvindex import backend, ops
 from kvindex.layer import AttentionLayer
 from kvindex.near import Near
 from kvindex_cuda import steps, store
-from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.fused import fused, ones, put
-from kvindex_cuda.step import words_of
+from kvindex_cuda.step import Step, words_of
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
@@ -265,25 +265,66 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
         theirs.attend(CASE.queries().to(device), near, k=20)
 
 
+def layers_of(device, case, indexes, steps=6):
+    """Outputs and traffic of a layer over each index, which attend step by step after a prompt."""
+    tokens = moved(case.tokens(300 + steps), device)
+    for index in indexes:
+        layer = AttentionLayer(index, k=20, sink=4, local=16, update_every=4, full_threshold=64)
+        layer.step(case.tensor(5, 1, 4, 300, 64).to(device), *part(tokens, 0, 300))
+        outputs = []
+        for t in range(300, 300 + steps):
+            query = case.tensor(t, 1, 4, 1, 64).to(device)
+            outputs.append(layer.step(query, *part(tokens, t, t + 1)))
+        yield torch.cat(outputs, 2), layer.traffic
+
+
+@pytest.mark.parametrize("wrapper", ["", "+sample", "+reuse:tau=2"])
 @pytest.mark.parametrize("value_dim", [64, 12])
 @pytest.mark.parametrize("rows", ["plain", "int8", "fp8"])
-def test_a_layer_over_rows_that_attention_cannot_read_searches_and_fetches(device, rows, value_dim):
-    case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim)
-    mine, theirs = pair(device, case)
-    mine._store = DeviceStore(mine.geometry, rows=rows)
-    assert mine.attends == (rows == "plain" and value_dim == 64)
-    tokens, layers = moved(case.tokens(301), device), []
-    for index in (mine, theirs):
-        layer = AttentionLayer(index, k=20, sink=4, local=16, update_every=8, full_threshold=64)
-        layer.step(case.tensor(5, 1, 4, 300, 64).to(device), *part(tokens, 0, 300))
-        layers.append(layer)
-    if not mine.attends:
-        with pytest.raises(NotImplementedError, match="ParisKV does not attend"):
-            mine.attend(case.queries().to(device), Near(mine.geometry, 1, 1), k=20)
-    query = case.tensor(6, 1, 4, 1, 64).to(device)
-    got, want = (layer.step(query, *part(tokens, 300, 301)) for layer in layers)
-    close = 1e-3 if rows == "plain" else 0.05
-    torch.testing.assert_close(got, want, rtol=close, atol=close)
+def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monkeypatch):
+    case, calls = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim), []
+    attend = Step.attend
+    monkeypatch.setattr(Step, "attend", lambda *given: calls.append(given) or attend(*given))
+    name, options = "pariskv" + wrapper, OPTIONS | dict(rows=rows, device=device)
+    indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]
+    assert indexes[0].attends == (value_dim == 64)
+    assert not indexes[1].attends
+    (got, mine), (want, theirs) = layers_of(device, case, indexes)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert len(calls) == (6 if value_dim == 64 else 0)
+    assert float(mine.rows_read) == float(theirs.rows_read)
+    assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
+
+
+def test_rows_that_attention_cannot_read_are_refused(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=12)
+    index = pair(device, case)[0]
+    index.append(*moved(case.tokens(30), device))
+    near, queries = Near(index.geometry, 1, 1), case.queries().to(device)
+    with pytest.raises(NotImplementedError, match="ParisKV does not attend"):
+        index.attend(queries, near, k=20)
+    with pytest.raises(NotImplementedError, match="ParisKV does not attend"):
+        index.attend_to(queries, index.search(queries, k=20), near)
+
+
+def test_hits_to_attend_to_are_checked(device):
+    index = pair(device)[0]
+    index.append(*moved(CASE.tokens(300), device))
+    near, queries = Near(index.geometry, 2, 1), CASE.queries().to(device)
+    hits = index.search(queries, k=20)
+    with pytest.raises(TypeError, match=r"hits: got Tensor, allowed is a kvindex\.Hits"):
+        index.attend_to(queries, hits.ids, near)
+    wrong = torch.zeros((2, 4, 19), device=device)
+    with pytest.raises(ValueError, match=r"hits.log_weight: .*\[2, 4, 19\]"):
+        index.attend_to(queries, replace(hits, log_weight=wrong), near)
+    hits.ids[1, 1, 3] = 300
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"hits\.ids: got 300, allowed is -1 to 299"):
+            index.attend_to(queries, hits, near)
+    else:
+        assert index.attend_to(queries, hits, near).isfinite().all()
+        with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 299"):
+            index.raise_deferred()
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 300, 512])

@@ -1,0 +1,216 @@
+"""The step's attention against plain torch in float64; on a CPU the kernel is emulated."""
+
+from contextlib import nullcontext
+from dataclasses import MISSING, fields, replace
+
+import pytest
+import torch
+
+from kvindex.geometry import Geometry
+from kvindex.near import Near
+from kvindex.ops.attention import cap
+from kvindex.protocol import Hits
+from kvindex.rows import CODES, NAMES, codec
+from kvindex_cuda.device_store import DeviceStore
+from kvindex_cuda.layout import Layout
+from kvindex_cuda.row_cache import RowCache
+from kvindex_cuda.step import State, Step
+from tests.cuda import emulator
+from tests.cuda.test_step import DEVICES
+from tests.helpers import Case
+
+UNIT = 2.0**-24
+"""Of float32's rounding."""
+
+CASES = {
+    "g4": Case(q_heads=8, kv_heads=2, head_dim=64, value_dim=64, batch=2),
+    "g4-D128-bfloat16": Case(8, 2, 128, 128, torch.bfloat16),
+    "g3-D80-Dv24-float16": Case(3, 1, 80, 24, torch.float16, batch=2),
+    "g1-D256": Case(2, 2, 256, 256),
+    "g12-softcap": Case(12, 1, 64, 32, softcap=3.0),
+    "g2-D8-Dv136": Case(4, 2, 8, 136),
+}
+TOKENS, NEAR, K = 600, 10, 37
+
+
+class Attending:
+    """A step that attends to rows of a store with a codec, and 10 near rows of which one is hidden.
+
+    rows: what each row stands for, float64 keys `[B, G, N, D]` and values `[B, G, N, Dv]`; near:
+    the same of the near ones.
+    """
+
+    def __init__(self, case, name, device):
+        self.geometry = g = case.index("exact", device=device).geometry
+        keys, values = (part.to(device) for part in case.tokens(TOKENS))
+        self.store = DeviceStore(g, rows=name, max_tokens=1024)
+        self.store.append(self.store.join(keys, values))
+        # the same bytes, not rounded to the geometry's dtype
+        exact = dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim)
+        exact = Geometry.of(**exact, value_dim=g.value_dim, device=device)
+        decoding = codec(name, g if name == "plain" else exact)
+        rows = decoding.decode(codec(name, g).encode(keys, values))
+        self.rows = rows.keys.double(), rows.values.double()
+        near = Near(g, case.batch, NEAR + 3)
+        near.rows.fill_(float("nan"))
+        beside = [part.to(device) for part in case.tokens(NEAR, seed=1)]
+        near.add(*beside, torch.arange(NEAR, device=device).expand(case.batch, -1) != 4)
+        self.near = tuple(part.double() for part in beside)
+        empty = torch.zeros(0, device=device)
+        needed = {field.name: empty for field in fields(State) if field.default is MISSING}
+        self.state = State(
+            **needed
+            | dict(near=near.rows, shown=near.shown, held=near.held, rows=self.store.table)
+            | dict(row_bytes=self.store.row_bytes, codec=name)
+        )
+        sizes = dict(batch=case.batch, k=K, most=1, multiprocessors=4)
+        self.step = Step(g, Layout(g.head_dim, 3), **sizes)
+
+    def hits(self, case, device, weighted):
+        """Rows in no order, the last slots unused; weights, of which some hide a row."""
+        generator = torch.Generator().manual_seed(3)
+        order = torch.rand(case.batch, case.kv_heads, TOKENS, generator=generator).argsort(-1)
+        ids = order[..., :K].clone()
+        ids[:, -1, -5:] = -1
+        weights = None
+        if weighted:
+            weights = 2 * torch.randn(case.batch, case.q_heads, K, generator=generator)
+            weights[torch.rand(weights.shape, generator=generator) < 0.2] = float("-inf")
+            weights[:, 0] = float("-inf")  # a head that sees near rows alone
+            weights = weights.to(device)
+        ids = ids.to(device)
+        return Hits(ids, torch.zeros(ids.shape, device=device), weights)
+
+    def wanted(self, queries, hits):
+        """The attention in float64 `[B, H, Dv]`, and what float32 may be off by."""
+        g = self.geometry
+        at = hits.ids.clamp_min(0)[..., None]
+        both = []
+        for rows, near in zip(self.rows, self.near, strict=True):
+            some = rows.gather(2, at.expand(-1, -1, -1, rows.shape[-1]))
+            both.append(torch.cat([some, near], 2).repeat_interleave(g.group_size, 1))
+        keys, values = both
+        asked = queries.double()[:, :, None]
+        logits = cap((asked * keys).sum(-1), g.scale, g.softcap)
+        hidden = torch.cat([hits.ids < 0, torch.zeros_like(hits.ids[..., :NEAR], dtype=bool)], -1)
+        hidden[..., K + 4] = True
+        bias = torch.zeros_like(logits).masked_fill(
+            hidden.repeat_interleave(g.group_size, 1), float("-inf")
+        )
+        if hits.log_weight is not None:
+            bias[..., :K] += hits.log_weight
+        logits = logits + bias
+        shares = logits.softmax(-1)
+        # products, their sum in any order, scale, tanh, weight, the maximum taken off
+        spread = (asked * keys).abs().sum(-1) * g.scale * (g.head_dim + 4)
+        seen = logits.masked_fill(logits == float("-inf"), 0).abs()
+        off = UNIT * (spread + 8 * seen + 4 * (g.softcap or 0)).amax(-1)
+        mean = (shares[..., None] * values.abs()).sum(2)
+        rounding = torch.finfo(g.dtype).eps if g.dtype != torch.float32 else UNIT
+        want = (shares[..., None] * values).sum(2)
+        return want, torch.expm1(2 * off)[..., None] * mean + (
+            UNIT * (keys.shape[2] + 16) * mean + rounding * want.abs() + 1e-30
+        )
+
+
+def emulating(device):
+    return emulator.emulated() if device == "cpu" else nullcontext()
+
+
+def assert_near(got, wanted):
+    want, bound = wanted
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", NAMES)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_every_codec_are_attended_to(name, rows, device):
+    case = CASES[name]
+    one, queries = Attending(case, rows, device), case.queries().to(device)
+    hits = one.hits(case, device, weighted=False)
+    one.step.ids.copy_(hits.ids.flatten(0, 1))
+    one.step.found.copy_((hits.ids >= 0).sum(-1).flatten())
+    with emulating(device):
+        output = one.step.attend(queries, one.state).clone()
+        again = one.step.attend(queries, one.state, hits)
+    wanted = one.wanted(queries, hits)
+    assert_near(output, wanted)
+    assert_near(again, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", NAMES)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_added_to_the_logits_of_each_head(name, rows, device):
+    case = CASES[name]
+    one, queries = Attending(case, rows, device), case.queries().to(device)
+    hits = one.hits(case, device, weighted=True)
+    with emulating(device):
+        output = one.step.attend(queries, one.state, hits)
+    assert_near(output, one.wanted(queries, hits))
+
+
+@pytest.mark.parametrize("change", ["weights", "rows", "hidden"])
+@pytest.mark.parametrize("rows", NAMES)
+def test_the_comparison_can_fail(rows, change):
+    case = CASES["g4"]
+    one, queries = Attending(case, rows, "cpu"), case.queries()
+    hits = one.hits(case, "cpu", weighted=True)
+    want, _ = one.wanted(queries, hits)
+    if change == "weights":
+        hits.log_weight[1, 5, 3] = hits.log_weight[1, 5, 3].clamp_min(-2) + 1e-3
+    elif change == "rows":
+        one.rows[1][1, 1, hits.ids[1, 1, 4], 7] += 1e-2
+    else:
+        hits.ids[0, 0, 0] = -1
+    with pytest.raises(AssertionError):
+        assert_near(want, one.wanted(queries, hits))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", sorted(CODES))
+def test_a_code_is_its_number_to_the_bit(name, device):
+    """Attention over one row is its value: with every code there is."""
+    case = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=256)
+    one = Attending(case, name, device)
+    row = one.store._table._block(0)[0, 0]  # uint8 [row_bytes]
+    row[8 : 8 + 256] = torch.arange(256).byte()
+    if name == "fp8":
+        row[8 + 0x7F], row[8 + 0xFF] = 0, 0  # not a number
+    row[8 + 256 + 4 :][:4] = torch.tensor([0.7123]).view(torch.uint8)
+    one.state.shown.zero_()
+    hits = Hits(torch.zeros((1, 1, 1), dtype=torch.int64, device=device), torch.zeros(1, 1, 1))
+    with emulating(device):
+        output = one.step.attend(case.queries().to(device), one.state, hits)
+    want = codec(name, one.geometry).decode(row[None, None, None]).values
+    assert torch.equal(output[0, 0], want[0, 0, 0].to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", NAMES)
+def test_a_cache_keeps_rows_as_they_are_stored(rows, device):
+    case = CASES["g3-D80-Dv24-float16"]
+    one, queries = Attending(case, rows, device), case.queries().to(device)
+    groups, size = case.batch * case.kv_heads, one.store.row_bytes
+    cache = RowCache(groups, size, torch.device(device), rows=64)
+    one.state = replace(one.state, cache=cache)
+    cache.data.fill_(0xFF)
+    hits = one.hits(case, device, weighted=False)
+    one.step.ids.copy_(hits.ids.flatten(0, 1))
+    one.step.found.copy_((hits.ids >= 0).sum(-1).flatten())
+    wanted = one.wanted(queries, hits)
+    slots = torch.arange(K, device=device).expand(groups, -1)
+    used = one.geometry.head_dim + one.geometry.value_dim
+    used = used * 2 if rows == "plain" else used + 8
+    with emulating(device):
+        one.step._slots.copy_(2 * slots)  # to be kept there
+        assert_near(one.step.attend(queries, one.state), wanted)
+        for group, ids in enumerate(hits.ids.flatten(0, 1)[:, :-5].tolist()):
+            block = one.store._table.read(hits.ids.cpu())[group, 0]
+            kept = cache.data[group, : len(ids)].cpu()
+            assert torch.equal(kept[:, :used], block[: len(ids), :used])
+        for block in range(3 * case.batch):
+            one.store._table._block(block).fill_(0xFF)  # what is read now was kept
+        one.step._slots.copy_(2 * slots + 1)
+        assert_near(one.step.attend(queries, one.state), wanted)
