@@ -143,17 +143,18 @@ class Step:
         self._products: Tensor | None = None
         self._list = longs(groups, self.capacity)
         # of `rerank` and `agree`
+        self._kept = longs(groups, self.capacity)
         self._estimates = floats(groups, self.capacity, group)
         self._edge, self._places = longs(groups, EDGE), ints(groups, EDGE)
         self._cuts, self._slots = ints(groups, 2), ints(groups, k)
         self._finalists = longs(groups, self.capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
         # what counts, cleared by `ask` at once: 8-byte words first
-        sizes = [2 * group * BUCKETS, BINS, *[1] * 5]
+        sizes = [2 * group * BUCKETS, BINS, *[1] * 6]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
-        self._buckets, self._hist, self.counts, self._edges, self._filled = parts[:5]
-        self._tickets = parts[5:]
+        self._buckets, self._hist, self.counts, self._many, self._edges, self._filled = parts[:6]
+        self._tickets = parts[6:]
         # of `attend`
         self.splits = max(1, min(MOST_SPLITS // 4, 2 * multiprocessors // groups))
         self._partial = floats(groups, self.splits, group, g.value_dim + 2)
@@ -224,8 +225,8 @@ class Step:
             (min(splits, -(-self.capacity // 256)), groups),
             (256,),
             *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
-            *(self._levels, state.reference, *limits, *listed, self._estimates, self._buckets),
-            *(self._edge, self._places, self._edges, self._cuts),
+            *(self._levels, state.reference, *limits, *listed, self._kept, self._many),
+            *(self._estimates, self._buckets, self._edge, self._places, self._edges, self._cuts),
             *(self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
             overlap=True,
             **self._rerank,
@@ -235,8 +236,9 @@ class Step:
             "agree",
             (-(-self.capacity // 4096), groups),
             (1024,),
-            *(self._estimates, self._buckets, *limits, *listed[:-1], self._cuts, self._edge),
-            *(self._places, self._edges, self._finalists, self._filled, self._tickets[0]),
+            *(self._estimates, self._buckets, *limits, *listed[:3], self._kept, self._many),
+            *(self._cuts, self._edge, self._places, self._edges),
+            *(self._finalists, self._filled, self._tickets[0]),
             *(self.ids, self.scores, self.found, *known, self._slots, cached),
             *(self.k, self.capacity, kv, g.scale, softcap),
             overlap=True,

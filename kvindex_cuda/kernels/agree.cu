@@ -1,7 +1,6 @@
 // What the heads of a group agree on (kvindex/group.py), and the k best rows by it.
 //
-// The list's entries in the bin of the cut are put in order first: those of the C best join the
-// candidates. Then log softmax of each head, over all candidates; then, of the logarithms of
+// Entries in the bin of the cut are put in order first: those of the C best join the candidates. Then log softmax of each head, over all candidates; then, of the logarithms of
 // shares, a histogram, a cut, and an exact order in the cut's bin. Last, which of the rows lie in
 // the cache (kvindex_cuda/row_cache.py).
 // Limited by latency: a chain of dependent reads and barriers, with few blocks.
@@ -16,7 +15,7 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
 }
 
 // log Σ exp of a head's buckets and of its edge, in every lane of the warp that asks: the same for
-// the same candidates, whatever the order in which they came. places: in the list, of the edge's
+// the same candidates, whatever the order in which they came. places: in `kept`, of the edge's
 // entries in order, the first `many` of which count; estimates: of this head, GROUP apart.
 __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], const int* places, int many,
                                          const float* estimates, float scale, float softcap) {
@@ -72,9 +71,8 @@ constexpr int THREADS = 1024;  // of `agree`
 constexpr int EACH = 4;        // entries of a thread
 constexpr int WAYS = 4;        // slots of a set of the cache
 
-// The k best. Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is the list's capacity or
-// more, and blocks without entries end at once. Reads 8 bytes per entry of the list and 4 GROUP per
-// candidate. Every block passes on what is among the k best of its own, and the last one of a group
+// The k best of `kept` (rerank.cu). Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is
+// the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what is among the k best of its own, and the last one of a group
 // finishes; a block that is alone keeps it.
 // finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
 // float32 [BG, k]: rows and what the group agrees on, in any order, the first found int32 [BG].
@@ -83,7 +81,7 @@ constexpr int WAYS = 4;        // slots of a set of the cache
 // it is to lie, −1 for nowhere.
 extern "C" __global__ void __launch_bounds__(THREADS)
 agree(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
-      const int* bases, const int* shifts, const int* counts, const u64* list,
+      const int* bases, const int* shifts, const int* counts, const u64* kept, const int* kept_many,
       const int2* cuts, const u64* all_edge, const int* all_places, const int* all_edges,
       u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found, int* tags,
       int* stamps, int* clocks, int* lookups, int* slots, i64 cached, i64 k, i64 capacity,
@@ -101,7 +99,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     estimates += bg * capacity * GROUP;
     buckets += bg * GROUP * BUCKETS;
-    list += bg * capacity;
+    kept += bg * capacity;
     finalists += bg * capacity;
     ids += bg * k;
     scores += bg * k;
@@ -109,25 +107,24 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     let_next_begin();
     int first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
     // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
-    int n = counts[bg], many = all_edges[bg];
+    int n = kept_many[bg], many = all_edges[bg], listed = counts[bg];
     int2 cut_at = cuts[bg];
     u64 entries[EACH], my_edge = all_edge[bg * EDGE + threadIdx.x];
     int my_place = all_places[bg * EDGE + threadIdx.x];
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        entries[i] = first + i * THREADS < capacity ? list[first + i * THREADS] : 0;
+        entries[i] = first + i * THREADS < capacity ? kept[first + i * THREADS] : 0;
     u64 sums[BUCKETS / 32] = {};
     if (warp < GROUP) load_sums(sums, buckets + warp * BUCKETS);
     int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
     if (int(blockIdx.x) >= blocks) return;
-    if (n > target) are.bin = cut_at.x, rank -= cut_at.y;
+    if (listed > target) are.bin = cut_at.x, rank -= cut_at.y;
     float each[EACH][GROUP];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        bool in = first + i * THREADS < n && are.side(entries[i]) >= 0;
 #pragma unroll
         for (int h = 0; h < GROUP; h++)
-            each[i][h] = in ? estimates[i64(first + i * THREADS) * GROUP + h] : 0.0f;
+            each[i][h] = first + i * THREADS < n ? estimates[i64(first + i * THREADS) * GROUP + h] : 0.0f;
     }
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
@@ -151,14 +148,14 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         u64* more = reinterpret_cast<u64*>(histogram);
         constexpr int SOME = BINS / 2 / BUCKETS;  // heads that have room in it
         auto all = [&](auto use) {
-            for (int i = threadIdx.x; i < n; i += THREADS) use(list[i]);
+            for (int i = threadIdx.x; i < n; i += THREADS) use(kept[i]);
         };
         u64 word = radix_cut(all, target, places);
         for (int from = 0; from < GROUP; from += SOME) {
             for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
             __syncthreads();
             for (int i = threadIdx.x; i < n; i += THREADS)
-                if (are.side(list[i]) == 0 && list[i] >= word)
+                if (are.side(kept[i]) == 0 && kept[i] >= word)
                     for (int h = from; h < min(from + SOME, GROUP); h++) {
                         Exponentials one;
                         one.add(nullptr, capped(estimates[i64(i) * GROUP + h], scale, softcap));

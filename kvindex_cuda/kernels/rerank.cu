@@ -13,7 +13,7 @@
 constexpr int BYTES = D / 8;
 constexpr int WORDS = (BYTES + 3) / 4;  // of a key's signs, and of one plane of its magnitudes
 constexpr int LEVELS = 1 << BITS;
-constexpr int QUEUE = 64;               // candidates that a warp holds back: 31 and 32 more
+constexpr int QUEUE = 64;               // entries that a warp holds back: 31 and 32 more
 constexpr int QUADS = (WORDS + 3) / 4;
 constexpr int SETS = (GROUP + 7) / 8;   // of 8 query heads
 
@@ -50,40 +50,42 @@ __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&pl
 // Of 16 entries: those of rows lane / 4 and 8 further.
 struct Codes {
     u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
-    int places[2], logs[2];
+    int logs[2];
     bool is[2];
     float products[2][SETS][2];  // of this lane's columns
 };
 
 // Grid: (splits, BG), 256 threads; a warp puts the candidates of its entries of the list together
 // and takes 32 at a time. Reads for each its signs, magnitudes and log weight (at D = 128 and 3 bits
-// 16 + 48 + 2 bytes in 4 sectors); writes 4 GROUP bytes.
+// 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes.
 // operands, ups, bases, shifts: of ask.cu; products float32 [BG, row, GROUP]; levels float32
 // [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
-// estimates float32 [BG, capacity, GROUP]: only of candidates and the edge; buckets uint64 [BG,
-// GROUP, BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
-// places int32 [BG, EDGE] in the list; edges int32 [BG]; cuts int32 [BG, 2]: the bin of the cut and
-// how many are above it, where more than C are listed. Buckets and edges are cleared before.
+// kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
+// many int32 [BG]; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
+// BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and places
+// int32 [BG, EDGE] in `kept`; edges int32 [BG]; cuts int32 [BG, 2]: the bin of the cut and how many
+// are above it, where more than C are listed. Buckets, edges and many are cleared before.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint4* operands,
        const float* ups, const float* products, const float* given_levels, const float* references,
        const int* wanted, const int* counted, const int* bases, const int* shifts,
-       const int* counts, const u64* list, const int* histogram, float* estimates, u64* buckets,
-       u64* edge, int* places, int* edges, int2* cuts, i64 capacity, i64 kv_heads, float scale,
-       float softcap, float octaves) {
+       const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
+       float* estimates, u64* buckets, u64* edge, int* places, int* edges, int2* cuts,
+       i64 capacity, i64 kv_heads, float scale, float softcap, float octaves) {
     __shared__ u16 halves[LEVELS];
     __shared__ uint4 asked[SETS * QUADS * 256];
-    __shared__ int2 queues[8][QUEUE];  // ids, and places in the list: ~place of the edge
+    __shared__ u64 queues[8][QUEUE];
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 256, held = 0;
     int start = (blockIdx.x * 8 + threadIdx.x / 32) * 32;
-    int2* queue = queues[threadIdx.x / 32];
+    u64* queue = queues[threadIdx.x / 32];
     for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
     for (int i = threadIdx.x; i < SETS * QUADS * 256; i += 256)
         asked[i] = __ldcg(operands + bg * (SETS * QUADS * 256) + i);
     table += batch * row;
     products += bg * row * GROUP;
     list += bg * capacity;
+    kept += bg * capacity;
     estimates += bg * capacity * GROUP;
     buckets += bg * GROUP * BUCKETS;
     float reference = references[bg], down[SETS][2];
@@ -115,8 +117,10 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     // the first 32 of the queue, or what there is
     auto work = [&]() {
         __syncwarp();
-        int2 mine = lane < held ? queue[lane] : int2{-1, 0};
-        u64 block = mine.x >= 0 ? u64(table[mine.x / TOKENS]) + bg % kv_heads * head : 0;
+        int count = min(held, 32), base = lane == 0 ? atomicAdd(many + bg, count) : 0;
+        u64 mine = lane < count ? queue[lane] : 0;
+        int id = lane < count ? id_of(mine) : -1;
+        u64 block = id >= 0 ? u64(table[id / TOKENS]) + bg % kv_heads * head : 0;
         Codes codes[2];
 #pragma unroll
         for (int pair = 0; pair < 2; pair++)  // of 16
@@ -124,10 +128,9 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
             for (int half = 0; half < 2; half++) {
                 int from = pair * 16 + half * 8 + lane / 4;
                 const char* at = reinterpret_cast<const char*>(__shfl_sync(ALL, block, from));
-                int its = __shfl_sync(ALL, mine.x, from), key = its % TOKENS;
+                int its = __shfl_sync(ALL, id, from), key = its % TOKENS;
                 const u32* signs = reinterpret_cast<const u32*>(at) + key * WORDS;
                 const u32* planes = reinterpret_cast<const u32*>(at + magnitudes) + key * (BITS * WORDS);
-                codes[pair].places[half] = __shfl_sync(ALL, mine.y, from);
                 codes[pair].is[half] = its >= 0;
 #pragma unroll
                 for (int quad = 0; quad < QUADS; quad++) {
@@ -148,6 +151,14 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
                         has ? products[i64(its / TOKENS) * GROUP + h] : 0.0f;
                 }
             }
+        base = __shfl_sync(ALL, base, 0);
+        bool on_edge = id >= 0 && are.side(mine) == 0;
+        u32 edge_of_them = __ballot_sync(ALL, on_edge);
+        if (id >= 0) kept[base + lane] = mine;
+        if (on_edge) {
+            int slot = atomicAdd(edges + bg, 1);
+            if (slot < EDGE) edge[bg * EDGE + slot] = mine, places[bg * EDGE + slot] = base + lane;
+        }
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
             const Codes& of = codes[pair];
@@ -167,7 +178,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
                     }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    int log = of.logs[half], place = of.places[half];
+                    int log = of.logs[half], from = pair * 16 + half * 8 + lane / 4;
                     float weight = log ? exp2f(float(log - 65535) * (octaves / 65536)) * reference : 0.0f;
 #pragma unroll
                     for (int side = 0; side < 2; side++) {
@@ -175,14 +186,14 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
                         if (h >= GROUP || !of.is[half]) continue;
                         float found = c[2 * half + side] * down[set][side] * weight;
                         if (CENTRED) found += of.products[half][set][side];
-                        estimates[i64(place < 0 ? ~place : place) * GROUP + h] = found;
-                        if (place < 0) continue;
+                        estimates[i64(base + from) * GROUP + h] = found;
+                        if (edge_of_them >> from & 1) continue;
                         sums[set][side].add(buckets + h * BUCKETS, capped(found, scale, softcap));
                     }
                 }
             }
         }
-        int2 rest = held > 32 && lane < held - 32 ? queue[32 + lane] : int2{0, 0};
+        u64 rest = held > 32 && lane < held - 32 ? queue[32 + lane] : 0;
         __syncwarp();
         if (held > 32 && lane < held - 32) queue[lane] = rest;
         held = max(held - 32, 0);
@@ -192,14 +203,9 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
             work();
             continue;
         }
-        int place = start + lane, side = place < n ? are.side(entry) : -1;
-        if (side == 0) {
-            int slot = atomicAdd(edges + bg, 1);
-            if (slot < EDGE) edge[bg * EDGE + slot] = entry, places[bg * EDGE + slot] = place;
-        }
-        u32 all = __ballot_sync(ALL, side >= 0);
-        if (side >= 0)
-            queue[held + __popc(all & ((1u << lane) - 1))] = {id_of(entry), side ? place : ~place};
+        bool wanted_here = start + lane < n && are.side(entry) >= 0;
+        u32 all = __ballot_sync(ALL, wanted_here);
+        if (wanted_here) queue[held + __popc(all & ((1u << lane) - 1))] = entry;
         held += __popc(all);
         start += step;
         entry = entry_at(start);
