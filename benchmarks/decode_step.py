@@ -8,7 +8,8 @@
 H = 32, G = 8, D = 128, bfloat16, k = 100, an index that the fused kernels serve. First the answer
 is checked; a wrong one is not timed. All times are of replays of a CUDA graph that holds the step
 of L layers one after another, divided by L, by CUDA events, after the L2 cache was filled with
-something else and with other queries in each replay.
+something else and with other queries in each replay. FAISS's GPU indexes, where they can be
+imported (--faiss: from a folder), are timed by the same events without a graph.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import torch
 from rich.console import Console
 
 from benchmarks.decode.correctness import check
+from benchmarks.decode.faiss_rivals import gpu_library, rivals
 from benchmarks.decode.floors import ceilings
-from benchmarks.decode.rivals import dense, faiss_times
+from benchmarks.decode.rivals import dense
 from benchmarks.decode.setting import NEAR, D, G, H, K, Setting
-from benchmarks.decode.show import plot, show, spread
+from benchmarks.decode.show import found_by, plot, show, spread
 from benchmarks.decode.stages import measure
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
 from benchmarks.decode.workload import ROWS, Pool, Workload, row_pools, sequences_of
@@ -54,7 +56,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
-    parser.add_argument("--faiss", type=Path, help="folder of an unpacked bundle (FAISS-GPU)")
+    parser.add_argument("--faiss", type=Path, help="a folder that holds faiss with a GPU part")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--draw", type=Path, help="show and draw this result; measure nothing")
@@ -176,16 +178,16 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
                 _free()
             del pool
             _free()
-        if given.faiss is None:
-            end("FAISS was not measured: no --faiss")
-        for tokens in [n for n in given.tokens if n <= ROWS] if given.faiss else []:
-            try:
-                result["faiss"].append(faiss_times(given.faiss, tokens, clock, given.replays))
-            except (ImportError, OSError) as error:
-                end(f"FAISS was not measured: {error}")
-                break
-            finally:
-                _free()
+        try:
+            faiss = gpu_library(given.faiss)
+        except ImportError as error:
+            end(f"FAISS was not measured: {error}")
+            faiss = None
+        for tokens in [n for n in given.tokens if n <= ROWS and faiss]:
+            result["faiss"].append(rivals(faiss, setting, tokens, timed, clock))
+            say(f"FAISS, {tokens} tokens: {found_by(result['faiss'][-1])}")
+            keep(result, given)
+            _free()
     except OutOfTimeError as error:
         end(f"stopped: {error}")
     except torch.cuda.OutOfMemoryError as error:

@@ -1,14 +1,16 @@
 """The decode step's benchmark, but for the clock: what it checks, counts, shows and refuses."""
 
 import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
 from benchmarks import decode_step
-from benchmarks.decode import correctness, workload
+from benchmarks.decode import correctness, faiss_rivals, workload
 from benchmarks.decode.correctness import CLOSE, SAME, check, judge
 from benchmarks.decode.floors import Bytes, ceilings, stage_bytes
 from benchmarks.decode.rivals import dense
@@ -17,6 +19,7 @@ from benchmarks.decode.show import plot, show, stages_table, summary
 from benchmarks.decode.stages import measure, staged
 from benchmarks.decode.timing import Clock, Launches, OutOfTimeError, quartiles, read_all
 from benchmarks.decode.workload import Pool, Workload, row_pools, sequences_of
+from benchmarks.tabling.decode import decode_step as table_of
 from kvindex.geometry import Geometry
 from kvindex_cuda import launch as launching
 from kvindex_cuda.host_store import HostStore
@@ -52,7 +55,7 @@ class Once:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, run, layers, before=None):
+    def __call__(self, run, layers, before=None, graph=True):
         if before is not None:
             before(1)
         run()
@@ -88,7 +91,13 @@ def made_up():
     return {
         "ceilings": RATES,
         "points": points,
-        "faiss": [{"tokens": 131_072, "flat": times(336.0), "ivfpq_error": "no memory"}],
+        "faiss": [
+            {
+                **{"tokens": 131_072, "flat": times(336.0), "flat_recall": 1.0},
+                "ivfpq_error": "no memory",
+            }
+        ],
+        **dict(index="pariskv", shape=dict(k=100), machine=dict(gpu="g", torch="2")),
         "notes": ["stopped: 0 s are left of 480"],
     }
 
@@ -326,6 +335,58 @@ def test_everything_is_read_once_at_the_ceiling():
     assert found["pinned"]["bytes"] == 2**14
 
 
+@pytest.fixture
+def faiss_here(monkeypatch):
+    """FAISS's indexes of the CPU under the names of those of the GPU."""
+    faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
+    monkeypatch.setattr(faiss_rivals, "shared", lambda device: None)
+    base = faiss.IndexFlatIP
+    return SimpleNamespace(
+        **{name: getattr(faiss, name) for name in dir(faiss) if name.startswith("cast_integer")},
+        METRIC_INNER_PRODUCT=faiss.METRIC_INNER_PRODUCT,
+        GpuIndexFlatConfig=SimpleNamespace,
+        GpuIndexFlatIP=lambda resources, d, config: base(d),
+        GpuIndexIVFFlat=lambda resources, d, *given: faiss.IndexIVFFlat(base(d), d, *given),
+        GpuIndexIVFPQ=lambda resources, d, *given: faiss.IndexIVFPQ(base(d), d, *given),
+        index_gpu_to_cpu=faiss.clone_index,
+        index_cpu_to_gpu=lambda resources, device, index: faiss.clone_index(index),
+    )
+
+
+def test_faiss_is_timed_where_it_finds_the_best(faiss_here, setting):
+    timed = Once()
+    found = faiss_rivals.rivals(faiss_here, setting, 1300, timed, Clock(60))
+    assert not [name for name in found if name.endswith("error")]
+    assert found["flat_recall"] == 1
+    assert found["ivf_recall"] > 0.6
+    assert found["flat_recall"] > found["ivfpq_recall"] > 0.3
+    assert timed.calls == [1, 1, 1]
+    assert [found[name]["median_us"] for name in ("flat", "ivf", "ivfpq")] == [10, 20, 30]
+
+
+def test_what_faiss_raises_or_finds_wrong_is_not_timed(faiss_here, setting, monkeypatch):
+    monkeypatch.setattr(faiss_here, "GpuIndexIVFFlat", lambda *given: 1 / 0)
+    monkeypatch.setattr(faiss_rivals._Layer, "recall", lambda self, keys: 0.5)
+    found = faiss_rivals.rivals(faiss_here, setting, 1300, Once(), Clock(60))
+    assert found["flat_error"] == "0.500 of the keys found are the best, not 0.98"
+    assert found["ivf_error"] == "division by zero"
+    assert list(found["ivfpq"])
+    with pytest.raises(OutOfTimeError):
+        faiss_rivals.rivals(faiss_here, setting, 1300, Once(), Clock(-1))
+
+
+def test_faiss_that_cannot_be_imported_says_why(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "faiss.py").write_text("raise RuntimeError('no libcudart')")
+    monkeypatch.delitem(sys.modules, "faiss", raising=False)
+    with pytest.raises(ImportError, match="no libcudart"):
+        faiss_rivals.gpu_library(tmp_path)
+    (tmp_path / "faiss.py").write_text("")
+    with pytest.raises(ImportError, match="has no GPU part"):
+        faiss_rivals.gpu_library(tmp_path)
+    monkeypatch.delitem(sys.modules, "faiss", raising=False)
+
+
 def test_dense_attention_is_timed_both_ways(setting):
     found = dense(setting, 600, 2, 3, Once())
     assert found["dense"] == found["dense_gqa"]
@@ -355,6 +416,16 @@ def test_tables_of_a_result():
         *("scan", "34.0", f"{moved / 1e6:.2f}", f"{moved / 4e6:.1f}"),
         f"{moved / 4e6 / 34:.0%}",
     )
+
+
+def test_the_page_has_columns_of_faiss_where_it_was_measured():
+    result = {**made_up(), "points": made_up()["points"][:2]}
+    result["machine"] |= dict(transformers="5")
+    head, _, first, second = table_of(result).split("\n\n")[1].splitlines()
+    assert "| exact scores, topk | FAISS flat | FAISS IVF | FAISS IVF-PQ | rows on" in head
+    assert "| 336 (100%) | – | – |" in first
+    assert "| – | – | – |" in second
+    assert "FAISS" not in table_of({**result, "faiss": []})
 
 
 def test_a_result_is_shown(capsys):

@@ -1,12 +1,7 @@
-"""What the step is compared with: dense attention, exact scores with topk, FAISS."""
+"""What the step is compared with: dense attention, and exact scores with topk."""
 
 from __future__ import annotations
 
-import math
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +9,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.decode.setting import D, K, Setting, synthetic
-from benchmarks.decode.timing import Clock, OutOfTimeError, Timed, Times, quartiles
-from benchmarks.decode.workload import PIECE
-from kvindex.geometry import Geometry
+from benchmarks.decode.setting import Setting
+from benchmarks.decode.timing import OutOfTimeError, Timed
 
 FUSED = [
     SDPBackend.FLASH_ATTENTION,
@@ -77,56 +70,4 @@ def dense(setting: Setting, tokens: int, batch: int, layers: int, timed: Timed) 
     if ways:
         found["dense"] = min(ways, key=lambda times: times["median_us"])
         found["dense_bytes"] = keys[0].nbytes + values[0].nbytes
-    return found
-
-
-def faiss_times(folder: Path, tokens: int, clock: Clock, replays: int) -> dict[str, Any]:
-    """FAISS on the GPU for one KV head, microseconds on the host's clock with synchronisation.
-
-    A layer has G of them. IVF-PQ: M = 32, 8 bits, nprobe = 64, 4 √N lists, inner product.
-    """
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    import faiss
-    import faiss.contrib.torch_utils
-
-    geometry = Geometry.of(q_heads=4, kv_heads=1, head_dim=D, device="cuda")
-    pieces = range(0, tokens, PIECE)
-    keys = torch.cat([synthetic(geometry, 0, at, min(PIECE, tokens - at))[0, 0] for at in pieces])
-    queries = torch.randn(4, D, device="cuda")
-    resources = faiss.StandardGpuResources()
-
-    def timed(run: Callable[[], Any]) -> Times:
-        clock.check()
-        times = []
-        for _ in range(replays + 3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e6)
-        return quartiles(times[3:])
-
-    def flat() -> Times:
-        base, asked = keys.bfloat16(), queries.bfloat16()
-        metric = faiss.METRIC_INNER_PRODUCT
-        return timed(lambda: faiss.knn_gpu(resources, asked, base, K, metric=metric))
-
-    def ivfpq() -> Times:
-        lists = 2 ** round(math.log2(4 * math.sqrt(tokens)))
-        index = faiss.GpuIndexIVFPQ(resources, D, lists, 32, 8, faiss.METRIC_INNER_PRODUCT)
-        index.train(keys[torch.randperm(tokens, device="cuda")[: 64 * lists]].contiguous())
-        clock.check()
-        index.add(keys)
-        index.nprobe = 64
-        return timed(lambda: index.search(queries, K))
-
-    found: dict[str, Any] = {"tokens": tokens}
-    for name, run in (("flat", flat), ("ivfpq", ivfpq)):
-        try:
-            found[name] = run()
-        except OutOfTimeError:
-            raise
-        except Exception as error:
-            found[f"{name}_error"] = str(error).strip().splitlines()[0]
     return found

@@ -8,7 +8,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decode.setting import G
+FAISS = {"flat": "FAISS flat", "ivf": "FAISS IVF", "ivfpq": "FAISS IVF-PQ"}
+"""Indexes of `benchmarks.decode.faiss_rivals`."""
+
+
+def found_by(found: dict[str, Any]) -> str:
+    """What FAISS's indexes took for a layer, and how many of the best keys they found."""
+    parts = []
+    for name, label in FAISS.items():
+        if name in found:
+            recall = found[f"{name}_recall"]
+            parts.append(f"{label} {found[name]['median_us']:,.0f} µs ({recall:.0%} found)")
+        elif f"{name}_error" in found:
+            parts.append(f"{label}: {found[f'{name}_error']}")
+    return ", ".join(parts)
 
 
 def spread(point: dict[str, Any], part: str) -> str:
@@ -79,13 +92,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     for found in result.get("faiss", []):
-        parts = [
-            f"{name} {found[name]['median_us']:,.0f} µs"
-            if name in found
-            else found.get(f"{name}_error")
-            for name in ("flat", "ivfpq")
-        ]
-        console.print(f"FAISS, one of {G} KV heads, {found['tokens']:,} tokens: {parts}")
+        console.print(f"FAISS, {found['tokens']:,} tokens: {found_by(found)}")
     for note in result["notes"]:
         console.print(f"note: {note}")
 
@@ -110,11 +117,11 @@ def plot(result: dict[str, Any], out: Path) -> None:
         known = [(p["tokens"], p[part]["median_us"]) for p in points if part in p]
         if known:
             left.plot(*zip(*known, strict=True), style, label=label)
-    for name, label in (("flat", "FAISS flat"), ("ivfpq", "FAISS IVF-PQ")):
+    for name, label in FAISS.items():
         found = [f for f in result.get("faiss", []) if name in f]
         if found:
-            times = [G * f[name]["median_us"] for f in found]
-            left.plot([f["tokens"] for f in found], times, "x:", label=f"{label}, {G} KV heads")
+            times = [f[name]["median_us"] for f in found]
+            left.plot([f["tokens"] for f in found], times, "x:", label=f"{label}, search alone")
     left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per layer and step")
     lengths = [point["tokens"] for point in points]
     left.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])

@@ -77,15 +77,21 @@ class GraphTimer:
         self._sum = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def __call__(
-        self, run: Callable[[], Any], layers: int, before: Callable[[int], Any] | None = None
+        self,
+        run: Callable[[], Any],
+        layers: int,
+        before: Callable[[int], Any] | None = None,
+        *,
+        graph: bool = True,
     ) -> Times:
         """`run`'s time over `layers`; `graph`: whether it was captured, or timed as it is.
 
-        before: is called with the number of the replay, untimed.
+        before: is called with the number of the replay, untimed. graph: False for what must not
+        be captured, as a library that allocates.
         """
         self._clock.check()
         try:
-            replay = captured(run).replay
+            replay = captured(run).replay if graph else None
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError:

@@ -4,32 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.decode.show import FAISS
 from benchmarks.tabling.parts import machine, table
+
+SEARCHED = (
+    " FAISS's GPU indexes search alone, a call for each KV head, no rows read and no output made, "
+    "timed by events without a graph, which they cannot be captured in; in parentheses the share "
+    "of the best keys that they find."
+)
 
 
 def decode_step(result: dict[str, Any]) -> str:
     """Whole steps beside dense attention."""
     rows = []
+    faiss = {found["tokens"]: found for found in result["faiss"]}
     for point in result["points"]:
         if point["batch"] > 1:
             continue
         dense = point["dense"]["median_us"]
         line = [f"{point['tokens']:,}", f"{dense:.0f}", f"{point['topk']['median_us']:.0f}"]
+        if faiss:
+            line += [_searched(faiss.get(point["tokens"], {}), name) for name in FAISS]
         for place in ("host", "cached", "device"):
             ours = point.get(f"step_{place}")
             median = ours and ours["median_us"]
             line.append(f"{median:.0f} ({median / dense:.2f})" if ours else "–")
         floor = sum(stage.get("floor_us", 0) for stage in point["stages"])
         rows.append((*line, f"{floor:.0f}"))
-    head = ("tokens", "dense (SDPA)", "exact scores, topk", "rows on the host")
+    head = ("tokens", "dense (SDPA)", "exact scores, topk")
+    head = (*head, *(FAISS.values() if faiss else ()), "rows on the host")
     head = (*head, "and a cache of rows", "rows on the device", "what must move")
     return (
         "µs for a layer and step, and over dense: medians of 50 replays of a CUDA graph of 16 "
         "layers, cold caches; B = 1, H = 32, G = 8, D = 128, bfloat16, "
-        f"k = {result['shape']['k']}, `{result['index']}`.\n\n"
+        f"k = {result['shape']['k']}, `{result['index']}`."
+        + (SEARCHED if faiss else "")
+        + "\n\n"
         + table(head, rows)
         + f"\n\n{machine(result)}"
     )
+
+
+def _searched(found: dict[str, Any], name: str) -> str:
+    """Median of FAISS's search, and the share of the best keys that it finds."""
+    if name not in found:
+        return "–"
+    return f"{found[name]['median_us']:.0f} ({found[f'{name}_recall']:.0%})"
 
 
 def decode_stages(result: dict[str, Any]) -> str:
