@@ -83,15 +83,15 @@ class BaseIndex(ABC):
         if check is not None and not isinstance(check, bool):
             raise ValueError(f"check: got {check!r}, allowed is True, False or None")
         self._check = check
+        self._codes = Columns()
+        checks.one_of("store", store, PLACES)
+        make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
+        self._store = make_store(self.geometry, store, rows)
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
                 "rope: got None, allowed are the inverse frequencies of the keys' rotary "
                 f"embedding, float [F], which {type(self).__name__} needs"
             )
-        self._codes = Columns()
-        checks.one_of("store", store, PLACES)
-        make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
-        self._store = make_store(self.geometry, store, rows)
         self._valid = Valid()
         self._learnt: Codes = {}
         self._batch: int | None = None  # unknown until the first append

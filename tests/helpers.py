@@ -39,6 +39,8 @@ class Case:
 
     def index(self, name: str, **options: object) -> kvindex.BaseIndex:
         geometry = {key: value for key, value in asdict(self).items() if key != "batch"}
+        if kvindex.get(name.partition("+")[0].partition(":")[0]).needs_rope:
+            geometry["rope"] = rope(self.head_dim, self.device)
         return kvindex.create(name, **{**geometry, **options})
 
     def tensor(self, seed: int, *shape: int) -> Tensor:
@@ -57,6 +59,11 @@ class Case:
         """Queries `[B, H, D]`."""
         batch = self.batch if batch is None else batch
         return self.tensor(10_000 + seed, batch, self.q_heads, self.head_dim)
+
+
+def rope(head_dim: int, device: str | torch.device = "cpu") -> Tensor:
+    """Inverse frequencies `[D / 2]` as most models have them."""
+    return 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
 
 
 def left_padding(pads: list[int], count: int, device: str = "cpu") -> Tensor:

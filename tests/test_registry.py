@@ -29,7 +29,7 @@ def test_preset_is_overridden_field_by_field():
 
 @pytest.mark.parametrize("name", kvindex.names())
 def test_config_is_frozen(name):
-    config = kvindex.create(name, **GEOMETRY).config
+    config = kvindex.get(name).Config()
     for field in dataclasses.fields(config):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, field.name, 1)

@@ -26,6 +26,7 @@ from tests.helpers import (
     join,
     left_padding,
     part,
+    rope,
     snapshot,
 )
 
@@ -158,6 +159,8 @@ class IndexMachine(RuleBasedStateMachine):
 def machine(kind, **options):
     def new_index(self):
         geometry = dict(q_heads=self.case.q_heads, kv_heads=2, head_dim=16, value_dim=8)
+        if kind.needs_rope:
+            geometry["rope"] = rope(16)
         return kind(**geometry, store=self.store, **options)
 
     return type("Machine", (IndexMachine,), {"new_index": new_index})

@@ -31,7 +31,8 @@ def check_search(index: str, k: int, device: str) -> None:
     """Raises ValueError for an index that cannot be made, or a `k` below 1."""
     check.at_least("k", k, 1)
     check_index(index)
-    kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device)
+    rope = torch.ones(4, device=device)  # the model's own comes later
+    kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
 
 
 def check_output(path: Path | None) -> None:

@@ -91,8 +91,8 @@ def certify(
 
 def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
     """`BaseIndex.bytes_per_key` of keys in bfloat16."""
-    options = dict(q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
-    made = kvindex.create(index, **options)
+    options: dict[str, Any] = dict(q_heads=1, kv_heads=1, head_dim=head_dim, rope=torch.ones(1))
+    made = kvindex.create(index, dtype=torch.bfloat16, **options)
     assert isinstance(made, BaseIndex)
     made.append(*torch.ones(2, 1, 1, TOKENS, head_dim, dtype=torch.bfloat16))
     return made.bytes_per_key()

@@ -1,0 +1,73 @@
+"""Where a model's queries lie on average, layer by layer: `triattention` calibrated on a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvindex
+from kvindex import check
+from kvindex.indexes.triattention import Centres
+from kvindex.protocol import KVIndex
+from kvindex.wrappers import Wrapper
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.generation import Progress, prefill
+
+
+class _Averager(Wrapper):
+    """Means over the queries that it is told, and how many they are."""
+
+    def __init__(self, inner: KVIndex) -> None:
+        super().__init__(inner)
+        self.count = 0
+        self.centres: Centres | None = None
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        rope, known = self.geometry.rope, len(positions)
+        assert rope is not None
+        counted = torch.ones((1, known), dtype=torch.bool, device=queries.device)
+        new, share = Centres.of(queries, positions, counted, rope), known / (self.count + known)
+        mean, size = new.mean[0], new.size[0]
+        if self.centres is not None:
+            mean = torch.lerp(self.centres.mean, mean, share)
+            size = torch.lerp(self.centres.size, size, share)
+        self.centres, self.count = Centres(mean, size), self.count + known
+        super().observe(queries, positions)
+
+
+def calibrate_centres(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    chunk: int = 1024,
+    on_progress: Progress | None = None,
+) -> dict[int, dict[str, Centres]]:
+    """The centres of each full-attention layer over a text, for `attach(layer_options=…)`.
+
+    The model reads ids int64 `[N]` densely. Raises ValueError for a tensor of another shape or
+    fewer than two tokens, a model whose rotary embedding cannot be told, and what `attach` raises.
+    """
+    check.tensor("ids", ids, {"N": None}, torch.int64)
+    check.at_least("ids.shape[0]", len(ids), 2)
+
+    def averager(**geometry: Any) -> KVIndex:
+        if geometry.get("rope") is None:
+            raise ValueError(
+                "model: got one whose rotary embedding cannot be told, allowed is one of fixed "
+                "frequencies whose coordinates turn in two halves"
+            )
+        return _Averager(kvindex.create("exact", **geometry))
+
+    # no window: every token is in the index when its step ends; and never long enough to search
+    regions: Any = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
+    with attach(model, index=averager, **regions) as cache, torch.no_grad():
+        prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)
+        found = zip(cache.indexed, cache.indexes(), strict=True)
+        return {
+            number: {"centres": index.centres}
+            for number, index in found
+            if isinstance(index, _Averager) and index.centres is not None
+        }

@@ -1,0 +1,243 @@
+"""TriAttention: rows that queries to come will attend to, judged by where queries are on average.
+
+Mao et al., TriAttention: Efficient Long Reasoning with Trigonometric KV Compression (2026, arXiv
+2604.04921). Before the rotary embedding the queries of a head lie near one centre; turned to the
+places ahead, it says what they will attend to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvindex import check, group
+from kvindex.kept import NEVER, WatchingIndex, joined, real
+from kvindex.protocol import UNUSED, Codes
+
+LEAST = 1e-6
+"""A head whose scores spread less than this has no opinion (published)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Centres:
+    """Where the queries of a layer lie, by head and pair of coordinates that turn together.
+
+    mean: complex64 `[H, D / 2]`, of the queries before the rotary embedding; size: float32, of
+    their absolute values, at least that of the mean. Pairs that do not turn come last.
+    """
+
+    mean: Tensor
+    size: Tensor
+
+    @staticmethod
+    def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centres:
+        """Of queries `[B, H, R, D]` at positions int64 `[R]` where counted bool `[B, R]`, by row.
+
+        The fields have a leading axis `B`; zeros where none counts. rope: `kvindex.rope`.
+        """
+        pairs = paired(queries.float(), rope)
+        angles = positions[:, None].double() * frequencies(pairs.shape[-1], rope)
+        straight = pairs * torch.polar(torch.ones_like(angles), -angles).to(pairs.dtype)
+        weights = counted[:, None, :, None] / counted.sum(1).clamp_min(1)[:, None, None, None]
+        return Centres((straight * weights).sum(2), (pairs.abs() * weights).sum(2))
+
+
+@dataclass(frozen=True)
+class TriAttentionConfig:
+    """What TriAttention can be told.
+
+    budget: rows kept (published: 2048); horizon: how far ahead queries are looked for, at
+    distances 1, 2, 4, … up to this (published: 65536); centres: of the layer, calibrated on a text
+    beforehand (published), or None for those of the prompt's last `most` queries; group: how query
+    heads agree on the order of kept rows.
+    """
+
+    budget: int = 2048
+    horizon: int = 65536
+    centres: Centres | None = None
+    most: int = 2048
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("budget", self.budget, 1)
+        check.at_least("horizon", self.horizon, 1)
+        check.at_least("most", self.most, 1)
+        if self.centres is not None and not isinstance(self.centres, Centres):
+            raise ValueError(f"centres: got {self.centres!r}, allowed is None or a Centres")
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class TriAttention(WatchingIndex):
+    """Drops, for good, the rows of the least scores once there are more than `budget`.
+
+    A head scores a row by the mean product with its centre turned to the places ahead, and by
+    `Σ (E|q_f| - |E q_f|) |k_f|` for what of the queries is not at the centre. Rows are dropped at
+    `seal`, then at every append; without centres, never. What is learnt: `mean`, `size` as in
+    `Centres` with a leading axis `B`; `shift` int64 `[B]`, places that ids are ahead of those that
+    the centres know; `ids` int64 `[B, G, C]`, kept, -1 for none.
+    """
+
+    Config = TriAttentionConfig
+    needs_rope = True
+
+    _next: Tensor | None  # the place after the newest query, int64 []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        g, centres = self.geometry, self.config.centres
+        if centres is not None:
+            shape: dict[str, int | None] = {"H": g.q_heads, "D/2": g.head_dim // 2}
+            check.tensor("centres.mean", centres.mean, shape, torch.complex64)
+            check.tensor("centres.size", centres.size, shape, torch.float32)
+
+    # Signals
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centres.
+
+        After `seal` only their places count. What is not finite in a query counts as 0. Raises
+        ValueError or TypeError for a wrong tensor.
+        """
+        queries = self._signal(queries, positions)
+        if len(positions):
+            self._next = positions[-1] + 1
+        if not self._sealed and self.config.centres is None:
+            self._watch(queries, positions, self.config.most)
+
+    def seal(self) -> None:
+        """The prompt is complete: centres are settled (with the first append, if it is empty)."""
+        self._sealed = True
+        if len(self):
+            ids = self._kept()
+            keys = self._store.gather(ids).keys
+            self._learnt = self._left(ids, keys, self.valid, len(self))
+            self._seen = None
+
+    def truncate(self, length: int) -> None:
+        """As `BaseIndex.truncate`; what was dropped stays so."""
+        super().truncate(length)
+        self._next = None
+
+    # What is kept
+
+    def _kept(self) -> Tensor:
+        return self._learnt["ids"] if "ids" in self._learnt else self._from(0)
+
+    def _left(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
+        """What is learnt once rows `ids` int64 `[B, G, C]` with keys `[B, G, C, D]` compete.
+
+        flags: which of the first `length` tokens are valid, bool `[B, length]`, or None.
+        """
+        learnt = self._centred(len(keys), flags)
+        if "mean" not in learnt or ids.shape[-1] <= self.config.budget:
+            return {**learnt, "ids": ids} if "mean" in learnt else learnt
+        scores = self._scores(learnt, keys, length)
+        there = (ids >= 0)[:, :, None]
+        count = there.sum(-1, keepdim=True).clamp_min(1)
+        mean = scores.masked_fill(~there, 0).sum(-1, keepdim=True) / count
+        apart = (scores - mean).masked_fill(~there, 0)
+        spread = (apart.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(LEAST)
+        order = (apart / spread).amax(2).masked_fill(ids < 0, NEVER)  # the heads' largest
+        slots = self.ops.select.top_k(order, self.config.budget)[1].sort(-1).values
+        left = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
+        return {**learnt, "ids": left}
+
+    def _centred(self, batch: int, flags: Tensor | None) -> Codes:
+        """What is learnt, with centres where there are any to have."""
+        g, given, seen, learnt = self.geometry, self.config.centres, self._seen, self._learnt
+        if "mean" in learnt or not self._sealed or (given is None and seen is None):
+            return learnt
+        shift = torch.zeros(batch, dtype=torch.int64, device=g.device)
+        if given is not None:
+            if flags is not None:  # the longest row has no padding
+                first = flags.int().argmax(1)
+                shift = first - first.min()
+            parts = {"mean": given.mean, "size": given.size}
+            own = {name: part.to(g.device).expand(batch, -1, -1) for name, part in parts.items()}
+            return {**learnt, **own, "shift": shift}
+        assert seen is not None
+        assert g.rope is not None
+        counted = real(seen.positions, flags, batch)
+        found = Centres.of(seen.queries, seen.positions, counted, g.rope)
+        return {**learnt, "mean": found.mean, "size": found.size, "shift": shift}
+
+    def _scores(self, learnt: Codes, keys: Tensor, least: int) -> Tensor:
+        """Scores float32 `[B, G, g, C]` of keys `[B, G, C, D]` for the places from `least` on.
+
+        As keys have been turned already, the centre alone is: to `t + δ`, mean over `δ`.
+        """
+        g, keys = self.geometry, keys.float()
+        assert g.rope is not None
+        places = -learnt["shift"] + least
+        if self._next is not None:
+            places = torch.maximum(places, self._next - learnt["shift"])
+        omega = frequencies(g.head_dim // 2, g.rope)
+        ahead = 2.0 ** torch.arange(self.config.horizon.bit_length(), device=g.device)
+        angles = (places[:, None] + ahead.double())[..., None] * omega  # [B, δ, D/2]
+        turns = torch.polar(torch.ones_like(angles), angles).mean(1).to(torch.complex64)
+        future = unpaired(learnt["mean"] * turns[:, None], g.rope)  # [B, H, D]
+        loose = (learnt["size"] - learnt["mean"].abs()).clamp_min(0)
+        shape = (len(keys), g.kv_heads, g.group_size, -1)
+        loose = loose.reshape(shape) @ paired(keys, g.rope).abs().mT
+        scores: Tensor = future.reshape(shape) @ keys.mT + loose
+        return scores
+
+    # What the base asks for
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        learnt, first, stop = super()._learn(keys, valid), len(self), len(self) + keys.shape[2]
+        if not self._sealed:
+            return learnt
+        flags = joined(self.valid, first, keys, valid)
+        new = torch.arange(first, stop, device=keys.device)
+        new = new.expand(len(keys), keys.shape[1], -1)
+        if valid is not None:
+            new = new.masked_fill(~valid[:, None], UNUSED)
+        if not first:
+            return self._left(new, keys, flags, stop)
+        ids = self._kept()
+        both = torch.cat([self._store.gather(ids).keys, keys], dim=2)
+        return self._left(torch.cat([ids, new], dim=-1), both, flags, stop)
+
+    def _learnt_before(self, length: int) -> Codes:
+        if "ids" not in self._learnt:
+            return self._learnt
+        ids = self._learnt["ids"]
+        return {**self._learnt, "ids": ids.masked_fill(ids >= length, UNUSED)}
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
+        return None if self._sealed else self._seen
+
+    def _scanned(self) -> list[Tensor]:
+        kept = [self._learnt["ids"]] if "ids" in self._learnt else []
+        return [*super()._scanned(), *kept]
+
+    def _cleared(self) -> None:
+        super()._cleared()
+        self._next = None
+
+
+def paired(vectors: Tensor, rope: Tensor) -> Tensor:
+    """Coordinates of vectors float32 `[…, D]` that turn together, complex64 `[…, D / 2]`.
+
+    Those that do not turn are paired, too, and come last.
+    """
+    F = len(rope)
+    a, b, rest = vectors[..., :F], vectors[..., F : 2 * F], vectors[..., 2 * F :]
+    first, second = rest.chunk(2, dim=-1) if rest.shape[-1] else (rest, rest)
+    return torch.complex(torch.cat([a, first], -1), torch.cat([b, second], -1))
+
+
+def unpaired(pairs: Tensor, rope: Tensor) -> Tensor:
+    """The vectors of which `paired` gave these."""
+    F, (a, b) = len(rope), (pairs.real, pairs.imag)
+    return torch.cat([a[..., :F], b[..., :F], a[..., F:], b[..., F:]], dim=-1)
+
+
+def frequencies(pairs: int, rope: Tensor) -> Tensor:
+    """By which so many pairs turn, float64 `[D / 2]`; 0 for those that do not."""
+    return pad(rope.double(), (0, pairs - len(rope)))

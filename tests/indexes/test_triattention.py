@@ -1,0 +1,259 @@
+"""TriAttention against the published series in Python's own numbers; exact with budget enough."""
+
+import cmath
+import math
+
+import pytest
+import torch
+
+from kvindex.indexes.triattention import Centres, paired, unpaired
+from kvindex.rope import turned
+from tests.helpers import Case, assert_same_hits, left_padding, part, rope
+from tests.policies import assert_follows_exact_in_a_layer, kept
+
+CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
+N = 40
+SMALL = dict(budget=12, horizon=64)
+HALF = rope(8)  # of 16 coordinates, 8 turn
+
+
+def prompt(case=CASE, count=N, seed=0, frequencies=None):
+    """Queries `[B, H, count, D]` around a centre of each head, turned to their places."""
+    centre = 2 * case.tensor(600 + seed, case.batch, case.q_heads, 1, case.head_dim)
+    spread = case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
+    frequencies = rope(case.head_dim) if frequencies is None else frequencies
+    queries = turned((centre + spread).float(), torch.arange(count), frequencies)
+    return queries.to(case.dtype)
+
+
+def built(case=CASE, pads=None, queries=None, **options):
+    index = case.index("triattention", **{**SMALL, **options})
+    index.append(*case.tokens(N), valid=None if pads is None else left_padding(pads, N))
+    index.observe(prompt(case) if queries is None else queries, torch.arange(N))
+    index.seal()
+    return index
+
+
+def straight(row, place, omega):
+    """Pairs of a turned vector as complex numbers, turned back."""
+    F = len(omega)
+    rest = (len(row) - 2 * F) // 2
+    pairs = [complex(row[j], row[j + F]) * cmath.exp(-1j * omega[j] * place) for j in range(F)]
+    return pairs + [complex(row[2 * F + j], row[2 * F + rest + j]) for j in range(rest)]
+
+
+def scores_in_words(queries, keys, omega, *, now, horizon, pad=0):
+    """The published series: of queries `[n][D]` of one head for keys `{id: [D]}` at `now`."""
+    known = [straight(query, i, omega) for i, query in enumerate(queries) if i >= pad]
+    pairs = range(len(known[0]))
+    mean = [sum(q[f] for q in known) / len(known) for f in pairs]
+    size = [sum(abs(q[f]) for q in known) / len(known) for f in pairs]
+    omega_all = [*omega, *[0.0] * (len(mean) - len(omega))]
+    ahead = [2**i for i in range(horizon.bit_length())]
+    found = {}
+    for i, row in keys.items():
+        k = straight(row, i, omega)
+        series = 0.0
+        for delta in ahead:
+            for f in pairs:
+                phase = cmath.phase(mean[f] * k[f].conjugate())
+                angle = (now - i + delta) * omega_all[f] + phase
+                series += abs(mean[f]) * abs(k[f]) * math.cos(angle) / len(ahead)
+        found[i] = series + sum((size[f] - abs(mean[f])) * abs(k[f]) for f in pairs)
+    return found
+
+
+def kept_in_words(heads, budget):
+    """Ids of the `budget` best by the largest standardised score of any head."""
+    best = {}
+    for found in heads:
+        mean = sum(found.values()) / len(found)
+        spread = math.sqrt(sum((x - mean) ** 2 for x in found.values()) / len(found))
+        for i, x in found.items():
+            best[i] = max(best.get(i, -math.inf), (x - mean) / spread)
+    return sorted(sorted(best, key=lambda i: (-best[i], i))[:budget])
+
+
+@pytest.mark.parametrize("pads", [None, [0, 7]])
+@pytest.mark.parametrize("frequencies", [rope(16), HALF, torch.zeros(8)], ids=["all", "half", "0"])
+def test_it_keeps_what_the_series_rates_highest(pads, frequencies):
+    queries = prompt(frequencies=frequencies)
+    index, omega = built(pads=pads, queries=queries, rope=frequencies), frequencies.tolist()
+    more, keys = CASE.tokens(10, seed=5), CASE.tokens(N)[0]
+    before = {(b, h): kept(index, CASE, b, h) for b in range(2) for h in range(2)}
+    index.append(*more)
+    for (b, h), first in before.items():
+        pad, now = 0 if pads is None else pads[b], N
+        mine, rows = queries[b, 3 * h : 3 * h + 3].tolist(), keys[b, h].tolist()
+        asked = dict(horizon=64, pad=pad)
+        held = {i: rows[i] for i in range(pad, N)}
+        want = kept_in_words([scores_in_words(q, held, omega, now=now, **asked) for q in mine], 12)
+        assert first == want
+        new = {N + i: row for i, row in enumerate(more[0][b, h].tolist())}
+        held = {i: rows[i] for i in want} | new
+        now += 10
+        want = kept_in_words([scores_in_words(q, held, omega, now=now, **asked) for q in mine], 12)
+        assert kept(index, CASE, b, h) == want
+
+
+def test_the_series_in_words_can_differ():
+    queries, rows = prompt()[0, :3].tolist(), dict(enumerate(CASE.tokens(N)[0][0, 0].tolist()))
+    omega = rope(16).tolist()
+    for wrong in (dict(now=N + 5), dict(horizon=1), dict(pad=35)):
+        asked = {**dict(now=N, horizon=64), **wrong}
+        found = [scores_in_words(q, rows, omega, **asked) for q in queries]
+        assert kept_in_words(found, 12) != kept(built(), CASE, 0, 0)
+
+
+def test_queries_that_are_all_alike_are_foreseen_exactly():
+    """Before they are turned: then a score is the mean of the true products to come."""
+    case = Case(q_heads=3, kv_heads=1, head_dim=32)
+    alike = case.tensor(1, 1, 3, 1, 32).expand(-1, -1, N, -1)
+    queries = turned(alike, torch.arange(N), rope(32))
+    index = built(case, queries=queries, horizon=16, budget=39)
+    keys = case.tokens(N)[0]
+    got = index._scores(index._learnt, keys, N)
+    ahead = turned(alike[:, :, :5], N + torch.tensor([1, 2, 4, 8, 16]), rope(32))
+    want = (ahead @ keys.mT).mean(2)
+    torch.testing.assert_close(got[0, 0], want[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pads", [None, [0, 7]])
+@pytest.mark.parametrize("group", ["mean_share", "max_share", "union", "mean_query"])
+@pytest.mark.parametrize("k", [7, N + 5])
+def test_a_budget_above_n_is_exact(pads, group, k):
+    index, exact = built(pads=pads, group=group, budget=N + 6), CASE.index("exact", group=group)
+    exact.append(*CASE.tokens(N), valid=None if pads is None else left_padding(pads, N))
+    for more in (0, 5):
+        for each in (index, exact):
+            each.append(*CASE.tokens(more, seed=3))
+        hits = index.search(CASE.queries(), k=k), exact.search(CASE.queries(), k=k)
+        assert_same_hits(*hits, close=1e-5)
+
+
+def test_the_budget_holds_at_every_search_after_the_prompt():
+    index = built()
+    assert len(kept(index, CASE, 0, 0)) == 12
+    for step in range(5):
+        index.append(*CASE.tokens(3, seed=step))
+        index.observe(CASE.queries()[:, :, None], torch.tensor([N + 3 * step + 2]))
+        assert len(kept(index, CASE, 1, 1)) == 12
+        assert index._learnt["ids"].shape[2] == 12
+
+
+def test_nothing_is_dropped_without_centres_or_before_the_seal():
+    silent = CASE.index("triattention", **SMALL)
+    silent.append(*CASE.tokens(N))
+    silent.seal()
+    silent.append(*CASE.tokens(5))
+    assert kept(silent, CASE, 0, 0) == list(range(N + 5))
+    early = CASE.index("triattention", **SMALL)
+    early.append(*CASE.tokens(N))
+    early.observe(prompt(), torch.arange(N))
+    assert kept(early, CASE, 0, 0) == list(range(N))
+
+
+@pytest.mark.parametrize("first", [0, 9])
+def test_keys_that_come_after_the_seal_meet_the_same_centres(first):
+    """As in a layer, whose window keeps tokens back."""
+    tokens, index = CASE.tokens(N), CASE.index("triattention", **SMALL)
+    index.observe(prompt(), torch.arange(N))
+    index.append(*part(tokens, 0, first))
+    index.seal()
+    index.append(*part(tokens, first, N))
+    for b in range(2):
+        for h in range(2):
+            assert kept(index, CASE, b, h) == kept(built(), CASE, b, h)
+
+
+def centres(queries, **options):
+    """Of one row's queries `[H, T, D]`."""
+    known = torch.ones(1, queries.shape[1], dtype=torch.bool)
+    found = Centres.of(queries[None], torch.arange(queries.shape[1]), known, rope(16), **options)
+    return Centres(found.mean[0], found.size[0])
+
+
+def test_centres_of_a_text_beforehand_are_those_of_the_prompt():
+    case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
+    given, own = case.index("triattention", **SMALL, centres=centres(prompt(case)[0])), built(case)
+    given.append(*case.tokens(N))
+    given.seal()
+    for h in range(2):
+        assert kept(given, case, 0, h) == kept(own, case, 0, h)
+
+
+def test_padding_does_not_move_the_places_that_given_centres_know():
+    known = centres(prompt()[0])
+    index = CASE.index("triattention", **SMALL, centres=known)
+    keys, values = CASE.tokens(N)
+    pads = [0, 11]
+    keys[1] = turned(keys[1], torch.arange(N) - 11, rope(16))
+    index.append(keys, values, valid=left_padding(pads, N))
+    index.seal()
+    alone = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
+    single = alone.index("triattention", **SMALL, centres=known)
+    single.append(keys[1:, :, 11:], values[1:, :, 11:])
+    single.seal()
+    for h in range(2):
+        assert [i - 11 for i in kept(index, CASE, 1, h)] == kept(single, alone, 0, h)
+
+
+def test_truncate_and_reorder_leave_what_is_kept():
+    index = built()
+    before = {(b, h): kept(index, CASE, b, h) for b in range(2) for h in range(2)}
+    index.reorder(torch.tensor([1, 0, 1]))
+    for row, b in enumerate([1, 0, 1]):
+        assert kept(index, CASE, row, 0) == before[b, 0]
+    index.truncate(20)
+    for row, b in enumerate([1, 0, 1]):
+        assert kept(index, CASE, row, 1) == [i for i in before[b, 1] if i < 20]
+
+
+def test_in_a_layer_it_follows_exact_where_the_budget_is_enough():
+    case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
+    assert_follows_exact_in_a_layer(case, "triattention", budget=70)
+    with pytest.raises(AssertionError):
+        assert_follows_exact_in_a_layer(case, "triattention", budget=5)
+
+
+@pytest.mark.parametrize("turning", [1, 5, 8])
+def test_pairs_are_the_coordinates_that_turn_together(turning):
+    vectors, omega = CASE.tensor(0, 3, 16), rope(2 * turning)
+    assert torch.equal(unpaired(paired(vectors, omega), omega), vectors)
+    places = torch.tensor([0, 3, 10])
+    angles = torch.nn.functional.pad(omega, (0, 8 - turning)) * places[:, None]
+    want = paired(vectors, omega) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(paired(turned(vectors, places, omega), omega), want)
+
+
+def test_bytes_per_key_and_head():
+    case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
+    index = built(case, budget=10)
+    size = index.nbytes()["codes"]
+    centre = 2 * 64 * (8 + 4)  # of two heads
+    assert size == centre + 8 + 2 * 10 * 8
+    assert index.bytes_per_key()["scanned"] == 10 * (256 + 8) / N
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(budget=0), "budget: got 0, allowed"),
+        (dict(horizon=0), "horizon: got 0, allowed"),
+        (dict(most=0), "most: got 0, allowed"),
+        (dict(centres="file"), "centres: got 'file', allowed is None or a Centres"),
+        (
+            dict(centres=Centres(torch.zeros(2, 4, dtype=torch.complex64), torch.zeros(2, 8))),
+            r"centres.mean: got shape \[2, 4\], allowed is \[H=2, D/2=8\]",
+        ),
+        (
+            dict(centres=Centres(torch.zeros(2, 8), torch.zeros(2, 8))),
+            "centres.mean: got dtype torch.float32, allowed is torch.complex64",
+        ),
+        (dict(rope=None), "rope: got None, allowed are the inverse frequencies"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        Case().index("triattention", **options)
