@@ -16,7 +16,7 @@ from kvindex.near import Near
 from kvindex_cuda import steps, store
 from kvindex_cuda.fused import fused, ones, put
 from kvindex_cuda.step import Step, words_of
-from tests.cuda import emulator
+from tests.cuda import emulator, sanitize
 from tests.cuda.test_step import DEVICES
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
@@ -355,3 +355,7 @@ def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
         assert len(index) == 0
         index.append(*tokens)
     assert_same(*both, queries)
+
+
+def test_what_the_sanitizers_run_runs(device):
+    assert len(list(sanitize.run(device))) == 8

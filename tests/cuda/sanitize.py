@@ -1,0 +1,77 @@
+"""The kernels of a step, of an append and of the cache of rows on small shapes, for sanitizers.
+
+    python tests/cuda/sanitize.py [memcheck] [racecheck] [synccheck] [initcheck]
+
+runs itself under NVIDIA's `compute-sanitizer` with each tool named, and fails if one reports
+anything; without a tool it runs as it is, which compiles the kernels (CuPy keeps them). Only this
+project's kernels are watched. Needs a GPU; on a CPU tests run it on the emulator.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from kvindex.near import Near  # noqa: E402
+from tests.cuda.test_compile import KERNEL, launching  # noqa: E402
+from tests.helpers import Case, left_padding, part  # noqa: E402
+
+SHAPES = (
+    (Case(q_heads=4, kv_heads=2, head_dim=64, batch=2), "pariskv"),
+    (Case(8, 2, 128, 128, torch.bfloat16), "pariskv:rows=int8+sample"),
+)
+K = 20
+
+
+def run(device: str) -> Iterator[str]:
+    """Appends of a first block, a token and two blocks more, padding, a truncation; after each a
+    search, and attention three times: to rows that the cache lacks, holds, and half holds.
+    """
+    for case, name in SHAPES:
+        index = case.index(name, device=device, backend="cuda", store="host")
+        tokens = tuple(piece.to(device) for piece in case.tokens(700))
+        near = Near(index.geometry, case.batch, 40)
+        pads = left_padding([0, 30][: case.batch], 200, device)
+        for start, stop in ((0, 200), (200, 201), (201, 700)):
+            valid = pads if start == 0 else None
+            index.append(*part(tokens, start, stop), valid=valid)
+            near.add(*part(tokens, start, start + 1), None)
+            for seed in (0, 0, 1):
+                queries = case.queries(seed=seed).to(device)
+                output, found = index.attend(queries, near, k=K)
+                assert output.isfinite().all()
+                assert (found == K).all()
+            yield f"{case} {name}: {stop} tokens"
+        index.truncate(300)
+        hits = index.search(case.queries().to(device), k=K)
+        assert ((hits.ids >= 0) & (hits.ids < 300)).all()
+        assert index.fetch(hits).keys.isfinite().all()
+        yield f"{case} {name}: cut to 300"
+
+
+def sanitized(tool: str) -> int:
+    """Run this file under a tool; its exit status, 0 where it reports nothing."""
+    names = {
+        name for path in launching.SOURCES.glob("*.cu") for name in KERNEL.findall(path.read_text())
+    }
+    watched = [part for name in sorted(names) for part in ("--kernel-name", f"kne={name}")]
+    options = ["--tool", tool, "--error-exitcode", "1", "--report-api-errors", "no", *watched]
+    command = ["compute-sanitizer", *options, sys.executable, __file__]
+    print(f"== {tool}", flush=True)
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(any([sanitized(tool) for tool in sys.argv[1:]]))
+    for done in run("cuda"):
+        torch.cuda.synchronize()
+        print(done, flush=True)
