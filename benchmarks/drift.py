@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.drifting.measure import APART, ASKED, along, shifted
 from benchmarks.drifting.show import plot, show
 from benchmarks.drifting.systems import BETA, System, systems
-from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, write
+from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, reported, write
 from kvindex_adapters.capture import Captured
 from kvindex_adapters.evaluate.recall import SINK
 from kvindex_adapters.evaluate.text import python_reference
@@ -103,13 +103,13 @@ def captured(given: argparse.Namespace, progress: Progress) -> dict[str, list[Ca
             layers = torch.load(kept, weights_only=False)
         else:
             model = model or loaded(given)
-            task = progress.add_task(f"writing, then reading, top_p = {top_p}", total=1.0)
+            report = reported(progress, f"writing, then reading, top_p = {top_p}")
             layers = read_and_write(
                 *model,
                 text,
                 given.tokens,
                 given.written,
-                lambda _, done, total, t=task: progress.update(t, completed=done, total=total),
+                report,
                 top_p=top_p,
             )
             if kept:

@@ -31,12 +31,12 @@ import torch
 from rich.progress import Progress
 
 import kvindex
-from benchmarks.comparing.layers import Layer, read_and_write
+from benchmarks.comparing.layers import Layer, capture
 from benchmarks.comparing.measure import Truths, measure, search_time, sizes, truths
 from benchmarks.comparing.setting import Setting
 from benchmarks.comparing.show import PIECES, STALE, WHOLE, plot, show
 from benchmarks.comparing.truth import MEASURES
-from benchmarks.reading import SEED, add_model, described, loaded, write
+from benchmarks.reading import SEED, add_model, continued, described, loaded, reported, write
 from kvindex import backend, faiss_library
 
 SPECS = {
@@ -232,12 +232,10 @@ def main() -> None:
     with Progress() as progress:
         layers: list[Layer] = []
         for text in given.text:
-            task = progress.add_task(f"{text.stem}, {given.tokens} tokens")
-            layers += read_and_write(
-                *(model, tokenizer, text.read_text(), given.tokens, given.written),
-                lambda _, done, total, t=task: progress.update(t, completed=done, total=total),
-                every=given.layers,
-            )
+            report = reported(progress, f"{text.stem}, {given.tokens} tokens")
+            words = text.read_text()
+            ids = continued(model, tokenizer, words, given.tokens, given.written)
+            layers += capture(model, ids, every=given.layers, progress=report)
         del model
         compared = Comparison(setting, rows, layers, cpu=given.cpu)
         run = {

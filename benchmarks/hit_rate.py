@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 import kvindex
-from benchmarks.reading import add_model, described, loaded, read_and_write, write
+from benchmarks.reading import add_model, described, loaded, read_and_write, reported, write
 from kvindex_adapters.capture import Captured
 
 WAYS = 4
@@ -88,15 +88,9 @@ def main() -> None:
     with Progress() as progress:
         for text in given.text:
             for tokens in given.tokens:
-                task = progress.add_task(f"{text.stem}, {tokens} tokens")
-                layers = read_and_write(
-                    model,
-                    tokenizer,
-                    text.read_text(),
-                    tokens,
-                    given.written,
-                    lambda _, done, total, t=task: progress.update(t, completed=done, total=total),
-                )
+                report = reported(progress, f"{text.stem}, {tokens} tokens")
+                words = text.read_text()
+                layers = read_and_write(model, tokenizer, words, tokens, given.written, report)
                 task = progress.add_task("layers", total=len(layers))
                 each: dict[int, list[float]] = {rows: [] for rows in given.rows}
                 for layer in layers:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from kvindex_adapters.capture import Captured, capture
@@ -51,6 +53,12 @@ def write(result: dict[str, Any], out: Path | None) -> None:
         new = out.with_name(f"{out.name}.new")
         new.write_text(json.dumps(result, indent=1) + "\n")
         new.replace(out)
+
+
+def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:
+    """What shows in a line of `progress` how far reading is."""
+    task = progress.add_task(title, total=1.0)
+    return lambda _, done, total: progress.update(task, completed=done, total=total)
 
 
 def continued(

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, write
+from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, reported, write
 from kvindex.config import parse_spec
 from kvindex_adapters.evaluate.recall import Certified, Recall, bytes_per_key, certify, measure
 
@@ -144,15 +144,9 @@ def main() -> None:
         work = list(itertools.product(given.text, given.tokens))
         task = progress.add_task("texts and lengths", total=len(work) * len(specs))
         for text, tokens in work:
-            reading = progress.add_task(f"{text.stem}, {tokens} tokens", total=1.0)
-            layers = read_and_write(
-                model,
-                tokenizer,
-                text.read_text(),
-                tokens,
-                given.written,
-                lambda _, done, total, t=reading: progress.update(t, completed=done, total=total),
-            )
+            report = reported(progress, f"{text.stem}, {tokens} tokens")
+            words = text.read_text()
+            layers = read_and_write(model, tokenizer, words, tokens, given.written, report)
             for spec in specs:
                 options = parse_spec(spec)[1]
                 certified += [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import field, reading
-from benchmarks.comparing.layers import Layer, read_and_write
+from benchmarks.comparing.layers import Layer, capture
 from benchmarks.comparing.measure import measure, search_time, truths
 from benchmarks.comparing.setting import Setting
 from benchmarks.comparing.show import plot, show
@@ -208,7 +208,8 @@ def test_layers_are_those_of_the_recall_benchmark():
     model, tokenizer = build("llama"), lambda *_, **__: {"input_ids": list(range(3, 43))}
     given = (model, tokenizer, "x", 40, 8)
     plain = reading.read_and_write(*given)
-    kept = read_and_write(*given, every=1)
+    ids = reading.continued(*given)
+    kept = capture(model, ids)
     assert len(plain) == len(kept)
     for one, other in zip(plain, kept, strict=True):
         assert torch.equal(one.keys, other.keys)
@@ -216,7 +217,7 @@ def test_layers_are_those_of_the_recall_benchmark():
         assert other.values.shape[:2] == other.keys.shape[:2]
         assert not torch.equal(other.values, other.keys)
         assert other.rope.shape == (other.keys.shape[-1] // 2,)
-    assert len(read_and_write(*given, every=len(plain))) == 1
+    assert len(capture(model, ids, every=len(plain))) == 1
     with pytest.raises(ValueError, match="text: got 40 tokens, allowed is at least 41"):
         reading.continued(model, tokenizer, "x", 41, 8)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import kvindex
-from benchmarks.reading import continued
 from kvindex import Hits
 from kvindex.protocol import KVIndex
 from kvindex.wrappers import Wrapper
@@ -71,24 +70,6 @@ class _Keeper(Wrapper):
         rows = self.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
         queries = torch.cat(self._queries, 1)
         return Layer(rows.keys[0], queries, g.scale, g.softcap, rows.values[0], g.rope)
-
-
-def read_and_write(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    tokens: int,
-    written: int,
-    progress: Any = None,
-    *,
-    every: int = 1,
-) -> list[Layer]:
-    """As `benchmarks.reading.read_and_write`, of every so many layers; values and all queries too.
-
-    Raises as `continued`, and what `attach` raises.
-    """
-    sequence = continued(model, tokenizer, text, tokens, written)
-    return capture(model, sequence, every=every, progress=progress)
 
 
 def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) -> list[Layer]:
