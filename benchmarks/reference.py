@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import kvindex
-from kvindex import layer as layers
+from kvindex import dense
 from kvindex.group import POLICIES
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.machine import describe
@@ -66,9 +66,9 @@ def searches(keys: Tensor, values: Tensor, queries: Tensor) -> dict[str, dict[st
 def exact_attention(keys: Tensor, values: Tensor, queries: Tensor) -> dict[str, dict[str, float]]:
     """Causal attention of all tokens to all: fused, and block by block."""
     found, outputs = {}, []
-    limit = layers.GATHERED_BYTES
+    limit = dense.GATHERED_BYTES
     for name, bytes_ in (("fused", limit), ("block by block", -1)):
-        layers.GATHERED_BYTES = bytes_
+        dense.GATHERED_BYTES = bytes_
 
         def prefill() -> Tensor:
             layer = AttentionLayer(kvindex.create("exact", **SHAPE))
@@ -76,7 +76,7 @@ def exact_attention(keys: Tensor, values: Tensor, queries: Tensor) -> dict[str, 
 
         outputs.append(prefill())
         found[name] = timed(prefill, 5)
-    layers.GATHERED_BYTES = limit
+    dense.GATHERED_BYTES = limit
     if not torch.allclose(*outputs, atol=1e-5):
         raise SystemExit("the two exact paths differ")
     return found

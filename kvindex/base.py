@@ -195,7 +195,8 @@ class BaseIndex(ABC):
         """The first part of an append, the long one where it can be; what is returned is the rest.
 
         In between the index is as it was, to be searched and read, and the tensors must stay as
-        they are. So a CUDA stream may do the first part while another one searches (docs/cuda.md).
+        they are. So a CUDA stream may do the first part while another one searches (docs/cuda.md):
+        a layer has it done so where `appends_beside`.
         Raises as `append`; the rest raises ValueError if the index has changed.
         """
         g = self.geometry
@@ -233,6 +234,11 @@ class BaseIndex(ABC):
             self._keep(statistics)
 
         return end
+
+    @property
+    def appends_beside(self) -> bool:
+        """Whether the first part leaves the host and other streams alone: only where said so."""
+        return False
 
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvindex import layer as layers
+from kvindex import dense
 from kvindex.layer import AttentionLayer
 from tests.helpers import Case
 from tests.sequences import Sequence, layer_of, steps_of
@@ -28,8 +28,8 @@ PLANS = {
 @pytest.fixture(params=["gathered", "blockwise"])
 def path(request, monkeypatch):
     if request.param == "blockwise":
-        monkeypatch.setattr(layers, "GATHERED_BYTES", -1)
-    monkeypatch.setattr(layers, "BLOCK", 6)
+        monkeypatch.setattr(dense, "GATHERED_BYTES", -1)
+    monkeypatch.setattr(dense, "BLOCK", 6)
 
 
 def assert_dense(layer, sequence, steps):

@@ -55,20 +55,20 @@ def test_a_layer_fills_the_buffer_with_what_attention_needs(name):
     want, where = sequence.dense(), None
     for start, stop in steps_of(20, *[1] * 12, 5, *[1] * 12):
         sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
-        if layer._beside is not None:
-            where = where or addresses(layer._beside)
-            assert addresses(layer._beside) == where
+        if layer._regions._near is not None:
+            where = where or addresses(layer._regions._near)
+            assert addresses(layer._regions._near) == where
     assert where
     layer.truncate(41)
     for start in range(41, 50):
         sequence.assert_equals(sequence.feed(layer, start, start + 1), want, start)
-    assert addresses(layer._beside) == where
+    assert addresses(layer._regions._near) == where
     order = torch.arange(case.batch).flip(0)
     layer.reorder(order)
     turned = sequence.rows(order.tolist())
     for start in range(50, 60):
         turned.assert_equals(turned.feed(layer, start, start + 1), turned.dense(), start)
-    assert addresses(layer._beside) == where
+    assert addresses(layer._regions._near) == where
 
 
 @pytest.mark.parametrize("pads", [None, [0, 7, 16]])
@@ -83,7 +83,10 @@ def test_its_traffic_is_that_of_search_and_fetch(pads):
     assert mine.steps == theirs.steps == 20
     for name in ("rows_read", "rows_full", "bytes_fetched"):
         assert float(getattr(mine, name)) == pytest.approx(float(getattr(theirs, name)))
-    assert layers[0].nbytes()["window"] == layers[1].nbytes()["window"] + layers[0]._beside.nbytes()
+    assert (
+        layers[0].nbytes()["window"]
+        == layers[1].nbytes()["window"] + layers[0]._regions._near.nbytes()
+    )
 
 
 def test_a_batch_of_another_size_gets_another_buffer():
@@ -94,9 +97,9 @@ def test_a_batch_of_another_size_gets_another_buffer():
     layer.reorder(torch.tensor([2]))
     alone = sequence.rows([2])
     alone.assert_equals(alone.feed(layer, 30, 31), alone.dense(), 30)
-    assert layer._beside.batch == 1
+    assert layer._regions._near.batch == 1
     layer.reset()
-    assert layer._beside is None
+    assert layer._regions._near is None
 
 
 def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):
@@ -105,7 +108,7 @@ def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):
     for start, stop in steps_of(25, *[1] * 5):
         sequence.feed(layer, start, stop)
     with monkeypatch.context() as context:
-        context.setattr(layer, "_update", lambda: 1 / 0)
+        context.setattr(layer, "_update", lambda **_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sequence.feed(layer, 30, 31)
     sequence.assert_equals(sequence.feed(layer, 30, 32), sequence.dense(), 30)

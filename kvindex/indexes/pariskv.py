@@ -237,6 +237,11 @@ class ParisKV(BaseIndex):
         return self._ranked(_Asked.of(self, queries), k)[0]
 
     @property
+    def appends_beside(self) -> bool:
+        """Whether kernels write codes where they lie, and nothing waits for them."""
+        return self._writer is not None
+
+    @property
     def attends(self) -> bool:
         """Whether kernels search, fetch and attend in one go."""
         return bool(self._fused and self._fused.attends(self._store))

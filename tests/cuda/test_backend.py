@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_cuda.host_store import HostStore
 from tests.cuda import emulator
@@ -66,7 +67,9 @@ def test_every_preset_searches_as_in_torch(spec, device):
 
 @pytest.mark.parametrize("spec", ["pariskv:preset=fast:lists=group", "pariskv:preset=paper"])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_layer_attends_as_in_torch(spec, pinned, device):
+def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
+    """Both move rows into the index beside their steps."""
+    monkeypatch.setattr(ParisKV, "appends_beside", True)
     indexes = pair(spec, device)
     if pinned:
         allocator = None
@@ -76,14 +79,16 @@ def test_a_layer_attends_as_in_torch(spec, pinned, device):
         indexes[0]._store = HostStore(indexes[0].geometry, allocator=allocator)
     sizes = dict(k=20, sink=4, local=16, update_every=8, full_threshold=64)
     layers = [AttentionLayer(index, **sizes) for index in indexes]
-    tokens = moved(CASE.tokens(312), device)
+    tokens = moved(CASE.tokens(316), device)
     for layer in layers:
         queries = CASE.tensor(5, 2, 4, 300, 64).to(device)
         layer.step(queries, *part(tokens, 0, 300))
     off = []
-    for t in range(300, 312):
+    for t in range(300, 316):
         query = CASE.tensor(100 + t, 2, 4, 1, 64).to(device)
         mine, theirs = (layer.step(query, *part(tokens, t, t + 1)) for layer in layers)
         off.append(float((mine - theirs).norm() / theirs.norm()))
+    assert [len(layer.index) for layer in layers] == [292] * 2
+    assert [layer._regions.leaving for layer in layers] == [8] * 2
     assert sorted(off)[len(off) // 2] < 1e-3
     assert max(off) < 0.1  # a row that is another, of nearly the same score

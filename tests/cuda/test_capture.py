@@ -194,21 +194,28 @@ def test_a_search_allocates_nothing_new_and_waits_for_nothing(store):
         assert after[name] <= before[name], name  # what others left behind may go meanwhile
 
 
-def test_a_layers_steps_wait_for_nothing_between_updates():
+def test_a_layers_steps_and_updates_wait_for_nothing():
     options = dict(preset="fast", lists="group", device="cuda", store="host", backend="cuda")
     index = CASE.index("pariskv", **options)
     layer = AttentionLayer(index, k=K, sink=4, local=16, update_every=64, full_threshold=64)
-    tokens = cuda(*CASE.tokens(640))
+    tokens = cuda(*CASE.tokens(1000))
     (queries,) = cuda(CASE.tensor(5, 2, 8, 600, 128))
+
+    def step(t):
+        layer.step(queries[:, :, t % 600][:, :, None], *part(tokens, t, t + 1))
+
     layer.step(queries, *part(tokens, 0, 600))
-    layer.step(queries[:, :, :1], *part(tokens, 600, 601))
+    for t in range(600, 700):
+        step(t)
+    index._store._pool.settle()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for t in range(601, 640):
-            layer.step(queries[:, :, t % 600][:, :, None], *part(tokens, t, t + 1))
+        for t in range(700, 1000):
+            step(t)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert layer.traffic.steps == 40
+    assert layer.traffic.steps == 400
+    assert len(index) > 900
 
 
 def test_a_first_search_is_not_captured():

@@ -28,10 +28,10 @@ class ParallelLayer(AttentionLayer):
         """As `AttentionLayer.step` does for each token in turn: `[1, H, T, Dv]`."""
         if not self._begun:
             return super().step(queries, keys, values, valid=valid)
-        keys, values = self._checked(queries, keys, values, valid)
+        keys, values, _ = self._checked(queries, keys, values, valid)
         done, outputs = 0, []
         while done < queries.shape[2]:
-            room = self.update_every - (len(self._window) - self._local)
+            room = self.update_every - self._regions.buffer
             some = slice(done, done + room)
             done += room
             outputs.append(self._steps(queries[0, :, some], keys[:, :, some], values[:, :, some]))
@@ -39,8 +39,8 @@ class ParallelLayer(AttentionLayer):
 
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Steps between two updates: queries `[H, T, D]`; gives `[T, H, Dv]`."""
-        T, held = queries.shape[1], len(self._window)
-        self._window.append({"keys": keys, "values": values})
+        T, held = queries.shape[1], len(self._regions)
+        self._regions.append(len(self.index), keys, values, None)
         each = queries.transpose(0, 1).contiguous()  # the steps are rows of a batch
         # not of the protocol: `BaseIndex` and wrappers that pass it on have it
         index = self.index.repeated(T)  # type: ignore[attr-defined]

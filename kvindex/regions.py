@@ -1,0 +1,209 @@
+"""What a layer holds beside its index: the sink, and the window of leaving, local, new tokens."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex.columns import Columns, Valid
+from kvindex.geometry import Geometry
+from kvindex.near import Near
+from kvindex.protocol import Rows
+from kvindex.sink import Sink, joined, joining
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """The oldest rows of a window, `[B, G, n, D]`, as they go into the index.
+
+    retrievable: bool `[B, n]`, which of them searches may return, or None for all; sink: what it
+    is once they are there.
+    """
+
+    rows: Rows
+    retrievable: Tensor | None
+    sink: Sink | None
+
+    @property
+    def count(self) -> int:
+        """`n`."""
+        return self.rows.keys.shape[2]
+
+
+class Regions:
+    """Rows of the newest tokens, and of the first ones among those that have left for the index.
+
+    sink_size, local_size: in tokens; room: tokens that the window holds while single ones come.
+    The window is `leaving` tokens on their way into the index, then `local` ones, then the
+    `buffer`: tokens that came since. Positions are those in the sequence, `indexed` is how many
+    tokens the index holds, `N` those and the window's.
+    """
+
+    def __init__(self, geometry: Geometry, *, sink_size: int, local_size: int, room: int) -> None:
+        self._geometry = geometry
+        self._sink_size, self._local_size, self._room = sink_size, local_size, room
+        self._window = Columns()  # keys, values [B, G, W, D]
+        self._valid = Valid()  # of all tokens, in the index and in the window
+        self.reset()
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self._window.reset()
+        self._valid.reset()
+        self._padded = 0  # no token from this position on is padded
+        self.leaving = self.local = self._local_before = 0
+        self.sink: Sink | None = None
+        self._near: Near | None = None  # sink and window, for an index that attends by itself
+        self._moved = False  # whether rows have gone or moved since that was filled
+
+    def __len__(self) -> int:
+        """Tokens in the window, `W`."""
+        return len(self._window)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, `B`; 0 before the first token."""
+        return self._window["keys"].shape[0] if "keys" in self._window else 0
+
+    @property
+    def buffer(self) -> int:
+        """Tokens that are neither leaving nor local."""
+        return len(self) - self.leaving - self.local
+
+    @property
+    def window(self) -> Rows:
+        """Its rows, `[B, G, W, D]`."""
+        return Rows(self._window["keys"], self._window["values"])
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        return self._valid.flags
+
+    def real(self, start: int, stop: int | None = None) -> Tensor | None:
+        """`valid` from position `start` on; None, too, where none is padded from there on."""
+        return None if self.valid is None or start >= self._padded else self.valid[:, start:stop]
+
+    # Tokens come and go
+
+    def padding(self, length: int, valid: Tensor) -> Tensor | None:
+        """Flags bool `[B, T]` of tokens after `length` others, or None where none is padded.
+
+        Asks the device. Raises ValueError for a padded token after a real one.
+        """
+        flags, sequence = self.valid, valid
+        if length:
+            last = torch.ones_like(valid[:, :1]) if flags is None else flags[:, -1:]
+            sequence = torch.cat([last, valid], dim=1)
+        after_real = (sequence[:, :-1] & ~sequence[:, 1:]).any()
+        wrong, padded = torch.stack([after_real, ~valid.all()]).tolist()
+        if wrong:
+            raise ValueError(
+                "valid: got a padded token after a real one, allowed is padding on the left"
+            )
+        return valid if padded else None
+
+    def append(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
+        """More tokens: keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+
+        valid: bool `[B, T]`, or None where none of these is padded.
+        """
+        start = indexed + len(self)
+        flags = self._valid.reserve(start, keys, valid)
+        self._window.append({"keys": keys, "values": values})
+        self._valid.append(flags)
+        if valid is not None:
+            self._padded = start + keys.shape[2]
+
+    def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
+        """Forget the tokens from position `length` on, none of which is leaving.
+
+        sink: what is left of it.
+        """
+        self.sink, self._moved = sink, True
+        self._window.truncate(max(length - indexed, 0))
+        self.local = min(self.local, len(self) - self.leaving)
+        self._valid.truncate(length)
+        self._padded = min(self._padded, length)
+
+    def reordered(self, batch_indices: Tensor) -> Regions:
+        """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        other = copy(self)
+        other._window = self._window.reordered(batch_indices)
+        other._valid = self._valid.reordered(batch_indices)
+        other.sink = None if self.sink is None else self.sink.reordered(batch_indices)
+        other._moved = True
+        return other
+
+    # They leave for the index: `oldest`, `begin`, then `end` or `stay`
+
+    def oldest(self, indexed: int) -> Leaving:
+        """All but the newest tokens, of which as many as are local stay; changes nothing."""
+        count = len(self) - min(len(self), self._local_size)
+        window = self.window
+        rows = Rows(window.keys[:, :, :count], window.values[:, :, :count])
+        if not count:
+            return Leaving(rows, None, self.sink)
+        real = self.real(indexed, indexed + count)
+        new = joining(self.sink, self._sink_size, rows, real)
+        if new is None:
+            return Leaving(rows, real, self.sink)
+        sink = joined(self.sink, new, rows, indexed)
+        return Leaving(rows, ~new if real is None else real & ~new, sink)
+
+    def begin(self, count: int) -> None:
+        """The oldest `count` tokens are leaving; what stays is local."""
+        self._local_before, self.leaving = self.local, count
+        self.local = len(self) - count
+
+    def rest(self) -> Columns:
+        """A copy of the window without those that are leaving, for `end`."""
+        return self._window.after(self.leaving)
+
+    def end(self, rest: Columns, sink: Sink | None) -> None:
+        """They are gone. Does not fail."""
+        self._window, self.sink, self.leaving, self._moved = rest, sink, 0, True
+
+    def stay(self) -> None:
+        """None is leaving: all is as it was before `begin`."""
+        self.leaving, self.local = 0, min(self._local_before, len(self))
+
+    # What attention reads of them
+
+    def rows(self, seen: Tensor) -> tuple[Rows, Tensor]:
+        """Rows of sink and window `[B, G, S + W, D]`, and which are shown, bool `[B', S + W]`.
+
+        seen: bool `[B', W]`, which of the window's are.
+        """
+        if self.sink is None:
+            return self.window, seen
+        parts = [self.sink.rows, self.window]
+        keys = torch.cat([part.keys for part in parts], dim=2)
+        values = torch.cat([part.values for part in parts], dim=2)
+        return Rows(keys, values), torch.cat([self.sink.shown.expand(len(seen), -1), seen], dim=1)
+
+    def near(self, indexed: int) -> Near:
+        """The same in a buffer that gets what has come since the last step."""
+        held = 0 if self.sink is None else self.sink.ids.shape[1]
+        near = self._near
+        if near is None or near.batch != self.batch_size or near.room < held + len(self):
+            room = max(held, self._sink_size) + max(len(self), self._room)
+            near = self._near = Near(self._geometry, self.batch_size, room)
+        elif self._moved:
+            near.clear()
+        if not len(near) and self.sink is not None:
+            near.add(self.sink.rows.keys, self.sink.rows.values, self.sink.shown)
+        new, window = len(near) - held, self.window
+        seen = self.real(indexed + new)
+        near.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
+        self._moved = False
+        return near
+
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        used = self._window.nbytes() + self._valid.nbytes()
+        used += 0 if self.sink is None else self.sink.nbytes()
+        return used + (0 if self._near is None else self._near.nbytes())

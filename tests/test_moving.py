@@ -1,0 +1,110 @@
+"""Which stream comes after which while rows move into an index, on streams that only note it."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvindex import moving
+from kvindex.moving import Move
+from kvindex.protocol import Rows
+from kvindex.regions import Leaving
+
+
+class Part:
+    """Stands for a tensor."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def record_stream(self, stream):
+        self.notes.append(f"{self.name} lives until {stream.name} is done")
+
+
+class Stream:
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other):
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self.notes.append(f"event of {self.name}")
+        return f"that of {self.name}"
+
+    def wait_event(self, event):
+        self.notes.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    notes = []
+    side, steps = Stream("side", notes), Stream("steps", notes)
+
+    @contextmanager
+    def on(stream):
+        notes.append(f"on {stream.name}:")
+        yield
+        notes.append("back")
+
+    monkeypatch.setattr(moving, "side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return notes
+
+
+def index_of(notes, fails=False):
+    def begin_append(keys, values, *, valid):
+        notes.append("begin")
+        if fails:
+            raise MemoryError
+        return lambda: notes.append("end")
+
+    place = SimpleNamespace(device=torch.device("cuda:0"))
+    return SimpleNamespace(geometry=place, begin_append=begin_append)
+
+
+def leaving(notes):
+    keys, values, valid = (Part(name, notes) for name in ("keys", "values", "valid"))
+    return Leaving(Rows(keys, values), valid, None)
+
+
+BEGUN = [
+    "side waits for steps",
+    "keys lives until side is done",
+    "values lives until side is done",
+    "valid lives until side is done",
+    "on side:",
+    "begin",
+]
+
+
+def test_the_side_stream_begins_after_the_step_and_the_end_comes_after_it(notes):
+    move = Move(index_of(notes), leaving(notes), beside=True)
+    assert notes == [*BEGUN, "back", "event of side"]
+    notes.clear()
+    move.end()
+    assert notes == ["steps waits for that of side", "end"]
+
+
+def test_what_is_given_up_is_waited_for(notes):
+    move = Move(index_of(notes), leaving(notes), beside=True)
+    notes.clear()
+    move.wait()
+    assert notes == ["steps waits for that of side"]
+
+
+def test_what_fails_to_begin_is_waited_for(notes):
+    with pytest.raises(MemoryError):
+        Move(index_of(notes, fails=True), leaving(notes), beside=True)
+    assert notes == [*BEGUN, "steps waits for side"]
+
+
+def test_an_append_that_is_not_beside_knows_no_streams(notes):
+    index = index_of(notes)
+    index.append = lambda keys, values, *, valid: notes.append("append")
+    move = Move(index, leaving(notes), beside=False)
+    assert notes == []
+    move.end()
+    assert notes == ["append"]
