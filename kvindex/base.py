@@ -311,6 +311,9 @@ class BaseIndex(ABC):
     def mark_boundary(self) -> None:
         """A segment ends here. Nothing to do unless an index says so."""
 
+    def read(self, tokens: Tensor, *, first: int) -> None:
+        """Ids of the tokens from `first` on, int64 `[B, T]` or `[T]`. Nothing to do by default."""
+
     def __len__(self) -> int:
         """Tokens held, `N`, invalid ones included."""
         return self._length

@@ -100,6 +100,10 @@ class KVIndex(Protocol):
         """A sentence or segment ends with the newest token."""
         ...
 
+    def read(self, tokens: Tensor, *, first: int) -> None:
+        """The text: ids int64 `[B, T]` (or `[T]` for all rows) of the tokens from `first` on."""
+        ...
+
     def __len__(self) -> int:
         """Tokens held, `N`, invalid ones included."""
         ...

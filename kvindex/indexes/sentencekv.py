@@ -108,17 +108,17 @@ class SentenceKV(BaseIndex):
         """Tokens int64 `[T]`, or `[B, T]`, with ids from `first` on: punctuation ends sentences.
 
         They may be held already or be appended later; what was said of tokens from `first` on is
-        forgotten. Raises ValueError or TypeError for a wrong tensor or no `punctuation`.
+        forgotten. Without `punctuation` nothing is read. Raises ValueError or TypeError for a
+        wrong tensor.
         """
         check.at_least("first", first, 0)
         if isinstance(tokens, Tensor) and tokens.ndim == 2:
             check.tensor("tokens", tokens, {"B": self._batch, "T": None}, torch.int64)
         else:
             tokens = check.tensor("tokens", tokens, {"T": None}, torch.int64)[None]
-        if not self.config.punctuation:
-            raise ValueError("punctuation: got (), allowed is one token id at least, to read")
-        tokens = tokens.to(self.geometry.device)
-        self._say(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
+        if self.config.punctuation:
+            tokens = tokens.to(self.geometry.device)
+            self._say(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
 
     def _say(self, said: Tensor, first: int) -> None:
         """Sentences end where `said`, bool `[B or 1, T]`, of the tokens from `first` on."""

@@ -87,6 +87,10 @@ class Wrapper:
         """As the inner index does."""
         self.inner.mark_boundary()
 
+    def read(self, tokens: Tensor, *, first: int) -> None:
+        """As the inner index does."""
+        self.inner.read(tokens, first=first)
+
     def __len__(self) -> int:
         return len(self.inner)
 

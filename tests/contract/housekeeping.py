@@ -114,6 +114,7 @@ def check_signals_disturb_nothing(make: Make, case: Case) -> None:
     index.append(*part(tokens, 0, 30))
     index.seal()
     index.mark_boundary()
+    index.read(torch.arange(N, device=case.device).expand(case.batch, -1), first=0)
     queries = case.queries()[:, :, None]
     index.observe(queries, torch.tensor([29], device=case.device))
     index.append(*part(tokens, 30, N))

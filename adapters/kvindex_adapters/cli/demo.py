@@ -24,6 +24,7 @@ from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
 from kvindex_adapters.evaluate.needle import Needle, hide
 from kvindex_adapters.evaluate.text import paragraphs, python_reference
 from kvindex_adapters.hf.generation import Generation, generate
+from kvindex_adapters.hf.punctuation import punctuated
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
@@ -68,6 +69,7 @@ def demo(
             full.answer_ids,
             index=index,
             k=k,
+            attach_options=punctuated(index, tokenizer),
             on_progress=lambda done, total: progress.update("comparing step by step", done, total),
         )
     result = _result(needle, index, k, full, found, fidelity)

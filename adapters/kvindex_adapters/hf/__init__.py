@@ -9,7 +9,16 @@ print(cache.report())
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generation import Generation, generate
+from kvindex_adapters.hf.punctuation import sentence_ends
 from kvindex_adapters.hf.refuse import UnsupportedError
 from kvindex_adapters.hf.report import Report
 
-__all__ = ["Generation", "IndexCache", "Report", "UnsupportedError", "attach", "generate"]
+__all__ = [
+    "Generation",
+    "IndexCache",
+    "Report",
+    "UnsupportedError",
+    "attach",
+    "generate",
+    "sentence_ends",
+]

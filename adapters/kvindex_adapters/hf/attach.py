@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kvindex
@@ -148,12 +149,16 @@ def _guarded(forward: Callable[..., Any], cache: IndexCache) -> Callable[..., An
             )
         cache.check_usable()
         marks = cache.marks()
+        ids = args[0] if args else kwargs.get("input_ids")
+        cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
         try:
             output = forward(*args, **kwargs)
             cache.check_taken()
         except BaseException:  # an interrupt, too, leaves layers of different lengths
             cache.back_to(marks)
             raise
+        finally:
+            cache.tokens = None
         return output
 
     return guarded

@@ -55,7 +55,8 @@ def attention(
                     "full-attention layer, allowed is causal attention with left padding [B, N]"
                 )
             mask = None if attention_mask is None else attention_mask.bool()
-            output = layer.attend(query, key, value, mask, scale=scaling, softcap=softcap)
+            told: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens)
+            output = layer.attend(query, key, value, mask, **told)
         else:
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             output = _dense(query, key, value, attention_mask, scaling, softcap)

@@ -55,9 +55,11 @@ class IndexedLayer(CacheLayerMixin):
         *,
         scale: float | None,
         softcap: float | None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Append and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
 
+        tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown.
         Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
         and what `AttentionLayer.step` raises.
         """
@@ -76,7 +78,12 @@ class IndexedLayer(CacheLayerMixin):
         self._check_past(padding)
         valid = None if padding is None else padding[:, -keys.shape[2] :]
         queries, values = queries.to(keys.dtype), values.to(keys.dtype)
-        return self.attention.step(queries, keys, values, valid=valid)
+        output = self.attention.step(queries, keys, values, valid=valid)
+        T = keys.shape[2]
+        if tokens is not None and tokens.shape == (len(keys), T):
+            # after the step: a boundary that is marked in it lies before these tokens
+            self.attention.index.read(tokens, first=len(self.attention) - T)
+        return output
 
     def _check_same(self, scale: float, softcap: float | None) -> None:
         """The index was made for one scale and one softcap."""
@@ -187,6 +194,8 @@ class IndexCache(DynamicCache):
         """Numbers of the layers that have an index."""
         for i in self.indexed:
             self.layers[i] = IndexedLayer(partial(make, i))
+        self.tokens: Tensor | None = None
+        """Ids int64 `[B, T]` of the tokens of the step that is under way, if they are known."""
         self._config = config
         self._pending: Any = None
         self._closed = False

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvindex import check
 from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.punctuation import punctuated
 from kvindex_adapters.hf.report import Report
 
 Progress = Callable[[str, int, int], None]
@@ -65,9 +66,10 @@ def generate(
 
     prompt: text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`;
     index, k, attach_options: as `attach` takes them, `index=None` for full attention with
-    transformers' own cache; chunk: tokens of the prompt read at a time; generate_options: passed
-    to `model.generate` (greedy unless they say `do_sample=True`). One prompt gives one answer:
-    for beams, batches or several answers call `attach` and `model.generate`.
+    transformers' own cache; an index that reads punctuation gets the tokenizer's; chunk: tokens of
+    the prompt read at a time; generate_options: passed to `model.generate` (greedy unless they say
+    `do_sample=True`). One prompt gives one answer: for beams, batches or several answers call
+    `attach` and `model.generate`.
 
     Raises ValueError for an empty prompt, sizes out of range or options that do not fit, and
     what `attach` raises.
@@ -83,7 +85,7 @@ def generate(
     if index is None:
         context: Any = nullcontext(DynamicCache(config=model.config))
     else:
-        context = attach(model, index=index, k=k, **(attach_options or {}))
+        context = attach(model, index=index, k=k, **punctuated(index, tokenizer, attach_options))
     with context as cache, torch.no_grad():
         # generate() reads the last chunk: several queries, so the first answer token is exact
         prefill(model, ids, cache, stop=max(len(ids) - chunk, 0), chunk=chunk, report=on_progress)
