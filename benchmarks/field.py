@@ -8,10 +8,9 @@ The model reads N tokens of each text and writes T of its own, whose queries ask
 the text twice, at once and with its last part in pieces as while reading on; one that can be stale
 (`stale=true`) a third time. Bytes are those of the text at once. Sink and window are attended to
 besides. On a CUDA device pariskv runs on its kernels and FAISS where it has a GPU part, if they
-can. With --seconds the indexes share what is left of it: one that has used twice its share gets
-no further layer, and its line says of how many it is. OUT is written after each index, and holds a
-run for each length; --add keeps what it holds of other indexes and lengths. Without --model:
-SmolLM2-135M-Instruct.
+can. All indexes are measured on one layer, then on the next, while --seconds last. OUT is written
+after each index, and holds a run for each length; --add keeps what it holds of other indexes and
+lengths. Without --model: SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rich.progress import Progress
 
 import kvindex
 from benchmarks.comparing.layers import Layer, capture
-from benchmarks.comparing.measure import Truths, measure, search_time, sizes, truths
+from benchmarks.comparing.measure import measure, search_time, sizes, truths
 from benchmarks.comparing.setting import Setting
 from benchmarks.comparing.show import PIECES, STALE, WHOLE, plot, show
 from benchmarks.comparing.truth import MEASURES
@@ -58,7 +57,7 @@ ROWS = (64, 100, 256, 512, 1024)
 MIDDLE = 100
 """Rows at which what arrives in pieces is measured, where that is one of those asked for."""
 
-CHANGES = ("machine", "load_average", "seconds", "notes", "indexes", "failed")
+CHANGES = ("machine", "load_average", "seconds", "measured", "notes", "indexes", "failed")
 """What two measurements of the same setting need not share."""
 
 
@@ -111,53 +110,67 @@ class Comparison:
     rows: list[int]
     layers: list[Layer]
     cpu: bool = False
-    lines: list[dict[str, Any]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = [truths(layer, self.setting, self.rows) for layer in self.layers]
-        self._cells = list(zip(self.layers, known, strict=True))
+        self._known = [truths(layer, self.setting, self.rows) for layer in self.layers]
         self._faster, self.notes = faster(self.layers[0].keys.device)
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._found: dict[str, dict[str, list[dict[str, Any]]]] = {}
 
-    def add(self, spec: str, seconds: float = float("inf")) -> None:
-        """Measure one index, no further layer after `seconds`; whatever it raises is its result."""
+    def measure(self, spec: str, number: int) -> float:
+        """Measure one index on one layer, in so many seconds; whatever it raises is its result."""
+        if spec in self.failed:
+            return 0.0
+        options = self._faster.get(spec.split("+")[0].split(":")[0], {})
+        start = time.monotonic()
         try:
-            self.lines += self._measured(spec, seconds)
+            for arrival, cell in self._arrivals(spec, number, options).items():
+                self._found.setdefault(spec, {}).setdefault(arrival, []).append(cell)
+            took = time.monotonic() - start
+            if spec not in self._facts:
+                self._facts[spec] = {**options, **self._once(spec)}
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
             self.failed[spec] = f"{type(error).__name__}: {first}"
+            took = time.monotonic() - start
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        return took
 
-    def _measured(self, spec: str, seconds: float) -> list[dict[str, Any]]:
-        options = self._faster.get(spec.split("+")[0].split(":")[0], {})
-        first, k = self.layers[0], middle(self.rows)
-        start, kept = time.monotonic(), sizes(first, spec, self.setting, k)
-        found: dict[str, list[dict[str, Any]]] = {}
-        for layer, known in self._cells:
-            if found and time.monotonic() - start > seconds:
-                break
-            for arrival, cell in self._arrivals(spec, layer, known, options).items():
-                found.setdefault(arrival, []).append(cell)
-        lines = [
-            {"index": spec, "arrival": arrival, "bytes": kept, **options, **summary(cells)}
-            for arrival, cells in found.items()
+    def lines(self) -> list[dict[str, Any]]:
+        """One for each index and arrival."""
+        return [
+            {"index": spec, "arrival": arrival, **self._facts[spec], **summary(cells)}
+            for spec, arrivals in self._found.items()
+            if spec not in self.failed
+            for arrival, cells in arrivals.items()
         ]
+
+    def _once(self, spec: str) -> dict[str, Any]:
+        """What the first layer tells of an index."""
+        first, k = self.layers[0], middle(self.rows)
+        found: dict[str, Any] = {"bytes": sizes(first, spec, self.setting, k)}
         if self.cpu:
             took = search_time(first.to(device="cpu"), spec, self.setting, k)
-            lines[0]["cpu_search_ms"] = 1e3 * took
-        return lines
+            found["cpu_search_ms"] = 1e3 * took
+        return found
 
-    def _arrivals(
-        self, spec: str, layer: Layer, known: Truths, options: dict[str, Any]
-    ) -> dict[str, dict[str, Any]]:
-        given = dict(setting=self.setting, known=known, **options)
+    def _arrivals(self, spec: str, number: int, options: dict[str, Any]) -> dict[str, Any]:
+        given = dict(setting=self.setting, known=self._known[number], **options)
+        layer = self.layers[number]
         found = {WHOLE: measure(layer, spec, rows=self.rows, **given)}
         for arrival, one in ((PIECES, spec), (STALE, stale(spec))):
             if one is not None:
                 rows = [middle(self.rows)]
                 found[arrival] = measure(layer, one, rows=rows, pieces=True, **given)
         return found
+
+
+def in_turn(texts: list[list[Layer]]) -> list[Layer]:
+    """Layers of all texts, in an order in which any first few are of different texts and depths."""
+    depth = len(texts[0])
+    return [each[(at + step) % depth] for step in range(depth) for at, each in enumerate(texts)]
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -230,42 +243,48 @@ def main() -> None:
     old = json.loads(given.json.read_text()) if given.add and given.json.exists() else None
     model, tokenizer = loaded(given)
     with Progress() as progress:
-        layers: list[Layer] = []
+        texts: list[list[Layer]] = []
         for text in given.text:
             report = reported(progress, f"{text.stem}, {given.tokens} tokens")
             words = text.read_text()
             ids = continued(model, tokenizer, words, given.tokens, given.written)
-            layers += capture(model, ids, every=given.layers, progress=report)
+            texts.append(capture(model, ids, every=given.layers, progress=report))
         del model
+        layers = in_turn(texts)
         compared = Comparison(setting, rows, layers, cpu=given.cpu)
         run = {
             **described(given),
             "texts": [text.stem for text in given.text],
             "written": given.written,
             "every_layer": given.layers,
-            "layers": len(layers) // len(given.text),
+            "layers": len(texts[0]),
             "shape": {"q_heads": len(layers[0].queries), "kv_heads": len(layers[0].keys)},
             "setting": dataclasses.asdict(setting),
             "rows": rows,
             "dtype": str(layers[0].keys.dtype).removeprefix("torch."),
             "seed": SEED,
             "notes": compared.notes,
-            "indexes": compared.lines,
+            "indexes": [],
             "failed": compared.failed,
         }
         result = joined(old, run)  # before anything is measured in another setting
-        task = progress.add_task("indexes", total=len(specs))
-        for number, spec in enumerate(specs):
-            spent = time.monotonic() - start
-            progress.update(task, description=f"{spent:.0f} s: {spec}")
-            if spent > given.seconds:
-                compared.failed[spec] = f"not begun: {given.seconds:.0f} s were used up"
-            else:
-                compared.add(spec, 2 * (given.seconds - spent) / (len(specs) - number))
-            run["seconds"], run["load_average"] = time.monotonic() - start, os.getloadavg()[0]
-            result = joined(old, run)
-            write(result, given.json)
-            progress.advance(task)
+        task = progress.add_task("", total=len(layers) * len(specs))
+        for number in range(len(layers)):
+            took = 0.0
+            for spec in specs:
+                spent = time.monotonic() - start
+                progress.update(task, description=f"{spent:.0f} s, layer {number + 1}, {spec}")
+                if spent <= given.seconds:
+                    took += compared.measure(spec, number)
+                elif number == 0:
+                    compared.failed[spec] = f"not begun: {given.seconds:.0f} s were used up"
+                run |= {"seconds": time.monotonic() - start, "load_average": os.getloadavg()[0]}
+                run |= {"measured": number + 1, "indexes": compared.lines()}
+                result = joined(old, run)
+                write(result, given.json)
+                progress.advance(task)
+            if time.monotonic() - start + took > given.seconds:
+                break  # so that all are measured on the same layers
     show(result)
     if given.plot:
         plot(result, given.plot)

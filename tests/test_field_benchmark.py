@@ -39,7 +39,7 @@ def run_of(compared, **more):
         **dict(shape=dict(q_heads=4, kv_heads=2), setting=dict(vars(SETTING)), rows=ROWS),
         **dict(dtype="float32", notes=compared.notes, seconds=1.0, load_average=1.0),
         machine=dict(cores=1, processor="p", torch="2", transformers="5", threads=1),
-        **dict(indexes=compared.lines, failed=compared.failed),
+        **dict(indexes=compared.lines(), failed=compared.failed, measured=1),
     )
     return json.loads(json.dumps({**run, **more}))
 
@@ -103,11 +103,12 @@ def test_log_weights_and_summaries_count_as_in_a_layer():
 def test_a_frozen_index_loses_what_comes_later_and_a_failure_stops_nobody():
     compared = field.Comparison(SETTING, ROWS, [layer(seed, later=4.0) for seed in (0, 1)])
     wrong = "pqcache:subspaces=5"
-    for spec in (wrong, "exact", "magicpig:bits=4"):
-        compared.add(spec)
+    for number in (0, 1):
+        for spec in (wrong, "exact", "magicpig:bits=4"):
+            compared.measure(spec, number)
     assert list(compared.failed) == [wrong]
     assert "subspaces: got 5" in compared.failed[wrong]
-    lines = {(one["index"], one["arrival"]): one for one in compared.lines}
+    lines = {(one["index"], one["arrival"]): one for one in compared.lines()}
     assert list(lines) == [
         *(("exact", arrival) for arrival in ("whole", "pieces")),
         *(("magicpig:bits=4", arrival) for arrival in ("whole", "pieces", "stale")),
@@ -118,14 +119,22 @@ def test_a_frozen_index_loses_what_comes_later_and_a_failure_stops_nobody():
     assert lines["exact", "whole"]["layers"] == 2
 
 
-def test_a_slow_index_is_measured_on_fewer_layers():
+def test_lines_say_where_they_are_of_fewer_layers():
     compared = field.Comparison(SETTING, [32], [layer(), layer(1)], cpu=True)
-    compared.add("exact", seconds=0)
-    assert [line["layers"] for line in compared.lines] == [1, 1]
-    assert compared.lines[0]["cpu_search_ms"] > 0
-    result = {"runs": [run_of(compared, rows=[32], layers=2)]}
-    assert "| `exact` (1 of 2 layers) |" in table_of(result)
+    assert compared.measure("exact", 0) > 0
+    assert [line["layers"] for line in compared.lines()] == [1, 1]
+    assert compared.lines()[0]["cpu_search_ms"] > 0
+    whole = {"runs": [run_of(compared, rows=[32], layers=2)]}
+    assert "2 layers of 4 query and 2 KV heads, 1 of them measured;" in table_of(whole)
+    assert "| `exact` |" in table_of(whole)
+    later = {"runs": [run_of(compared, rows=[32], layers=2, measured=2)]}
+    assert "| `exact` (1 of 2 layers) |" in table_of(later)
     assert search_time(layer(), "exact", SETTING, 32) > 0
+
+
+def test_first_layers_are_of_different_texts_and_depths():
+    assert field.in_turn(["abc", "xyz"]) == [*"aybzcx"]
+    assert field.in_turn(["abc"]) == [*"abc"]
 
 
 def test_a_budget_is_the_rows_that_are_asked_for():
@@ -164,7 +173,7 @@ def test_all_indexes_are_compared_and_drawn(tmp_path):
     assert field.stale("ctkvr:rho=8+recall") == "ctkvr:rho=8:stale=true+recall"
     compared = field.Comparison(SETTING, ROWS, [layer()])
     for spec in ("exact", "pariskv", "ctkvr:rho=32"):
-        compared.add(spec)
+        compared.measure(spec, 0)
     assert not compared.failed
     compared.failed["other"] = "ValueError: no"
     run = run_of(compared)
@@ -178,6 +187,36 @@ def test_all_indexes_are_compared_and_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     plot(result, tmp_path / "field.png")
     assert (tmp_path / "field.png").stat().st_size > 10_000
+
+
+def test_a_run_is_written_as_far_as_its_time_goes(tmp_path, monkeypatch):
+    tokenizer = lambda *_, **__: {"input_ids": [i % 50 + 3 for i in range(120)]}  # noqa: E731
+    monkeypatch.setattr(field, "loaded", lambda given: (build("llama"), tokenizer))
+    monkeypatch.setattr(
+        field, "described", lambda given: dict(model="m", lora=None, machine=dict(at=given.device))
+    )
+    (tmp_path / "a.txt").write_text("x")
+    out = tmp_path / "field.json"
+    command = ["field", "--text", str(tmp_path / "a.txt"), "--tokens", "120", "--written", "4"]
+    command += ["--generated", "32", "--sink", "4", "--local", "16", "--rows", "8", "64"]
+    command += ["--layers", "1", "--json", str(out), "--index"]
+
+    def measured(*more):
+        monkeypatch.setattr("sys.argv", [*command, *more])
+        field.main()
+        return json.loads(out.read_text())["runs"][0]
+
+    run = measured("exact", "pqcache:subspaces=5", "streaming:budget={k}", "--add")
+    assert run["measured"] == run["layers"] > 1
+    assert [line["index"] for line in run["indexes"]] == ["exact"] * 2 + [
+        "streaming:budget={k}"
+    ] * 2
+    assert {line["layers"] for line in run["indexes"]} == {run["layers"]}
+    assert list(run["failed"]) == ["pqcache:subspaces=5"]
+    again = measured("quest", "--add", "--seconds", "0")
+    assert again["failed"]["quest"] == "not begun: 0 s were used up"
+    assert len(again["indexes"]) == 4
+    assert measured("quest", "--seconds", "1e-9")["indexes"] == []
 
 
 def test_on_a_gpu_pariskv_runs_on_its_kernels_and_faiss_where_it_can(monkeypatch):

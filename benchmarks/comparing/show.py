@@ -18,9 +18,8 @@ def middle_of(run: dict[str, Any]) -> str:
 
 
 def name_of(line: dict[str, Any], layers: int) -> str:
-    """The index, and of how many layers its line is where that is not of all."""
-    measured = line.get("layers", layers)
-    return line["index"] + (f" ({measured} of {layers} layers)" if measured != layers else "")
+    """The index, and of how many layers its line is where those of the run are others."""
+    return line["index"] + (f" ({line['layers']} of {layers} layers)" * (line["layers"] != layers))
 
 
 def show(result: dict[str, Any]) -> None:
@@ -28,7 +27,6 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=160)
     for run in result["runs"]:
         rows, k = [str(each) for each in run["rows"]], middle_of(run)
-        layers = run["layers"] * len(run["texts"])
         head = ("index", "arrives", "kept B", "scanned B", "build ms", "search ms", f"recall@{k}")
         title = f"{run['setting']['tokens']:,} tokens of {', '.join(run['texts'])}"
         table = Table(*head, *(f"error@{each}" for each in rows), title=title)
@@ -36,7 +34,7 @@ def show(result: dict[str, Any]) -> None:
             at = line["rows"][k]
             errors = [line["rows"].get(each) for each in rows]
             table.add_row(
-                *(name_of(line, layers), line["arrival"]),
+                *(name_of(line, run["measured"]), line["arrival"]),
                 *(f"{line['bytes'][part]:.0f}" for part in ("kept", "scanned")),
                 *(f"{line['build_ms']:.0f}", f"{at['search_ms']:.2f}", f"{at['recall']:.3f}"),
                 *(f"{found['error']:.3f}" if found else "" for found in errors),

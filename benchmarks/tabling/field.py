@@ -16,7 +16,7 @@ def field(result: dict[str, Any]) -> str:
 def _run(run: dict[str, Any]) -> str:
     """One line per index; what arrives in pieces, and frozen, in columns of its own."""
     lines = {(line["index"], line["arrival"]): line for line in run["indexes"]}
-    ks, k, layers = [str(k) for k in run["rows"]], middle_of(run), run["layers"] * len(run["texts"])
+    ks, k = [str(k) for k in run["rows"]], middle_of(run)
     on_gpu = any("cpu_search_ms" in line for line in lines.values())
     rows = []
     for index in dict.fromkeys(line["index"] for line in run["indexes"]):
@@ -24,7 +24,7 @@ def _run(run: dict[str, Any]) -> str:
         pieces, stale = (lines.get((index, arrival)) for arrival in ("pieces", "stale"))
         at = whole["rows"][k]
         cpu = (f"{whole['cpu_search_ms']:.2f}" if "cpu_search_ms" in whole else "",)
-        name, _, more = name_of(whole, layers).partition(" ")
+        name, _, more = name_of(whole, run["measured"]).partition(" ")
         rows.append(
             (
                 f"`{name}`" + (f" {more}" if more else ""),
@@ -50,10 +50,12 @@ def _run(run: dict[str, Any]) -> str:
 def _about(run: dict[str, Any]) -> str:
     setting, shape = run["setting"], run["shape"]
     model = f"{run['model']} with {run['lora']}" if run["lora"] else run["model"]
+    layers = len(run["texts"]) * run["layers"]
+    some = f", {run['measured']} of them measured" if run["measured"] != layers else ""
     return (
         f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}), "
-        f"{run['written']} written ones ask; {run['layers']} layers of {shape['q_heads']} query "
-        f"and {shape['kv_heads']} KV heads; the first {setting['sink']} tokens, the text's last "
+        f"{run['written']} written ones ask; {layers} layers of {shape['q_heads']} query and "
+        f"{shape['kv_heads']} KV heads{some}; the first {setting['sink']} tokens, the text's last "
         f"{setting['local']} and the written ones are attended to besides. In pieces: the text's "
         f"last {setting['generated']:,} tokens come after the prompt was sealed; the error over "
         "that of exact search with as many rows, before and after them."
