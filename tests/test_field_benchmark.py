@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import kvindex
 from benchmarks import field, reading
 from benchmarks.comparing.layers import Layer, capture
 from benchmarks.comparing.measure import measure, search_time, truths
@@ -168,7 +169,9 @@ def test_runs_are_joined_by_length_and_lines_in_the_same_setting_only():
 
 
 def test_all_indexes_are_compared_and_drawn(tmp_path):
-    assert {spec.split(":")[0] for spec in field.default_specs()} >= {"exact", "pariskv", "ctkvr"}
+    names = [spec.split(":")[0].split("+")[0] for spec in field.default_specs()]
+    assert set(names) == set(kvindex.names())
+    assert (names[:2], names[-1][:6]) == (["exact", "pariskv"], "faiss-")
     assert field.stale("exact") is None
     assert field.stale("ctkvr:rho=8+recall") == "ctkvr:rho=8:stale=true+recall"
     compared = field.Comparison(SETTING, ROWS, [layer()])
