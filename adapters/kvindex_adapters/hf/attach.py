@@ -75,8 +75,10 @@ def attach(
             made: KVIndex = kvindex.create(index, **{**place, **geometry, **own})
         else:
             made = index(**{**geometry, **own})
+        turn = cache.indexed.index(number) / len(cache.indexed)
         sizes = dict(sink=sink, local=local, update_every=update_every)
-        return layer(made, k=k, mass=mass, full_threshold=full_threshold, **sizes)
+        sizes |= dict(k=k, full_threshold=full_threshold)
+        return layer(made, mass=mass, turn=turn, **sizes)
 
     cache = IndexCache(config, make, dense_layers)
     ropes = {number: rotary(decoder, number) for number in cache.indexed}

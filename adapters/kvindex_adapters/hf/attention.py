@@ -11,7 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvindex.ops.attention import attend_blocks
-from kvindex_adapters.hf.cache import IndexCache, IndexedLayer
+from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.indexed import IndexedLayer
 from kvindex_adapters.hf.refuse import UnsupportedError, check_attention
 
 NAME = "kvindex"

@@ -3,7 +3,7 @@
 `update()` receives keys and values after rotary embedding, the attention function sees the
 queries. They meet through the cache: `update()` leaves the layer as pending and returns the new
 tokens alone; the attention function that runs next takes it and appends the keys and values that
-reach it, whatever the model's class did to them in between.
+reach it, whatever the model's class did to them in between (`indexed.IndexedLayer.attend`).
 """
 
 from __future__ import annotations
@@ -12,171 +12,15 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
-from kvindex import check
-from kvindex.layer import AttentionLayer, Mark
+from kvindex.layer import AttentionLayer
 from kvindex.protocol import KVIndex
+from kvindex_adapters.hf.indexed import IndexedLayer, LayerFactory, check_crop
 from kvindex_adapters.hf.refuse import UnsupportedError
 from kvindex_adapters.hf.report import Report
-
-LayerFactory = Callable[..., AttentionLayer]
-"""Makes a layer from its number and the geometry that its first call shows."""
-
-
-class IndexedLayer(CacheLayerMixin):
-    """A layer of the cache around a `kvindex.layer.AttentionLayer`."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, make: LayerFactory) -> None:
-        super().__init__()
-        self._make = make
-        self.attention: AttentionLayer | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The new tokens as they are; `attend` appends them."""
-        return key_states, value_states
-
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        padding: Tensor | None,
-        *,
-        scale: float | None,
-        softcap: float | None,
-        tokens: Tensor | None = None,
-    ) -> Tensor:
-        """Append and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
-
-        tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown.
-        Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
-        and what `AttentionLayer.step` raises.
-        """
-        if self.attention is None:
-            self.attention = self._make(
-                q_heads=queries.shape[1],
-                kv_heads=keys.shape[1],
-                head_dim=keys.shape[3],
-                value_dim=values.shape[3],
-                scale=scale,
-                softcap=softcap,
-                dtype=keys.dtype,
-                device=keys.device,
-            )
-        self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
-        self._check_past(padding)
-        valid = None if padding is None else padding[:, -keys.shape[2] :]
-        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
-        output = self.attention.step(queries, keys, values, valid=valid)
-        T = keys.shape[2]
-        if tokens is not None and tokens.shape == (len(keys), T):
-            # after the step: a boundary that is marked in it lies before these tokens
-            self.attention.index.read(tokens, first=len(self.attention) - T)
-        return output
-
-    def _check_same(self, scale: float, softcap: float | None) -> None:
-        """The index was made for one scale and one softcap."""
-        assert self.attention is not None
-        g = self.attention.index.geometry
-        if (scale, softcap) != (g.scale, g.softcap):
-            raise UnsupportedError(
-                f"scaling, softcap: got {scale}, {softcap}, allowed is what the layer's first "
-                f"call had: {g.scale}, {g.softcap}"
-            )
-
-    def _check_past(self, padding: Tensor | None) -> None:
-        """The mask must say of the past what it said when the tokens came."""
-        length = self.get_seq_length()
-        if length == 0 or self.attention is None:
-            return
-        was = self.attention.valid
-        now = None if padding is None else padding[:, :length]
-        if was is None or now is None:
-            some = now if was is None else was
-            same = some is None or bool(some.all())
-        else:
-            same = torch.equal(now, was)
-        if not same:
-            raise UnsupportedError(
-                "attention_mask: got one that hides tokens of the past which were visible before "
-                "(or the reverse), allowed is the same past"
-            )
-
-    def get_seq_length(self) -> int:
-        """Tokens held."""
-        return 0 if self.attention is None else len(self.attention)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask covers: all of them."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first `attend` makes the index."""
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.attention = None
-
-    def mark(self) -> Mark | None:
-        """Where the layer is now; None before its first step."""
-        return None if self.attention is None else self.attention.mark()
-
-    def back_to(self, mark: Mark | None) -> None:
-        """Forget what came after `mark`."""
-        if mark is None or self.attention is None:
-            self.attention = None
-        else:
-            self.attention.back_to(mark)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
-        removed = _check_crop(tokens_to_remove)
-        if self.attention is not None:
-            self.attention.truncate(max(len(self.attention) + removed, 0))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
-        if self.attention is not None:
-            self.attention.reorder(beam_idx.long())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch `repeats` times in a row."""
-        check.at_least("repeats", repeats, 1)
-        self.batch_select_indices(torch.arange(self._batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        if self.attention is None:
-            return
-        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
-            check.tensor("indices", indices, {"B": self._batch})
-            indices = indices.nonzero()[:, 0]
-        self.attention.reorder(indices)
-
-    def offload(self) -> None:
-        """Refused: where rows live is the index's own choice (`store`)."""
-        raise UnsupportedError('offloading: got True; allowed is index_options={"store": "host"}')
-
-    prefetch = offload
-
-    @property
-    def _batch(self) -> int:
-        return 0 if self.attention is None else self.attention.batch_size
 
 
 class IndexCache(DynamicCache):
@@ -277,7 +121,7 @@ class IndexCache(DynamicCache):
         Positive numbers mean different things in different versions of transformers. Raises
         RuntimeError where a sliding window has lost the rows to go back to.
         """
-        removed = _check_crop(tokens_to_remove)
+        removed = check_crop(tokens_to_remove)
         self._every(lambda layer: layer.crop(removed))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -354,16 +198,6 @@ class IndexCache(DynamicCache):
 
     def _indexed(self) -> list[IndexedLayer]:
         return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
-
-
-def _check_crop(tokens_to_remove: Any) -> int:
-    """As an int: transformers 5.17 passes a tensor of no dimensions."""
-    removed = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
-    if not isinstance(removed, int) or isinstance(removed, bool) or removed > 0:
-        raise ValueError(
-            f"tokens_to_remove: got {removed!r}, allowed is 0 or minus the number of tokens"
-        )
-    return removed
 
 
 def _check_dense(dense_layers: Any, layers: int, full: list[int]) -> None:
