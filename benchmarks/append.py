@@ -8,7 +8,8 @@ first; wrong ones are not timed. `encode`: CUDA graphs after the L2 cache was fi
 shares of the read-only rate of the same run. `offload`: CUDA events around copies, shares of a
 plain copy from the device to pinned memory of the same size. `update`: 256 tokens of each layer
 move into the index every 256 steps; a step is a graph of all layers' searches and attention
-alone, which makes a delay as large a share as it can be.
+alone, which makes a delay as large a share as it can be. `layers`: the same of attention layers
+that are launched one by one, and update their windows by themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.appending import encode, offload, update
+from benchmarks.appending import encode, layers, offload, update
 from benchmarks.decode.floors import ceilings
 from benchmarks.decode.setting import D, G, H
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
@@ -94,6 +95,11 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
             clock.check()
             updates.append(update.measure(geometry, context, given.layers, given.periods))
             keep("update", updates)
+        decoding = []
+        for context in given.context:
+            clock.check()
+            decoding.append(layers.measure(geometry, context, given.layers, given.periods))
+            keep("layers", decoding)
     except (OutOfTimeError, torch.cuda.OutOfMemoryError, MemoryError) as error:
         keep("notes", [*result["notes"], f"stopped: {str(error).splitlines()[0]}"])
     keep("seconds", clock.spent)

@@ -1,10 +1,12 @@
 """The benchmark of appends, but for the clock: what it checks, counts, plans and refuses."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from benchmarks import append
-from benchmarks.appending import encode, update
+from benchmarks.appending import encode, layers, update
 from kvindex.geometry import Geometry
 from kvindex_cuda.append import Writer
 from tests.cuda import emulator
@@ -81,6 +83,30 @@ def test_layers_decode_and_go_back(monkeypatch):
         decode.back()
         decode.step()
         assert all(map(torch.equal, decode.outputs, before))
+
+
+@emulated
+@pytest.mark.parametrize(("plan", "at_a_step"), [("at_once", 2), ("beside", 1)])
+def test_layers_update_their_windows_by_themselves(plan, at_a_step, monkeypatch):
+    monkeypatch.setattr(layers, "LOCAL", 16)
+    with emulator.emulated():
+        decoding = layers.Decoding(SMALL, 280, 2, plan, update=6)
+        assert [len(layer) for layer in decoding.layers] == [280, 280]
+        hit, held = [], []
+        for _ in range(19):
+            hit.append(decoding.step())
+            held.append([len(layer.index) for layer in decoding.layers])
+    ended = [sum(map(int.__lt__, *pair)) for pair in pairwise(held)]
+    assert max(ended[7:]) == at_a_step
+    assert sum(hit[7:]) == (2 if plan == "at_once" else 8)  # 2 layers, 2 updates, begun and ended
+
+
+def test_delays_are_over_the_other_steps_of_the_run():
+    found = layers.delays([10.0, 13.0, 10.0, 11.0], [False, True, False, True])
+    assert found["delay_median"] == pytest.approx(0.2)
+    assert found["delay_worst"] == pytest.approx(0.3)
+    assert found["amortised"] == pytest.approx(0.1)
+    assert (found["steps"], found["updated"]) == (4, 2)
 
 
 @pytest.mark.parametrize(
