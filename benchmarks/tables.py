@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabling import decode, field, reading, recall
+from benchmarks.tabling import decode, field, reading, recall, tau
 from benchmarks.tabling.parts import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +27,7 @@ PAGES = (
     "docs/pipeline/rerank.md",
     "docs/cuda.md",
     "docs/field.md",
+    "docs/indexes/louiskv.md",
 )
 
 SOURCES = {"decode_stages": "decode_step"}
@@ -46,6 +47,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_step": decode.decode_step,
     "decode_stages": decode.decode_stages,
     "field": field.field,
+    "tau": tau.tau,
 }
 
 
