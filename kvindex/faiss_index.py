@@ -214,11 +214,13 @@ class FaissIndex(BaseIndex):
         keys = None if on_gpu else asked.new_empty((B, G, heads * count, D)).zero_()
         with threads(torch.get_num_threads()):
             for b, g, rows in self._searches():
-                some = asked[rows, g].contiguous()  # [b, g, D]: rows that share an index
+                # rows that share an index; a list of places waits for a device, a slice does not
+                row: Any = slice(b, b + 1) if rows == [b] else rows
+                some = asked[row, g].contiguous()  # [b, g, D]
                 ids, vectors = self._ask(self._made[b][g], some.flatten(0, 1), count)
-                found[rows, g] = ids.view(len(rows), -1)
+                found[row, g] = ids.view(len(rows), -1)
                 if keys is not None and vectors is not None:
-                    keys[rows, g] = vectors.view(len(rows), -1, D)
+                    keys[row, g] = vectors.view(len(rows), -1, D)
         device = self.geometry.device
         found = found.to(device)
         if self.valid is not None:

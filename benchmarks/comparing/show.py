@@ -78,8 +78,9 @@ def plot(result: dict[str, Any], out: Path) -> None:
         left.set_xticks(run["rows"], [str(n) for n in run["rows"]])
         left.xaxis.set_minor_formatter(ticker.NullFormatter())
         for axes in (left, along):
-            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.2f"))
-            axes.yaxis.set_minor_formatter(ticker.FormatStrFormatter("%.2f"))
+            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
+            axes.yaxis.set_minor_formatter(ticker.FormatStrFormatter("%.3g"))
+        left.set_ylim(bottom=max(left.get_ylim()[0], 5e-3))
         for axes in (left, right, along):
             axes.grid(alpha=0.3)
     for name in names:
