@@ -1,16 +1,16 @@
 """All indexes under one protocol: the same keys and queries of a real model, the same rows.
 
-    python -m benchmarks.field --text FILE… [--tokens N] [--written T] [--generated N]
+    python -m benchmarks.field --text FILE… [--tokens N] [--written T] [--generated N [--sampled]]
         [--index SPEC …] [--rows K …] [--layers EVERY] [--seconds S] [--cpu]
         [--model … --gguf-file … --lora …] [--device cuda] --json OUT [--add] [--plot OUT.png]
 
-The model reads N tokens of each text and writes T of its own, whose queries ask. Each index gets
-the text twice, at once and with its last part in pieces as while reading on; one that can be stale
-(`stale=true`) a third time. Bytes are those of the text at once. Sink and window are attended to
-besides. On a CUDA device pariskv runs on its kernels and FAISS where it has a GPU part, if they
-can. All indexes are measured on one layer, then on the next, while --seconds last. OUT is written
-after each index, and holds a run for each length; --add keeps what it holds of other indexes and
-lengths. Without --model: SmolLM2-135M-Instruct.
+The model reads N tokens of each text (with --sampled the last of them are its own) and writes T
+more, whose queries ask. Each index gets the text twice, at once and with its last part in pieces as
+while reading on; one that can be stale (`stale=true`) a third time. Bytes are those of the text at
+once. Sink and window are attended to besides. On a CUDA device pariskv runs on its kernels and
+FAISS where it has a GPU part, if they can. All indexes are measured on one layer, then on the next,
+while --seconds last. OUT is written after each index, and holds a run for each length; --add keeps
+what it holds of other indexes and lengths. Without --model: SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,9 +31,9 @@ from rich.progress import Progress
 import kvindex
 from benchmarks.comparing.layers import Layer, capture
 from benchmarks.comparing.measure import measure, search_time, sizes, truths
+from benchmarks.comparing.runs import joined, summary
 from benchmarks.comparing.setting import Setting
 from benchmarks.comparing.show import PIECES, STALE, WHOLE, plot, show
-from benchmarks.comparing.truth import MEASURES
 from benchmarks.reading import SEED, add_model, continued, described, loaded, reported, write
 from kvindex import backend, faiss_library
 
@@ -56,9 +55,6 @@ SPECS = {
 ROWS = (64, 100, 256, 512, 1024)
 MIDDLE = 100
 """Rows at which what arrives in pieces is measured, where that is one of those asked for."""
-
-CHANGES = ("machine", "load_average", "seconds", "measured", "notes", "indexes", "failed")
-"""What two measurements of the same setting need not share."""
 
 
 def default_specs() -> list[str]:
@@ -175,48 +171,6 @@ def in_turn(texts: list[list[Layer]]) -> list[Layer]:
     return [each[(at + step) % depth] for step in range(depth) for at, each in enumerate(texts)]
 
 
-def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over texts and layers: means, medians of times, errors of the worst layer."""
-
-    def over(each: list[dict[str, float]]) -> dict[str, float]:
-        return {
-            **{name: sum(one[name] for one in each) / len(each) for name in MEASURES},
-            "error_worst_layer": max(one["error"] for one in each),
-            "search_ms": 1e3 * median(one["search_s"] for one in each),
-        }
-
-    found = {
-        part: {str(at): over([cell[part][at] for cell in cells]) for at in cells[0][part]}
-        for part in ("rows", "along")
-        if cells[0][part]
-    }
-    build = 1e3 * median(cell["build_s"] for cell in cells)
-    return {"layers": len(cells), "build_ms": build, **found}
-
-
-def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """`{"machine", "runs"}` with the run `new`, and what `old` has of other lengths and indexes.
-
-    What says how it was measured (`CHANGES`) is `new`'s. Raises ValueError for a run of the same
-    length and model in another setting.
-    """
-    runs = []
-    for run in old["runs"] if old else []:
-        if (run["setting"]["tokens"], run["lora"]) != (new["setting"]["tokens"], new["lora"]):
-            runs.append(run)
-            continue
-        for name in new:
-            if name not in CHANGES and run[name] != new[name]:
-                raise ValueError(f"add: got {name} = {new[name]!r}, allowed is {run[name]!r}")
-        measured = {line["index"] for line in new["indexes"]} | set(new["failed"])
-        lines = [line for line in run["indexes"] if line["index"] not in measured]
-        failed = {spec: why for spec, why in run["failed"].items() if spec not in measured}
-        failed |= new["failed"]
-        new = {**new, "indexes": lines + new["indexes"], "failed": failed}
-    runs = sorted([*runs, new], key=lambda run: int(run["setting"]["tokens"]))
-    return {"machine": new["machine"], "runs": runs}
-
-
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -227,6 +181,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--layers", type=int, default=6, help="every so many")
     parser.add_argument("--generated", type=int, default=2048, help="of the text, in pieces")
+    parser.add_argument("--sampled", action="store_true", help="these are the model's own")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--local", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all, about")
@@ -248,8 +203,9 @@ def main() -> None:
         texts: list[list[Layer]] = []
         for text in given.text:
             report = reported(progress, f"{text.stem}, {given.tokens} tokens")
-            words = text.read_text()
-            ids = continued(model, tokenizer, words, given.tokens, given.written)
+            own = given.generated if given.sampled else 0
+            lengths = given.tokens - own, own + given.written
+            ids = continued(model, tokenizer, text.read_text(), *lengths)
             texts.append(capture(model, ids, every=given.layers, progress=report))
         del model
         layers = in_turn(texts)
@@ -258,6 +214,7 @@ def main() -> None:
             **described(given),
             "texts": [text.stem for text in given.text],
             "written": given.written,
+            "sampled": given.sampled,
             "every_layer": given.layers,
             "layers": len(texts[0]),
             "shape": {"q_heads": len(layers[0].queries), "kv_heads": len(layers[0].keys)},

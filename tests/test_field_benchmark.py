@@ -13,7 +13,7 @@ from benchmarks import field, reading
 from benchmarks.comparing.layers import Layer, capture
 from benchmarks.comparing.measure import measure, search_time, truths
 from benchmarks.comparing.setting import Setting
-from benchmarks.comparing.show import plot, show
+from benchmarks.comparing.show import plot, show, title_of
 from benchmarks.tabling.field import field as table_of
 from kvindex.indexes.exact import Exact
 from tests.adapters.tiny import build
@@ -36,7 +36,8 @@ def layer(seed=0, later=0.0, softcap=None):
 def run_of(compared, **more):
     """As `field.main` writes it."""
     run = dict(
-        **dict(model="m", lora=None, texts=["a"], written=20, every_layer=1, layers=1),
+        **dict(model="m", lora=None, texts=["a"], written=20, sampled=False),
+        **dict(every_layer=1, layers=1),
         **dict(shape=dict(q_heads=4, kv_heads=2), setting=dict(vars(SETTING)), rows=ROWS),
         **dict(dtype="float32", notes=compared.notes, seconds=1.0, load_average=1.0),
         machine=dict(cores=1, processor="p", torch="2", transformers="5", threads=1),
@@ -149,7 +150,8 @@ def test_a_budget_is_the_rows_that_are_asked_for():
 def test_runs_are_joined_by_length_and_lines_in_the_same_setting_only():
     def run(tokens, indexes, failed=(), **more):
         return {
-            **dict(setting={"tokens": tokens}, lora=None, machine={"at": tokens}, rows=[64]),
+            **dict(setting={"tokens": tokens}, lora=None, sampled=False, rows=[64]),
+            **dict(machine={"at": tokens}),
             **dict(indexes=[dict(index=name, by=tokens) for name in indexes], failed=dict(failed)),
             **more,
         }
@@ -165,7 +167,8 @@ def test_runs_are_joined_by_length_and_lines_in_the_same_setting_only():
     assert together["runs"][1] == longer["runs"][1]
     with pytest.raises(ValueError, match=r"rows = \[100\], allowed is \[64\]"):
         field.joined(old, run(7, "a", rows=[100]))
-    assert len(field.joined(old, run(7, "a", lora="x"))["runs"]) == 2
+    for other in (dict(lora="x"), dict(sampled=True)):
+        assert len(field.joined(old, run(7, "a", **other))["runs"]) == 2
 
 
 def test_all_indexes_are_compared_and_drawn(tmp_path):
@@ -220,6 +223,10 @@ def test_a_run_is_written_as_far_as_its_time_goes(tmp_path, monkeypatch):
     assert again["failed"]["quest"] == "not begun: 0 s were used up"
     assert len(again["indexes"]) == 4
     assert measured("quest", "--seconds", "1e-9")["indexes"] == []
+    own = measured("exact", "--sampled")
+    assert own["sampled"]
+    assert own["indexes"][0]["rows"] != run["indexes"][0]["rows"]
+    assert "continued by the model" in title_of(own)
 
 
 def test_on_a_gpu_pariskv_runs_on_its_kernels_and_faiss_where_it_can(monkeypatch):

@@ -1,5 +1,6 @@
 """What benchmarks/field.py is made of.
 
 layers: of a real model, all that an index is told; setting: which tokens are where; truth: full
-attention and what hits are worth beside it; measure: one index on one layer; show: tables, plots.
+attention and what hits are worth beside it; measure: one index on one layer; runs: what that comes
+to; show: tables, plots.
 """

@@ -17,6 +17,12 @@ def middle_of(run: dict[str, Any]) -> str:
     return "100" if 100 in run["rows"] else str(run["rows"][0])
 
 
+def title_of(run: dict[str, Any]) -> str:
+    """How long the text is, and whose."""
+    own = ", continued by the model" if run["sampled"] else ""
+    return f"{run['setting']['tokens']:,} tokens of {', '.join(run['texts'])}{own}"
+
+
 def name_of(line: dict[str, Any], layers: int) -> str:
     """The index, and of how many layers its line is where those of the run are others."""
     return line["index"] + (f" ({line['layers']} of {layers} layers)" * (line["layers"] != layers))
@@ -28,7 +34,7 @@ def show(result: dict[str, Any]) -> None:
     for run in result["runs"]:
         rows, k = [str(each) for each in run["rows"]], middle_of(run)
         head = ("index", "arrives", "kept B", "scanned B", "build ms", "search ms", f"recall@{k}")
-        title = f"{run['setting']['tokens']:,} tokens of {', '.join(run['texts'])}"
+        title = title_of(run)
         table = Table(*head, *(f"error@{each}" for each in rows), title=title)
         for line in run["indexes"]:
             at = line["rows"][k]
@@ -67,7 +73,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
                 dotted = {"linestyle": ":"} if line["arrival"] == STALE else {}
                 errors = [at["error"] / at["error_exact"] for at in line["along"].values()]
                 along.plot([int(n) for n in line["along"]], errors, **{**style, **dotted})
-        title = f"{run['setting']['tokens']:,} tokens of {', '.join(run['texts'])}"
+        title = title_of(run)
         left.set(xscale="log", yscale="log", ylabel="relative error of the attention output")
         left.set(xlabel="rows per KV head", title=f"{title}, at once")
         right.sharey(left)

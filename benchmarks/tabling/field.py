@@ -51,9 +51,10 @@ def _about(run: dict[str, Any]) -> str:
     setting, shape = run["setting"], run["shape"]
     model = f"{run['model']} with {run['lora']}" if run["lora"] else run["model"]
     layers = len(run["texts"]) * run["layers"]
+    own = f", the last {setting['generated']:,} of them its own" if run["sampled"] else ""
     some = f", {run['measured']} of them measured" if run["measured"] != layers else ""
     return (
-        f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}), "
+        f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}){own}, "
         f"{run['written']} written ones ask; {layers} layers of {shape['q_heads']} query and "
         f"{shape['kv_heads']} KV heads{some}; the first {setting['sink']} tokens, the text's last "
         f"{setting['local']} and the written ones are attended to besides. In pieces: the text's "
