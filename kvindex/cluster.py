@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +25,24 @@ DEVICE_BLOCK = 2**26
 PIECE = 2**28
 """Coordinates of the rows that are clustered at once: 1 GiB, and a few times that beside it."""
 
+OnPass: TypeAlias = Callable[[int, int], None]
+"""Called after each pass of a k-means over its points: passes done, passes in all."""
+
+_watching: ContextVar[OnPass | None] = ContextVar("watching", default=None)
+
+
+@contextmanager
+def watched(on_pass: OnPass) -> Iterator[None]:
+    """Within, every k-means that is given no `on_pass` calls this one: those of indexes, say.
+
+    What it raises, the k-means raises; an index is then as it was.
+    """
+    token = _watching.set(on_pass)
+    try:
+        yield
+    finally:
+        _watching.reset(token)
+
 
 def kmeans(
     points: Tensor,
@@ -29,15 +51,17 @@ def kmeans(
     iterations: int = 10,
     seed: int = 0,
     spherical: bool = False,
+    on_pass: OnPass | None = None,
 ) -> Tensor:
     """Centroids float32 `[B, clusters, D]` of points float32 `[B, N, D]`, each row on its own.
 
     iterations: of Lloyd's; 0 gives the starting points. seed: of those. spherical: the points'
     directions are clustered by their cosines, and centroids are directions (Dhillon and Modha,
-    2001); `assign` points' directions to them. The same from run to run on every device: random
-    numbers are drawn on the CPU, alike for all rows, and sums are of integers, whose order does
-    not matter. Raises TypeError or ValueError for a wrong tensor, NaN or infinity in it, fewer
-    points than clusters, or a number out of range.
+    2001); `assign` points' directions to them. on_pass: told of each pass over the points, of which
+    there are at most `ROUNDS + iterations` for every `PIECE` of them. The same from run to run on
+    every device: random numbers are drawn on the CPU, alike for all rows, and sums are of integers,
+    whose order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN or infinity
+    in it, fewer points than clusters, or a number out of range.
     """
     check.tensor("points", points, {"B": None, "N": None, "D": None}, torch.float32)
     check.finite("points", points)
@@ -47,21 +71,39 @@ def kmeans(
     check.at_least("iterations", iterations, 0)
     check.at_least("seed", seed, 0)
     pieces = torch.split(points, _rows_at_once(points))
-    return torch.cat([_lloyd(piece, clusters, iterations, seed, spherical) for piece in pieces])
+    passes = len(pieces) * (min(ROUNDS, clusters) + iterations)
+    told, done = on_pass or _watching.get(), 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if told is not None:
+            told(done, passes)
+
+    found = [_lloyd(piece, clusters, iterations, seed, spherical, tick) for piece in pieces]
+    return torch.cat(found)
 
 
-def _lloyd(points: Tensor, clusters: int, iterations: int, seed: int, spherical: bool) -> Tensor:
+def _lloyd(
+    points: Tensor,
+    clusters: int,
+    iterations: int,
+    seed: int,
+    spherical: bool,
+    tick: Callable[[], None],
+) -> Tensor:
     if spherical:
         points = directions(points)
         middle = torch.zeros_like(points[:, :1])
     else:
         middle = points.double().mean(1, keepdim=True).float()
     points = points - middle  # distances lose nothing where all points are far from 0
-    centroids = _start(points, clusters, seed)
+    centroids = _start(points, clusters, seed, tick)
     for _ in range(iterations):
         centroids = _moved(points, *assign(points, centroids), clusters)
         if spherical:
             centroids = directions(centroids)
+        tick()
     return centroids + middle
 
 
@@ -112,13 +154,14 @@ def directions(points: Tensor) -> Tensor:
     return torch.nn.functional.normalize(points, dim=-1, eps=torch.finfo(torch.float32).tiny)
 
 
-def _start(points: Tensor, clusters: int, seed: int) -> Tensor:
+def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -> Tensor:
     """Some of the points, drawn in rounds in proportion to the squared distance to those so far."""
     generator = torch.Generator().manual_seed(seed)
     count, rounds = points.shape[1], min(ROUNDS, clusters)
     first = torch.randint(count, (1,), generator=generator).to(points.device)
     chosen = points[:, first]
     distances = assign(points, chosen)[1]
+    tick()
     for left in range(rounds - 1, 0, -1):
         waits = torch.empty(count).exponential_(generator=generator).to(points.device)
         take = math.ceil((clusters - chosen.shape[1]) / left)
@@ -126,6 +169,7 @@ def _start(points: Tensor, clusters: int, seed: int) -> Tensor:
         new = _rows(points, order)
         chosen = torch.cat([chosen, new], 1)
         distances = torch.minimum(distances, assign(points, new)[1])
+        tick()
     return chosen
 
 

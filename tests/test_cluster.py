@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvindex import cluster
-from kvindex.cluster import assign, kmeans
+from kvindex.cluster import assign, kmeans, watched
+from tests.helpers import Case, assert_same_snapshot, snapshot
 
 
 def points(*shape, seed=0):
@@ -159,3 +160,52 @@ def test_rows_may_be_clustered_in_pieces(monkeypatch, spherical):
     torch.testing.assert_close(kmeans(given, 7, spherical=spherical), whole)
     for ours, theirs in zip(cluster.means(given, labels, 7), sums, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("clusters", "iterations"), [(1, 0), (5, 3), (40, 2)])
+def test_each_pass_is_told_and_their_number_is_bounded(clusters, iterations):
+    told = []
+    given = points(2, 60, 4)
+    found = kmeans(given, clusters, iterations=iterations, on_pass=lambda *of: told.append(of))
+    passes = min(cluster.ROUNDS, clusters) + iterations
+    assert told == [(done, passes) for done in range(1, passes + 1)]
+    assert torch.equal(found, kmeans(given, clusters, iterations=iterations))
+
+
+def test_rows_that_are_clustered_in_pieces_are_counted_together(monkeypatch):
+    monkeypatch.setattr(cluster, "PIECE", 60 * 4)  # one row at a time
+    told = []
+    kmeans(points(3, 60, 4), 2, iterations=1, on_pass=lambda *of: told.append(of))
+    assert told == [(done, 9) for done in range(1, 10)]
+
+
+def test_who_watches_sees_what_indexes_cluster_and_nobody_else_does():
+    told, own = [], []
+    case = Case()
+    with watched(lambda *of: told.append(of)):
+        index = case.index("clusterkv", block=8, block_clusters=2)
+        index.append(*case.tokens(100))
+        assert told[-1] == (len(told), len(told))
+        count = len(told)
+        with watched(lambda *of: own.append(of)):
+            kmeans(points(1, 20, 3), 2)
+        kmeans(points(1, 20, 3), 2, on_pass=lambda *of: own.append(of))
+        assert (len(told), len(own)) == (count, 2 * 12)
+        kmeans(points(1, 20, 3), 2)
+        assert len(told) == count + 12
+    kmeans(points(1, 20, 3), 2)
+    assert len(told) == count + 12
+
+
+def test_who_watches_may_stop_it_and_the_index_is_as_it_was():
+    case = Case()
+    index = case.index("clusterkv", block=8, block_clusters=2)
+    index.append(*case.tokens(20))
+    before = snapshot(index, case.queries())
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), watched(stop):
+        index.append(*case.tokens(100, seed=1))
+    assert_same_snapshot(snapshot(index, case.queries()), before)

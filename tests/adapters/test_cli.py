@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 import kvindex
+from kvindex import cluster
 from kvindex_adapters.cli import app
 from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli import generate as generate_module
@@ -128,6 +130,17 @@ def test_a_users_mistake_is_one_line_and_status_2(tmp_path, arguments, message):
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_an_index_clusters_shows_in_a_bar(capsys):
+    keys = torch.randn(1, 50, 4)
+    with bars() as progress:
+        for _ in range(3):
+            cluster.kmeans(keys, 2, iterations=4)
+        (task,) = progress._progress.tasks
+        assert (task.description, task.completed, task.total) == ("clustering keys", 18, 18)
+    cluster.kmeans(keys, 2)
+    assert task.completed == 18
 
 
 def test_a_result_goes_to_standard_output_while_bars_are_shown(monkeypatch, capsys):

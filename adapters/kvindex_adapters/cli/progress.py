@@ -1,4 +1,4 @@
-"""Progress bars for reading the prompt and decoding."""
+"""Progress bars for reading the prompt, for decoding, and for what indexes learn on the way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvindex.cluster import watched
 
 console = Console(stderr=True)
 """Progress goes to standard error, so that standard output holds the result alone."""
@@ -18,12 +20,18 @@ class Bars:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, int] = {}
+        self._passes = 0
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` tokens of a phase; after `stop` nothing is shown."""
+        """`done` of `total` steps of a phase; after `stop` nothing is shown."""
         if phase not in self._tasks:
             self._tasks[phase] = int(self._progress.add_task(phase, total=total))
         self._progress.update(self._tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
+
+    def clustering(self, done: int, total: int) -> None:
+        """Pass `done` of `total` of a k-means (`kvindex.cluster.watched`); the bar is of all."""
+        self._passes += 1
+        self.update("clustering keys", self._passes, self._passes + total - done)
 
     def stop(self) -> None:
         """Leave the bars as they are, so that other output can follow them."""
@@ -41,5 +49,6 @@ def bars() -> Iterator[Bars]:
     )
     # what a command prints is its result: it must not be taken for a part of the display
     progress = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
-    with progress:
-        yield Bars(progress)
+    shown = Bars(progress)
+    with progress, watched(shown.clustering):
+        yield shown
