@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 from kvindex.geometry import Geometry
+from kvindex.near import Near
 
 Codes: TypeAlias = Mapping[str, Tensor]
 """What an index keeps per token on the compute device: named tensors `[B, G, N, ...]`."""
@@ -122,4 +123,30 @@ class KVIndex(Protocol):
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in use per tier: `codes` on the compute device, `rows` in the store."""
+        ...
+
+
+class Attends(Protocol):
+    """What an index may offer beyond: to attend by itself, to rows where they lie.
+
+    Whoever calls asks for `attends` first, as a layer does, and else searches and fetches.
+    """
+
+    @property
+    def attends(self) -> bool:
+        """Whether it does, as it was made."""
+        ...
+
+    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+        """Search, fetch and attend in one go: `[B, H, Dv]`, and the rows found, int32 `[B, G]`.
+
+        The attention of queries `[B, H, D]` over the best `k` rows and those that `near` shows;
+        each head needs one at least. Raises as `search`, and ValueError where it does not attend.
+        """
+        ...
+
+    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
+        that `near` shows: `[B, H, Dv]`. Raises as `fetch`, and ValueError where it does not attend.
+        """
         ...

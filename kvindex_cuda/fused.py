@@ -137,13 +137,13 @@ class Fused:
         return Hits(ids.view(shape), scores.view(shape))
 
     def attend(self, index: Any, queries: Tensor, near: Near, k: int) -> tuple[Tensor, Tensor]:
-        """As `BaseIndex.attend`."""
+        """As `protocol.Attends.attend`."""
         use, state = self._ready(index, k, near)
         output = use.step(queries.contiguous(), state)
         return output.clone(), use.step.found.view(len(queries), -1).clone()
 
     def attend_to(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
-        """As `BaseIndex.attend_to`, with the buffers of any step."""
+        """As `protocol.Attends.attend_to`, with the buffers of any step."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(index, k, near)
         return use.step.attend(queries.contiguous(), state, hits).clone()

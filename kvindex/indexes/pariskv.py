@@ -247,9 +247,8 @@ class ParisKV(BaseIndex):
         return bool(self._fused and self._fused.attends(self._store))
 
     def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
-        """As `BaseIndex.attend`, for an index that holds a token."""
-        if not self.attends:
-            return super().attend(queries, near, k=k)
+        """As `protocol.Attends.attend`, for an index that holds a token."""
+        self._check_attends()
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
         g = self.geometry
@@ -259,9 +258,8 @@ class ParisKV(BaseIndex):
         return done
 
     def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
-        """As `BaseIndex.attend_to`, for an index that holds a token."""
-        if not self.attends:
-            return super().attend_to(queries, hits, near)
+        """As `protocol.Attends.attend_to`, for an index that holds a token."""
+        self._check_attends()
         check.at_least("len(index)", len(self), 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
@@ -271,6 +269,13 @@ class ParisKV(BaseIndex):
             check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)
         output: Tensor = self._fused.attend_to(self, queries.detach(), hits, near)
         return output
+
+    def _check_attends(self) -> None:
+        if not self.attends:
+            raise ValueError(
+                f"attend: got an index with backend={self.backend!r} whose rows or options no "
+                "kernel attends to, allowed is one that `attends`; search and fetch serve any"
+            )
 
     def prepare(self, *, k: int, tokens: int) -> None:
         """Have all that searches for `k` rows need until the index holds `tokens` tokens.

@@ -64,7 +64,7 @@ class Wrapper:
         return bool(getattr(self.inner, "attends", False))
 
     def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
-        """As `BaseIndex.attend`, over what this index's own search finds."""
+        """As `protocol.Attends.attend`, over what this index's own search finds."""
         hits = self.search(queries, k=k)
         found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
         return self.attend_to(queries, hits, near), found

@@ -1,0 +1,83 @@
+"""Checks of what is in a tensor, which on a CUDA device must not stop it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+from kvindex.geometry import Geometry
+from kvindex.protocol import UNUSED, Hits
+
+
+class Checked:
+    """An index's checks of tensors; what they find on a CUDA device is kept in flags there.
+
+    Raises ValueError or TypeError that name the argument, the value received, what is allowed: at
+    once, or, where `_defers`, at the next call that waits for the device anyway.
+    """
+
+    _batch: int | None
+    _length: int
+
+    def __init__(self, geometry: Geometry, at_once: bool | None) -> None:
+        if at_once is not None and not isinstance(at_once, bool):
+            raise ValueError(f"check: got {at_once!r}, allowed is True, False or None")
+        self.geometry, self._check = geometry, at_once
+        self._deferred: dict[str, tuple[Tensor, str]] = {}  # argument -> (flag, message)
+
+    def _check_tensor(self, name: str, value: Tensor, shape: dict[str, int | None]) -> None:
+        check.tensor(name, value, shape, self.geometry.dtype, self.geometry.device)
+
+    def _per_token(self, batch: int | None, count: int | None, width: int) -> dict[str, int | None]:
+        """The shape of keys or values, for `_check_tensor`; None for any."""
+        return {"B": batch, "G": self.geometry.kv_heads, "N": count, "D": width}
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        if self._check is False:
+            return
+        if self._defers:
+            self._defer(name, (value - value).sum() != 0, "a finite number")  # else NaN - NaN
+        else:
+            self._raise_if(name, value, ~torch.isfinite(value), "a finite number")
+
+    @property
+    def _defers(self) -> bool:
+        """Whether errors in values wait for the next call that stops the device anyway."""
+        return self.geometry.device.type == "cuda" and not self._check
+
+    def _raise_if(self, name: str, value: Tensor, wrong: Tensor, allowed: str) -> None:
+        """Raise where `wrong` is True, now or (see `check`) later."""
+        if self._defers:
+            self._defer(name, wrong.any(), allowed)
+        elif bool(wrong.any()):
+            raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {allowed}")
+
+    def _defer(self, name: str, wrong: Tensor, allowed: str) -> None:
+        """Keep `wrong`, bool `[]`, in the argument's flag: one, at one address, for all calls."""
+        flag = self._deferred[name][0] if name in self._deferred else torch.zeros_like(wrong)
+        message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
+        self._deferred[name] = flag.logical_or_(wrong), message
+
+    def raise_deferred(self) -> None:
+        """Raise what a check on a CUDA device has found since the last call (it waits for it)."""
+        found = [message for flag, message in self._deferred.values() if bool(flag)]
+        if found:
+            for flag, _ in self._deferred.values():
+                flag.zero_()
+            raise ValueError(found[0])
+
+    def _checked_ids(self, hits: Hits, summaries: int) -> Tensor:
+        """Ids of `hits`, of so many summaries too; one that names no row is an unused slot.
+
+        Raises TypeError or ValueError, on a CUDA device later for a value.
+        """
+        if not isinstance(hits, Hits):
+            raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
+        g, lowest = self.geometry, UNUSED - summaries
+        shape = {"B": self._batch, "G": g.kv_heads, "K": None}
+        check.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
+        wrong = (hits.ids >= self._length) | (hits.ids < lowest)
+        span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
+        self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
+        return hits.ids.masked_fill(wrong, UNUSED)  # a deferred error must not read outside
