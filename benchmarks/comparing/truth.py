@@ -70,8 +70,10 @@ def worth(
     slots = torch.cat([hits.ids for hits, _ in found])  # [T, G, K]
     ids = slots.repeat_interleave(heads, dim=1)  # [T, H, K]
     seen = ids != UNUSED
-    weights = [hits.log_weight for hits, _ in found if hits.log_weight is not None]
-    weight = torch.cat(weights) if weights else torch.zeros_like(ids, dtype=torch.float32)
+    weight = torch.zeros_like(ids, dtype=torch.float32)
+    for row, (hits, _) in zip(weight, found, strict=True):
+        if hits.log_weight is not None:
+            row.copy_(hits.log_weight[0])
     seen = seen & (weight != NEVER)
     held = known.share.gather(-1, ids.clamp_min(0)).masked_fill(~seen | (ids < 0), 0)
     wanted = known.ids[k]
