@@ -8,6 +8,7 @@ import torch
 
 from kvindex.indexes.exact import Exact
 from kvindex.layer import LAG, AttentionLayer
+from kvindex.wrappers import MeasureRecall, Wrapper
 from tests.helpers import Case, all_rows
 from tests.sequences import SIZES, Sequence, layer_of, steps_of
 
@@ -30,8 +31,9 @@ CASES = {
 GEOMETRY = ("q_heads", "kv_heads", "head_dim", "value_dim", "dtype", "softcap", "device")
 
 
-def beside(case, k=1000, kind=Beside, **sizes):
-    index = kind(**{name: getattr(case, name) for name in GEOMETRY})
+def beside(case, k=1000, around=None, **sizes):
+    index = Beside(**{name: getattr(case, name) for name in GEOMETRY})
+    index = around(index) if around else index
     return AttentionLayer(index, k=k, **{**SIZES, "update_every": 6, **sizes})
 
 
@@ -67,6 +69,14 @@ def test_every_step_is_dense_attention(case, sizes, threshold):
     case, pads = CASES[case]
     plan = steps_of(17, *[1] * 20, 2, 9, *[1] * 14)
     feed(beside(case, full_threshold=threshold, **sizes), Sequence.of(case, 62, pads), plan)
+
+
+@pytest.mark.parametrize(("around", "passed_on"), [(Wrapper, True), (MeasureRecall, False)])
+def test_a_wrapper_passes_it_on_unless_it_appends_more(around, passed_on):
+    sequence, layer = Sequence.of(Case(), 60), beside(Case(), around=around, local=4)
+    feed(layer, sequence, [(0, 14), *singles(14, 22)])
+    assert layer._regions.leaving == (6 if passed_on else 0)
+    feed(layer, sequence, singles(22, 60))
 
 
 def test_token_by_token_from_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,19 @@ class Wrapper:
         return self.inner.fetch(hits)
 
     # What `BaseIndex` has beyond the protocol
+
+    @property
+    def appends_beside(self) -> bool:
+        """Whether the inner index says so."""
+        return bool(getattr(self.inner, "appends_beside", False))
+
+    def begin_append(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Callable[[], None]:
+        """As the inner index does, where it has it; a wrapper that appends more has both."""
+        inner: Any = self.inner
+        end: Callable[[], None] = inner.begin_append(keys, values, valid=valid)
+        return end
 
     @property
     def attends(self) -> bool:

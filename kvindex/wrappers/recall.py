@@ -57,6 +57,11 @@ class MeasureRecall(Wrapper):
             self._reachable += _shared(true, self._exact.search(queries, k=k).ids)
         return hits
 
+    @property
+    def appends_beside(self) -> bool:
+        """No: the two appends are one change."""
+        return False
+
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """As the inner index does, or neither."""
         before = len(self.inner)

@@ -205,6 +205,7 @@ class Passing(Reuse):
     _batch = property(lambda self: self.inner._batch)
     _codes = property(lambda self: self.inner._codes)
     unit = property(lambda self: self.inner.unit)
+    scattered = property(lambda self: self.inner.scattered)
 
 
 @pytest.mark.parametrize("name", ["exact", "louiskv"])
