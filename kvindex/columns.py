@@ -51,10 +51,13 @@ class Columns:
         """Keep the first `length` tokens."""
         self._length = min(self._length, length)
 
-    def after(self, count: int) -> Columns:
-        """A copy without the first `count` tokens."""
-        copy = Columns(self._axis)
-        rest = len(self) - count
+    def after(self, count: int, room: int = 0) -> Columns:
+        """A copy without the first `count` tokens, with room for `room` tokens at least."""
+        copy, rest = Columns(self._axis), len(self) - count
+        for name, tensor in self._data.items():
+            shape = list(tensor.shape)
+            shape[self._axis] = max(rest, room)
+            copy._data[name] = tensor.new_zeros(shape)
         copy.append({name: self[name].narrow(self._axis, count, rest) for name in self._data})
         return copy
 

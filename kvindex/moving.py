@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.regions import Leaving
+from kvindex.streams import side_stream
 
 Append = Callable[[], None]
 
@@ -61,10 +62,3 @@ class Move:
             raise
         self._done = side.record_event()
         return rest
-
-
-@lru_cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device that appends run on: one for all, so that none hinders another."""
-    make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream  # torch leaves it untyped
-    return make(device)

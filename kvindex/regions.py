@@ -160,8 +160,8 @@ class Regions:
         self.local = len(self) - count
 
     def rest(self) -> Columns:
-        """A copy of the window without those that are leaving, for `end`."""
-        return self._window.after(self.leaving)
+        """A copy of the window without those that are leaving, for `end`; it need not grow soon."""
+        return self._window.after(self.leaving, self._room)
 
     def end(self, rest: Columns, sink: Sink | None) -> None:
         """They are gone. Does not fail."""

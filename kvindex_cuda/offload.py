@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvindex.streams import new_stream
 from kvindex_cuda.launch import checked
 from kvindex_cuda.slabs import host_view
 
@@ -74,8 +75,7 @@ class Offload:
         self._device = device
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # torch's stub leaves the constructor untyped
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._side = new_stream(device)
         self._done: torch.cuda.Event | None = None
 
     def copy(

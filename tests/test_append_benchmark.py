@@ -92,21 +92,25 @@ def test_layers_update_their_windows_by_themselves(plan, at_a_step, monkeypatch)
     with emulator.emulated():
         decoding = layers.Decoding(SMALL, 280, 2, plan, update=6)
         assert [len(layer) for layer in decoding.layers] == [280, 280]
-        hit, held = [], []
+        kinds, held = [], []
         for _ in range(19):
-            hit.append(decoding.step())
+            kinds.append(decoding.step())
             held.append([len(layer.index) for layer in decoding.layers])
     ended = [sum(map(int.__lt__, *pair)) for pair in pairwise(held)]
     assert max(ended[7:]) == at_a_step
-    assert sum(hit[7:]) == (2 if plan == "at_once" else 8)  # 2 layers, 2 updates, begun and ended
+    # of 2 layers 2 updates, at one step or each begun and ended
+    assert kinds[7:].count("updated") == (2 if plan == "at_once" else 8)
+    assert set(kinds) == {"plain", "updated"}
 
 
-def test_delays_are_over_the_other_steps_of_the_run():
-    found = layers.delays([10.0, 13.0, 10.0, 11.0], [False, True, False, True])
-    assert found["delay_median"] == pytest.approx(0.2)
-    assert found["delay_worst"] == pytest.approx(0.3)
-    assert found["amortised"] == pytest.approx(0.1)
-    assert (found["steps"], found["updated"]) == (4, 2)
+def test_delays_are_over_the_plain_steps_of_the_run():
+    kinds = ["plain", "updated", "plain", "updated", "pinning"]
+    found = layers.delays([10.0, 13.0, 10.0, 11.0, 20.0], kinds)
+    assert found["updated"]["delay_median"] == pytest.approx(0.2)
+    assert found["updated"]["delay_worst"] == pytest.approx(0.3)
+    assert found["pinning"]["delay_worst"] == pytest.approx(1.0)
+    assert found["amortised"] == pytest.approx(0.28)
+    assert [found[kind]["steps"] for kind in layers.KINDS] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -97,15 +97,18 @@ def test_truncate_keeps_the_first_and_append_goes_on_from_there(length, more):
     assert_holds(columns, rows(kept + more))
 
 
-@given(st.integers(0, 10))
-def test_after_keeps_the_rest(count):
+@given(st.integers(0, 10), st.sampled_from([0, 5, 13]))
+def test_after_keeps_the_rest(count, room):
     before = Columns()
     before.append(rows(10))
-    columns = before.after(count)
+    columns = before.after(count, room)
     assert_holds(before, rows(10))
     assert_holds(columns, rows(10 - count, count))
+    place = columns["wide"].untyped_storage().data_ptr()
     columns.append(rows(3, 10))
     assert_holds(columns, rows(13 - count, count))
+    stays = columns["wide"].untyped_storage().data_ptr() == place
+    assert stays or room < 13
 
 
 @pytest.mark.parametrize("order", [[1, 0], [1], [0, 0, 1]])

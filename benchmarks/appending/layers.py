@@ -22,6 +22,13 @@ PLANS = {
 }
 
 
+KINDS = {
+    "plain": "nothing but a token",
+    "updated": "an update of a layer's window began or ended",
+    "pinning": "host memory was pinned, ahead of need, for updates to come",
+}
+
+
 class AtOnce(AttentionLayer):
     """Updates its window at once, on the stream of its step."""
 
@@ -52,49 +59,55 @@ class Decoding:
         self._new = torch.randn(shape, device=g.device).to(g.dtype)
         self._group, self._token = g.group_size, 0
 
-    def step(self) -> bool:
-        """A token of every layer; whether an update of one has begun or ended with it."""
-        before = self._places()
+    def step(self) -> str:
+        """A token of every layer; which of `KINDS` the step is."""
+        before, held = self._places(), self._pinned()
         for layer, new in zip(self.layers, self._new[self._token % UPDATE], strict=True):
             layer.step(new.repeat_interleave(self._group, dim=1), new, new)
         self._token += 1
-        return self._places() != before
+        if self._pinned() != held:
+            return "pinning"
+        return "plain" if self._places() == before else "updated"
 
     def _places(self) -> list[tuple[int, int]]:
         return [(len(layer.index), layer._regions.leaving) for layer in self.layers]
 
+    def _pinned(self) -> int:
+        """Bytes of host memory; a thread takes more while steps run."""
+        stores: list[Any] = [layer.index._store for layer in self.layers]
+        return sum(getattr(store, "pinned_bytes", 0) for store in stores)
 
-def timed(decoding: Decoding, steps: int) -> tuple[list[float], list[bool]]:
-    """Microseconds from the end of each step to the next one's, and whether it had an update.
+
+def timed(decoding: Decoding, steps: int) -> tuple[list[float], list[str]]:
+    """Microseconds from the end of each step to the next one's, and which of `KINDS` it was.
 
     The host waits for each step, as one that samples a token does, and only then begins the next.
     """
-    ends, hit = [], []
+    ends, kinds = [], []
     for _ in range(steps + 1):
-        hit.append(decoding.step())
+        kinds.append(decoding.step())
         done = torch.cuda.Event(enable_timing=True)
         done.record()
         done.synchronize()
         ends.append(done)
-    return [1e3 * first.elapsed_time(last) for first, last in pairwise(ends)], hit[1:]
+    return [1e3 * first.elapsed_time(last) for first, last in pairwise(ends)], kinds[1:]
 
 
-def delays(times: list[float], hit: list[bool]) -> dict[str, Any]:
-    """How much longer steps with an update are than the others of the same run."""
-    struck = [time for time, some in zip(times, hit, strict=True) if some]
-    others = [time for time, some in zip(times, hit, strict=True) if not some]
-    usual = statistics.median(others)
-    return {
-        "others_median_us": usual,
-        "others_worst_us": max(others),
-        "updated_median_us": statistics.median(struck),
-        "updated_worst_us": max(struck),
-        "delay_median": statistics.median(struck) / usual - 1,
-        "delay_worst": max(struck) / usual - 1,
-        "amortised": sum(times) / len(times) / usual - 1,
-        "steps": len(times),
-        "updated": len(struck),
-    }
+def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
+    """How much longer steps of each kind are than plain ones of the same run."""
+    usual = statistics.median(t for t, kind in zip(times, kinds, strict=True) if kind == "plain")
+    found: dict[str, Any] = {"amortised": sum(times) / len(times) / usual - 1}
+    for kind, words in KINDS.items():
+        some = [time for time, other in zip(times, kinds, strict=True) if other == kind]
+        found[kind] = {"is": words, "steps": len(some)}
+        if some:
+            found[kind] |= {
+                "median_us": statistics.median(some),
+                "worst_us": max(some),
+                "delay_median": statistics.median(some) / usual - 1,
+                "delay_worst": max(some) / usual - 1,
+            }
+    return found
 
 
 def measure(geometry: Geometry, tokens: int, layers: int, periods: int) -> dict[str, Any]:

@@ -1,0 +1,20 @@
+"""Streams of a CUDA device beside the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of its own."""
+    make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream  # torch leaves it untyped
+    return make(device)
+
+
+@lru_cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one that appends of all layers run on, so that they follow one another."""
+    return new_stream(device)
