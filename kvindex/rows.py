@@ -28,6 +28,9 @@ CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 NAMES = ("plain", *CODES)
 
+PIECE = 16_384
+"""Tokens that are coded at a time: bounds the float32 copies of them."""
+
 
 class RowCodec(Protocol):
     """How rows become bytes."""
@@ -106,13 +109,15 @@ class Scaled:
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
         """Uint8 `[B, G, N, row_bytes]`."""
-        key_codes, key_scale = self._quantized(keys)
-        value_codes, value_scale = self._quantized(values)
-        codes = torch.cat([key_codes, value_codes], dim=-1)
-        codes = pad(codes, (0, self.scales_at - codes.shape[-1]))
-        scales = torch.cat([key_scale, value_scale], dim=-1).view(torch.uint8)
-        rows = torch.cat([codes, scales], dim=-1)
-        return pad(rows, (0, self.row_bytes - rows.shape[-1]))
+        (B, G, N, D), device = keys.shape, keys.device
+        rows = torch.zeros((B, G, N, self.row_bytes), dtype=torch.uint8, device=device)
+        codes, scales = rows[..., : D + values.shape[-1]], rows[..., self.scales_at :][..., :8]
+        for start in range(0, N, PIECE):
+            some = (slice(None), slice(None), slice(start, start + PIECE))
+            parts = self._quantized(keys[some]), self._quantized(values[some])
+            codes[some].copy_(torch.cat([code for code, _ in parts], dim=-1))
+            scales[some].view(torch.float32).copy_(torch.cat([scale for _, scale in parts], dim=-1))
+        return rows
 
     def decode(self, rows: Tensor) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""

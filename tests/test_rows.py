@@ -184,3 +184,12 @@ def test_the_layout_of_a_row():
 def test_other_names_are_refused():
     with pytest.raises(ValueError, match=r"rows: got 'x', allowed is one of \['fp8', 'int8', 'pl"):
         codec("x", geometry_of())
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_pieces_are_the_whole(name, monkeypatch):
+    coding = codec(name, geometry_of())
+    tokens = parts(coding.geometry, 0, count=20)
+    want = coding.encode(*tokens)
+    monkeypatch.setattr("kvindex.rows.PIECE", 7)
+    assert torch.equal(coding.encode(*tokens), want)

@@ -36,8 +36,8 @@ TOKENS, NEAR, K = 600, 10, 37
 class Attending:
     """A step that attends to rows of a store with a codec, and 10 near rows of which one is hidden.
 
-    rows: what each row stands for, float64 keys `[B, G, N, D]` and values `[B, G, N, Dv]`; near:
-    the same of the near ones.
+    bytes: of rows, as they are stored; rows: what each stands for, float64 keys `[B, G, N, D]` and
+    values `[B, G, N, Dv]`; near: the same of the near ones.
     """
 
     def __init__(self, case, name, device):
@@ -45,11 +45,13 @@ class Attending:
         keys, values = (part.to(device) for part in case.tokens(TOKENS))
         self.store = DeviceStore(g, rows=name, max_tokens=1024)
         self.store.append(self.store.join(keys, values))
+        self.store.wait()
+        self.bytes = codec(name, g).encode(keys, values)
         # the same bytes, not rounded to the geometry's dtype
         exact = dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim)
         exact = Geometry.of(**exact, value_dim=g.value_dim, device=device)
         decoding = codec(name, g if name == "plain" else exact)
-        rows = decoding.decode(codec(name, g).encode(keys, values))
+        rows = decoding.decode(self.bytes)
         self.rows = rows.keys.double(), rows.values.double()
         near = Near(g, case.batch, NEAR + 3)
         near.rows.fill_(float("nan"))
@@ -206,10 +208,9 @@ def test_a_cache_keeps_rows_as_they_are_stored(rows, device):
     with emulating(device):
         one.step._slots.copy_(2 * slots)  # to be kept there
         assert_near(one.step.attend(queries, one.state), wanted)
-        for group, ids in enumerate(hits.ids.flatten(0, 1)[:, :-5].tolist()):
-            block = one.store._table.read(hits.ids.cpu())[group, 0]
-            kept = cache.data[group, : len(ids)].cpu()
-            assert torch.equal(kept[:, :used], block[: len(ids), :used])
+        at = hits.ids[..., : K - 5, None].expand(-1, -1, -1, size)
+        kept = one.bytes.gather(2, at).flatten(0, 1)
+        assert torch.equal(cache.data[:, : K - 5, :used], kept[..., :used])
         for block in range(3 * case.batch):
             one.store._table._block(block).fill_(0xFF)  # what is read now was kept
         one.step._slots.copy_(2 * slots + 1)

