@@ -60,23 +60,29 @@ class FaissIVFPQ(FaissIVF):
             raise ValueError(f"subspaces: got {self._subspaces}, allowed divides head_dim = {D}")
 
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
-        """As `FaissIVF._trained`, and `codebooks` float32 `[G, M, 2^bits, m]` of residuals."""
+        """As `FaissIVF._trained`, and `codebooks` float32 `[G, M, 2^bits, m]` of residuals.
+
+        Those that FAISS's product quantiser learns, to the bit; but it trains one after the other.
+        """
         learnt, points = super()._trained(keys, lists), self._points(keys)
         residuals = points - _nearest(points, learnt["centroids"])
-        books = each(self._codebooks, residuals.contiguous(), torch.get_num_threads())
-        return {**learnt, "codebooks": torch.stack(books)}
+        parts = residuals.unflatten(2, (self._subspaces, -1)).transpose(1, 2)  # [G, M, n, m]
+        books = each(self._codebook, parts.flatten(0, 1).contiguous(), torch.get_num_threads())
+        return {**learnt, "codebooks": torch.stack(books).unflatten(0, parts.shape[:2])}
 
-    def _codebooks(self, residuals: Tensor) -> Tensor:
-        """Of residuals `[n, D]`; as many as centroids or fewer are the centroids themselves."""
-        faiss, D, M, size = self._faiss, residuals.shape[1], self._subspaces, 2**self.config.bits
-        if len(residuals) <= size:
-            spare = residuals[:1].expand(size - len(residuals), -1)
-            return torch.cat([residuals, spare]).view(size, M, -1).transpose(0, 1)
-        pq = faiss.ProductQuantizer(D, M, self.config.bits)
-        pq.cp.niter = self.config.code_iterations
-        pq.cp.seed, pq.cp.min_points_per_centroid = self.config.seed, 1
-        pq.train(residuals.numpy())
-        return torch.from_numpy(faiss.vector_to_array(pq.centroids)).view(M, size, -1)
+    def _codebook(self, part: Tensor) -> Tensor:
+        """Centroids `[2^bits, m]` of a subspace of residuals, `[n, m]`.
+
+        As many residuals as centroids or fewer are the centroids themselves.
+        """
+        (n, m), size = part.shape, 2**self.config.bits
+        if n <= size:
+            return torch.cat([part, part[:1].expand(size - n, -1)])
+        means = self._faiss.Clustering(m, size)
+        means.niter, means.seed = self.config.code_iterations, self.config.seed
+        means.min_points_per_centroid = 1
+        means.train(part.numpy(), self._faiss.IndexFlatL2(m))
+        return torch.from_numpy(self._faiss.vector_to_array(means.centroids)).view(size, m)
 
     def _new(self, b: int, g: int) -> Any:
         faiss, D, metric = self._faiss, self.geometry.head_dim, self._faiss.METRIC_INNER_PRODUCT

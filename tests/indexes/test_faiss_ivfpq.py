@@ -86,6 +86,20 @@ def test_two_runs_train_the_same():
         assert torch.equal(first._learnt[name], second._learnt[name])
 
 
+def test_its_codebooks_are_those_that_faiss_trains():
+    keys = clustered(2000, 20, 0.5)[0]
+    index = ONE.index("faiss-ivfpq", lists=1, subspaces=8, code_iterations=5)
+    index.append(keys, keys[..., :8])
+    theirs = faiss.ProductQuantizer(16, 8, 8)
+    theirs.cp.niter, theirs.cp.seed, theirs.cp.min_points_per_centroid = 5, 1234, 1
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    theirs.train((keys[0, 0] - index._learnt["centroids"][0, 0]).numpy())
+    faiss.omp_set_num_threads(before)
+    want = torch.from_numpy(faiss.vector_to_array(theirs.centroids)).view(8, 256, 2)
+    assert torch.equal(index._learnt["codebooks"][0, 0], want)
+
+
 def test_bytes():
     index = CASE.index("faiss-ivfpq", lists=2, subspaces=8, bits=6)
     index.append(*CASE.tokens(400))
