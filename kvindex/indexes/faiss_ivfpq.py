@@ -66,9 +66,11 @@ class FaissIVFPQ(FaissIVF):
         """
         learnt, points = super()._trained(keys, lists), self._points(keys)
         residuals = points - _nearest(points, learnt["centroids"])
-        parts = residuals.unflatten(2, (self._subspaces, -1)).transpose(1, 2)  # [G, M, n, m]
+        G, n, D = residuals.shape
+        M = self._subspaces
+        parts = residuals.view(G, n, M, D // M).transpose(1, 2)  # [G, M, n, m]
         books = each(self._codebook, parts.flatten(0, 1).contiguous(), torch.get_num_threads())
-        return {**learnt, "codebooks": torch.stack(books).unflatten(0, parts.shape[:2])}
+        return {**learnt, "codebooks": torch.stack(books).view(G, M, -1, D // M)}
 
     def _codebook(self, part: Tensor) -> Tensor:
         """Centroids `[2^bits, m]` of a subspace of residuals, `[n, m]`.
