@@ -116,6 +116,14 @@ class Hooks(Checked, ABC):
         """
         return False
 
+    @property
+    def follows_steps(self) -> bool:
+        """Whether a search depends on the queries of other steps since the last append.
+
+        Steps of such an index cannot be searched at once (`kvindex_adapters.evaluate.parallel`).
+        """
+        return False
+
     # Signals
 
     def seal(self) -> None:

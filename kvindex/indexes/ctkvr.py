@@ -90,6 +90,11 @@ class CTkvr(BaseIndex):
         super().__init__(**options)
         self._lister = Lister(self.geometry, self.ops, self.config.rho)
 
+    @property
+    def follows_steps(self) -> bool:
+        """Where searches become centroids."""
+        return bool(self.config.update)
+
     def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
         return {}
 

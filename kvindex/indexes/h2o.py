@@ -52,6 +52,11 @@ class H2O(WatchingIndex):
 
     _upto: int
 
+    @property
+    def follows_steps(self) -> bool:
+        """Always: what each step attends to counts for the next."""
+        return True
+
     # Signals
 
     def observe(self, queries: Tensor, positions: Tensor) -> None:

@@ -74,6 +74,11 @@ class SentenceKV(BaseIndex):
         """Tokens of a sentence, at most."""
         return int(self.config.longest)
 
+    @property
+    def follows_steps(self) -> bool:
+        """Where it searches with the mean of a sentence's queries."""
+        return bool(self.config.query == "sentence")
+
     # Signals
 
     def seal(self) -> None:

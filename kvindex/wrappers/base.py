@@ -41,6 +41,11 @@ class Wrapper:
         found: int = inner.row_bytes
         return found
 
+    @property
+    def follows_steps(self) -> bool:
+        """As the inner index does."""
+        return getattr(self.inner, "follows_steps", False)
+
     def encode(self, keys: Tensor) -> Codes:
         """As the inner index does."""
         return self.inner.encode(keys)

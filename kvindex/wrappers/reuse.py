@@ -54,6 +54,11 @@ class Reuse(Wrapper):
         self.tau = float(tau)
         self._forget()
 
+    @property
+    def follows_steps(self) -> bool:
+        """Always: what a step finds may be the hits of the one before."""
+        return True
+
     def rate(self) -> float | None:
         """Share of the steps that searched, or None before the first."""
         return self.searches / self.steps if self.steps else None

@@ -76,7 +76,7 @@ def test_beams_read_on_where_they_came_from():
 
 def test_steps_at_once_read_too():
     model, ids = build("llama"), prompt(1, 80)["input_ids"][0]
-    options = dict(index="sentencekv", layer=ParallelLayer, **OPTIONS)
+    options = dict(index="sentencekv:query=token", layer=ParallelLayer, **OPTIONS)
     with kvhf.attach(model, **options) as cache, torch.inference_mode():
         prefill(model, ids, cache, stop=50, chunk=16)
         model(input_ids=ids[None, 50:], past_key_values=cache)

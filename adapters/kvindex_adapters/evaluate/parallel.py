@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvindex.layer import AttentionLayer
+from kvindex.protocol import KVIndex
 
 
 class ParallelLayer(AttentionLayer):
     """After `begin`, each of several tokens attends as a decoding step of its own would.
 
-    Between two updates an index does not change, so all steps between them can search it at once.
-    For a batch of 1 without padding, and indexes that have `repeated`, as `kvindex.BaseIndex`.
+    Between two updates an index does not change, so all steps between them can search it at once,
+    and it hears of their queries one by one before the update. For a batch of 1 without padding.
+    Raises ValueError for an index that follows the steps (`follows_steps`), and for one, a wrapper
+    say, that does not serve many queries at once (`repeated`).
     """
 
     _begun = False
+
+    def __init__(self, index: KVIndex, **options: Any) -> None:
+        super().__init__(index, **options)
+        name = type(index).__name__
+        if getattr(index, "follows_steps", False):
+            raise ValueError(
+                f"index: got {name}, whose search depends on the steps before it; allowed is one "
+                "whose steps can be searched at once, or a layer that makes them one by one"
+            )
+        if not hasattr(index, "repeated"):
+            raise ValueError(
+                f"index: got {name}, allowed is one that serves many queries at once (`repeated`)"
+            )
 
     def begin(self) -> None:
         """The prompt is complete: what comes now are steps."""
@@ -31,22 +49,27 @@ class ParallelLayer(AttentionLayer):
         keys, values, _ = self._checked(queries, keys, values, valid)
         done, outputs = 0, []
         while done < queries.shape[2]:
-            room = self.update_every - self._regions.buffer
+            room = max(self.update_every - self._regions.buffer, 1)
             some = slice(done, done + room)
             done += room
-            outputs.append(self._steps(queries[0, :, some], keys[:, :, some], values[:, :, some]))
-        return torch.cat(outputs)[None].transpose(1, 2)
+            parts = queries[:, :, some], keys[:, :, some], values[:, :, some]
+            # with an empty index every step is exact
+            outputs.append(self._steps(*parts) if len(self.index) else super().step(*parts))
+        return torch.cat(outputs, dim=2)
 
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Steps between two updates: queries `[H, T, D]`; gives `[T, H, Dv]`."""
-        T, held = queries.shape[1], len(self._regions)
+        """Steps between two updates: queries `[1, H, T, D]`; gives `[1, H, T, Dv]`."""
+        T, held = queries.shape[2], len(self._regions)
         self._regions.append(len(self.index), keys, values, None)
-        each = queries.transpose(0, 1).contiguous()  # the steps are rows of a batch
+        each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
         # not of the protocol: `BaseIndex` and wrappers that pass it on have it
         index = self.index.repeated(T)  # type: ignore[attr-defined]
         hits = index.search(each, k=self.k, mass=self.mass)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
         output = self._over_regions(each, hits, index.fetch(hits), seen)
+        positions = torch.arange(len(self) - T, len(self), device=queries.device)
+        for step in range(T):
+            self.index.observe(queries[:, :, step, None], positions[step, None])
         self._update()
-        return output
+        return output.transpose(0, 1)[None]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import kvindex
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.evaluate.parallel import ParallelLayer
@@ -10,6 +11,39 @@ from kvindex_adapters.hf.generation import prefill
 from tests.adapters.tiny import build, prompt, steps
 
 REGIONS = dict(k=5, sink=4, local=8, update_every=8, full_threshold=0)
+
+SMALL = {
+    "arkvale": "page=4",
+    "clusterkv": "per_cluster=4:block=8:block_clusters=2",
+    "ctkvr": "update=false:every=4:rho=6:probes=2",
+    "icecache": "page=4:ratio=.2:view=1",
+    "infllm": "page=4:span=40:representatives=2",
+    "louiskv": "per_cluster=4:longest=3",
+    "quest": "page=4",
+    "retroinfer": "per_cluster=4:block=8",
+    "sentencekv": "query=token:longest=4",
+    "shadowkv": "page=4:rank=4:outliers=1",
+    "snapkv": "budget=12:window=4:kernel=3",
+    "squeezed": "per_cluster=4:block=8:sparsity=.5",
+    "streaming": "budget=12:sink=2",
+    "triattention": "budget=12",
+}
+"""Options with which so few tokens are not all alike to an index."""
+
+FOLLOW = ("h2o:budget=12:recent=.1:most=1", "ctkvr:every=4:rho=6:probes=2", "sentencekv:longest=4")
+
+
+def at_single_steps(model, inputs, index):
+    """Logits of the tokens from 50 on, one step each."""
+    with kvhf.attach(model, index=index, **REGIONS) as cache:
+        first = {name: tensor[:, :50] for name, tensor in inputs.items()}
+        steps(model, cache, first, [16, 16, 16, 2])
+        want = []
+        for step in range(50, inputs["input_ids"].shape[1]):
+            with torch.no_grad():
+                here = inputs["input_ids"][:, step, None]
+                want.append(model(input_ids=here, past_key_values=cache).logits)
+    return torch.cat(want, 1)
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +69,57 @@ def at_once(model, ids, start, sizes, index, **options):
 @pytest.mark.parametrize("sizes", [[30], [1, 7, 8, 9, 5], [16, 14]], ids=str)
 def test_steps_at_once_equal_single_steps(model, index, sizes):
     inputs = prompt(1, 80)
-    with kvhf.attach(model, index=index, **REGIONS) as cache:
-        first = {name: tensor[:, :50] for name, tensor in inputs.items()}
-        steps(model, cache, first, [16, 16, 16, 2])
-        want = []
-        for step in range(50, 80):
-            with torch.no_grad():
-                here = inputs["input_ids"][:, step, None]
-                want.append(model(input_ids=here, past_key_values=cache).logits)
     got = at_once(model, inputs["input_ids"][0], 50, sizes, index)
-    assert torch.allclose(got, torch.cat(want, 1), atol=1e-4)
+    assert torch.allclose(got, at_single_steps(model, inputs, index), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", kvindex.names())
+def test_each_index_that_can_be_searched_at_once_finds_the_same(model, name):
+    if name.startswith("faiss"):
+        pytest.importorskip("faiss")
+    index, inputs = f"{name}:{SMALL[name]}" if name in SMALL else name, prompt(1, 80)
+    if kvindex.create(index, q_heads=2, kv_heads=1, head_dim=8, rope=torch.ones(4)).follows_steps:
+        pytest.skip("follows the steps")
+    want = at_single_steps(model, inputs, index)
+    got = at_once(model, inputs["input_ids"][0], 50, [13, 17], index)
+    assert torch.allclose(got, want, atol=1e-3), float((got - want).abs().max())
+
+
+@pytest.mark.parametrize("index", FOLLOW)
+def test_an_index_that_follows_the_steps_is_refused_and_would_find_something_else(
+    model, index, monkeypatch
+):
+    with pytest.raises(
+        ValueError, match=r"index: got .*, whose search depends on the steps before"
+    ):
+        at_once(model, prompt(1, 80)["input_ids"][0], 50, [30], index)
+    inputs = prompt(1, 80)
+    want = at_single_steps(model, inputs, index)
+    name = index.partition(":")[0]
+    monkeypatch.setattr(kvindex.get(name), "follows_steps", False)
+    got = at_once(model, inputs["input_ids"][0], 50, [30], index)
+    assert not torch.allclose(got, want, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ("exact+reuse", "got Reuse, whose search depends on the steps"),
+        ("h2o+sample", "got Sample, whose search depends on the steps"),
+        ("exact+recall", "got MeasureRecall, allowed is one that serves many queries at once"),
+    ],
+)
+def test_a_wrapper_that_cannot_be_searched_at_once_is_refused(model, index, match):
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=match):
+        at_once(model, prompt(1, 80)["input_ids"][0], 50, [30], index)
+    assert model.config._attn_implementation == before
+
+
+def test_a_prompt_that_is_all_in_the_window_is_read_densely_until_some_of_it_leaves(model):
+    ids, sizes = prompt(1, 60)["input_ids"][0], dict(local=20, update_every=30)
+    one = at_once(model, ids, 20, [1] * 40, "exact", **sizes)
+    assert torch.allclose(at_once(model, ids, 20, [40], "exact", **sizes), one, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [dict(sink=0), dict(local=0), dict(update_every=3)], ids=str)
