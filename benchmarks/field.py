@@ -132,8 +132,8 @@ class Comparison:
             first = next(iter(str(error).splitlines()), "")
             self.failed[spec] = f"{type(error).__name__}: {first}"
             took = time.monotonic() - start
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # it may have wanted too much
         return took
 
     def lines(self) -> list[dict[str, Any]]:
