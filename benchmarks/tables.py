@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabling import decode, field, reading, recall, tau
+from benchmarks.tabling import decode, field, reading, recall, rows, tau
 from benchmarks.tabling.parts import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ PAGES = (
     "docs/decisions/0010-rows-drawn-at-random.md",
     "docs/decisions/0012-a-centre-for-every-segment.md",
     "docs/decisions/0013-the-query-is-rounded-not-the-table.md",
-    "docs/pipeline/rerank.md",
+    *("docs/pipeline/rerank.md", "docs/pipeline/fetch.md"),
     "docs/cuda.md",
     "docs/field.md",
     "docs/indexes/louiskv.md",
@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_stages": decode.decode_stages,
     "field": field.field,
     "tau": tau.tau,
+    "row_codecs": rows.row_codecs,
 }
 
 
