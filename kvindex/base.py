@@ -114,8 +114,8 @@ class BaseIndex(Hooks):
         """The first part of an append, the long one where it can be; what is returned is the rest.
 
         In between the index is as it was, to be searched and read, and the tensors must stay as
-        they are. So a CUDA stream may do the first part while another one searches (docs/cuda.md):
-        a layer has it done so where `appends_beside`.
+        they are. Where `appends_beside`, what it grows by does not move what is there, so that a
+        CUDA stream may do the first part while another one searches (docs/cuda.md).
         Raises as `append`; the rest raises ValueError if the index has changed.
         """
         g = self.geometry

@@ -6,7 +6,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import kvindex
 import kvindex_adapters.hf as kvhf
-from kvindex.indexes.exact import Exact
 from kvindex_adapters.hf.attention import NAME, attached
 from tests.adapters.tiny import SMALL, build, dense_steps, prompt, steps
 
@@ -321,35 +320,3 @@ def test_a_change_that_is_refused_changes_no_layer(family, change, error, match)
             logits.append(out.logits)
     got = torch.cat(logits, 1).masked_fill(mask[..., None] == 0, 0)
     assert torch.allclose(got, torch.cat(expected, 1), atol=1e-4)
-
-
-def test_layers_take_turns_and_the_answer_is_full_attentions(model):
-    """With an index whose appends run beside the steps: one layer at a time begins to move rows."""
-
-    class Beside(Exact):
-        appends_beside = True
-
-    begun = []
-
-    def factory(**geometry):
-        index, lengths = Beside(**geometry), []
-        begin = index.begin_append
-
-        def noted(*args, **options):
-            lengths.append(cache.get_seq_length())
-            return begin(*args, **options)
-
-        begun.append(lengths)
-
-        index.begin_append = noted
-        return index
-
-    inputs = prompt(1, 80)
-    expected = dense_steps(model, inputs, [40] + [1] * 40)
-    with kvhf.attach(model, **{**REGIONS, "index": factory}) as cache:
-        logits = steps(model, cache, inputs, [40] + [1] * 40)
-    assert torch.allclose(torch.cat(logits, 1), torch.cat(expected, 1), atol=1e-4)
-    layers = begun[-2:]  # others are made to look at the arguments
-    first, second = ({length % 8 for length in lengths if length > 48} for lengths in layers)
-    assert len(first) == len(second) == 1
-    assert abs(first.pop() - second.pop()) == 4
