@@ -43,6 +43,25 @@ def test_a_layer_that_turns_nothing_has_frequencies_of_zero():
     assert not rotary(hybrid, 1).any()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
+def test_rounding_to_bfloat16_hides_no_turn(family):
+    decoder = build(family).get_decoder().bfloat16()
+    assert rotary(decoder, 1).any()
+    assert not rotary(build("cohere2").get_decoder().bfloat16(), 1).any()
+
+
+def test_a_scaled_embedding_turns_by_its_own_frequencies():
+    yarn = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
+    plain, scaled = build("llama"), build("llama", rope_parameters=yarn)
+    assert scaled.get_decoder().rotary_emb.attention_scaling != 1
+    found = [rotary(model.get_decoder(), 0) for model in (plain, scaled)]
+    assert found[1].any()
+    assert not torch.equal(*found)
+    (rope, here), (_, there) = keys_at(scaled, 0)[0], keys_at(scaled, 3)[0]
+    want = turned(here, torch.full((20,), 3), rope)
+    torch.testing.assert_close(there, want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_change_with_the_length_are_not_told(kind):
     decoder = build("llama", num_hidden_layers=1).get_decoder()

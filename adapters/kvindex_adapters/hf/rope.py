@@ -58,7 +58,7 @@ def rotary(decoder: nn.Module, layer: int) -> Tensor | None:
     rope = rope.detach().float()
     for module in decoder.modules():
         if getattr(module, "layer_idx", None) == layer:
-            keys = _keys(module, embedding, more)
+            keys = _keys(decoder, module, embedding, more)
             for found in (rope, torch.zeros_like(rope)):
                 if keys is not None and _agrees(keys, found):
                     return found
@@ -66,17 +66,17 @@ def rotary(decoder: nn.Module, layer: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _keys(module: nn.Module, embedding: Any, more: tuple[str, ...]) -> Tensor | None:
+def _keys(decoder: Any, module: nn.Module, embedding: Any, more: tuple[str, ...]) -> Tensor | None:
     """Keys `[1, G, T, D]` that a module makes of one token at `PLACES`, or None."""
     weight = next(module.parameters(), None)
     known = inspect.signature(module.forward).parameters
     if weight is None or "position_embeddings" not in known:
         return None
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32
     places = torch.tensor([PLACES], device=weight.device)
     try:
-        token = torch.randn(weight.shape[-1], generator=torch.Generator().manual_seed(0))
-        states = token.to(weight.device, dtype).expand(1, len(PLACES), -1)
+        size = decoder.config.get_text_config().hidden_size
+        token = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        states = token.to(weight.device, decoder.dtype).expand(1, len(PLACES), -1)
         cache = "past_key_values" if "past_key_values" in known else "layer_past"
         given: dict[str, Any] = {"attention_mask": None, cache: _Catcher()}
         module(states, position_embeddings=embedding(states, places, *more), **given)
