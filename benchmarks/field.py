@@ -34,8 +34,18 @@ from benchmarks.comparing.measure import measure, search_time, sizes, truths
 from benchmarks.comparing.runs import joined, summary
 from benchmarks.comparing.setting import Setting
 from benchmarks.comparing.show import PIECES, STALE, WHOLE, plot, show
-from benchmarks.reading import SEED, add_model, continued, described, loaded, reported, write
+from benchmarks.reading import (
+    SEED,
+    add_model,
+    clustering,
+    continued,
+    described,
+    loaded,
+    reported,
+    write,
+)
 from kvindex import backend, faiss_library
+from kvindex.cluster import watched
 
 SPECS = {
     "pariskv": (
@@ -199,7 +209,7 @@ def main() -> None:
     specs, rows = given.index or default_specs(), sorted(given.rows)
     old = json.loads(given.json.read_text()) if given.add and given.json.exists() else None
     model, tokenizer = loaded(given)
-    with Progress() as progress:
+    with Progress() as progress, watched(clustering(progress)):
         texts: list[list[Layer]] = []
         for text in given.text:
             report = reported(progress, f"{text.stem}, {given.tokens} tokens")

@@ -61,6 +61,14 @@ def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:
     return lambda _, done, total: progress.update(task, completed=done, total=total)
 
 
+def clustering(progress: Progress) -> Callable[[int, int], None]:
+    """A line of `progress` while keys are clustered, for `kvindex.cluster.watched`."""
+    task = progress.add_task("k-means", total=1.0, visible=False)
+    return lambda done, total: progress.update(
+        task, completed=done, total=total, visible=done < total
+    )
+
+
 def continued(
     model: Any, tokenizer: Any, text: str, tokens: int, written: int, *, top_p: float = 1.0
 ) -> Tensor:

@@ -18,6 +18,9 @@ from kvindex import check, group
 from kvindex.kept import NEVER, WatchingIndex, joined, real
 from kvindex.protocol import UNUSED, Codes
 
+BLOCK = 16_384
+"""Keys that are scored at a time: bounds what is held of them in float32, not the result."""
+
 LEAST = 1e-6
 """A head whose scores spread less than this has no opinion (published)."""
 
@@ -170,7 +173,7 @@ class TriAttention(WatchingIndex):
 
         As keys have been turned already, the centre alone is: to `t + δ`, mean over `δ`.
         """
-        g, keys = self.geometry, keys.float()
+        g = self.geometry
         assert g.rope is not None
         places = -learnt["shift"] + least
         if self._next is not None:
@@ -182,9 +185,11 @@ class TriAttention(WatchingIndex):
         future = unpaired(learnt["mean"] * turns[:, None], g.rope)  # [B, H, D]
         loose = (learnt["size"] - learnt["mean"].abs()).clamp_min(0)
         shape = (len(keys), g.kv_heads, g.group_size, -1)
-        loose = loose.reshape(shape) @ paired(keys, g.rope).abs().mT
-        scores: Tensor = future.reshape(shape) @ keys.mT + loose
-        return scores
+        future, loose = future.reshape(shape), loose.reshape(shape)
+        scores = []
+        for some in map(Tensor.float, torch.split(keys, BLOCK, dim=2)):
+            scores.append(future @ some.mT + loose @ paired(some, g.rope).abs().mT)
+        return torch.cat(scores, dim=-1)
 
     # What the base asks for
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from kvindex.indexes import triattention
 from kvindex.indexes.triattention import Centres, paired, unpaired
 from kvindex.rope import turned
 from tests.helpers import Case, assert_same_hits, left_padding, part, rope
@@ -129,6 +130,13 @@ def test_a_budget_above_n_is_exact(pads, group, k):
             each.append(*CASE.tokens(more, seed=3))
         hits = index.search(CASE.queries(), k=k), exact.search(CASE.queries(), k=k)
         assert_same_hits(*hits, close=1e-5)
+
+
+def test_keys_scored_some_at_a_time_score_the_same(monkeypatch):
+    index, keys = built(), CASE.tokens(N)[0]
+    whole = index._scores(index._learnt, keys, N)
+    monkeypatch.setattr(triattention, "BLOCK", 7)
+    torch.testing.assert_close(index._scores(index._learnt, keys, N), whole)
 
 
 def test_the_budget_holds_at_every_search_after_the_prompt():
