@@ -144,7 +144,7 @@ class BaseIndex(Hooks):
             # from here on nothing fails
             self._codes.append(codes)
             self._store.append(rows)
-            self._valid.append(flags)
+            self._valid.append(flags, all_real=valid is None)
             self._learnt = learnt
             self._batch = batch
             self._counts = self._counts + counts if self._length else counts.expand(batch)

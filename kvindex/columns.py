@@ -111,10 +111,14 @@ def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
 
 
 class Valid:
-    """Which tokens are real, bool `[B, N]`: takes no memory before the first padded token."""
+    """Which tokens are real, bool `[B, N]`: takes no memory before the first padded token.
+
+    all_from: tokens from this one on are real, as far as the host knows without asking a device.
+    """
 
     def __init__(self) -> None:
         self._columns = Columns(axis=1)
+        self.all_from = 0
 
     @property
     def flags(self) -> Tensor | None:
@@ -134,23 +138,28 @@ class Valid:
         self._columns.reserve({"valid": valid})
         return {"valid": valid}
 
-    def append(self, reserved: dict[str, Tensor]) -> None:
-        """Append what `reserve` gave."""
+    def append(self, reserved: dict[str, Tensor], *, all_real: bool) -> None:
+        """Append what `reserve` gave; all_real: whether it had no flags to go by."""
         self._columns.append(reserved)
+        if not all_real:
+            self.all_from = len(self._columns)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         self._columns.truncate(length)
+        self.all_from = min(self.all_from, length)
 
     def reordered(self, batch_indices: Tensor) -> Valid:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
         copy = Valid()
         copy._columns = self._columns.reordered(batch_indices)
+        copy.all_from = self.all_from
         return copy
 
     def reset(self) -> None:
         """Forget everything."""
         self._columns.reset()
+        self.all_from = 0
 
     def nbytes(self) -> int:
         """Bytes in use."""

@@ -53,7 +53,6 @@ class Regions:
         """Hold nothing."""
         self._window.reset()
         self._valid.reset()
-        self._padded = 0  # no token from this position on is padded
         self.leaving = self.local = self._local_before = 0
         self.sink: Sink | None = None
         self._near: Near | None = None  # sink and window, for an index that attends by itself
@@ -85,7 +84,9 @@ class Regions:
 
     def real(self, start: int, stop: int | None = None) -> Tensor | None:
         """`valid` from position `start` on; None, too, where none is padded from there on."""
-        return None if self.valid is None or start >= self._padded else self.valid[:, start:stop]
+        if self.valid is None or start >= self._valid.all_from:
+            return None
+        return self.valid[:, start:stop]
 
     # Tokens come and go
 
@@ -114,9 +115,7 @@ class Regions:
         start = indexed + len(self)
         flags = self._valid.reserve(start, keys, valid)
         self._window.append({"keys": keys, "values": values})
-        self._valid.append(flags)
-        if valid is not None:
-            self._padded = start + keys.shape[2]
+        self._valid.append(flags, all_real=valid is None)
 
     def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
         """Forget the tokens from position `length` on, none of which is leaving.
@@ -127,7 +126,6 @@ class Regions:
         self._window.truncate(max(length - indexed, 0))
         self.local = min(self.local, len(self) - self.leaving)
         self._valid.truncate(length)
-        self._padded = min(self._padded, length)
 
     def reordered(self, batch_indices: Tensor) -> Regions:
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""

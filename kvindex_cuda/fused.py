@@ -221,12 +221,12 @@ class Fused:
 
     def _update(self, index: Any, state: State, first: int) -> None:
         """What has changed from block `first` on, in place."""
-        last = -(-len(index) // BLOCK)
+        start, last = first * BLOCK, -(-len(index) // BLOCK)
         bits = state.valid[:, first:last]
-        if index.valid is None:
-            ones(bits, len(index) - first * BLOCK)
+        if index.valid is None or start >= index._valid.all_from:
+            ones(bits, len(index) - start)
         else:
-            bits.copy_(words_of(index.valid[:, first * BLOCK :], last - first))
+            bits.copy_(words_of(index.valid[:, start:], last - first))
         state.length.fill_(len(index))
         put(state.counted, index.counts)
         state.reference.copy_(index._learnt["reference"])

@@ -131,8 +131,8 @@ def test_reset_forgets_names_and_sizes():
 
 
 def add(valid, length, count, flags=None):
-    flags = None if flags is None else torch.tensor(flags)
-    valid.append(valid.reserve(length, torch.zeros(2, 1, count, 4), flags))
+    given = None if flags is None else torch.tensor(flags)
+    valid.append(valid.reserve(length, torch.zeros(2, 1, count, 4), given), all_real=flags is None)
 
 
 def test_valid_takes_no_memory_before_the_first_padded_token():
@@ -148,8 +148,11 @@ def test_valid_remembers_tokens_from_before_the_first_flags():
     add(valid, 2, 2, [[False, True], [True, True]])
     add(valid, 4, 1)
     assert valid.flags.tolist() == [[True, True, False, True, True], [True] * 5]
+    assert valid.all_from == 4
     valid = valid.reordered(torch.tensor([1, 0, 0]))
     valid.truncate(3)
     assert valid.flags.tolist() == [[True] * 3, [True, True, False], [True, True, False]]
+    assert valid.all_from == 3
     valid.reset()
     assert valid.flags is None
+    assert valid.all_from == 0
