@@ -8,7 +8,18 @@ from __future__ import annotations
 import torch
 
 from kvindex.geometry import Geometry
-from kvindex_cuda import attention, coarse, codes, fetch, launch, learn, rerank, select, transform
+from kvindex_cuda import (
+    attention,
+    coarse,
+    codes,
+    draw,
+    fetch,
+    launch,
+    learn,
+    rerank,
+    select,
+    transform,
+)
 from kvindex_cuda.append import writer
 from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.fused import fused
@@ -18,6 +29,7 @@ __all__ = [
     "attention",
     "coarse",
     "codes",
+    "draw",
     "fetch",
     "fused",
     "learn",

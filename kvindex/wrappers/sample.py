@@ -14,7 +14,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from kvindex import check
+from kvindex import check, ops
 from kvindex.near import Near
 from kvindex.ops.attention import cap
 from kvindex.protocol import UNUSED, Hits, KVIndex
@@ -74,57 +74,10 @@ class Sample(Wrapper):
             )
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
-        chances = inclusion(logits, k - drawn, drawn)
-        picked = chances >= 1
-        picked |= drawn_in_order(hits.ids, chances.masked_fill(picked, 0))
-        slots = picked.cumsum(-1) - 1  # ranks of the inner index's order are kept
-        slots = torch.where(picked & (slots < k), slots, k)
-        weights = -chances.clamp_min(torch.finfo(chances.dtype).tiny).log()
-        ids = _placed(hits.ids, slots, k, UNUSED)
-        log_weight = _placed(weights, slots, k, float("-inf"))
+        places, weights = getattr(self.inner, "ops", ops).draw.draw(logits, hits.ids, k, drawn)
+        unused, at = places < 0, places.clamp_min(0)
         return Hits(
-            ids,
-            _placed(hits.scores, slots, k, float("-inf")),
-            log_weight.repeat_interleave(g.group_size, dim=1),
+            hits.ids.gather(-1, at).masked_fill(unused, UNUSED),
+            hits.scores.gather(-1, at).masked_fill(unused, float("-inf")),
+            weights.repeat_interleave(g.group_size, dim=1),
         )
-
-
-def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
-    """Chances to be picked, float32 `[B, G, P]`: 1 for the `sure` best, and `drawn` in all for
-    the others in proportion to `exp(logits)`, none above 1.
-
-    logits: descending, `-inf` for no row.
-    """
-    rest = logits[..., sure:].double()
-    rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # no row: 0
-    tail = rest.flip(-1).cumsum(-1).flip(-1)
-    # chances above 1 belong to a prefix: it ends where the rest can share what is left
-    left = drawn - torch.arange(rest.shape[-1], device=logits.device)
-    shares = left * rest <= tail
-    capped = ~shares.cummax(-1).values if rest.shape[-1] else shares
-    count = capped.sum(-1, keepdim=True)
-    total = rest.masked_fill(capped, 0).sum(-1, keepdim=True).clamp_min(TINY)
-    chances = torch.where(capped, 1.0, rest * (drawn - count) / total).clamp(0, 1)
-    top = (logits[..., :sure] > float("-inf")).double()
-    found = chances.masked_fill(rest == 0, 0)
-    return torch.cat([top, found], dim=-1).float()
-
-
-TINY = torch.finfo(torch.float64).tiny
-
-
-def drawn_in_order(ids: Tensor, chances: Tensor) -> Tensor:
-    """Systematic drawing, bool `[B, G, P]`: along the ids, at every unit of summed chances."""
-    order = ids.argsort(dim=-1)
-    summed = chances.gather(-1, order).double().cumsum(-1) + 0.5
-    before = summed - chances.gather(-1, order).double()
-    return torch.zeros_like(chances, dtype=torch.bool).scatter_(
-        -1, order, summed.floor() != before.floor()
-    )
-
-
-def _placed(values: Tensor, slots: Tensor, k: int, empty: float) -> Tensor:
-    """`values` moved to their slots, `[B, G, k]`; the slot `k` is dropped."""
-    shape = (*values.shape[:-1], k + 1)
-    placed = torch.full(shape, empty, dtype=values.dtype, device=values.device)
-    return placed.scatter_(-1, slots, values)[..., :k]

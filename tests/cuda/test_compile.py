@@ -75,6 +75,7 @@ DEFINES = {
         COARSE | dict(D=256, WIDE=1, FACTORS=1, TABLES=2),
     ],
     "codes.cu": [{}],
+    "draw.cu": [{}],
     "encode.cu": [
         ENCODE,
         ENCODE | dict(DTYPE=0),

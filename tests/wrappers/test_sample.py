@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from kvindex.ops.draw import drawn_in_order, inclusion
 from kvindex.wrappers import Sample
-from kvindex.wrappers.sample import drawn_in_order, inclusion
 from tests.helpers import Case, assert_well_formed
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=32, value_dim=32, batch=2)
