@@ -142,7 +142,7 @@ class AttentionLayer:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
         check.at_least("length", length, 0)
         regions, indexed = self._regions, len(self.index)
-        if length < indexed + regions.leaving:
+        if self._move is not None and length < indexed + self._move.leaving.count:
             self._give_up()
         sink = regions.sink
         if length < indexed:
@@ -251,7 +251,7 @@ class AttentionLayer:
         if move is None:
             return
         try:
-            rest = self._regions.rest()
+            rest = self._regions.without(move.leaving.count)
             move.end()
         except BaseException:
             self._regions.stay()

@@ -136,7 +136,7 @@ class Regions:
         other._moved = True
         return other
 
-    # They leave for the index: `oldest`, `begin`, then `end` or `stay`
+    # They leave for the index: `oldest`, `begin`, then `without` and `end`, or `stay`
 
     def oldest(self, indexed: int) -> Leaving:
         """All but the newest tokens, of which as many as are local stay; changes nothing."""
@@ -157,9 +157,9 @@ class Regions:
         self._local_before, self.leaving = self.local, count
         self.local = len(self) - count
 
-    def rest(self) -> Columns:
-        """A copy of the window without those that are leaving, for `end`; it need not grow soon."""
-        return self._window.after(self.leaving, self._room)
+    def without(self, count: int) -> Columns:
+        """A copy of the window without its oldest `count` tokens, for `end`; need not grow soon."""
+        return self._window.after(count, self._room)
 
     def end(self, rest: Columns, sink: Sink | None) -> None:
         """They are gone. Does not fail."""

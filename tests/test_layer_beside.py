@@ -225,7 +225,7 @@ def test_an_update_that_cannot_begin_leaves_all_as_it_was(monkeypatch, error):
     assert len(layer.index) > 40
 
 
-@pytest.mark.parametrize("at", ["rest", "end"])
+@pytest.mark.parametrize("at", ["without", "end"])
 @pytest.mark.parametrize("by", ["step", "reorder"])
 def test_an_update_that_cannot_end_is_begun_again(monkeypatch, at, by):
     sequence, layer = leaving()
@@ -239,7 +239,7 @@ def test_an_update_that_cannot_end_is_begun_again(monkeypatch, at, by):
 
     last = layer, sequence, singles(23, 24)
     with monkeypatch.context() as patch:
-        patch.setattr(layer._regions if at == "rest" else layer._move, at, fail)
+        patch.setattr(layer._regions if at == "without" else layer._move, at, fail)
         with pytest.raises(MemoryError):
             act()
     assert (len(layer), len(layer.index), layer._regions.leaving) == (23, 10, 0)
