@@ -4,17 +4,11 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
-from kvindex.indexes.exact import Exact
 from tests.adapters.test_cache import fails_in_the_last_layer
 from tests.adapters.tiny import build, dense_steps, prompt, steps
+from tests.beside import Beside
 
 REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
-
-
-class Beside(Exact):
-    """As an index on kernels of a GPU."""
-
-    appends_beside = True
 
 
 @pytest.fixture(scope="module")
