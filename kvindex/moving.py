@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,9 +25,9 @@ class Move:
     """
 
     def __init__(self, index: Any, leaving: Leaving, *, beside: bool) -> None:
+        self._done: torch.cuda.Event | None = None  # until the current stream has waited for it
         self.leaving = leaving
         self._device: torch.device = index.geometry.device
-        self._done: torch.cuda.Event | None = None
         rows, valid = leaving.rows, leaving.retrievable
         if not beside:
             self._rest: Append = partial(index.append, rows.keys, rows.values, valid=valid)
@@ -44,8 +45,14 @@ class Move:
 
     def wait(self) -> None:
         """What the current stream runs from here on comes after all that was begun."""
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+        done, self._done = self._done, None
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
+
+    def __del__(self) -> None:
+        """An index that is let go of gives its memory to others, which must not be written to."""
+        if not sys.is_finalizing():
+            self.wait()
 
     def _begun_beside(self, begin: Callable[[], Append], read: list[Tensor | None]) -> Append:
         """Call `begin`, which reads these tensors, on the side stream."""

@@ -1,5 +1,6 @@
 """Which stream comes after which while rows move into an index, on streams that only note it."""
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -85,6 +86,7 @@ def test_the_side_stream_begins_after_the_step_and_the_end_comes_after_it(notes)
     assert notes == [*BEGUN, "back", "event of side"]
     notes.clear()
     move.end()
+    del move
     assert notes == ["steps waits for that of side", "end"]
 
 
@@ -92,6 +94,15 @@ def test_what_is_given_up_is_waited_for(notes):
     move = Move(index_of(notes), leaving(notes), beside=True)
     notes.clear()
     move.wait()
+    assert notes == ["steps waits for that of side"]
+
+
+def test_what_is_let_go_of_is_waited_for(notes):
+    """The memory that is written to may be another's after it."""
+    move = Move(index_of(notes), leaving(notes), beside=True)
+    notes.clear()
+    del move
+    gc.collect()
     assert notes == ["steps waits for that of side"]
 
 
