@@ -48,6 +48,8 @@ class DeviceAllocator:
 class DeviceStore(HostStore):
     """`HostStore` on the compute device, for whose memory is large; no budget but the device's."""
 
+    far = False
+
     def __init__(
         self,
         geometry: Geometry,

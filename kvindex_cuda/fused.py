@@ -180,7 +180,7 @@ class Fused:
             self._state = self._opened(index)
             self._update(index, self._state, 0)
             store, batch = index._store, len(self.codes.table)
-            if isinstance(store, HostStore):
+            if store.far:
                 groups, device = batch * self._geometry.kv_heads, self._geometry.device
                 self.cache = RowCache(groups, store.row_bytes, device)
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape

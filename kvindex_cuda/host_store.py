@@ -34,6 +34,9 @@ class HostStore:
     a time, rounded down to blocks, at least one. budget: the process's unless given.
     """
 
+    far = True
+    """Whether rows are worth keeping on the device once fetched."""
+
     def __init__(
         self,
         geometry: Geometry,

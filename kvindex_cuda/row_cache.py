@@ -3,7 +3,8 @@
 Per KV head a table of `rows` slots in sets of 4, by a hash of the id. A selected row that lies in
 its set is read there; else it is fetched and takes the place of the set's row that was used
 longest ago, unless all four serve this very step. `agree` decides, for it knows all rows of the
-step; `attend` reads and fills (kernels/agree.cu, kernels/attend.cu). All at fixed addresses.
+step, or `look_up.cu` where others chose them; `attend` reads and fills (kernels/cache.cuh,
+kernels/attend.cu). All at fixed addresses.
 """
 
 from __future__ import annotations

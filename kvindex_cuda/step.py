@@ -248,15 +248,25 @@ class Step:
     def attend(self, queries: Tensor, state: State, hits: Hits | None = None) -> Tensor:
         """Attention over the rows that `select` found, or those of `hits`, and the near rows.
 
-        hits: any number of rows, all of them tokens'; they go past the cache.
+        hits: any number of rows, all of them tokens'.
         """
         g, kv = self.geometry, self.geometry.kv_heads
         softcap, cache = g.softcap if g.softcap is not None else 0.0, state.cache
-        ids, found, weights, k = self.ids, self.found, None, self.k
+        ids, found, weights, slots, k = self.ids, self.found, None, self._slots, self.k
         if hits is not None:
             ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
             weights = weights if weights is None else weights.contiguous()
-            found, cache = torch.full_like(self.found, k), None
+            found = torch.full_like(self.found, k)
+            if cache:
+                slots = torch.empty_like(ids, dtype=torch.int32)
+                launch(
+                    "look_up.cu",
+                    "given",
+                    (self._groups,),
+                    (256,),
+                    *(ids, cache.tags, cache.stamps, cache.clocks, cache.counts, slots),
+                    *(cache.rows, k),
+                )
         launch(
             "attend.cu",
             "attend",
@@ -265,7 +275,7 @@ class Step:
             *(queries, ids, found, state.rows, state.rows.shape[1]),
             *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
             *(state.near, state.shown, state.held, state.near.shape[2]),
-            *(cache.data if cache else None, self._slots, cache.rows if cache else 0),
+            *(cache.data if cache else None, slots, cache.rows if cache else 0),
             *(weights, self._partial, self.output, self._tickets[1], k, kv, g.scale, softcap),
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
             overlap=hits is None,  # else what is near may just be being written

@@ -5,6 +5,7 @@
 // the cache (kvindex_cuda/row_cache.py).
 // Limited by latency: a chain of dependent reads and barriers, with few blocks.
 // Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share).
+#include "cache.cuh"
 #include "shares.cuh"
 
 // A lane's part of a head's buckets.
@@ -69,7 +70,6 @@ __device__ __forceinline__ float from_ordered(u32 bits) {
 
 constexpr int THREADS = 1024;  // of `agree`
 constexpr int EACH = 4;        // entries of a thread
-constexpr int WAYS = 4;        // slots of a set of the cache
 
 // The k best of `kept` (rerank.cu). Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is
 // the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what is among the k best of its own, and the last one of a group
@@ -256,38 +256,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     __syncthreads();
     int rows = taken;
     if (threadIdx.x == 0) found[bg] = rows;
-    if (!cached) return;
-
-    tags += bg * cached;
-    stamps += bg * cached;
-    slots += bg * k;
-    int now = clocks[bg] + 1, hits = 0;
-    auto set_of = [&](int id) { return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS; };
-    for (int i = threadIdx.x; i < rows; i += THREADS) {
-        int id = int(ids[i]), set = set_of(id), slot = -1;
-        int4 four = *reinterpret_cast<const int4*>(tags + set);
-        slot = four.x == id ? set : four.y == id ? set + 1 : four.z == id ? set + 2 : four.w == id ? set + 3 : -1;
-        if (slot >= 0) stamps[slot] = now;
-        hits += slot >= 0;
-        slots[i] = slot >= 0 ? 2 * slot + 1 : -1;
-    }
-    if (hits) atomicAdd(lookups + 2 * bg + 1, hits);
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows; i += THREADS) {
-        if (slots[i] >= 0) continue;
-        int id = int(ids[i]), set = set_of(id);
-        for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
-            int way = 0, oldest = now;
-            for (int w = 0; w < WAYS; w++) {
-                int stamp = __ldcg(stamps + set + w);
-                if (now - stamp > now - oldest) way = w, oldest = stamp;
-            }
-            if (oldest == now) break;  // all serve this step
-            if (atomicCAS(stamps + set + way, oldest, now) != oldest) continue;
-            tags[set + way] = id;
-            slots[i] = 2 * (set + way);
-            break;
-        }
-    }
-    if (threadIdx.x == 0) clocks[bg] = now, lookups[2 * bg] += rows;
+    if (cached)
+        look_up<THREADS>(ids, rows, tags + bg * cached, stamps + bg * cached, clocks + bg,
+                         lookups + 2 * bg, slots + bg * k, cached);
 }

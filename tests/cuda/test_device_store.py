@@ -71,3 +71,8 @@ def test_on_a_gpu(place):
         got, want = mine.gather(ids), theirs.gather(ids)
         assert torch.equal(got.keys, want.keys)
         assert torch.equal(got.values, want.values)
+
+
+def test_its_rows_need_no_cache_on_the_device():
+    assert not made().far
+    assert HostStore.far

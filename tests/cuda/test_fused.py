@@ -15,6 +15,7 @@ from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex.near import Near
 from kvindex_cuda import steps, store
+from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.fused import fused, ones, put
 from kvindex_cuda.step import Step, words_of
 from tests.cuda import emulator, sanitize
@@ -32,6 +33,8 @@ def device(request, monkeypatch):
     resolve = backend.resolve
     both = SimpleNamespace(**names, fused=fused, store=store, ready=lambda device: None)
     monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
+    if request.param == "cpu":  # whose only store is this one: with a cache of its rows
+        monkeypatch.setattr(DeviceStore, "far", True)
     with emulator.emulated() if request.param == "cpu" else nullcontext():
         yield request.param
 
@@ -357,6 +360,34 @@ def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
         assert len(index) == 0
         index.append(*tokens)
     assert_same(*both, queries)
+
+
+@pytest.mark.parametrize("wrapper", ["+sample", "+reuse:tau=2"])
+@pytest.mark.parametrize("rows", ["plain", "int8"])
+def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
+    """What is read again is read where it was kept: the rows themselves have gone bad since."""
+    options = OPTIONS | dict(rows=rows, device=device, backend="cuda", store="host")
+    index = CASE.index("pariskv" + wrapper, **options)
+    index.append(*moved(CASE.tokens(300), device))
+    near, queries = Near(index.geometry, 2, 1), CASE.queries().to(device)
+    first = index.attend(queries, near, k=20)[0]
+    cache, store = index.inner._fused.cache, index.inner._store
+    asked, found = cache.counts.sum(0).tolist()
+    assert (asked, found) == (4 * 20, 0)
+    kept = (cache.tags >= 0).sum(1).tolist()
+    assert max(kept) <= 20
+    if kept != [20] * 4:
+        pytest.skip("a set of the cache was full")
+    if device == "cuda":
+        torch.cuda.synchronize()
+    for block in range(4):
+        store._table._block(block).fill_(0xFF)
+    assert torch.equal(index.attend(queries, near, k=20)[0], first)
+    assert cache.hit_rate() == 0.5
+    hits = index.search(queries, k=20)
+    hits.ids[:, :, ::2] = -1
+    index.attend_to(queries, hits, near)
+    assert cache.counts.sum(0).tolist() == [4 * 50, 4 * 30]
 
 
 def test_what_the_sanitizers_run_runs(device):

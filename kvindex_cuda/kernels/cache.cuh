@@ -1,0 +1,53 @@
+// The cache of rows (kvindex_cuda/row_cache.py): which of a step's rows lie in it, and places for
+// the others.
+#pragma once
+#include "common.cuh"
+
+constexpr int WAYS = 4;  // slots of a set
+
+// Of one KV head, with `cached` rows of cache: ids int64 [rows], below 2^31, each once; tags, stamps
+// int32 [cached]; clock int32; lookups int32 [2], asked and found; slots int32 [rows]: 2 slot + 1
+// where a row lies, 2 slot where it is to lie, −1 for nowhere. SOME: ids below 0 are no rows, and
+// get −1. All THREADS of a block call it.
+template <int THREADS, bool SOME = false>
+__device__ __forceinline__ void look_up(const i64* ids, int rows, int* tags, int* stamps, int* clock,
+                                        int* lookups, int* slots, i64 cached) {
+    int now = *clock + 1, hits = 0, none = 0;
+    auto set_of = [&](int id) { return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS; };
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        int id = int(ids[i]), set = set_of(id), slot = -1;
+        if (SOME && id < 0) {
+            slots[i] = -1;
+            none++;
+            continue;
+        }
+        int4 four = *reinterpret_cast<const int4*>(tags + set);
+        slot = four.x == id ? set : four.y == id ? set + 1 : four.z == id ? set + 2 : four.w == id ? set + 3 : -1;
+        if (slot >= 0) stamps[slot] = now;
+        hits += slot >= 0;
+        slots[i] = slot >= 0 ? 2 * slot + 1 : -1;
+    }
+    if (hits) atomicAdd(lookups + 1, hits);
+    if (none) atomicAdd(lookups, -none);
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        if (slots[i] >= 0 || (SOME && ids[i] < 0)) continue;
+        int id = int(ids[i]), set = set_of(id);
+        for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
+            int way = 0, oldest = now;
+            for (int w = 0; w < WAYS; w++) {
+                int stamp = __ldcg(stamps + set + w);
+                if (now - stamp > now - oldest) way = w, oldest = stamp;
+            }
+            if (oldest == now) break;  // all serve this step
+            if (atomicCAS(stamps + set + way, oldest, now) != oldest) continue;
+            tags[set + way] = id;
+            slots[i] = 2 * (set + way);
+            break;
+        }
+    }
+    if (threadIdx.x == 0) {
+        *clock = now;
+        atomicAdd(lookups, rows);
+    }
+}
