@@ -93,6 +93,7 @@ def test_indexes_lists_all():
     assert all(name in result.output for name in kvindex.names())
     assert "+sample" in result.output
     assert "share" in result.output
+    assert "int8" in result.output
 
 
 @pytest.mark.parametrize(
