@@ -161,6 +161,7 @@ def _guarded(forward: Callable[..., Any], cache: IndexCache) -> Callable[..., An
             raise
         finally:
             cache.tokens = None
+            cache.padding.forget()
         return output
 
     return guarded

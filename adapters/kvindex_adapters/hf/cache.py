@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from kvindex.layer import AttentionLayer
 from kvindex.protocol import KVIndex
 from kvindex_adapters.hf.indexed import IndexedLayer, LayerFactory, check_crop
+from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.refuse import UnsupportedError
 from kvindex_adapters.hf.report import Report
 
@@ -36,8 +37,10 @@ class IndexCache(DynamicCache):
         _check_dense(dense_layers, len(self.layers), full)
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
+        self.padding = Padding()
+        """Of the step that is under way."""
         for i in self.indexed:
-            self.layers[i] = IndexedLayer(partial(make, i))
+            self.layers[i] = IndexedLayer(partial(make, i), self.padding)
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the step that is under way, if they are known."""
         self._config = config

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvindex import check
 from kvindex.layer import AttentionLayer, Mark
+from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.refuse import UnsupportedError
 
 LayerFactory = Callable[..., AttentionLayer]
@@ -18,16 +19,16 @@ LayerFactory = Callable[..., AttentionLayer]
 
 
 class IndexedLayer(CacheLayerMixin):
-    """A layer of the cache around a `kvindex.layer.AttentionLayer`."""
+    """A layer of the cache around a `kvindex.layer.AttentionLayer`; padding: of all layers."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, make: LayerFactory) -> None:
+    def __init__(self, make: LayerFactory, padding: Padding) -> None:
         super().__init__()
-        self._make = make
+        self._make, self._padding = make, padding
         self.attention: AttentionLayer | None = None
 
     def update(
@@ -65,8 +66,7 @@ class IndexedLayer(CacheLayerMixin):
                 device=keys.device,
             )
         self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
-        self._check_past(padding)
-        valid = None if padding is None else padding[:, -keys.shape[2] :]
+        valid = self._padding.of_new(self.attention, padding, keys.shape[2])
         queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         output = self.attention.step(queries, keys, values, valid=valid)
         T = keys.shape[2]
@@ -83,24 +83,6 @@ class IndexedLayer(CacheLayerMixin):
             raise UnsupportedError(
                 f"scaling, softcap: got {scale}, {softcap}, allowed is what the layer's first "
                 f"call had: {g.scale}, {g.softcap}"
-            )
-
-    def _check_past(self, padding: Tensor | None) -> None:
-        """The mask must say of the past what it said when the tokens came."""
-        length = self.get_seq_length()
-        if length == 0 or self.attention is None:
-            return
-        was = self.attention.valid
-        now = None if padding is None else padding[:, :length]
-        if was is None or now is None:
-            some = now if was is None else was
-            same = some is None or bool(some.all())
-        else:
-            same = torch.equal(now, was)
-        if not same:
-            raise UnsupportedError(
-                "attention_mask: got one that hides tokens of the past which were visible before "
-                "(or the reverse), allowed is the same past"
             )
 
     def get_seq_length(self) -> int:
