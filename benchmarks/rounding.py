@@ -26,7 +26,7 @@ from kvindex_adapters.evaluate.recall import SINK
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
-LARGEST = (127, 31, 15, 7, 3)
+LARGEST = (127, 85, 21, 15, 5, 3)
 FIRST, EVERY = 2, 5
 """Layers 2, 7, 12, …: a sixth of them, from all depths."""
 

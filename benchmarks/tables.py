@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabling import decode, field, reading, recall, rows, tau
+from benchmarks.tabling import append, decode, field, reading, recall, rows, tau
 from benchmarks.tabling.parts import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,7 @@ PAGES = (
     "docs/indexes/louiskv.md",
 )
 
-SOURCES = {"decode_stages": "decode_step"}
+SOURCES = {"decode_stages": "decode_step", "append_updates": "append"}
 """Of a table, the result that it is made of, where that has another name."""
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -44,6 +44,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "divergence": reading.divergence,
     "divergence_sampled": reading.sampled,
     "rounding": reading.rounding,
+    "append": append.append,
+    "append_updates": append.updates,
     "decode_step": decode.decode_step,
     "decode_stages": decode.decode_stages,
     "field": field.field,

@@ -203,7 +203,7 @@ class Fused:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        none, origin = ints(0), index._learnt.get("origin")
+        none = ints(0)
         return State(
             codes=table,
             rows=none,
@@ -212,7 +212,6 @@ class Fused:
             wanted=none,
             counted=ints(batch),
             reference=torch.zeros_like(index._learnt["reference"]).contiguous(),
-            origin=None if origin is None else torch.zeros_like(origin).contiguous(),
             near=none,
             shown=none,
             held=none,
@@ -230,8 +229,6 @@ class Fused:
         state.length.fill_(len(index))
         put(state.counted, index.counts)
         state.reference.copy_(index._learnt["reference"])
-        if state.origin is not None:
-            state.origin.copy_(index._learnt["origin"])
         for use in self._uses:
             use.want(index._wanted(use.step.k))
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvindex.ops.learn import HEADROOM, LEAN, origin
+from kvindex.ops.learn import HEADROOM, LEAN
 from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows
 from kvindex_cuda.launch import launch
 
-__all__ = ["HEADROOM", "LEAN", "centres", "origin", "reference"]
+__all__ = ["HEADROOM", "LEAN", "centres", "reference"]
 
 THREADS, TALL, WIDEST = 256, 32, 1024
 """As in `learn.cu`; the largest head dimension whose sums fit shared memory."""

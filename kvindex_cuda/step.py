@@ -44,8 +44,7 @@ class State:
 
     codes, rows: addresses of blocks, int64 `[B, S]` each; valid: bits of tokens, int32 `[B, S, 8]`;
     length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
-    valid keys; reference: float32 `[B, G]`; origin: bfloat16 `[B, G, D]`, or None without centres;
-    near: rows of sink and window `[B, G, W, D + Dv]`;
+    valid keys; reference: float32 `[B, G]`; near: rows of sink and window `[B, G, W, D + Dv]`;
     shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
     a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; codec:
     of those rows, a name of `kvindex.rows`; cache: of rows that were fetched, as they lie.
@@ -58,7 +57,6 @@ class State:
     wanted: Tensor
     counted: Tensor
     reference: Tensor
-    origin: Tensor | None
     near: Tensor
     shown: Tensor
     held: Tensor
@@ -134,7 +132,7 @@ class Step:
 
         # of `ask`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
-        self._sums, self._units = ints(groups, 4 * sets), floats(groups, 2, 4 * sets)
+        self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self._operands = ints(groups, halves, quads, 8, 32, 4)
         self._ups = floats(groups, 8 * halves)
         self._sample, self._asked = ints(groups, SAMPLED), ints(groups)
@@ -182,7 +180,7 @@ class Step:
             "ask",
             (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
             (256,),
-            *(queries, self._turn, state.reference, state.origin, *codes, *keys, *limits),
+            *(queries, self._turn, state.reference, *codes, *keys, *limits),
             self._factors,
             *(self._planes, self._sums, self._units, self._operands, self._ups),
             *(self._sample, self._asked, self._thresholds, self._bases, self._shifts),

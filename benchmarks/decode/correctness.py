@@ -36,7 +36,7 @@ def check(setting: Setting, multiprocessors: int, **options: Any) -> dict[str, A
     blocks = layout.pack(
         {name: index._codes[name] for name in index._codes}, index._learnt["centres"]
     )
-    pool = Pool(blocks, index._learnt["reference"], index._learnt["origin"])
+    pool = Pool(blocks, index._learnt["reference"])
     store = HostStore(g, max_tokens=tokens, budget=Budget(), **options)
     store.append(store.join(keys[:, :, :tokens], values[:, :, :tokens]))
     store.wait()

@@ -38,13 +38,10 @@ SETS = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """Codes of sequences: blocks uint8 `[Q, S, G, head_bytes]`, references float32 `[Q, G]`,
-    origins bfloat16 `[Q, G, D]`.
-    """
+    """Codes of sequences: blocks uint8 `[Q, S, G, head_bytes]`, references float32 `[Q, G]`."""
 
     blocks: Tensor
     references: Tensor
-    origins: Tensor
 
     @staticmethod
     def of(setting: Setting, tokens: int, sequences: int, clock: Clock) -> Pool:
@@ -54,7 +51,6 @@ class Pool:
         shape = (sequences, S, g.kv_heads, layout.head_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=g.device)
         references = torch.empty((sequences, g.kv_heads), device=g.device)
-        origins = references.new_empty((*references.shape, g.head_dim), dtype=torch.bfloat16)
         for q in range(sequences):
             learnt: dict[str, Tensor] = {}  # of the sequence's first piece
             for start in range(0, tokens, PIECE):
@@ -63,12 +59,12 @@ class Pool:
                 centres = learn.centres(keys, None, {}, start=0, every=BLOCK)
                 if not learnt:
                     norms = index.ops.transform.normalize(keys)[1]
-                    learnt = learn.reference(norms, None, {}) | learn.origin(centres, {})
+                    learnt = learn.reference(norms, None, {})
                 codes = index._encode(keys, {**centres, **learnt})
                 packed = layout.pack(codes, centres["centres"])[0]
                 blocks[q, start // BLOCK : start // BLOCK + len(packed)] = packed
-            references[q], origins[q] = learnt["reference"][0], learnt["origin"][0]
-        return Pool(blocks, references, origins)
+            references[q] = learnt["reference"][0]
+        return Pool(blocks, references)
 
     def table(self, layer: int, batch: int) -> Tensor:
         """Addresses of a layer's blocks, int64 `[B, S]`."""
@@ -78,11 +74,10 @@ class Pool:
         slots = sequence[:, None] * S + torch.arange(S, device=self.blocks.device)
         return self.blocks.data_ptr() + slots * size
 
-    def learnt(self, layer: int, batch: int) -> tuple[Tensor, Tensor]:
-        """References float32 `[B, G]` and origins bfloat16 `[B, G, D]`."""
+    def reference(self, layer: int, batch: int) -> Tensor:
+        """Float32 `[B, G]`."""
         sequence = (layer * batch + torch.arange(batch)) % len(self.references)
-        sequence = sequence.to(self.references.device)
-        return self.references[sequence], self.origins[sequence]
+        return self.references[sequence.to(self.references.device)].contiguous()
 
 
 def sequences_of(scanned_bytes: int, layers: int, l2_bytes: int) -> int:
@@ -187,8 +182,7 @@ class Workload:
         )
         states: dict[str, list[State]] = {place: [] for place in rows}
         for layer in range(layers):
-            codes = pool.table(layer, batch)
-            reference, origin = pool.learnt(layer, batch)
+            codes, reference = pool.table(layer, batch), pool.reference(layer, batch)
             for place, part in rows.items():
                 at = [part.table(S, layer * batch + b, layers * batch) for b in range(batch)]
                 states[place].append(
@@ -196,7 +190,6 @@ class Workload:
                         codes=codes,
                         rows=torch.stack(at),
                         reference=reference,
-                        origin=origin,
                         near=near[layer],
                         row_bytes=part.row_bytes,
                         **shared,
@@ -230,7 +223,8 @@ class Workload:
         for state in self.states.get("cached", ()):
             assert state.cache is not None
             tags = state.cache.tags
-            lost = torch.rand(tags.shape, device=tags.device) >= self.hit_rate
+            kept = self.hit_rate ** (1 / len(self.asked))  # a set's rows are asked for again
+            lost = torch.rand(tags.shape, device=tags.device) >= kept  # when all sets were
             tags.masked_fill_(lost, -1)
 
     def run(self, place: str, launches: Launches | None = None) -> None:

@@ -19,25 +19,27 @@ def decode_step(result: dict[str, Any]) -> str:
     rows = []
     faiss = {found["tokens"]: found for found in result["faiss"]}
     for point in result["points"]:
-        if point["batch"] > 1:
-            continue
         dense = point["dense"]["median_us"]
-        line = [f"{point['tokens']:,}", f"{dense:.0f}", f"{point['topk']['median_us']:.0f}"]
+        line = [f"{point['tokens']:,}", str(point["batch"]), f"{dense:,.0f}"]
+        line += [f"{point['topk']['median_us']:,.0f}"]
         if faiss:
-            line += [_searched(faiss.get(point["tokens"], {}), name) for name in FAISS]
+            found = faiss.get(point["tokens"], {}) if point["batch"] == 1 else {}
+            line += [_searched(found, name) for name in FAISS]
         for place in ("host", "cached", "device"):
             ours = point.get(f"step_{place}")
             median = ours and ours["median_us"]
             line.append(f"{median:.0f} ({median / dense:.2f})" if ours else "–")
         floor = sum(stage.get("floor_us", 0) for stage in point["stages"])
         rows.append((*line, f"{floor:.0f}"))
-    head = ("tokens", "dense (SDPA)", "exact scores, topk")
+    hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
+    head = ("tokens", "B", "dense (SDPA)", "exact scores, topk")
     head = (*head, *(FAISS.values() if faiss else ()), "rows on the host")
     head = (*head, "and a cache of rows", "rows on the device", "what must move")
     return (
         "µs for a layer and step, and over dense: medians of 50 replays of a CUDA graph of 16 "
-        "layers, cold caches; B = 1, H = 32, G = 8, D = 128, bfloat16, "
+        "layers, cold caches; H = 32, G = 8, D = 128, bfloat16, "
         f"k = {result['shape']['k']}, `{result['index']}`."
+        + (f" Of the rows asked for {hits[0]:.0%} lie in the cache." if hits else "")
         + (SEARCHED if faiss else "")
         + "\n\n"
         + table(head, rows)

@@ -80,7 +80,7 @@ def reference(result: dict[str, Any]) -> str:
 def divergence(result: dict[str, Any]) -> str:
     """KL over that of exact search with as many rows; longer texts from files beside it."""
     parts = [("to 6K", result)]
-    for name in ("16k", "32k"):
+    for name in ("16k", "32k", "62k"):
         path = RESULTS / f"divergence_{name}.json"
         if path.exists():
             parts.append((f"{name.upper()}, long model", json.loads(path.read_text())))

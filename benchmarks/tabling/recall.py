@@ -51,7 +51,7 @@ def recall(result: dict[str, Any]) -> str:
 def lengths(result: dict[str, Any]) -> str:
     """Recall at other lengths: with the results at 7,000 tokens and those of the long model."""
     cells = list(result["cells"])
-    for name in ("recall", "recall_long"):
+    for name in ("recall", "recall_long", "recall_62k"):
         path = RESULTS / f"{name}.json"
         cells += json.loads(path.read_text())["cells"] if path.exists() else []
     at = sorted({cell["tokens"] for cell in cells})

@@ -110,24 +110,22 @@ class ParisKVConfig:
 @dataclass(frozen=True)
 class _Asked:
     """Queries of a search `[B, G, g, D]`: rotated, as directions and whole; and their inner
-    products with the centres, `[B, G, g, S]`, and with the origin, `[B, G, g, 1]`, or None.
+    products with the centres, `[B, G, g, S]`, or None.
     """
 
     rotated: Tensor
     turned: Tensor
     offsets: Tensor | None
-    common: Tensor | None
 
     @staticmethod
     def of(index: ParisKV, queries: Tensor) -> _Asked:
         folded = group.fold(queries, index.geometry.kv_heads, index.config.group)
         directions, norms = index.ops.transform.normalize(folded)
         rotated = index.ops.transform.rotate(directions, index._rotation)
-        offsets = common = None
+        offsets = None
         if "centres" in index._learnt:
             offsets = folded @ index._learnt["centres"].float().mT
-            common = folded @ index._learnt["origin"].float()[..., None]
-        return _Asked(rotated, rotated * norms[..., None], offsets, common)
+        return _Asked(rotated, rotated * norms[..., None], offsets)
 
 
 class ParisKV(BaseIndex):
@@ -170,18 +168,10 @@ class ParisKV(BaseIndex):
         if self.config.centre:
             where = dict(start=len(self), every=self.config.centre)
             learnt |= learn.centres(keys, valid, self._learnt, **where)
-            learnt |= self._origin(learnt)
         if self.config.weights == "log":
             norms = self.ops.transform.normalize(keys)[1]
             learnt |= learn.reference(norms, valid, self._learnt)
         return learnt
-
-    def _origin(self, learnt: Codes) -> Codes:
-        """`ops.learn.origin`, unless all rows of the batch have had keys before."""
-        if "origin" in self._learnt and bool((self.counts > 0).all()):
-            return {"origin": self._learnt["origin"]}
-        found: Codes = self.ops.learn.origin(learnt, self._learnt)
-        return found
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
         """As `BaseIndex._prepared`; where kernels write codes, they look at keys as they learn."""
@@ -193,8 +183,6 @@ class ParisKV(BaseIndex):
                 self._defer("keys", wrong, "a finite number")
             elif bool(wrong):
                 return super()._prepared(keys, valid)  # which says what is wrong
-        if self.config.centre:
-            learnt |= self._origin(learnt)
         return learnt, self._writer.codes(keys, valid, learnt, start=len(self))
 
     def _learnt_before(self, length: int) -> Codes:
@@ -374,12 +362,9 @@ class ParisKV(BaseIndex):
             table = ops.coarse.dot_table(asked.rotated, largest)
             if self.config.weights == "log":
                 factors = self._factors[self._codes["weights"].long()]
-            if asked.offsets is not None and asked.common is not None:
-                scale, relative = (
-                    (self._learnt["reference"], self._level),
-                    asked.offsets - asked.common,
-                )
-                offsets = ops.coarse.dot_offsets(relative, asked.turned, largest, *scale)
+            if asked.offsets is not None:
+                scale = self._learnt["reference"], self._level
+                offsets = ops.coarse.dot_offsets(asked.offsets, asked.turned, largest, *scale)
         votes = ops.coarse.votes(signs, table, factors, offsets, self.config.centre)
         if self.config.lists == "group":
             votes = votes.amax(2, keepdim=True)

@@ -95,9 +95,6 @@ def dot_offsets(
 ) -> Tensor:
     """What `⟨q, μ⟩` of a segment's centre adds to the votes of its keys, int32 `[B, G, g, S]`.
 
-    Relative to any one number per head, such as `⟨q, origin⟩` (`learn.origin`): a head's ranking
-    stays, and heads that share a list compare what differs from key to key.
-
     A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
     of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.

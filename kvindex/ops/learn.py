@@ -1,6 +1,6 @@
 """What an index learns of tokens as they come, once for each row of the batch.
 
-The functions take what is learnt already and give it back where a row has it.
+Both functions take what is learnt already and give it back where a row has it.
 """
 
 from __future__ import annotations
@@ -56,21 +56,6 @@ def centres(
         new = _rounded(total / (counts[:, :, -1] + lean).clamp_min(1))
         found[:, :, stop - 1] = torch.where(held[:, :, -1], old[:, :, -1], new)
     return {"centres": found, "known": known}
-
-
-def origin(found: Mapping[str, Tensor], learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`origin`: the mean of a row's centres when it first has some, bfloat16 `[B, G, D]`.
-
-    What keys have in common: between the heads of a group, which compare votes, `⟨q, origin⟩` says
-    nothing (docs/decisions/0015). found: as `centres` gives it; learnt: what was known before it.
-    """
-    known = found["known"][:, None, :, None]
-    total = torch.where(known, found["centres"].double(), 0.0).sum(2)
-    mean = _rounded(total / known.sum(2).clamp_min(1))
-    if "origin" in learnt:
-        had = learnt["known"].any(-1)[:, None, None]
-        mean = torch.where(had, learnt["origin"], mean)
-    return {"origin": mean}
 
 
 def _rounded(centres: Tensor) -> Tensor:

@@ -25,16 +25,15 @@ struct Sampled {  // 32 keys
 };
 
 // queries DTYPE [B, H, D]; turn float32 [D, D], the rotation transposed; references float32 [BG] of
-// the weights; origins bfloat16 [BG, D]; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
+// the weights; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
 // [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
 // keys; factors int32 [256]; levels are float16, level is E|u|.
-// planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32 [BG, 4 SETS];
-// units float32 [BG, 2, 4 SETS]: votes per unit of q·k, and ⟨q, origin⟩; operands uint4 [BG, HALVES, QUADS, 8, 32]: ‖q‖ q̃ · up as float16 and what
+// planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32, units
+// float32 [BG, 4 SETS]; operands uint4 [BG, HALVES, QUADS, 8, 32]: ‖q‖ q̃ · up as float16 and what
 // that leaves, for rerank.cu; ups float32 [BG, 8 HALVES]; votes int32 [BG, SAMPLED]; tickets int32
 // [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared int32 [words].
 extern "C" __global__ void __launch_bounds__(256)
-ask(const void* queries, const float4* turn, const float* references, const u16* origins,
-    const i64* table, i64 row,
+ask(const void* queries, const float4* turn, const float* references, const i64* table, i64 row,
     i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
     const int* given_factors, u32* all_planes, int* all_sums, float* all_units, uint4* operands,
     float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
@@ -45,7 +44,7 @@ ask(const void* queries, const float4* turn, const float* references, const u16*
     __shared__ float4 partial[4][256];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
     __shared__ double norms[SETS * 4];
-    __shared__ float units[SETS * 4], commons[SETS * 4], scales[SETS * 4];
+    __shared__ float units[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
     i64 bg = blockIdx.y, batch = bg / kv_heads, tokens, blocks;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -83,20 +82,17 @@ ask(const void* queries, const float4* turn, const float* references, const u16*
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     for (int h = warp; h < SETS * 4; h += 8) {
         double x[(D + 31) / 32], square = 0;
-        float common = 0;
 #pragma unroll
         for (int w = 0; w < (D + 31) / 32; w++) {
             int j = w * 32 + lane;
             float plain = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
             if (CENTRED && HELD && j < D) raw[h][j] = plain;
-            if (CENTRED && j < D) common += plain * from_bfloat16(origins[bg * D + j]);
             x[w] = plain;
             square += x[w] * x[w];
         }
         double norm = sqrt(warp_sum(square));
         double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
-        common = warp_sum(common);
-        if (lane == 0) norms[h] = norm, sums[h] = 0, units[h] = 0, commons[h] = common;
+        if (lane == 0) norms[h] = norm, sums[h] = 0, units[h] = 0;
 #pragma unroll
         for (int w = 0; w < (D + 31) / 32; w++)
             if (w * 32 + lane < D)
@@ -192,7 +188,7 @@ ask(const void* queries, const float4* turn, const float* references, const u16*
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         for (int i = 0; i < 2; i++) group.less[n][i] = -sums[n * 4 + 2 * lane % 4 + i];
-        group.units[n] = units[n * 4 + lane % 4], group.commons[n] = commons[n * 4 + lane % 4];
+        group.units[n] = units[n * 4 + lane % 4];
     }
     set_powers(group);
 #if CENTRED
@@ -210,8 +206,7 @@ ask(const void* queries, const float4* turn, const float* references, const u16*
             all_planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
         if (threadIdx.x < SETS * 4) {
             all_sums[bg * SETS * 4 + threadIdx.x] = sums[threadIdx.x];
-            all_units[bg * SETS * 8 + threadIdx.x] = units[threadIdx.x];
-            all_units[bg * SETS * 8 + SETS * 4 + threadIdx.x] = commons[threadIdx.x];
+            all_units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
         }
     }
     int* mine = votes + bg * SAMPLED;

@@ -25,12 +25,11 @@ constexpr int CENTRE = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block that make votes
 
 // What a warp needs of the query: planes as fragments, powers of four, -Σ r of the two heads that a
-// lane has in each set: 2 lane % 4 and 1 more; of head lane % 4 votes per unit of q·k, and ⟨q, o⟩
-// of the origin o, which its offsets are relative to.
+// lane has in each set: 2 lane % 4 and 1 more; votes per unit of q·k of head lane % 4.
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2];
     int less[SETS][2];
-    float units[SETS], commons[SETS];
+    float units[SETS];
     float2 queries[HELD && CENTRED ? GROUP : 1][PAIRS];
     const void* all;    // the queries, DTYPE [GROUP, D]
 };
@@ -66,8 +65,7 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
     for (int n = 0; n < SETS; n++) {
         const int* two = sums + bg * SETS * 4 + n * 4 + 2 * lane % 4;
         group.less[n][0] = -two[0], group.less[n][1] = -two[1];
-        group.units[n] = units[bg * SETS * 8 + n * 4 + lane % 4];
-        group.commons[n] = units[bg * SETS * 8 + SETS * 4 + n * 4 + lane % 4];
+        group.units[n] = units[bg * SETS * 4 + n * 4 + lane % 4];
     }
     set_powers(group);
 #if CENTRED
@@ -91,7 +89,7 @@ __device__ __forceinline__ void load(Mean& mean, const char* centre) {
     }
 }
 
-// ⟨q, μ - o⟩ in votes for this lane's two heads in each set, LEAST where there is none; and ⟨q, μ⟩
+// ⟨q, μ⟩ in votes for this lane's two heads in each set, LEAST where there is none; and as it is,
 // to products [GROUP], unless that is null.
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
@@ -122,8 +120,7 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
         for (int step = 4; step < 32; step *= 2) dot += __shfl_xor_sync(ALL, dot, step);
         if (h < GROUP) {
             if (products && lane < 4) products[h] = dot;
-            float votes = (dot - group.commons[n]) * group.units[n];
-            votes = fminf(fmaxf(votes, -1073741824.0f), 1073741824.0f);
+            float votes = fminf(fmaxf(dot * group.units[n], -1073741824.0f), 1073741824.0f);
             offset = __float2int_rn(votes);
         }
 #endif

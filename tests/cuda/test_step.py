@@ -55,7 +55,6 @@ def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **op
         wanted=torch.tensor(wanted, dtype=torch.int32, device=device),
         counted=counts.int(),
         reference=index._learnt["reference"],
-        origin=index._learnt.get("origin"),
         near=rows[:, :, count:].contiguous(),
         shown=torch.ones(case.batch, near, dtype=torch.uint8, device=device),
         held=torch.tensor([near], device=device),
@@ -223,7 +222,6 @@ def test_a_batch_equals_its_rows():
                 "wanted",
                 "counted",
                 "reference",
-                "origin",
                 "near",
                 "shown",
             )

@@ -44,10 +44,10 @@ def test_scores_are_near_the_inner_products(preset):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
-    """Not between heads either: what it adds to each head's votes is in the origin's too."""
+    """Of one head: to each head it adds another number, which `lists="group"` compares."""
     keys, values = CASE.tokens(200)
     shift = 4 * CASE.tokens(1, seed=7)[0]
-    alone = dict(group="union")
+    alone = dict(group="union", lists="head")
     plain = filled(preset, keys, values, **alone).search(CASE.queries(), k=20)
     moved = filled(preset, keys + shift, values, **alone).search(CASE.queries(), k=20)
     same = (plain.ids[..., None] == moved.ids[..., None, :]).any(-1)

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from kvindex.ops import learn
-from tests.helpers import left_padding
 
 
 def keys_of(seed, *shape):
@@ -71,21 +70,6 @@ def test_learnt_segments_stay_when_their_tokens_come_again():
 def test_centres_of_huge_keys_are_finite():
     keys = torch.full((1, 1, 20, 8), torch.finfo(torch.float32).max)
     assert learn.centres(keys, None, {}, start=0, every=8)["centres"].isfinite().all()
-
-
-def test_an_origin_is_the_mean_of_the_first_centres_and_stays():
-    """In a row of padding it is what comes later: row 1 has no valid key in the first append."""
-    keys, valid = keys_of(2, 2, 1, 40, 8), left_padding([0, 40], 40)
-    first = learn.centres(keys, valid, {}, start=0, every=16)
-    first |= learn.origin(first, {})
-    want = first["centres"][0].float().mean(1)
-    torch.testing.assert_close(first["origin"][0].float(), want, rtol=8e-3, atol=1e-3)
-    assert not first["origin"][1].any()
-    later = learn.centres(3 + keys, None, first, start=40, every=16)
-    later |= learn.origin(later, first)
-    assert torch.equal(later["origin"][0], first["origin"][0])
-    want = later["centres"][1, :, 2:].float().mean(1)
-    torch.testing.assert_close(later["origin"][1].float(), want, rtol=8e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("norm", [1e-20, 0.99, 1.0, 3.0, 1e15])

@@ -1,0 +1,56 @@
+"""An append on a GPU: its kernels, its copies, and what an update delays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tabling.parts import machine, table
+
+PARTS = {
+    "learn": "`learn`",
+    "encode": "`encode`",
+    "in_one_go": "both, all keys at once",
+    "in_pieces": "both, in pieces of 64K tokens",
+}
+
+
+def append(result: dict[str, Any]) -> str:
+    """Encode and offload: bytes, time, share of what the bus gives."""
+    encode, offload = result["encode"], result["offload"]
+    rows = []
+    for name, said in PARTS.items():
+        part = encode[name]
+        share = f"{part['of_reading']:.0%} of reading"
+        rows.append((said, f"{part['bytes'] / 1e6:,.0f}", f"{part['median_us']:,.0f}", share))
+    copies = (
+        ("rows to the host, joined before", offload["offload"]),
+        ("joined and copied", offload["join_and_offload"]),
+        ("copied beside a product of matrices", offload["beside_matmul"]["offload"]),
+        ("copied beside reading of HBM", offload["beside_reading"]["offload"]),
+    )
+    for said, part in copies:
+        share = f"{part['of_memcpy']:.0%} of memcpy"
+        rows.append((said, f"{offload['bytes'] / 1e6:,.0f}", f"{part['median_us']:,.0f}", share))
+    return (
+        f"{encode['tokens']:,} keys of a layer are coded, rows of {offload['tokens']:,} tokens "
+        "copied; keys count once in both.\n\n"
+        + table(("what", "MB", "µs", "rate"), rows)
+        + f"\n\n{machine(result)}"
+    )
+
+
+def updates(result: dict[str, Any]) -> str:
+    """By how much a step is longer in which an update falls."""
+    rows = []
+    for part in result["update"]:
+        for name in ("together", "staggered", "together_beside", "beside"):
+            if (found := part.get(name)) is None:
+                continue
+            delays = f"{found['delay_median']:.0%}", f"{found['delay_worst']:.0%}"
+            rows.append((found["is"], *delays, f"{found['amortised']:.1%}"))
+        alone = part["without"]["median_us"]
+        about = (
+            f"{part['layers']} layers, {part['tokens']:,} tokens, {alone:,.0f} µs a step without."
+        )
+    head = ("updates", "such a step is longer by", "the worst", "all steps by")
+    return f"{about}\n\n" + table(head, rows)
