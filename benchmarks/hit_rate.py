@@ -1,20 +1,25 @@
 """How many of a decoding step's rows an earlier step has fetched: what a cache of rows would find.
 
     python -m benchmarks.hit_rate --text FILE… [--tokens N …] [--written T] [--index SPEC]
-        [--rows R …] [--model … --gguf-file … --lora …] [--device …] --json OUT
+        [--rows R …] [--seconds S] [--model … --gguf-file … --lora …] [--device …] --json OUT
 
 A model reads a text and goes on with it; at each of the last T tokens every layer selects its k
-rows. The cache is that of kvindex_cuda/row_cache.py, empty at first: R slots per KV head in sets
-of 4, the oldest of a set given up. The first half of the T steps fills it and does not count.
+rows of the text, all steps of a layer in a few searches. The cache is that of
+kvindex_cuda/row_cache.py, empty at first: R slots per KV head in sets of 4, the oldest of a set
+given up. The first half of the T steps fills it and does not count. OUT is written after each
+text; once --seconds are over none is begun.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -23,57 +28,106 @@ from torch import Tensor
 import kvindex
 from benchmarks.reading import add_model, described, loaded, read_and_write, reported, write
 from kvindex_adapters.capture import Captured
+from kvindex_cuda.row_cache import WAYS
 
-WAYS = 4
+Ints = NDArray[np.int64]
+
+PIECE = 2**23
+"""Keys times queries searched at once: a search takes some 50 bytes for each."""
 
 
 def selected(layer: Captured, index: str, k: int) -> Tensor:
-    """Rows that each of the T steps selects, int64 `[T, G, k]`."""
+    """Rows that each of the T steps selects, int64 `[T, G, k]` on the CPU.
+
+    Raises ValueError for an index whose steps cannot be searched at once.
+    """
     (H, T, D), (G, N, _) = layer.queries.shape, layer.keys.shape
-    made = kvindex.create(index, q_heads=H, kv_heads=G, head_dim=D, device=layer.keys.device)
-    keys = layer.keys.float()[None]
-    made.append(keys[:, :, : N - T], keys[:, :, : N - T])
-    queries = layer.queries.float().transpose(0, 1)
-    return torch.stack([made.search(queries[t][None], k=k).ids[0].cpu() for t in range(T)])
+    made: Any = kvindex.create(index, q_heads=H, kv_heads=G, head_dim=D, device=layer.keys.device)
+    if getattr(made, "follows_steps", False) or not hasattr(made, "repeated"):
+        raise ValueError(f"index: got {index!r}, allowed is one that serves many queries at once")
+    keys = layer.keys.float()[None, :, : N - T]
+    made.append(keys, keys)
+    queries = layer.queries.float().transpose(0, 1).contiguous()
+    parts = queries.split(max(PIECE // (H * N), 1))
+    return torch.cat([made.repeated(len(some)).search(some, k=k).ids.cpu() for some in parts])
 
 
-def found(ids: list[list[int]], rows: int) -> list[int]:
-    """How many of each step's ids lie in a cache of so many rows, one KV head's."""
-    sets: list[dict[int, int]] = [{} for _ in range(rows // WAYS)]  # id: the step that used it
-    hits = []
-    for step, now in enumerate(ids):
-        where = [sets[_hashed(i) % len(sets)] for i in now]
-        old = [i in ways for i, ways in zip(now, where, strict=True)]
-        for i, ways, was in zip(now, where, old, strict=True):
-            if was:
-                ways[i] = step
-        for i, ways, was in zip(now, where, old, strict=True):
-            if was:
-                continue
-            if len(ways) == WAYS:
-                oldest = min(ways, key=ways.__getitem__)
-                if ways[oldest] == step:
-                    continue  # all serve this step
-                del ways[oldest]
-            ways[i] = step
-        hits.append(sum(old))
+def found(ids: Ints, rows: int) -> Ints:
+    """How many of each step's rows lie in a cache of so many slots, int64 `[T, L]`.
+
+    ids: int64 `[T, L, k]` of L caches, distinct in a step; below 0 for none. As the kernels decide
+    (kernels/cache.cuh), and in their threads' order where several rows want a place in one set.
+    """
+    T, L, _ = ids.shape
+    sets, cache = rows // WAYS, np.arange(L)[:, None]
+    tags = np.full((L, sets, WAYS), -1, dtype=np.int64)
+    stamps = np.zeros((L, sets, WAYS), dtype=np.int64)  # the step that used a slot last
+    hits = np.zeros((T, L), dtype=np.int64)
+    place = _hashed(ids) % sets
+    for step, (now, at) in enumerate(zip(ids, place, strict=True), start=1):
+        same = tags[cache, at] == now[..., None]  # [L, k, WAYS]
+        same &= now[..., None] >= 0
+        who, which, way = np.nonzero(same)
+        stamps[who, at[who, which], way] = step
+        hits[step - 1] = same.any(-1).sum(-1)
+        # the n-th of a set's rows that are not there takes its n-th oldest slot
+        missing = (now >= 0) & ~same.any(-1)
+        who, which = np.nonzero(missing)
+        where = at[who, which]
+        order = np.lexsort((which, where, who))
+        who, which, where = who[order], which[order], where[order]
+        starts = np.flatnonzero(np.diff(who * sets + where, prepend=-1))
+        nth = np.arange(len(who)) - np.repeat(starts, np.diff([*starts, len(who)]))
+        slot = stamps[who, where].argsort(-1, kind="stable")
+        slot = np.take_along_axis(slot, np.minimum(nth, WAYS - 1)[:, None], 1)[:, 0]
+        free = (nth < WAYS) & (stamps[who, where, slot] < step)  # else all serve this step
+        to = who[free], where[free], slot[free]
+        tags[to], stamps[to] = now[who, which][free], step
     return hits
 
 
-def _hashed(i: int) -> int:
-    """As kernels/agree.cu."""
-    return (i * 2654435761 & 0xFFFFFFFF) >> 12
+def _hashed(ids: Ints) -> Ints:
+    """As kernels/cache.cuh, int64."""
+    return (ids * 2654435761 & 0xFFFFFFFF) >> 12
 
 
-def rates(ids: Tensor, rows: int) -> float:
-    """Share of the second half's rows that are found, of ids `[T, G, k]`."""
-    T, G, k = ids.shape
-    per_head = [found(ids[:, g].tolist(), rows) for g in range(G)]
-    return sum(sum(hits[T // 2 :]) for hits in per_head) / (G * (T - T // 2) * k)
+def rates(ids: Tensor, rows: int) -> list[float]:
+    """Per layer the share of the second half's rows that are found, of ids `[L, T, G, k]`."""
+    L, T, G, k = ids.shape
+    hits = found(ids.transpose(0, 1).reshape(T, L * G, k).numpy(), rows)
+    shares: list[float] = (hits[T // 2 :].reshape(-1, L, G).mean((0, 2)) / k).tolist()
+    return shares
 
 
-def main() -> None:
-    """Read, play, report."""
+def measured(layers: list[Captured], given: argparse.Namespace, progress: Any) -> dict[str, Any]:
+    """Hit rates by slots, each with that of every layer, and the seconds that both parts took."""
+    start = time.monotonic()
+    chosen = []
+    for layer in layers:
+        chosen.append(selected(layer, given.index, given.k))
+        progress()
+    ids, searched = torch.stack(chosen), time.monotonic()
+    caches = []
+    for rows in given.rows:
+        each = rates(ids, rows)
+        shares = dict(hit_rate=sum(each) / len(each), worst_layer=min(each), best_layer=max(each))
+        caches.append({"rows": rows, **shares, "layers": each})
+    took = {"search_s": searched - start, "play_s": time.monotonic() - searched}
+    return {"caches": caches, **took}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a line for each text, length and size of cache."""
+    table = Table("text", "tokens", "rows", "hit rate", "worst layer", "best layer")
+    for cell in result["cells"]:
+        for cache in cell["caches"]:
+            shares = (f"{cache[name]:.3f}" for name in ("hit_rate", "worst_layer", "best_layer"))
+            table.add_row(cell["text"], f"{cell['tokens']:,}", f"{cache['rows']:,}", *shares)
+    Console().print(table)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", nargs="+", type=int, default=[16000])
@@ -81,42 +135,36 @@ def main() -> None:
     parser.add_argument("--index", default="pariskv")
     parser.add_argument("--rows", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--k", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="then none is begun")
     add_model(parser)
-    given = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Read, play, write, report."""
+    start, given = time.monotonic(), arguments()
     model, tokenizer = loaded(given)
-    cells: list[dict[str, Any]] = []
+    about = {"index": given.index, "k": given.k, "steps": given.written}
+    result: dict[str, Any] = {**described(given), **about, "cells": [], "not_begun": []}
     with Progress() as progress:
         for text in given.text:
             for tokens in given.tokens:
-                report = reported(progress, f"{text.stem}, {tokens} tokens")
-                words = text.read_text()
-                layers = read_and_write(model, tokenizer, words, tokens, given.written, report)
-                task = progress.add_task("layers", total=len(layers))
-                each: dict[int, list[float]] = {rows: [] for rows in given.rows}
-                for layer in layers:
-                    ids = selected(layer, given.index, given.k)
-                    for rows in given.rows:
-                        each[rows].append(rates(ids, rows))
-                    progress.advance(task)
-                for rows, layers_ in each.items():
-                    cells.append(
-                        {
-                            "text": text.stem,
-                            "tokens": tokens,
-                            "rows": rows,
-                            "hit_rate": sum(layers_) / len(layers_),
-                            "worst_layer": min(layers_),
-                            "best_layer": max(layers_),
-                        }
-                    )
-    table = Table("text", "tokens", "rows", "hit rate", "worst layer", "best layer")
-    for cell in cells:
-        shares = (f"{cell[name]:.3f}" for name in ("hit_rate", "worst_layer", "best_layer"))
-        table.add_row(cell["text"], f"{cell['tokens']:,}", f"{cell['rows']:,}", *shares)
-    Console().print(table)
-    about = {"index": given.index, "k": given.k, "steps": given.written}
-    write({**described(given), **about, "cells": cells}, given.json)
+                if time.monotonic() - start > given.seconds:
+                    result["not_begun"].append({"text": text.stem, "tokens": tokens})
+                else:
+                    began = time.monotonic()
+                    report = reported(progress, f"{text.stem}, {tokens} tokens")
+                    words = text.read_text()
+                    layers = read_and_write(model, tokenizer, words, tokens, given.written, report)
+                    read_s = time.monotonic() - began
+                    task = progress.add_task("layers", total=len(layers))
+                    cell = measured(layers, given, lambda task=task: progress.advance(task))
+                    about = {"text": text.stem, "tokens": tokens, "read_s": read_s}
+                    result["cells"].append({**about, **cell})
+                write(result, given.json)
+    show(result)
 
 
 if __name__ == "__main__":
+    torch.set_grad_enabled(False)
     main()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabling import append, decode, field, reading, recall, rows, tau
+from benchmarks.tabling import append, decode, field, hits, reading, recall, rows, tau
 from benchmarks.tabling.parts import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_step": decode.decode_step,
     "decode_stages": decode.decode_stages,
     "field": field.field,
+    "hit_rate": hits.hit_rate,
     "tau": tau.tau,
     "row_codecs": rows.row_codecs,
 }
