@@ -82,6 +82,16 @@ def join(*pieces: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
+def far_apart(tensor: Tensor) -> Tensor:
+    """A tensor `[1, 2, ...]` whose heads lie more than 2^31 elements apart.
+
+    Of so much a CPU takes memory for the pages that are touched, a GPU for all.
+    """
+    far, one = 2**31 + 2**20, tensor[0, 0].contiguous()
+    spread = torch.empty(far + one.numel(), dtype=tensor.dtype, device=tensor.device)
+    return spread.as_strided(tensor.shape, (0, far, *one.stride())).copy_(tensor)
+
+
 def hits_of(ids: Tensor) -> Hits:
     """Hits with these ids and no scores, to fetch."""
     return Hits(ids, torch.zeros(ids.shape, device=ids.device))

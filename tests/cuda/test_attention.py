@@ -8,6 +8,7 @@ import torch
 from kvindex.ops import attention as reference
 from kvindex_cuda import attention
 from tests.cuda import emulator
+from tests.helpers import far_apart
 
 DEVICES = [
     pytest.param(
@@ -153,6 +154,15 @@ def test_rows_that_start_anywhere(gap, device):
     with on(device):
         got = attention.attend(*case, scale=0.1)
     assert close(got, case, scale=0.1)
+
+
+@on_devices
+def test_rows_beyond_2_to_the_31_elements_are_found(device):
+    queries, keys, _ = drawn(10, 8, 2, 40, 128, batch=1, dtype=torch.float16, device=device)
+    apart = far_apart(keys)
+    with on(device):
+        want = attention.attend(queries, keys, keys, scale=0.1)
+        assert torch.equal(attention.attend(queries, apart, apart, scale=0.1), want)
 
 
 @on_devices

@@ -9,6 +9,7 @@ from kvindex.ops import coarse as reference
 from kvindex.ops.codes import log_factors
 from kvindex_cuda import coarse
 from tests.cuda import emulator
+from tests.helpers import far_apart
 
 DEVICES = [
     pytest.param(
@@ -136,6 +137,16 @@ def test_equal_similarities_go_by_the_id(device):
     with on(device):
         table = coarse.tier_table(queries, bins, limits)
     assert torch.equal(table, reference.tier_table(queries, bins, limits))
+
+
+@on_devices
+def test_codes_beyond_2_to_the_31_bytes_are_found(device):
+    draw = Draw(5, device)
+    signs, table = draw.skewed(1, 2, 500, 8), draw.bytes(1, 2, 4, 8, 256, largest=6)
+    apart = far_apart(signs)
+    with on(device):
+        assert torch.equal(coarse.histogram(apart), coarse.histogram(signs))
+        assert torch.equal(coarse.votes(apart, table), coarse.votes(signs, table))
 
 
 @on_devices

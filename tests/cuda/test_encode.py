@@ -9,7 +9,7 @@ from kvindex.ops import codes, learn, transform
 from kvindex_cuda.encode import Encoder
 from kvindex_cuda.layout import BLOCK, Layout, places
 from tests.cuda import emulator
-from tests.helpers import Case, left_padding
+from tests.helpers import Case, far_apart, left_padding
 
 DEVICES = [
     pytest.param(
@@ -227,12 +227,9 @@ def test_strides_do_not_matter(dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_beyond_2_to_the_31_elements_are_found(device):
-    case, far = Case(head_dim=64, dtype=torch.bfloat16), 2**31 + 2**20
+    case = Case(head_dim=64, dtype=torch.bfloat16)
     keys, index = keys_of(case, 40).to(device), case.index("pariskv", device=device)
-    # 4.3 GB of addresses, of which pages that are touched take memory (on a GPU all)
-    spread = torch.empty(far + 40 * 64, dtype=torch.bfloat16, device=device)
-    apart = spread.as_strided((1, 2, 40, 64), (0, far, 64, 1))
-    apart.copy_(keys)
+    apart = far_apart(keys)
     want = filled(case, index, keys, pieces=[40], device=device)[1]
     assert torch.equal(filled(case, index, apart, pieces=[40], device=device)[1], want)
 
