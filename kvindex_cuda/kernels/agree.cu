@@ -1,8 +1,9 @@
 // What the heads of a group agree on (kvindex/group.py), and the k best rows by it.
 //
-// Entries in the bin of the cut are put in order first: those of the C best join the candidates. Then log softmax of each head, over all candidates; then, of the logarithms of
-// shares, a histogram, a cut, and an exact order in the cut's bin. Last, which of the rows lie in
-// the cache (kvindex_cuda/row_cache.py).
+// Entries in the bin of the cut are put in order first: those of the C best join the candidates.
+// Then log softmax of each head, over all candidates; then, of the logarithms of shares, a
+// histogram, a cut, and an exact order in the cut's bin. Last, which of the rows lie in the cache
+// (kvindex_cuda/row_cache.py).
 // Limited by latency: a chain of dependent reads and barriers, with few blocks.
 // Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share).
 #include "cache.cuh"
@@ -72,8 +73,9 @@ constexpr int THREADS = 1024;  // of `agree`
 constexpr int EACH = 4;        // entries of a thread
 
 // The k best of `kept` (rerank.cu). Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is
-// the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what is among the k best of its own, and the last one of a group
-// finishes; a block that is alone keeps it.
+// the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry.
+// Every block passes on what is among the k best of its own, and the last one of a group finishes;
+// a block that is alone keeps it.
 // finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
 // float32 [BG, k]: rows and what the group agrees on, in any order, the first found int32 [BG].
 // Of a cache of `cached` rows (row_cache.py; 0 for none): tags, stamps int32 [BG, cached], clocks

@@ -9,7 +9,7 @@
 //   Bytes: reads M (signs) and 4 or 4M (factors) per key and KV head for four query heads at a
 //   time, writes 4 per key and query head. The bound is shared memory: M lookups per key and four
 //   heads, random banks, some 6 cycles for a warp's 32 (docs/decisions/0013): 0.1 ms for 1M keys
-//   of 8 KV heads at M = 16 on 132 multiprocessors, where the bytes take 0.06 ms.
+//   of 8 KV heads at M = 16 on 132 multiprocessors, where the bytes take 0.06 ms (by count).
 // Compile-time: D; for `votes` WIDE (table int16, else uint8), FACTORS (0 none, 1 of the key,
 // 2 of each subspace), TABLES (words of shared memory per entry).
 #include "common.cuh"

@@ -12,11 +12,13 @@
 // Grid: (blocks touched, G, B), 8 warps of 16 keys at a time. Reads a key once, 2 D bytes of centre
 // per block; writes (1 + BITS) STRIDE + 3 bytes per key and 2 D per block. Bytes to a block go
 // through shared memory, 16 at a time.
-// Limited by issue slots (counted in the machine code of D = 128, 3 bits, 16-bit keys; not
-// measured): 22 instructions per coordinate and 2 more for what a block makes ready; 10 of them
-// code it, 3 of those are shuffles, and 3 finish the rotation. That is 24 cycles of an SM per key:
-// .87 ms for the 8.4 million keys of 8 heads on 132 SMs at 1.75 GHz, where their 2.72 GB take
-// .65 ms at 4.2 TB/s. float32 keys take 1.4 times as many, 5 bits 1.5.
+// Limited by issue slots (counted in the machine code of D = 128, 3 bits, 16-bit keys): 22
+// instructions per coordinate and 2 more for what a block makes ready; 10 of them code it, 3 of
+// those are shuffles, and 3 finish the rotation. That is 24 cycles of an SM per key: .87 ms for the
+// 8.4 million keys of 8 heads on 132 SMs at 1.75 GHz, where their 2.73 GB take .60 ms at the
+// measured rate of reading. On an H200 it takes 1.41 ms, .43 of that rate
+// (benchmarks/results/append.json): what else limits it is not known yet. float32 keys take 1.4
+// times as many instructions, 5 bits 1.5.
 //
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.

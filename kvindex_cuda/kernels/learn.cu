@@ -142,8 +142,9 @@ static __device__ void refer(double longest, float* answer) {
 // dynamic shared memory. A block makes a segment's centre, and looks at its keys' norms; where the
 // last segment has only begun, the block of the one before makes both. Reads the keys once, writes
 // 2 D bytes per segment, 1 with the first head; what is known already is copied.
-// Limited by the bus: a conversion to double per coordinate, 16 a cycle and SM, takes .3 ms for a
-// million keys of 8 heads at D = 128, two thirds of what their bytes take (counted, not measured).
+// Limited by the bus: a million keys of 8 heads at D = 128 take .79 ms on an H200, .60 of the rate
+// of reading (benchmarks/results/append.json); a conversion to double per coordinate, 16 a cycle
+// and SM, .3 ms of it by count.
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; old
 // bfloat16 [B, G, old_row, D], `before` of them learnt; held bool [B, before]; centres bfloat16
 // [B, G, row, D], or null: no centres; it may be old, from `begin` on: a block reads no other's.

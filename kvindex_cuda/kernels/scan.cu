@@ -8,8 +8,9 @@ constexpr int STAGE = (SCANNED + 32 + 127) / 128 * 128;       // bytes: codes an
 constexpr int AT_ONCE = GROUP <= 8 && D <= 128 ? 4 : 2;       // times 32 keys whose votes are made together
 
 // Grid: any; each warp walks over blocks of 256 keys, which come to shared memory by asynchronous
-// copies, two ahead, the first two while `ask` still runs. Reads D/8 + 1 bytes per key and 2 D per block, once; writes
-// 8 bytes and adds to a histogram for each key at or above the threshold of ask.cu, some 2 C.
+// copies, two ahead, the first two while `ask` still runs. Reads D/8 + 1 bytes per key and 2 D per
+// block, once; writes 8 bytes and adds to a histogram for each key at or above the threshold of
+// ask.cu, some 2 C.
 // Dynamic shared memory: 8 STAGES STAGE bytes.
 // planes, sums, units, thresholds, bases, shifts: of ask.cu; queries DTYPE [BG, GROUP, D]; factors
 // int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1]. counts int32 [BG]; list
