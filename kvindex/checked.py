@@ -54,10 +54,20 @@ class Checked:
             raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {allowed}")
 
     def _defer(self, name: str, wrong: Tensor, allowed: str) -> None:
-        """Keep `wrong`, bool `[]`, in the argument's flag: one, at one address, for all calls."""
-        flag = self._deferred[name][0] if name in self._deferred else torch.zeros_like(wrong)
+        """Keep `wrong`, bool `[]`, in the argument's flag."""
+        self._flag(name, allowed).logical_or_(wrong)
+
+    def _flag(self, name: str, allowed: str) -> Tensor:
+        """The argument's flag, int32 `[]`: not 0 where it was wrong. One for all calls, at one
+        address, so that a kernel may set it.
+        """
+        if name in self._deferred:
+            flag = self._deferred[name][0]
+        else:
+            flag = torch.zeros((), dtype=torch.int32, device=self.geometry.device)
         message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
-        self._deferred[name] = flag.logical_or_(wrong), message
+        self._deferred[name] = flag, message
+        return flag
 
     def raise_deferred(self) -> None:
         """Raise what a check on a CUDA device has found since the last call (it waits for it)."""

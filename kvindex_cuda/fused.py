@@ -1,8 +1,8 @@
 """ParisKV on its kernels: codes in blocks, and searches that no code leaves the device for.
 
 What a search reads lies at fixed addresses and is updated in place as tokens come and go; what it
-writes are buffers made once. So a search that was captured in a CUDA graph can be replayed while
-the index grows.
+writes on the way are buffers made once, its results are new each time. So a search that was
+captured in a CUDA graph can be replayed while the index grows.
 """
 
 from __future__ import annotations
@@ -136,22 +136,27 @@ class Fused:
         shape = (len(queries), self._geometry.kv_heads, k)
         return Hits(ids.view(shape), scores.view(shape))
 
-    def attend(self, index: Any, queries: Tensor, near: Near, k: int) -> tuple[Tensor, Tensor]:
-        """As `protocol.Attends.attend`."""
+    def attend(
+        self, index: Any, queries: Tensor, near: Near, k: int, wrong: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `protocol.Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
         use, state = self._ready(index, k, near)
-        output = use.step(queries.contiguous(), state)
-        return output.clone(), use.step.found.view(len(queries), -1).clone()
+        output = use.step(queries.contiguous(), replace(state, wrong=wrong))
+        return output, use.step.found.view(len(queries), -1)
 
     def attend_to(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
         """As `protocol.Attends.attend_to`, with the buffers of any step."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(index, k, near)
-        return use.step.attend(queries.contiguous(), state, hits).clone()
+        return use.step.attend(queries.contiguous(), state, hits)
 
     # What a search reads
 
     def _ready(self, index: Any, k: int, near: Near | None = None) -> tuple[_Use, State]:
-        """A step with room enough, its turn, and what it reads, to attend if there is a `near`."""
+        """A step with room enough, its turn, and what it reads, to attend if there is a `near`.
+
+        Its results are the caller's: buffers are shared by all layers, these are new each time.
+        """
         captured = capturing(self._geometry.device)
         use = self._newest(k)
         if use is None or use.outgrown:
@@ -166,6 +171,7 @@ class Fused:
         if not captured:
             index._store.wait()
             use.step.take_turn()
+        use.step.renew()
         store, wanted = index._store, use.wanted
         rows = store.table.contiguous()  # a view's is not
         state = replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)

@@ -47,7 +47,8 @@ class State:
     valid keys; reference: float32 `[B, G]`; near: rows of sink and window `[B, G, W, D + Dv]`;
     shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
     a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; codec:
-    of those rows, a name of `kvindex.rows`; cache: of rows that were fetched, as they lie.
+    of those rows, a name of `kvindex.rows`; cache: of rows that were fetched, as they lie; wrong:
+    int32 of one element, which a step sets to 1 where a query is not finite.
     """
 
     codes: Tensor
@@ -64,6 +65,7 @@ class State:
     row_head: int = 0
     codec: str = "plain"
     cache: RowCache | None = None
+    wrong: Tensor | None = None
 
 
 class Step:
@@ -107,13 +109,8 @@ class Step:
         self._votes = self._defines | dict(CENTRED=int(centred), PLANES=planes)
         self._softcap = dict(SOFTCAP=int(g.softcap is not None))
         self._agree = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._softcap)
-        self._rerank = dict(
-            D=g.head_dim,
-            GROUP=group,
-            BITS=layout.magnitude_bits,
-            CENTRED=int(centred),
-            **self._softcap,
-        )
+        self._rerank = self._softcap | dict(D=g.head_dim, GROUP=group, CENTRED=int(centred))
+        self._rerank["BITS"] = layout.magnitude_bits
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         self._turn = transform.rotation(g.head_dim, seed, device).T.contiguous()
         self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
@@ -163,6 +160,10 @@ class Step:
         self.select(queries, state)
         return self.attend(queries, state)
 
+    def renew(self) -> None:
+        """Whoever has `output` and `found` keeps them: what comes now is written to new ones."""
+        self.output, self.found = torch.empty_like(self.output), torch.empty_like(self.found)
+
     def select(self, queries: Tensor, state: State) -> None:
         """The best `k` rows of each group: the first `found` of `ids`, in any order, with `scores`.
 
@@ -184,7 +185,7 @@ class Step:
             self._factors,
             *(self._planes, self._sums, self._units, self._operands, self._ups),
             *(self._sample, self._asked, self._thresholds, self._bases, self._shifts),
-            *(self._cleared, len(self._cleared), self._largest, self._level),
+            *(self._cleared, len(self._cleared), state.wrong, self._largest, self._level),
             *(float(reference.FACTOR), kv),
             overlap=True,
             **self._votes,

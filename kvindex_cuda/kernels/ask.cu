@@ -17,6 +17,7 @@ constexpr int SLICES = 256 / COLUMNS;      // of a column of the rotation
 constexpr int AHEAD = 16;                  // rows of it that a thread asks for at once
 constexpr int HALVES = (GROUP + 7) / 8;    // sets of 8 heads, as rerank.cu has them
 constexpr float SMALLEST = 1.1754943508222875e-38f;
+constexpr double LARGEST = 1e300;  // no finite query's norm is
 
 struct Sampled {  // 32 keys
     Signs signs;
@@ -31,13 +32,14 @@ struct Sampled {  // 32 keys
 // planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32, units
 // float32 [BG, 4 SETS]; operands uint4 [BG, HALVES, QUADS, 8, 32]: ‖q‖ q̃ · up as float16 and what
 // that leaves, for rerank.cu; ups float32 [BG, 8 HALVES]; votes int32 [BG, SAMPLED]; tickets int32
-// [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared int32 [words].
+// [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared int32 [words]; wrong int32
+// [1], set to 1 where a query is not finite, or null.
 extern "C" __global__ void __launch_bounds__(256)
 ask(const void* queries, const float4* turn, const float* references, const i64* table, i64 row,
     i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
     const int* given_factors, u32* all_planes, int* all_sums, float* all_units, uint4* operands,
     float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
-    i64 words, i64 largest, float level, float most, i64 kv_heads) {
+    i64 words, int* wrong, i64 largest, float level, float most, i64 kv_heads) {
     __shared__ int factors[256];
     __shared__ float directions[SETS * 4][D];   // q/‖q‖, then ‖q‖ q̃
     __shared__ float raw[CENTRED && HELD ? SETS * 4 : 1][D];
@@ -91,12 +93,15 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
             square += x[w] * x[w];
         }
         double norm = sqrt(warp_sum(square));
+        bool finite = norm < LARGEST;  // else the query is taken for zeros
+        if (!finite && wrong && lane == 0) *wrong = 1;
+        if (!finite) norm = 0;
         double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
         if (lane == 0) norms[h] = norm, sums[h] = 0, units[h] = 0;
 #pragma unroll
         for (int w = 0; w < (D + 31) / 32; w++)
             if (w * 32 + lane < D)
-                directions[h][w * 32 + lane] = float(x[w] * inverse);
+                directions[h][w * 32 + lane] = finite ? float(x[w] * inverse) : 0.0f;
     }
     __syncthreads();
 

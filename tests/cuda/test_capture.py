@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from benchmarks.decode.stages import nodes_of
 from kvindex.layer import AttentionLayer
 from kvindex.near import Near
 from kvindex.ops.attention import attend
@@ -109,6 +110,13 @@ def test_replays_follow_queries_tokens_and_near_rows(store):
     for one in (index, reference):
         one.append(*part(tokens, 2700, 4000))
     assert_eager(index, reference, replay, queries, near)
+
+
+def test_a_captured_call_has_six_nodes():
+    index, _, _ = made(3000)
+    (queries,), near = cuda(CASE.queries()), near_rows()
+    index.prepare(k=K, tokens=3000)
+    assert nodes_of(lambda: index.attend(queries, near, k=K)) in (6, None)
 
 
 def test_two_replays_are_the_same_to_the_bit():

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvindex
+from benchmarks.decode.timing import Launches
 from kvindex import backend, ops
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
@@ -160,8 +162,10 @@ def test_the_plain_index_knows_nothing_of_it():
 def addresses(index):
     """Of all tensors that a search of the index reads or writes, but those of its results."""
     state, step = index._fused._state, index._fused._uses[-1].step
-    kept = [*vars(state).values(), *vars(step).values(), index._fused._uses[-1].wanted]
-    return [part.data_ptr() for part in kept if isinstance(part, torch.Tensor)]
+    kept = {**vars(state), **vars(step), "asked": index._fused._uses[-1].wanted}
+    for result in ("output", "found"):
+        del kept[result]
+    return [part.data_ptr() for part in kept.values() if isinstance(part, torch.Tensor)]
 
 
 def test_nothing_that_a_search_reads_or_writes_moves(device):
@@ -268,6 +272,95 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
     assert found.tolist() == [[20, 20], [20, 20]]
     with pytest.raises(ValueError, match="attend: got an index with backend="):
         theirs.attend(CASE.queries().to(device), near, k=20)
+
+
+def spoiled(queries):
+    queries = queries.clone()
+    queries[1, 2, 5] = torch.nan
+    return queries
+
+
+def attending(device, **options):
+    """An index of 300 tokens, a near row and queries."""
+    index = pair(device, **options)[0]
+    index.append(*moved(CASE.tokens(300), device))
+    near = Near(index.geometry, 2, 1)
+    near.add(*moved(CASE.tokens(1, seed=3), device), None)
+    return index, near, CASE.queries().to(device)
+
+
+def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
+    """Where looking would stop the device: as on a GPU."""
+    monkeypatch.setattr(ParisKV, "_defers", True)
+    index, near, queries = attending(device)
+    want = index.attend(queries, near, k=20)[0]
+    index.raise_deferred()
+    got = index.attend(spoiled(queries), near, k=20)[0]
+    torch.testing.assert_close(got[0], want[0])
+    index.attend(queries, near, k=20)
+    message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
+    with pytest.raises(ValueError, match=message):
+        index.raise_deferred()
+    index.raise_deferred()  # said once
+    index.search(spoiled(queries), k=20)  # the same flag
+    index.attend(queries, near, k=20)
+    with pytest.raises(ValueError, match=message):
+        index.nbytes()
+    assert [len(index._deferred), index._deferred["queries"][0].dtype] == [2, torch.int32]
+
+
+@pytest.mark.parametrize("check", [None, True, False])
+def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
+    index, near, queries = attending(device, check=check)
+    before = index.attend(queries, near, k=20)[0]
+    at_once = check or (check is None and device == "cpu")
+    with (
+        pytest.raises(ValueError, match="queries: got nan, allowed is a finite number")
+        if at_once
+        else nullcontext()
+    ):
+        index.attend(spoiled(queries), near, k=20)
+    torch.testing.assert_close(index.attend(queries, near, k=20)[0], before)
+    if check is False:
+        index.raise_deferred()
+
+
+def test_results_are_the_callers_though_layers_share_buffers(device):
+    (first, near, queries), (second, *_) = attending(device), attending(device)
+    other = CASE.queries(seed=1).to(device)
+    output, found = first.attend(queries, near, k=20)
+    given = first.attend_to(queries, first.search(queries, k=20), near)
+    kept = output.clone(), found.clone(), given.clone()
+    for index in (second, first):
+        later = index.attend(other, near, k=20)[0]
+        hits = index.search(other, k=20)
+        index.attend_to(other, hits, near)
+        assert not torch.equal(later, output)
+    assert first._fused._newest(20).step is second._fused._newest(20).step
+    for result, copy in zip((output, found, given), kept, strict=True):
+        assert torch.equal(result, copy)
+
+
+class Counted(TorchDispatchMode):
+    """Names of torch's operations that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+def test_a_call_of_the_index_launches_the_six_kernels_and_nothing_else(device, monkeypatch):
+    monkeypatch.setattr(ParisKV, "_defers", True)
+    index, near, queries = attending(device)
+    index.prepare(k=20, tokens=300)
+    with Launches() as launches, Counted() as torchs:
+        index.attend(queries, near, k=20)
+    assert launches.names == ["ask", "scan", "exact", "rerank", "agree", "attend"]
+    assert set(torchs.names) <= {"empty_like", "view", "detach"}  # which run nothing
 
 
 def layers_of(device, case, indexes, steps=6):

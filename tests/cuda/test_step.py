@@ -192,6 +192,33 @@ def test_a_zero_query_and_a_single_key_give_numbers(device):
     torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["g4", "g12", "bfloat16", "g2-D80"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_query_that_is_not_finite_is_told_and_harms_no_other_group(name, bad, device):
+    case, count, options = CASES[name]
+    index, layout, state, _kept, k = setting(case, count, device=device, **options)
+    wrong, queries = torch.zeros((), dtype=torch.int32, device=device), case.queries().to(device)
+    state = replace(state, wrong=wrong)
+    want, ids = run(index, layout, state, queries, k, device=device)
+    queries[-1, -1, 3] = torch.finfo(case.dtype).max
+    run(index, layout, state, queries, k, device=device)
+    assert int(wrong) == 0
+    queries[-1, -1, 3] = bad
+    got, its = run(index, layout, state, queries, k, device=device)
+    assert int(wrong) == 1
+    assert its[:-1] == ids[:-1]
+    assert [len(set(row)) for row in its] == [k] * len(its)
+    assert min(map(min, its)) >= 0
+    assert max(map(max, its)) < count
+    group = case.q_heads // case.kv_heads
+    others = [part.flatten(0, 1)[:-group] for part in (got, want)]
+    torch.testing.assert_close(*others, rtol=1e-2, atol=1e-2)  # rows come in any order
+    run(index, layout, state, torch.zeros_like(queries), k, device=device)
+    assert int(wrong) == 1  # until somebody has seen it
+    run(index, layout, replace(state, wrong=None), queries, k, device=device)
+
+
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 def test_neither_the_order_of_threads_nor_of_blocks_changes_ids():
     case, count, _ = CASES["g4"]
