@@ -3,13 +3,13 @@
     PYTHONPATH=.:adapters python benchmarks/append.py [--tokens N] [--piece N] [--rows N]
         [--context N …] [--layers L] [--periods P] [--seconds S] --json OUT
 
-H = 32, G = 8, D = 128, bfloat16, `pariskv:preset=fast:lists=group`. Codes and rows are checked
-first; wrong ones are not timed. `encode`: CUDA graphs after the L2 cache was filled otherwise,
-shares of the read-only rate of the same run. `offload`: CUDA events around copies, shares of a
-plain copy from the device to pinned memory of the same size. `update`: 256 tokens of each layer
-move into the index every 256 steps; a step is a graph of all layers' searches and attention
-alone, which makes a delay as large a share as it can be. `layers`: the same of attention layers
-that are launched one by one, and update their windows by themselves.
+H = 32, G = 8, D = 128, bfloat16, `pariskv`. Codes and rows are checked first; wrong ones are not
+timed. `encode`: CUDA graphs after the L2 cache was filled otherwise, shares of the read-only rate
+of the same run. `offload`: CUDA events around copies, shares of a plain copy from the device to
+pinned memory of the same size. `update`: 256 tokens of each layer move into the index every 256
+steps; a step is a graph of all layers' searches and attention alone, which makes a delay as large a
+share as it can be. `layers`: the same of attention layers that are launched one by one, and update
+their windows by themselves.
 """
 
 from __future__ import annotations

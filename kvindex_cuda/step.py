@@ -2,9 +2,10 @@
 
     ask -> scan -> exact -> rerank -> agree -> attend
 
-Signed dots with one 16-bit log weight per key, one list of candidates per group (the preset
-`fast`). Nothing here allocates or waits for the device: buffers are made once, lengths are read on
-the device, so that a step can be captured in a CUDA graph and replayed while the index grows.
+Signed dots with one 16-bit log weight per key, one list of candidates per group (the presets
+`fast` and `precise`). Nothing here waits for the device, or allocates more than results: buffers
+are made once, lengths are read on the device, so that a step can be captured in a CUDA graph and
+replayed while the index grows.
 """
 
 from __future__ import annotations
