@@ -50,7 +50,7 @@ def rate(model: Any, ids: Tensor, index: str, steps: int, **options: Any) -> flo
         inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
         lengths = dict(min_new_tokens=steps, max_new_tokens=steps)
         model.generate(**inputs, past_key_values=cache, do_sample=False, **lengths)
-        rates = [made.rate() for made in cache.indexes()]  # type: ignore[attr-defined]
+        rates = [made.rate() for made in cache.indexes()]
     return sum(rates) / len(rates)
 
 

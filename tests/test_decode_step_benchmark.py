@@ -252,7 +252,10 @@ def test_a_right_step_is_let_through(setting):
 def test_a_wrong_step_is_not_timed(fault, setting, monkeypatch):
     if fault == "rows":  # of the tokens after those that were asked for
         gather = HostStore.join
-        roll = lambda self, *parts: gather(self, *(part.roll(1, 2) for part in parts))  # noqa: E731
+
+        def roll(store, *parts):
+            return gather(store, *(part.roll(1, 2) for part in parts))
+
         monkeypatch.setattr(HostStore, "join", roll)
     else:
         pack = Layout.pack

@@ -29,6 +29,10 @@ def exact(one, **options):
     return systems.System("exact", lambda _: systems.Indexed("exact", one), **options)
 
 
+def pq(one):
+    return systems.Quantised(subspace=8)
+
+
 @pytest.mark.parametrize("options", [{}, dict(rebuilt=True), dict(rescored=True)], ids=str)
 def test_exact_search_finds_everything_whatever_shifts(options):
     one = layer()
@@ -57,8 +61,7 @@ def test_candidates_are_scored_again_but_no_more_are_found_than_there_are():
     options = {"whole": {}, "candidates": dict(rescored=True)}
     shares = {}
     for stage, option in options.items():
-        make = lambda one: systems.Quantised(subspace=8)  # noqa: E731
-        system = systems.System("PQ", make, **option)
+        system = systems.System("PQ", pq, **option)
         searcher = system.make(one)
         searcher.add(keys)
         shares[stage] = float(system.recall(searcher, keys, queries, 10).mean())
@@ -67,9 +70,8 @@ def test_candidates_are_scored_again_but_no_more_are_found_than_there_are():
 
 def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
     one = layer(later=3.0)
-    make = lambda _: systems.Quantised(subspace=8)  # noqa: E731
     stale, fresh = (
-        measure.along(one, systems.System("PQ", make, rebuilt=rebuilt), [400, 536], 50)[0]
+        measure.along(one, systems.System("PQ", pq, rebuilt=rebuilt), [400, 536], 50)[0]
         for rebuilt in (False, True)
     )
     assert torch.equal(stale[0], fresh[0])
@@ -79,7 +81,10 @@ def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
 @pytest.mark.parametrize("size", [1.0, 2.0])
 def test_shifts_do_what_they_say(size):
     learnt, keys = layer().keys, layer(seed=1).keys
-    draw = lambda: torch.Generator().manual_seed(0)  # noqa: E731
+
+    def draw():
+        return torch.Generator().manual_seed(0)
+
     norms = (learnt - learnt.mean(1, keepdim=True)).norm(dim=-1).mean(1)
     moved = shifts.mean_shift(keys, learnt, size, draw()) - keys
     torch.testing.assert_close(moved.norm(dim=-1), (size * norms)[:, None].expand(-1, 600))

@@ -79,7 +79,11 @@ def test_what_asks_along_a_generation_sees_what_has_come():
 def test_a_wrapper_is_searched_at_every_token(spec, monkeypatch):
     one, calls = layer(), []
     known, search = truths(one, SETTING, [32]), Exact.search
-    counted = lambda self, *given, **k: calls.append(1) or search(self, *given, **k)  # noqa: E731
+
+    def counted(*given, **k):
+        calls.append(1)
+        return search(*given, **k)
+
     monkeypatch.setattr(Exact, "search", counted)
     spec += ":tau=2" if "+" in spec else ""
     measure(one, spec, SETTING, [32], known, pieces=True)
@@ -196,7 +200,9 @@ def test_all_indexes_are_compared_and_drawn(tmp_path):
 
 
 def test_a_run_is_written_as_far_as_its_time_goes(tmp_path, monkeypatch):
-    tokenizer = lambda *_, **__: {"input_ids": [i % 50 + 3 for i in range(120)]}  # noqa: E731
+    def tokenizer(*_, **__):
+        return {"input_ids": [i % 50 + 3 for i in range(120)]}
+
     monkeypatch.setattr(field, "loaded", lambda given: (build("llama"), tokenizer))
     monkeypatch.setattr(
         field, "described", lambda given: dict(model="m", lora=None, machine=dict(at=given.device))

@@ -71,7 +71,7 @@ def capture(
         return _Recorder(kvindex.create("exact", **geometry), start)
 
     # no window: every token is in the index when its step ends; and never long enough to search
-    regions = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
-    with attach(model, index=recorder, **regions) as cache, torch.no_grad():  # type: ignore[arg-type]
+    regions: dict[str, Any] = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
+    with attach(model, index=recorder, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)
         return [index.captured() for index in cache.indexes() if isinstance(index, _Recorder)]

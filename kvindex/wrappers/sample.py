@@ -10,6 +10,7 @@ real model: docs/decisions/0010-rows-drawn-at-random.md.
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,16 +46,17 @@ class Sample(Wrapper):
     def repeated(self, count: int) -> Sample:
         """As `BaseIndex.repeated`."""
         view = copy(self)
-        # not of the protocol: what `BaseIndex` has, a wrapper around one passes on
-        view.inner = self.inner.repeated(count)  # type: ignore[attr-defined]
+        inner: Any = self.inner  # not of the protocol: what `BaseIndex` has is passed on
+        view.inner = inner.repeated(count)
         return view
 
     def prepare(self, *, k: int, tokens: int) -> None:
         """As `ParisKV.prepare`, for an inner index that has it."""
-        inner, g = self.inner, self.geometry
-        inner.prepare(k=k * self.pool, tokens=tokens)  # type: ignore[attr-defined]
+        g = self.geometry
+        inner: Any = self.inner
+        inner.prepare(k=k * self.pool, tokens=tokens)
         if self.attends:
-            batch = len(inner.counts)  # type: ignore[attr-defined]
+            batch = len(inner.counts)
             queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
             self.attend(queries, Near(g, batch, 1), k=k)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def check_a_reorder_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
         index.append(keys, values, valid=left_padding([3] * case.batch, 16, case.device))
         before = snapshot(index, case.queries())
         with pytest.MonkeyPatch.context() as patch:
-            call = lambda index=index: index.reorder(rows)  # noqa: E731
+            call = partial(index.reorder, rows)
             failed = _fail_after(allowed, patch, call, torch.Tensor, "index_select")
         if not failed:
             break

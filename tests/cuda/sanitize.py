@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+# a script finds the project only now, hence imports that are not at the top (E402)
 from kvindex.near import Near  # noqa: E402
 from tests.cuda.test_compile import KERNEL, launching  # noqa: E402
 from tests.helpers import Case, left_padding, part  # noqa: E402

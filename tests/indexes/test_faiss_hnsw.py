@@ -1,5 +1,6 @@
 """FAISS HNSW: its recall on clustered keys, and a graph that does not depend on the appends."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 def clustered(count):
     """Keys `[1, 1, count, 16]` around 40 points of a sphere, and queries near some of them."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    draw = partial(torch.randn, generator=generator)
     centres = 4 * torch.nn.functional.normalize(draw(40, 16), dim=-1)
     keys = centres[torch.randint(40, (count,), generator=generator)] + 0.5 * draw(count, 16)
     return keys[None, None], keys[:32] + 0.5 * draw(32, 16)

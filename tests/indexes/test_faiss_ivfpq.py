@@ -1,5 +1,7 @@
 """FAISS IVF-PQ: its estimates, exact where codes are, and its recall on clustered keys."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ ONE = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
 def clustered(count, clusters, spread, seed=0):
     """Keys `[1, 1, count, 16]` around points of a sphere, and queries near some of the keys."""
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    draw = partial(torch.randn, generator=generator)
     centres = 4 * torch.nn.functional.normalize(draw(clusters, 16), dim=-1)
     keys = centres[torch.randint(clusters, (count,), generator=generator)]
     keys = keys + spread * draw(count, 16)
@@ -73,8 +75,7 @@ def test_few_keys_are_their_own_codes():
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_holds_with_several_lists(check):
-    make = lambda **options: CASE.index("faiss-ivfpq", lists=4, probes=4, **options)  # noqa: E731
-    check(make, CASE)
+    check(partial(CASE.index, "faiss-ivfpq", lists=4, probes=4), CASE)
 
 
 def test_two_runs_train_the_same():

@@ -50,7 +50,10 @@ def pages_in_words(index, keys, ids, prompt, b, h):
 
 def rows_in_words(index, pages, keys, b, h, query, k):
     """The rows of the best pages of the anchors that a search looks at, in order."""
-    product = lambda i: literal.dot(keys[b, h, i].tolist(), query)  # noqa: E731
+
+    def product(i):
+        return literal.dot(keys[b, h, i].tolist(), query)
+
     looked, held = [], 0
     for anchor in sorted({anchor for anchor, _ in pages}, key=lambda a: -product(a)):
         if len(looked) < index.config.view or held < k:

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from kvindex.cluster import watched
 
@@ -19,14 +26,14 @@ class Bars:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._tasks: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {}
         self._passes = 0
 
     def update(self, phase: str, done: int, total: int) -> None:
         """`done` of `total` steps of a phase; after `stop` nothing is shown."""
         if phase not in self._tasks:
-            self._tasks[phase] = int(self._progress.add_task(phase, total=total))
-        self._progress.update(self._tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
+            self._tasks[phase] = self._progress.add_task(phase, total=total)
+        self._progress.update(self._tasks[phase], completed=done, total=total)
 
     def clustering(self, done: int, total: int) -> None:
         """Pass `done` of `total` of a k-means (`kvindex.cluster.watched`); the bar is of all."""

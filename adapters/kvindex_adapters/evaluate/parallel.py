@@ -62,8 +62,8 @@ class ParallelLayer(AttentionLayer):
         T, held = queries.shape[2], len(self._regions)
         self._regions.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
-        # not of the protocol: `BaseIndex` and wrappers that pass it on have it
-        index = self.index.repeated(T)  # type: ignore[attr-defined]
+        inner: Any = self.index  # not of the protocol: `BaseIndex` and wrappers around it have it
+        index: KVIndex = inner.repeated(T)
         hits = index.search(each, k=self.k, mass=self.mass)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
