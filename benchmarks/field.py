@@ -7,7 +7,8 @@
 The model reads N tokens of each text (with --sampled the last of them are its own) and writes T
 more, whose queries ask. Each index gets the text twice, at once and with its last part in pieces as
 while reading on; one that can be stale (`stale=true`) a third time. Bytes are those of the text at
-once. Sink and window are attended to besides. On a CUDA device pariskv runs on its kernels and
+once. Sink and window are attended to besides. Indexes are told the text's tokens, and those that
+want them the ids of the tokenizer's punctuation. On a CUDA device pariskv runs on its kernels and
 FAISS where it has a GPU part, if they can. All indexes are measured on one layer, then on the next,
 while --seconds last. OUT is written after each index, and holds a run for each length; --add keeps
 what it holds of other indexes and lengths. Without --model: SmolLM2-135M-Instruct.
@@ -46,6 +47,7 @@ from benchmarks.reading import (
 )
 from kvindex import backend, faiss_library
 from kvindex.cluster import watched
+from kvindex_adapters.hf.punctuation import punctuated
 
 SPECS = {
     "pariskv": (
@@ -111,13 +113,15 @@ def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
 class Comparison:
     """Layers of all texts, what is true of each, and what was found out so far.
 
-    cpu: whether searches are timed on the CPU, too, with the first layer.
+    cpu: whether searches are timed on the CPU, too, with the first layer; told: by spec, more
+    options for `kvindex.create`.
     """
 
     setting: Setting
     rows: list[int]
     layers: list[Layer]
     cpu: bool = False
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,7 +137,8 @@ class Comparison:
         options = self._faster.get(spec.split("+")[0].split(":")[0], {})
         start = time.monotonic()
         try:
-            for arrival, cell in self._arrivals(spec, number, options).items():
+            told = {**options, **self.told.get(spec, {})}
+            for arrival, cell in self._arrivals(spec, number, told).items():
                 self._found.setdefault(spec, {}).setdefault(arrival, []).append(cell)
             took = time.monotonic() - start
             if spec not in self._facts:
@@ -157,10 +162,10 @@ class Comparison:
 
     def _once(self, spec: str) -> dict[str, Any]:
         """What the first layer tells of an index."""
-        first, k = self.layers[0], middle(self.rows)
-        found: dict[str, Any] = {"bytes": sizes(first, spec, self.setting, k)}
+        first, k, told = self.layers[0], middle(self.rows), self.told.get(spec, {})
+        found: dict[str, Any] = {"bytes": sizes(first, spec, self.setting, k, **told)}
         if self.cpu:
-            took = search_time(first.to(device="cpu"), spec, self.setting, k)
+            took = search_time(first.to(device="cpu"), spec, self.setting, k, **told)
             found["cpu_search_ms"] = 1e3 * took
         return found
 
@@ -219,7 +224,8 @@ def main() -> None:
             texts.append(capture(model, ids, every=given.layers, progress=report))
         del model
         layers = in_turn(texts)
-        compared = Comparison(setting, rows, layers, cpu=given.cpu)
+        told = {spec: punctuated(spec, tokenizer).get("index_options", {}) for spec in specs}
+        compared = Comparison(setting, rows, layers, cpu=given.cpu, told=told)
         run = {
             **described(given),
             "texts": [text.stem for text in given.text],

@@ -21,11 +21,13 @@ from kvindex_adapters.hf.generation import prefill
 class Layer(Captured):
     """Keys `[G, N, D]`, values `[G, N, Dv]` and the queries `[H, N, D]` of all tokens.
 
-    rope: inverse frequencies of the rotary embedding, `[F]`, or None where they cannot be told.
+    rope: inverse frequencies of the rotary embedding, `[F]`, or None where they cannot be told;
+    tokens: ids of the text, int64 `[N]` on the CPU, or None where nobody knows them.
     """
 
     values: Tensor
     rope: Tensor | None = None
+    tokens: Tensor | None = None
 
     def options(self) -> dict[str, Any]:
         """The geometry, as `kvindex.create` takes it."""
@@ -64,12 +66,12 @@ class _Keeper(Wrapper):
             self._queries.append(queries[0])
         super().observe(queries, positions)
 
-    def layer(self) -> Layer:
+    def layer(self, tokens: Tensor) -> Layer:
         g = self.geometry
         ids = torch.arange(len(self), device=g.device).expand(1, g.kv_heads, -1)
         rows = self.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
         queries = torch.cat(self._queries, 1)
-        return Layer(rows.keys[0], queries, g.scale, g.softcap, rows.values[0], g.rope)
+        return Layer(rows.keys[0], queries, g.scale, g.softcap, rows.values[0], g.rope, tokens)
 
 
 def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) -> list[Layer]:
@@ -83,4 +85,4 @@ def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) ->
     regions: Any = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
     with attach(model, index=keeper, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)
-        return [index.layer() for index in told[::every]]
+        return [index.layer(ids.cpu()) for index in told[::every]]

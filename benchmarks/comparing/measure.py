@@ -27,9 +27,9 @@ def built(
     """An index each time that it is to be asked: the point, the index, and seconds to its `seal`.
 
     In the spec, {k} stands for k. As a layer tells it: the prompt's queries, its tokens in one
-    append, the seal. pieces: the last `generated` tokens come later, queries and then keys in
-    pieces of `every`, as of a text that is read on. A wrapper, which decides step by step, hears
-    their queries one by one and is searched at each. options: for `kvindex.create`.
+    append, their ids, the seal. pieces: the last `generated` tokens come later, queries, ids and
+    then keys in pieces of `every`, as of a text that is read on. A wrapper, which decides step by
+    step, hears their queries one by one and is searched at each. options: for `kvindex.create`.
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     points = setting.points if pieces else [setting.tokens]
@@ -44,6 +44,7 @@ def built(
     def first() -> None:
         index.observe(queries[:, :, : points[0]], positions[: points[0]])
         append(0, points[0] - setting.local)
+        read(layer, index, 0, points[0])
         index.seal()
 
     _, seconds = timed(first, keys.device)
@@ -57,9 +58,16 @@ def built(
                 index.observe(queries[:, :, came : came + step], positions[came : came + step])
                 if step == 1:
                     index.search(queries[:, :, came], k=k)
+                read(layer, index, came, came + step)
                 came += step
             append(came - piece - setting.local, came - setting.local)
         yield point, index, seconds
+
+
+def read(layer: Layer, index: Any, start: int, stop: int) -> None:
+    """Tell an index the ids of these tokens of the text, after their step, as a layer does."""
+    if layer.tokens is not None:
+        index.read(layer.tokens[start:stop], first=start)
 
 
 def truths(layer: Layer, setting: Setting, rows: list[int]) -> Truths:
@@ -112,6 +120,7 @@ def _asked(
             hits, took = timed(partial(index.search, query, k=k), query.device)
             found[k].append((hits, index.fetch(hits)))
             times[k].append(took)
+        read(layer, index, at, at + 1)
     return {
         k: {**worth(layer, setting, found[k], known, k), "search_s": median(times[k])} for k in rows
     }
@@ -127,9 +136,9 @@ def search_time(layer: Layer, spec: str, setting: Setting, k: int, **options: An
     return median(times[1:] or times)
 
 
-def sizes(layer: Layer, spec: str, setting: Setting, k: int) -> dict[str, float]:
+def sizes(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> dict[str, float]:
     """`BaseIndex.bytes_per_key` on these keys in bfloat16."""
-    _, index, _ = next(built(layer.to(dtype=torch.bfloat16), spec, setting, k=k))
+    _, index, _ = next(built(layer.to(dtype=torch.bfloat16), spec, setting, k=k, **options))
     found: dict[str, float] = inmost(index).bytes_per_key()
     return found
 
