@@ -11,10 +11,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvindex import check, group
+from kvindex import group
 from kvindex.base import BaseIndex
 from kvindex.geometry import Geometry
-from kvindex.observed import Observed
+from kvindex.observed import Watching
 from kvindex.ops.attention import cap
 from kvindex.protocol import UNUSED, Codes, Hits
 
@@ -34,6 +34,9 @@ class KeptIndex(BaseIndex):
     @abstractmethod
     def _kept(self) -> Tensor:
         """Ids of the rows that are kept, int64 `[B, G, C]`, ascending, `-1` anywhere for none."""
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        return self._learnt
 
     def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
         return {}
@@ -57,62 +60,8 @@ class KeptIndex(BaseIndex):
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None, first:], UNUSED)
 
 
-class WatchingIndex(KeptIndex):
-    """Base of the policies that choose by the prompt's queries: it keeps those it may need.
-
-    `_seen` has them, or None; `_sealed` says whether the prompt is complete.
-    """
-
-    _seen: Observed | None
-    _sealed: bool
-
-    def _signal(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Observed queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
-
-        Raises ValueError or TypeError for a wrong tensor.
-        """
-        g, seen = self.geometry, self._seen
-        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
-        shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
-        self._check_tensor("queries", queries, shape)
-        check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64, g.device)
-        return queries.detach().nan_to_num(0, 0, 0)
-
-    def _watch(self, queries: Tensor, positions: Tensor, most: int) -> None:
-        """Keep the last `most` queries of the prompt, these included."""
-        if len(positions):
-            self._seen = Observed.of(self._seen, queries, positions, most=most, choice="last")
-
-    def reorder(self, batch_indices: Tensor) -> None:
-        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
-        if self._batch is None and self._seen:
-            check.rows("batch_indices", batch_indices, self._seen.queries.shape[0])
-            self._seen = self._seen.reordered(batch_indices.to(self.geometry.device))
-        super().reorder(batch_indices)
-
-    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        if self._seen is not None:
-            batch = {"B": self._seen.queries.shape[0], "G": None, "N": None, "D": None}
-            check.tensor("keys", keys, batch)
-        return self._learnt
-
-    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Observed | None:
-        return self._seen
-
-    def _with_truncated(self, length: int) -> Observed | None:
-        return self._seen
-
-    def _with_reordered(self, batch_indices: Tensor) -> Observed | None:
-        return self._seen and self._seen.reordered(batch_indices)
-
-    def _keep(self, statistics: Observed | None) -> None:
-        self._seen = statistics
-
-    def _cleared(self) -> None:
-        self._seen, self._sealed = None, False
-
-    def _held(self) -> list[Tensor]:
-        return self._seen.held() if self._seen else []
+class WatchingIndex(Watching, KeptIndex):
+    """Base of the policies that choose by the prompt's queries."""
 
 
 def joined(before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None) -> Tensor | None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvindex import check, group, grouped
 from kvindex.clustered import ClusteredIndex, Plan, Units
-from kvindex.observed import Observed
+from kvindex.observed import Observed, Watching
 from kvindex.ops.attention import cap
-from kvindex.protocol import Codes, Hits
+from kvindex.protocol import Hits
 
 BINS = 4096
 """Of the histogram of shares."""
@@ -61,7 +61,7 @@ class SqueezedConfig:
             raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
 
 
-class Squeezed(ClusteredIndex):
+class Squeezed(Watching, ClusteredIndex):
     """Rows of the clusters of which some head of the group believes that each of their rows has
     more than a threshold of its attention; the best `k` where they are more.
 
@@ -70,9 +70,6 @@ class Squeezed(ClusteredIndex):
     """
 
     Config = SqueezedConfig
-
-    _seen: Observed | None
-    _sealed: bool
 
     def _plan(self) -> Plan:
         c = self.config
@@ -108,15 +105,9 @@ class Squeezed(ClusteredIndex):
         What is not finite in a query counts as 0. Raises ValueError or TypeError for a wrong
         tensor.
         """
-        g, seen = self.geometry, self._seen
-        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
-        shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
-        self._check_tensor("queries", queries, shape)
-        check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64, g.device)
-        if self._sealed or not self.config.sparsity or not queries.shape[2]:
-            return
-        queries, most = queries.detach().nan_to_num(0, 0, 0), self.config.calibration
-        self._seen = Observed.of(seen, queries, positions, most=most, choice="last")
+        queries = self._signal(queries, positions)
+        if self.config.sparsity and not self._sealed:
+            self._watch(queries, positions, self.config.calibration)
 
     def seal(self) -> None:
         """The prompt is complete: the threshold is calibrated on its last queries."""
@@ -138,36 +129,3 @@ class Squeezed(ClusteredIndex):
         wanted = (1 - self.config.sparsity) * bins.sum(1, keepdim=True).double()
         kept: Tensor = (bins.cumsum(1) <= wanted).sum(1)
         return kept.float().neg() / PER_NAT
-
-    # What the base asks for
-
-    def reorder(self, batch_indices: Tensor) -> None:
-        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
-        if self._batch is None and self._seen is not None:
-            rows = check.rows("batch_indices", batch_indices, self._seen.queries.shape[0])
-            self._seen = self._seen.reordered(rows.to(self.geometry.device))
-        super().reorder(batch_indices)
-
-    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        if self._seen is not None:
-            seen = {"B": self._seen.queries.shape[0], "G": None, "N": None, "D": None}
-            check.tensor("keys", keys, seen)
-        return super()._learn(keys, valid)
-
-    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Observed | None:
-        return self._seen
-
-    def _with_truncated(self, length: int) -> Observed | None:
-        return self._seen
-
-    def _with_reordered(self, batch_indices: Tensor) -> Observed | None:
-        return self._seen and self._seen.reordered(batch_indices)
-
-    def _keep(self, statistics: Observed | None) -> None:
-        self._seen = statistics
-
-    def _cleared(self) -> None:
-        self._seen, self._sealed = None, False
-
-    def _held(self) -> list[Tensor]:
-        return self._seen.held() if self._seen else []

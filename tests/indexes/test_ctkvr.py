@@ -9,6 +9,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.observed import Observed, priority
 from tests import literal
 from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
+from tests.policies import assert_bad_signals_are_refused
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 64
@@ -322,11 +323,7 @@ def test_bad_option_is_refused(options, words):
 
 
 def test_bad_signals_are_refused():
-    index = built()
-    with pytest.raises(ValueError, match="queries: got shape"):
-        index.observe(prompt()[:1], torch.arange(N))
-    with pytest.raises(ValueError, match="positions: got shape"):
-        index.observe(prompt(), torch.arange(N - 1))
+    assert_bad_signals_are_refused(built(), prompt())
 
 
 def test_in_a_layer_it_follows_exact():

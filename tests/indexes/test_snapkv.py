@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from tests import literal
-from tests.contract import CHECKS
+from tests.contract.housekeeping import check_truncated_ids_never_return
 from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
-from tests.policies import assert_follows_exact_in_a_layer, kept
+from tests.policies import (
+    STILL_HOLD,
+    assert_bad_signals_are_refused,
+    assert_follows_exact_in_a_layer,
+    kept,
+)
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40
@@ -179,20 +184,9 @@ def voting(case):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "check_truncated_ids_never_return",
-        "check_truncate_then_append_equals_fresh",
-        "check_reorder_moves_rows",
-        "check_append_in_chunks_equals_one_piece",
-        "check_searches_are_deterministic",
-        "check_zero_keys_and_queries_give_no_nan",
-        "check_reset_forgets_everything",
-        "check_encode_is_deterministic_and_changes_nothing",
-    ],
+    "check", [*STILL_HOLD, check_truncated_ids_never_return], ids=lambda c: c.__name__
 )
-def test_after_an_election_it_keeps_the_contract(name):
-    (check,) = [c for c in CHECKS if c.__name__ == name]
+def test_after_an_election_it_keeps_the_contract(check):
     case = Case(q_heads=3, kv_heads=1, head_dim=8, value_dim=8, batch=2)
     check(voting(case), case)
 
@@ -246,11 +240,7 @@ def test_bad_option_is_refused(options, words):
 
 
 def test_bad_signals_are_refused():
-    index = built()
-    with pytest.raises(ValueError, match="queries: got shape"):
-        index.observe(prompt()[:1], torch.arange(N))
-    with pytest.raises(ValueError, match="positions: got shape"):
-        index.observe(prompt(), torch.arange(N - 1))
+    assert_bad_signals_are_refused(built(), prompt())
 
 
 def test_in_a_layer_with_a_large_budget_it_follows_exact():
