@@ -11,7 +11,7 @@ from kvindex import check
 from kvindex.geometry import Geometry
 from kvindex_adapters.hf.attach import check_index
 
-INDEX = "Index, as name:option=value:…; pariskv unless given, on a GPU pariskv:lists=group"
+INDEX = "Index, as name:option=value:…; pariskv unless given"
 """Of an option's help."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
