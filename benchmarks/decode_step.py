@@ -8,8 +8,11 @@
 H = 32, G = 8, D = 128, bfloat16, k = 100, an index that the fused kernels serve. First the answer
 is checked; a wrong one is not timed. All times are of replays of a CUDA graph that holds the step
 of L layers one after another, divided by L, by CUDA events, after the L2 cache was filled with
-something else and with other queries in each replay. FAISS's GPU indexes, where they can be
-imported (--faiss: from a folder), are timed by the same events without a graph.
+something else and with other queries in each replay. Launches are counted of the bare step and, as
+nodes of a captured graph, of the public call, `index.attend`. Where dense attention does not fit
+into memory or time (4,194,304 tokens, say), a note tells why and the step is measured alone.
+FAISS's GPU indexes, where they can be imported (--faiss: from a folder), are timed by the same
+events without a graph.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from rich.console import Console
 from benchmarks.decode.correctness import check
 from benchmarks.decode.faiss_rivals import gpu_library, rivals
 from benchmarks.decode.floors import ceilings
-from benchmarks.decode.rivals import dense
+from benchmarks.decode.rivals import dense, layers_of_dense
 from benchmarks.decode.setting import NEAR, D, G, H, K, Setting
 from benchmarks.decode.show import found_by, plot, show, spread
 from benchmarks.decode.stages import measure
@@ -152,11 +155,17 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
             points = [{"tokens": tokens, "batch": batch} for batch in given.batch]
             for point in points:
                 need = 4 * G * D * tokens * point["batch"]
-                layers = min(given.layers, int(0.8 * torch.cuda.mem_get_info()[0]) // need)
-                if layers:
-                    point |= dense(setting, tokens, point["batch"], layers, timed)
-                else:
-                    end(f"{tokens} tokens, batch {point['batch']}: dense needs more memory")
+                rate = result["ceilings"]["read"]["GB_s"]
+                options = dict(replays=given.replays, GB_s=rate, left_s=clock.left)
+                free = torch.cuda.mem_get_info()[0]
+                layers, why = layers_of_dense(need, free, given.layers, **options)
+                try:
+                    if layers:
+                        point |= dense(setting, tokens, point["batch"], layers, timed)
+                except torch.cuda.OutOfMemoryError as error:
+                    why = str(error).splitlines()[0]
+                if why:
+                    end(f"{tokens} tokens, batch {point['batch']}: no dense attention: {why}")
                 _free()
                 result["points"].append(point)
                 if "dense" in point:

@@ -1,4 +1,7 @@
-"""The decode step's benchmark, but for the clock: what it checks, counts, shows and refuses."""
+"""The decode step's benchmark, but for the clock: what it checks, counts, shows and refuses.
+
+Longer than most files: all of it is played on one setting.
+"""
 
 import json
 import sys
@@ -13,10 +16,10 @@ from benchmarks import decode_step
 from benchmarks.decode import correctness, faiss_rivals, workload
 from benchmarks.decode.correctness import CLOSE, SAME, check, judge
 from benchmarks.decode.floors import Bytes, ceilings, stage_bytes
-from benchmarks.decode.rivals import dense
+from benchmarks.decode.rivals import dense, layers_of_dense
 from benchmarks.decode.setting import D, G, H, Setting, synthetic
 from benchmarks.decode.show import plot, show, stages_table, summary
-from benchmarks.decode.stages import measure, staged
+from benchmarks.decode.stages import measure, public, staged
 from benchmarks.decode.timing import Clock, Launches, OutOfTimeError, quartiles, read_all
 from benchmarks.decode.workload import Pool, Workload, row_pools, sequences_of
 from benchmarks.tabling.decode import decode_step as table_of
@@ -80,6 +83,7 @@ def made_up():
                 "tokens": tokens,
                 "batch": 1,
                 "launches": 8,
+                "attend_nodes": 9,
                 "step_host": times(81.0),
                 "step_device": times(70.0),
                 "dense": times(full),
@@ -305,6 +309,28 @@ def test_a_point_is_measured(setting):
 
 
 @emulated
+def test_the_public_call_is_the_bare_steps_launches(setting):
+    with emulator.emulated():
+        call = public(setting, 2)
+        with Launches() as launches:
+            output, found = call()
+    assert launches.names == ["ask", "scan", "exact", "rerank", "agree", "attend"]
+    assert output.isfinite().all()
+    assert found.tolist() == [[20, 20]] * 2
+
+
+def test_dense_attention_is_left_out_where_it_does_not_fit():
+    options = dict(replays=50, GB_s=4000, left_s=400)
+    need = 4 * 8 * 128 * 2**22
+    assert layers_of_dense(need, 130 * 2**30, 16, **options) == (6, "")
+    assert layers_of_dense(need // 32, 130 * 2**30, 16, **options) == (16, "")
+    layers, why = layers_of_dense(8 * need, 130 * 2**30, 16, **options)
+    assert (layers, why) == (0, "a layer's keys and values take 128 GiB, 130 are free")
+    layers, why = layers_of_dense(need, 130 * 2**30, 16, **{**options, "left_s": 5})
+    assert (layers, why) == (0, "it would take 4 s at least, 5 are left")
+
+
+@emulated
 def test_a_shorter_step_runs_the_first_kernels_alone(setting):
     rows = row_pools(setting, 1024, allocator=Mapped(), slab_bytes=2**16)
     pool = Pool.of(setting, TOKENS, 1, Clock(60))
@@ -408,7 +434,7 @@ def test_tables_of_a_result():
     assert first["tokens"] == "131,072"
     assert first["rows on host"] == "81.0 (72.9–97.2)"
     assert first["host of dense"] == f"{81 / 130:.3f}"
-    assert first["launches"] == "8"
+    assert (first["launches"], first["of attend"]) == ("8", "9")
     assert rows[2][2:4] == ("–", "–")
     head, rows = stages_table(result["points"][1])
     assert rows[3][:2] == ("exact", "-0.5")
@@ -423,6 +449,10 @@ def test_tables_of_a_result():
 def test_the_page_has_columns_of_faiss_where_it_was_measured():
     result = {**made_up(), "points": made_up()["points"][:2]}
     result["machine"] |= dict(transformers="5")
+    assert "Launches of the bare step: 8; of `index.attend`, captured: 9." in table_of(result)
+    alone = {name: v for name, v in result["points"][1].items() if name not in ("dense", "topk")}
+    longer = table_of({**result, "faiss": [], "points": [*result["points"], alone]})
+    assert "| 1,048,576 | 1 | – | – | 81 | – | 70 |" in longer
     head, _, first, second = table_of(result).split("\n\n")[1].splitlines()
     assert "| exact scores, topk | FAISS flat | FAISS IVF | FAISS IVF-PQ | rows on" in head
     assert "| 336 (100%) | – | – |" in first

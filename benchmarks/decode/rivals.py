@@ -20,6 +20,25 @@ FUSED = [
 """All but the one that writes the logits down, which would need several times the memory."""
 
 
+def layers_of_dense(
+    need_bytes: int, free_bytes: float, layers: int, *, replays: int, GB_s: float, left_s: float
+) -> tuple[int, str]:
+    """How many layers of keys and values `dense` may hold and read; 0, and why, where it may not.
+
+    need_bytes: of one layer; free_bytes: of the device; GB_s: the rate of reading; left_s: seconds
+    of the whole run, half of which it may take.
+    """
+    layers = min(layers, int(0.8 * free_bytes) // need_bytes)
+    if not layers:
+        need, free = need_bytes / 2**30, free_bytes / 2**30
+        return 0, f"a layer's keys and values take {need:.0f} GiB, {free:.0f} are free"
+    # two ways of attention and the scores' keys, each replayed and before that run and captured
+    seconds = 2.5 * (replays + 6) * layers * need_bytes / (1e9 * GB_s)
+    if seconds > left_s / 2:
+        return 0, f"it would take {seconds:.0f} s at least, {left_s:.0f} are left"
+    return layers, ""
+
+
 def dense(setting: Setting, tokens: int, batch: int, layers: int, timed: Timed) -> dict[str, Any]:
     """Attention over all keys and values, and exact scores with the best k, in device memory.
 

@@ -31,6 +31,10 @@ class Setting:
     @property
     def index(self) -> kvindex.BaseIndex:
         """An empty reference index."""
+        return self.made("torch")
+
+    def made(self, backend: str) -> kvindex.BaseIndex:
+        """An empty index of a backend, rows on the device."""
         g = self.geometry
         return kvindex.create(
             self.spec,
@@ -39,7 +43,7 @@ class Setting:
             head_dim=g.head_dim,
             dtype=g.dtype,
             device=g.device,
-            backend="torch",
+            backend=backend,
         )
 
     @property

@@ -36,7 +36,7 @@ def summary(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
     """Head and rows of the table of whole steps, µs per layer; `–` where none is."""
     head = (
         *("tokens", "batch", "rows on host", "with cache", "on device", "dense", "scores + topk"),
-        *("host of dense", "cache", "device", "floor", "scan, of reading", "launches"),
+        *("host of dense", "cache", "device", "floor", "scan, of reading", "launches", "of attend"),
     )
     rows = []
     for point in result["points"]:
@@ -55,6 +55,7 @@ def summary(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
                 f"{floor:.1f}" if stages else "–",
                 f"{scan:.0%}" if scan is not None else "–",
                 str(point.get("launches", "–")),
+                str(point.get("attend_nodes") or "–"),
             )
         )
     return head, rows

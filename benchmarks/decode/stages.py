@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.decode.correctness import sound
 from benchmarks.decode.floors import Bytes, stage_bytes
-from benchmarks.decode.setting import Setting
+from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Launches, Timed
 from benchmarks.decode.workload import Workload
+from kvindex.near import Near
 
 
 def measure(
@@ -38,7 +39,10 @@ def measure(
         "listed": listed,
         "launches": len(names),
         "graph_nodes": nodes_of(lambda: work.step(work.queries[0], work.states["host"][0])),
+        "attend_nodes": None,
     }
+    if setting.geometry.device.type == "cuda":
+        result["attend_nodes"] = nodes_of(public(setting, batch))
     for place in work.states:
         result[f"step_{place}"] = timed(partial(work.run, place), layers, before)
     for state in work.states.get("cached", ())[:1]:
@@ -71,6 +75,18 @@ def staged(
                 }
         stages.append(stage)
     return stages
+
+
+def public(setting: Setting, batch: int, tokens: int = 512) -> Callable[[], Any]:
+    """A step as a user of an index calls it, `index.attend`, of any length: it is not timed."""
+    g = setting.geometry
+    index: Any = setting.made("cuda")
+    keys = synthetic(g, 0, 0, tokens).expand(batch, -1, -1, -1)
+    index.append(keys, keys)
+    near = Near(g, batch, setting.near)
+    near.add(*(keys[:, :, -setting.near :],) * 2, None)
+    index.prepare(k=setting.k, tokens=tokens)
+    return partial(index.attend, setting.queries(batch), near, k=setting.k)
 
 
 def nodes_of(run: Callable[[], Any]) -> int | None:

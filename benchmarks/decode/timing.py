@@ -33,9 +33,14 @@ class Clock:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
+    @property
+    def left(self) -> float:
+        """Seconds until the end, below 0 after it."""
+        return self._seconds - self.spent
+
     def check(self) -> None:
         """Raises OutOfTimeError if no time is left."""
-        left = self._seconds - self.spent
+        left = self.left
         if left < 0:
             raise OutOfTimeError(f"{left:.0f} s are left of {self._seconds:.0f}")
 

@@ -13,22 +13,26 @@ SEARCHED = (
     "of the best keys that they find."
 )
 
+_COUNTED = ("launches", "attend_nodes")
+
 
 def decode_step(result: dict[str, Any]) -> str:
     """Whole steps beside dense attention."""
     rows = []
     faiss = {found["tokens"]: found for found in result["faiss"]}
     for point in result["points"]:
-        dense = point["dense"]["median_us"]
-        line = [f"{point['tokens']:,}", str(point["batch"]), f"{dense:,.0f}"]
-        line += [f"{point['topk']['median_us']:,.0f}"]
+        dense = point["dense"]["median_us"] if "dense" in point else None
+        line = [f"{point['tokens']:,}", str(point["batch"])]
+        for part in ("dense", "topk"):
+            line.append(f"{point[part]['median_us']:,.0f}" if part in point else "–")
         if faiss:
             found = faiss.get(point["tokens"], {}) if point["batch"] == 1 else {}
             line += [_searched(found, name) for name in FAISS]
         for place in ("host", "cached", "device"):
             ours = point.get(f"step_{place}")
             median = ours and ours["median_us"]
-            line.append(f"{median:.0f} ({median / dense:.2f})" if ours else "–")
+            share = f" ({median / dense:.2f})" if ours and dense else ""
+            line.append(f"{median:.0f}{share}" if ours else "–")
         floor = sum(stage.get("floor_us", 0) for stage in point["stages"])
         rows.append((*line, f"{floor:.0f}"))
     hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
@@ -40,11 +44,21 @@ def decode_step(result: dict[str, Any]) -> str:
         "layers, cold caches; H = 32, G = 8, D = 128, bfloat16, "
         f"k = {result['shape']['k']}, `{result['index']}`."
         + (f" Of the rows asked for {hits[0]:.0%} lie in the cache." if hits else "")
+        + _launched(result["points"])
         + (SEARCHED if faiss else "")
         + "\n\n"
         + table(head, rows)
         + f"\n\n{machine(result)}"
     )
+
+
+def _launched(points: list[dict[str, Any]]) -> str:
+    """Launches of the bare step and of the public call, where they were counted."""
+    bare, public = ({p[part] for p in points if p.get(part)} for part in _COUNTED)
+    if not public:
+        return ""
+    counts = (" or ".join(map(str, sorted(each))) for each in (bare, public))
+    return " Launches of the bare step: {}; of `index.attend`, captured: {}.".format(*counts)
 
 
 def _searched(found: dict[str, Any], name: str) -> str:
