@@ -1,4 +1,7 @@
-"""Bad input: an error that names the argument, the value and what is allowed; nothing changes."""
+"""Bad input: an error that names the argument, the value and what is allowed; nothing changes.
+
+A little longer than most files: it is a table of what may be wrong, and what reads it.
+"""
 
 import dataclasses
 import re

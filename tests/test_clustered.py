@@ -1,5 +1,7 @@
 """Clusters are a function of the tokens and of the length of the first append."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import settings
@@ -8,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import kvindex
 from kvindex import cluster
 from kvindex.clustered import ClusteredIndex, Cut, Plan
+from tests.contract import CHECKS
 from tests.helpers import Case, all_rows, left_padding, part
 from tests.test_stateful import STEPS, machine
 
@@ -27,6 +30,36 @@ def small_options(name):
 
 def has(name, option):
     return hasattr(kvindex.get(name).Config, option)
+
+
+BY_BLOCKS = ["clusterkv", "squeezed"]
+"""Whose clusters are of keys that came together, and which have nothing else."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2),
+        Case(q_heads=3, kv_heads=1, head_dim=64, value_dim=24, dtype=torch.bfloat16, batch=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", BY_BLOCKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_small_clusters_keep_the_contract(check, name, case):
+    """By default so few tokens wait, and no cluster is made."""
+    check(partial(small, name, case), case)
+
+
+@pytest.mark.parametrize(("name", "clusters"), [*zip(BY_BLOCKS, (10, 40), strict=True)])
+def test_bytes_per_key_and_head(name, clusters):
+    case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
+    index = case.index(name, iterations=1)
+    index.append(*case.tokens(800))
+    assert index._learnt["sizes"].shape == (1, 2, clusters)
+    scanned = clusters * (2 * 128 + 4)
+    assert index.nbytes()["codes"] == 2 * (800 * 4 + scanned) + 2 * 8
+    assert index.bytes_per_key()["scanned"] == scanned / 800
 
 
 def grown(name, tokens, valid, cuts):

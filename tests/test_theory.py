@@ -3,7 +3,8 @@
 All seeds are fixed. A bound holds with probability 1 - 1e-9 for a seed drawn afresh, so that a
 failure means a wrong formula. There are 28 such bounds here (6 laws, 6 means, 16 variances):
 together below 3e-8. Intervals around measured ratios are wider than 6 of their standard errors:
-by the normal approximation below 2e-9 each, 12 of them.
+by the normal approximation below 2e-9 each, 12 of them. Longer than most files, so that this sum
+can be checked in one place.
 """
 
 import itertools

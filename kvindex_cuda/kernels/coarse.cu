@@ -12,6 +12,7 @@
 //   of 8 KV heads at M = 16 on 132 multiprocessors, where the bytes take 0.06 ms (by count).
 // Compile-time: D; for `votes` WIDE (table int16, else uint8), FACTORS (0 none, 1 of the key,
 // 2 of each subspace), TABLES (words of shared memory per entry).
+// Longer than most files: the six kernels are one stage, and agree on how tables lie.
 #include "common.cuh"
 
 #ifndef WIDE

@@ -1,5 +1,6 @@
 // What the kernels share: types, conversions, the matrix instruction, orders, small reductions.
 // Compiled by NVRTC for a GPU; by g++ with tests/cuda/emulator.h, which defines EMULATED.
+// Longer than most files: kernels include one header, and what one does not call costs it nothing.
 #pragma once
 
 typedef signed char i8;

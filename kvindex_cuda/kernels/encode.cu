@@ -23,7 +23,7 @@
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
 // Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
-// multiple of 16 bytes).
+// multiple of 16 bytes). Longer than most files: it is one kernel.
 #include "common.cuh"
 
 constexpr int POWER = D & -D, ODD = D / POWER;        // orders of H and Q

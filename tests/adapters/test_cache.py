@@ -1,4 +1,7 @@
-"""The cache on its own: crop, the batch operations, reports, and what attach() leaves behind."""
+"""The cache on its own: crop, the batch operations, reports, and what attach() leaves behind.
+
+Longer than most files: what transformers may do to a cache is one list.
+"""
 
 import pytest
 import torch

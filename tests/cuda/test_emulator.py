@@ -1,4 +1,7 @@
-"""The emulator runs what is right as a GPU would, and refuses what is wrong."""
+"""The emulator runs what is right as a GPU would, and refuses what is wrong.
+
+Longer than most files: it is a list of small kernels, one for each thing that may go wrong.
+"""
 
 import time
 

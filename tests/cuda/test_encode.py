@@ -1,4 +1,7 @@
-"""Append's fast path against `ParisKV`'s codes in a `Layout`: bytes differ only at an edge."""
+"""Append's fast path against `ParisKV`'s codes in a `Layout`: bytes differ only at an edge.
+
+Longer than most files for what says that: the bound of a code's roundings, which all cases share.
+"""
 
 from contextlib import nullcontext
 

@@ -1,25 +1,11 @@
 """ClusterKV against whole clusters in Python's lists; with clusters of one key it is exact."""
 
 import pytest
-import torch
 
 from tests import literal
-from tests.contract import CHECKS
 from tests.helpers import Case, assert_same_hits, left_padding
 
 SMALL = dict(per_cluster=4, block=8, block_clusters=2)
-
-CASES = [
-    Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2),
-    Case(q_heads=3, kv_heads=1, head_dim=64, value_dim=24, dtype=torch.bfloat16, batch=3),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_small_clusters_keep_the_contract(check, case):
-    """By default so few tokens wait, and no cluster is made."""
-    check(lambda **options: case.index("clusterkv", **SMALL, **options), case)
 
 
 def in_words(learnt, keys, b, h, query, k):
@@ -67,16 +53,6 @@ def test_with_as_many_clusters_as_keys_it_is_exact(group):
         target.append(tokens[0][:, :, 33:], tokens[1][:, :, 33:])
     assert (index._learnt["sizes"] == 1).all()
     assert_same_hits(index.search(queries, k=12), exact.search(queries, k=12), close=1e-5)
-
-
-def test_bytes_per_key_and_head():
-    case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
-    index = case.index("clusterkv", iterations=1)
-    index.append(*case.tokens(800))
-    assert index._learnt["sizes"].shape == (1, 2, 10)
-    clusters = 10 * (2 * 128 + 4)
-    assert index.nbytes()["codes"] == 2 * (800 * 4 + clusters) + 2 * 8
-    assert index.bytes_per_key()["scanned"] == clusters / 800
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""CTkvr: lists against a sort in Python's numbers, the queue, the choices, and when it is exact."""
+"""CTkvr: lists against a sort in Python's numbers, the queue, the choices, and when it is exact.
+
+Longer than most files: lists, queue and choices are tested on one prompt and one literal reading.
+"""
 
 import math
 

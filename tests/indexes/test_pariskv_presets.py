@@ -1,4 +1,7 @@
-"""ParisKV past its paper: what it learns, what it keeps, and what cannot go wrong."""
+"""ParisKV past its paper: what it learns, what it keeps, and what cannot go wrong.
+
+A little longer than most files: what is learnt, kept and searched for is the presets' in common.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""SentenceKV: the mean of all products of two sentences; boundaries, whoever says them and when."""
+"""SentenceKV: the mean of all products of two sentences; boundaries, whoever says them and when.
+
+Longer than most files: boundaries come from signals, from the text and by length, to one effect.
+"""
 
 import pytest
 import torch

@@ -6,23 +6,10 @@ import pytest
 import torch
 
 from tests import literal
-from tests.contract import CHECKS
 from tests.helpers import Case, assert_same_hits, left_padding, part
 from tests.sequences import Sequence, layer_of, steps_of
 
 SMALL = dict(per_cluster=4, block=8)
-
-CASES = [
-    Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2),
-    Case(q_heads=3, kv_heads=1, head_dim=64, value_dim=24, dtype=torch.bfloat16, batch=3),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_small_clusters_keep_the_contract(check, case):
-    """By default so few tokens wait, and no cluster is made."""
-    check(lambda **options: case.index("squeezed", **SMALL, **options), case)
 
 
 def observed(case, count, start=0, seed=0):
@@ -198,16 +185,6 @@ def test_a_batch_that_nobody_observed_is_refused():
     with pytest.raises(ValueError, match="positions: got shape"):
         index.observe(observed(case, 20)[0], torch.arange(5))
     assert len(index) == 0
-
-
-def test_bytes_per_key_and_head():
-    case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
-    index = case.index("squeezed", iterations=1)
-    index.append(*case.tokens(800))
-    assert index._learnt["sizes"].shape == (1, 2, 40)
-    clusters = 40 * (2 * 128 + 4)
-    assert index.nbytes()["codes"] == 2 * (800 * 4 + clusters) + 2 * 8
-    assert index.bytes_per_key()["scanned"] == clusters / 800
 
 
 @pytest.mark.parametrize(

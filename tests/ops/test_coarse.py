@@ -1,3 +1,8 @@
+"""The coarse stage's reference: against literal readings, and its laws on random inputs.
+
+Longer than most files: tiers, dots, offsets and votes are one stage, checked on the same draws.
+"""
+
 from itertools import pairwise
 
 import pytest

@@ -1,3 +1,8 @@
+"""The codes' reference: bits, levels, weights on either scale, and what estimates make of them.
+
+Longer than most files: each part is checked with what another one gives.
+"""
+
 import math
 
 import numpy as np
