@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import kvindex
 from kvindex import cluster
-from kvindex_adapters.cli import app
+from kvindex_adapters.cli import app, main
 from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli import generate as generate_module
 from kvindex_adapters.cli.progress import bars
@@ -114,22 +114,29 @@ def test_indexes_lists_all():
         (("--prompt-file", "TEXT", "--json", "no/such/folder.json"), "json: got 'no/such/folder"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_status_2(tmp_path, arguments, message):
+def test_a_users_mistake_is_one_line_and_status_2(
+    tmp_path, arguments, message, monkeypatch, capsys
+):
     (tmp_path / "EMPTY").write_text(" \n")
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "TEXT").write_text("Hello")
     given = [str(tmp_path / a) if a.isupper() else a for a in arguments]
     if "--model" not in given:
         given += ["--model", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["kvindex", "generate", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_ends_so():
     code = "from kvindex_adapters.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "generate", *given],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = ["--model", "nowhere", "--prompt-file", "no-such-file"]
+    command = [sys.executable, "-c", code, "generate", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert message in done.stderr
+    assert "prompt-file: got 'no-such-file'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
