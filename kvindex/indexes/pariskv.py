@@ -1,7 +1,8 @@
 """ParisKV: a coarse stage on analytic centroids, then reranking with codes of a few bits.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
-`preset="paper"` is the paper's; the others go past it (docs/indexes/pariskv.md).
+`preset="paper"` is the paper's; the others go past it (docs/indexes/pariskv.md). One file, as every
+index: what it can be told, encoding, search, and what tiers keep count of, in this order.
 """
 
 from __future__ import annotations

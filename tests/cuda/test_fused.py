@@ -1,4 +1,7 @@
-"""ParisKV whose codes lie in blocks and whose search is fused, against itself in plain torch."""
+"""ParisKV whose codes lie in blocks and whose search is fused, against itself in plain torch.
+
+One file, for all of it holds one class to the same reference: search, attend, change, failure.
+"""
 
 import gc
 from contextlib import nullcontext

@@ -1,4 +1,7 @@
-"""A decoding step's kernels against the torch reference; on a CPU they are emulated."""
+"""A decoding step's kernels against the torch reference; on a CPU they are emulated.
+
+One file, for every test sets up the same state by hand (`setting`, `run`, `expected`).
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
