@@ -1,3 +1,4 @@
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -31,9 +32,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(request):
     """The core's tensors are tiny: threads cost more than they give, most of all on a busy
-    machine. The adapters' tests run a model, with all of them."""
-    threads = torch.get_num_threads()
-    if "adapters" not in request.path.parts:
-        torch.set_num_threads(1)
+    machine. The adapters' tests run a model, with all of them that other workers leave."""
+    threads, workers = torch.get_num_threads(), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    alone = "adapters" not in request.path.parts
+    torch.set_num_threads(1 if alone else max(1, threads // workers))
     yield
     torch.set_num_threads(threads)
