@@ -86,7 +86,9 @@ def test_what_follows_the_steps_is_refused(spec):
 
 
 def test_a_result_is_written_after_each_text(tmp_path, monkeypatch):
-    tokenizer = lambda *_, **__: {"input_ids": [i % 50 + 3 for i in range(90)]}  # noqa: E731
+    def tokenizer(*_, **__):
+        return {"input_ids": [i % 50 + 3 for i in range(90)]}
+
     machine = dict(cores=1, processor="p", torch="2", transformers="5")
     monkeypatch.setattr(hit_rate, "loaded", lambda given: (build("llama"), tokenizer))
     described = dict(model="m", lora=None, machine=machine)
