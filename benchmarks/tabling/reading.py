@@ -107,7 +107,8 @@ def divergence(result: dict[str, Any]) -> str:
         f"given tokens, k = {result['k']} rows per KV head shared by 3 query heads. The ratio is "
         "the geometric mean over cells; its interval a paired bootstrap over tokens.\n\n"
         + table(head, rows)
-        + f"\n\n{machine(result)}"
+        + "\n\n"
+        + " ".join([*(part["note"] for _, part in parts if "note" in part), machine(result)])
     )
 
 
