@@ -1,6 +1,5 @@
 """Where the adapter runs an index: on kernels where they can, else in plain torch, in words."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,7 @@ from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.hf.place import placed
 from kvindex_cuda.host_store import HostStore
 from tests.adapters.tiny import build, dense_steps, prompt, steps
-from tests.cuda import emulator
-from tests.cuda.test_step import DEVICES
+from tests.cuda.devices import DEVICES, on
 
 KERNELS = {"backend": "cuda", "store": "host"}
 REGIONS = dict(k=500, sink=4, local=8, update_every=4, full_threshold=0)
@@ -63,7 +61,7 @@ def test_attach_on_a_cpu_makes_the_plain_index():
 @pytest.fixture(params=DEVICES)
 def device(request):
     """Where the model is; on a CPU the kernels are emulated, and have to be asked for."""
-    with emulator.emulated() if request.param == "cpu" else nullcontext():
+    with on(request.param):
         yield request.param
 
 

@@ -1,14 +1,10 @@
 """`ParisKV.append` whose kernels learn and write codes, against itself in plain torch."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from kvindex.ops import codes
 from kvindex_cuda import launch
-from tests.cuda import emulator
-from tests.cuda.test_step import DEVICES
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -16,13 +12,6 @@ OPTIONS = dict(preset="fast", lists="group")
 
 FLIPPED = 1e-4
 """Share of codes that may differ: coordinates at an edge (`test_encode.py` looks at each)."""
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    """Where tensors lie; on a CPU the kernels are emulated."""
-    with emulator.emulated() if request.param == "cpu" else nullcontext():
-        yield request.param
 
 
 def pair(device, case=CASE, **options):

@@ -1,23 +1,13 @@
 """Attention by a kernel against float64, within the bound of its roundings."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from kvindex.ops import attention as reference
 from kvindex_cuda import attention
 from tests.cuda import emulator
+from tests.cuda.devices import on, on_devices
 from tests.helpers import far_apart
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 ROUNDING = 2.0**-24
 """Of one operation in float32, relative."""
@@ -26,10 +16,6 @@ OUTPUT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**
 """Rounding to the output's type, relative."""
 
 NEVER = float("-inf")
-
-
-def on(device, **settings):
-    return emulator.emulated(**settings) if device == "cpu" else nullcontext()
 
 
 def drawn(seed, H, G, R, D, Dv=None, *, batch=2, dtype=torch.float32, device="cpu"):

@@ -1,16 +1,12 @@
 """`backend="cuda"`: every preset on its kernels, against the same in plain torch."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_cuda.host_store import HostStore
-from tests.cuda import emulator
 from tests.cuda.host_memory import FakeAllocator
-from tests.cuda.test_step import DEVICES
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 PRESETS = [
@@ -19,13 +15,6 @@ PRESETS = [
     for lists in ("head", "group")
 ]
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    """Where tensors lie; on a CPU the kernels are emulated."""
-    with emulator.emulated() if request.param == "cpu" else nullcontext():
-        yield request.param
 
 
 def pair(spec, device, case=CASE, **options):

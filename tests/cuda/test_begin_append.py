@@ -1,11 +1,8 @@
 """`ParisKV.begin_append` and streams: what lies between the beginning of an append and its end."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
-from tests.cuda import emulator
 from tests.cuda.test_append import (
     CASE,
     append,
@@ -13,24 +10,21 @@ from tests.cuda.test_append import (
     pair,
     tokens_of,
 )
-from tests.cuda.test_step import DEVICES
 from tests.helpers import Case, part
 
 
-@pytest.fixture(params=DEVICES)
-def device(request):
-    """Where tensors lie; on a CPU the kernels are emulated."""
-    with emulator.emulated() if request.param == "cpu" else nullcontext():
-        yield request.param
+def large(count):
+    """On a GPU, with rows on the host: `pair`, so many tokens, queries."""
+    case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    queries = case.queries().to("cuda")
+    return pair("cuda", case, store="host"), tokens_of(case, count, "cuda"), queries
 
 
 @pytest.mark.gpu
 def test_an_append_on_a_side_stream_under_load():
     """Kernels, copies to the host and searches in their order, while other work runs."""
-    case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
-    mine, theirs = pair("cuda", case, store="host")
-    queries, side = case.queries().to("cuda"), torch.cuda.Stream()
-    tokens = tokens_of(case, 9000, "cuda")
+    (mine, theirs), tokens, queries = large(9000)
+    side = torch.cuda.Stream()
     for start in range(0, 9000, 3000):  # a segment's centre is of the append that began it
         theirs.append(*part(tokens, start, start + 3000))
     load = torch.randn(4096, 4096, device="cuda")
@@ -76,7 +70,7 @@ def test_an_append_may_end_later(device):
     assert_searches_alike(*both, queries)
 
 
-def test_what_was_begun_and_left_is_written_over(device, monkeypatch):
+def test_what_was_begun_and_left_is_written_over(device):
     both = pair(device)
     tokens = tokens_of(CASE, 900, device)
     for index in both:
@@ -88,10 +82,9 @@ def test_what_was_begun_and_left_is_written_over(device, monkeypatch):
 
 @pytest.mark.gpu
 def test_an_append_of_real_tokens_waits_for_nothing():
-    case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
-    index, tokens = pair("cuda", case, store="host")[0], tokens_of(case, 3000, "cuda")
+    (index, _), tokens, queries = large(3000)
     index.append(*part(tokens, 0, 1000))
-    index.search(case.queries().to("cuda"), k=20)
+    index.search(queries, k=20)
     index.append(*part(tokens, 1000, 1300))
     index._store._pool.settle()
     torch.cuda.set_sync_debug_mode("error")
@@ -106,10 +99,8 @@ def test_an_append_of_real_tokens_waits_for_nothing():
 @pytest.mark.gpu
 def test_an_append_begins_beside_a_replayed_search():
     """The graph is replayed while a side stream encodes; what it finds is the index as it was."""
-    case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
-    mine, theirs = pair("cuda", case, store="host")
-    queries, side = case.queries().to("cuda"), torch.cuda.Stream()
-    tokens = tokens_of(case, 6000, "cuda")
+    (mine, theirs), tokens, queries = large(6000)
+    side = torch.cuda.Stream()
     append((mine, theirs), *part(tokens, 0, 3000))
     mine.prepare(k=20, tokens=6000)
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,5 @@
 """The coarse stage's kernels against the torch reference, to the bit."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -9,20 +7,8 @@ from kvindex.ops import coarse as reference
 from kvindex.ops.codes import log_factors
 from kvindex_cuda import coarse
 from tests.cuda import emulator
+from tests.cuda.devices import on, on_devices
 from tests.helpers import far_apart
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
-
-
-def on(device, **settings):
-    return emulator.emulated(**settings) if device == "cpu" else nullcontext()
 
 
 class Draw:

@@ -1,7 +1,5 @@
 """Codes against the torch reference, on a CPU by emulation, on a GPU as they are."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -9,28 +7,9 @@ from kvindex.ops import codes as reference
 from kvindex.ops import transform
 from kvindex_cuda import codes
 from tests.cuda import emulator
+from tests.cuda.devices import DEVICES, on, poisoned
 
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 DIMS = [8, 64, 80, 96, 112, 128, 192, 256]
-
-
-def on(device):
-    return emulator.emulated() if device == "cpu" else nullcontext()
-
-
-def poisoned(monkeypatch):
-    """New tensors hold garbage: what a kernel leaves out shows."""
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *size, **how: empty(*size, **how).view(torch.uint8).fill_(0xA5).view(how["dtype"]),
-    )
 
 
 def rotated_of(*shape, device="cpu"):

@@ -3,8 +3,6 @@
 Longer than most files for what says that: the bound of a code's roundings, which all cases share.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -12,14 +10,8 @@ from kvindex.ops import codes, learn, transform
 from kvindex_cuda.encode import Encoder
 from kvindex_cuda.layout import BLOCK, Layout, places
 from tests.cuda import emulator
+from tests.cuda.devices import DEVICES, on
 from tests.helpers import Case, far_apart, left_padding
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 ROUNDED = 2.0**-20
 """Of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖. Sums of ±x_i/√D stay below ‖x‖, so a
@@ -27,10 +19,6 @@ rounding is off by 2^-24 of it at most (2^-23 in the matrix unit, which truncate
 16 here, the reference has D; they add up like their square root."""
 
 GARBAGE = 0xA5
-
-
-def on(device):
-    return emulator.emulated() if device == "cpu" else nullcontext()
 
 
 def table_of(blocks):

@@ -1,26 +1,12 @@
 """Gathering rows by a kernel against the torch reference, to the bit."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from kvindex.ops import fetch as reference
 from kvindex_cuda import fetch
 from tests.cuda import emulator
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
-
-
-def on(device, **settings):
-    return emulator.emulated(**settings) if device == "cpu" else nullcontext()
+from tests.cuda.devices import on, on_devices
 
 
 def drawn(seed, *shape):

@@ -24,7 +24,7 @@ from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.fused import fused, ones, put
 from kvindex_cuda.step import Step, words_of
 from tests.cuda import emulator, sanitize
-from tests.cuda.test_step import DEVICES
+from tests.cuda.devices import DEVICES
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)

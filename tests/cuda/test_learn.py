@@ -1,7 +1,6 @@
 """What an index learns, against the torch reference: on a CPU by emulation, on a GPU as it is."""
 
 import re
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,33 +8,14 @@ import torch
 from kvindex.ops import learn as reference
 from kvindex_cuda import launch, learn
 from tests.cuda import emulator
+from tests.cuda.devices import DEVICES, on, poisoned
 from tests.helpers import far_apart, left_padding
 
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def on(device):
-    return emulator.emulated() if device == "cpu" else nullcontext()
 
 
 def keys_of(*shape, dtype=torch.float32, device="cpu"):
     return (torch.randn(shape) + 1).to(dtype).to(device)
-
-
-def poisoned(monkeypatch):
-    """New tensors hold garbage: what a kernel leaves out shows."""
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *size, **how: empty(*size, **how).view(torch.uint8).fill_(0xA5).view(how["dtype"]),
-    )
 
 
 def same(got, want):

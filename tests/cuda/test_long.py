@@ -11,9 +11,9 @@ from kvindex.ops import select as reference
 from kvindex_cuda import rerank, select
 from kvindex_cuda.layout import MAX_TOKENS
 from tests.cuda import emulator
+from tests.cuda.devices import DEVICES
 from tests.cuda.test_backend import assert_found
 from tests.cuda.test_capture import attention
-from tests.cuda.test_step import DEVICES
 from tests.helpers import Case, hits_of, left_padding
 
 K = 2048

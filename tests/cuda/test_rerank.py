@@ -1,6 +1,5 @@
 """Estimates by kernels against the torch reference, within the bound of their roundings."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,23 +10,11 @@ from kvindex.ops import codes
 from kvindex.ops import rerank as reference
 from kvindex_cuda import attention, coarse, fetch, rerank, select
 from tests.cuda import emulator
+from tests.cuda.devices import on, on_devices
 from tests.helpers import Case, left_padding
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 ROUNDING = 2.0**-24
 """Of one operation in float32, relative."""
-
-
-def on(device, **settings):
-    return emulator.emulated(**settings) if device == "cpu" else nullcontext()
 
 
 def drawn(seed, D, block, bits, g, C, *, batch=2, dtype=torch.float32, device="cpu"):

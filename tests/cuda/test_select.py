@@ -1,7 +1,5 @@
 """Selection's kernels against the torch reference, to the bit."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,19 +8,7 @@ from hypothesis import strategies as st
 from kvindex.ops import select as reference
 from kvindex_cuda import select
 from tests.cuda import emulator
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
-
-
-def on(device, **settings):
-    return emulator.emulated(**settings) if device == "cpu" else nullcontext()
+from tests.cuda.devices import on, on_devices
 
 
 def drawn(seed, *shape):

@@ -15,14 +15,8 @@ from kvindex_cuda.layout import BLOCK, Layout
 from kvindex_cuda.row_cache import RowCache
 from kvindex_cuda.step import State, Step, words_of
 from tests.cuda import emulator
+from tests.cuda.devices import DEVICES
 from tests.helpers import Case, left_padding
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
 def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **options):

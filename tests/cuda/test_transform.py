@@ -1,27 +1,16 @@
 """Normalise and rotate against the torch reference, on a CPU by emulation, on a GPU as they are."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from kvindex.ops import transform as reference
 from kvindex_cuda import transform
 from tests.cuda import emulator
+from tests.cuda.devices import DEVICES, on
 
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIMS = [8, 64, 80, 96, 112, 128, 192, 256]
 SHAPES = [(), (5,), (3, 70), (2, 3, 33), (2, 2, 3, 7), (0,), (2, 0, 4)]
-
-
-def on(device):
-    return emulator.emulated() if device == "cpu" else nullcontext()
 
 
 def vectors_of(*shape, dtype=torch.float32, device="cpu"):
