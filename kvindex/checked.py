@@ -77,17 +77,19 @@ class Checked:
                 flag.zero_()
             raise ValueError(found[0])
 
-    def _checked_ids(self, hits: Hits, summaries: int) -> Tensor:
+    def _checked_ids(self, hits: Hits, summaries: int, length: Tensor | None = None) -> Tensor:
         """Ids of `hits`, of so many summaries too; one that names no row is an unused slot.
 
-        Raises TypeError or ValueError, on a CUDA device later for a value.
+        length: int64 `[1]`, tokens held as the device knows it, for a call that a graph replays
+        when there are others. Raises TypeError or ValueError, on a CUDA device later for a value.
         """
         if not isinstance(hits, Hits):
             raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
         g, lowest = self.geometry, UNUSED - summaries
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
         check.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
-        wrong = (hits.ids >= self._length) | (hits.ids < lowest)
+        held = self._length if length is None else length
+        wrong = (hits.ids >= held) | (hits.ids < lowest)
         span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
         self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
         return hits.ids.masked_fill(wrong, UNUSED)  # a deferred error must not read outside

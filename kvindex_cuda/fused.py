@@ -85,6 +85,11 @@ class Fused:
         self.cleared()
         self._length = len(codes)  # with their centres
 
+    @property
+    def length(self) -> Tensor | None:
+        """Tokens of the index on the device, int64 `[1]` at one address; None before a step."""
+        return None if self._state is None else self._state.length
+
     def attends(self, store: Any) -> bool:
         """Whether `attend` reads this store's rows: in whole chunks of 8 elements."""
         return isinstance(store, HostStore) and self._geometry.value_dim % 8 == 0

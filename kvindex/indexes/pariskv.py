@@ -256,7 +256,7 @@ class ParisKV(BaseIndex):
         check.at_least("len(index)", len(self), 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
-        hits = replace(hits, ids=self._checked_ids(hits, 0))
+        hits = replace(hits, ids=self._checked_ids(hits, 0, self._fused.length))
         if hits.log_weight is not None:
             shape = {"B": self._batch, "H": g.q_heads, "K": hits.ids.shape[-1]}
             check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)

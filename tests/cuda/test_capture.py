@@ -236,6 +236,17 @@ def test_a_first_search_is_not_captured():
         index.search(queries, k=K)
 
 
+@pytest.mark.parametrize("store", ["host", "device"])
+def test_a_fetch_is_not_captured(store):
+    index, _, _ = made(300, store)
+    hits = index.search(*cuda(CASE.queries()), k=K)
+    with (
+        pytest.raises(RuntimeError, match="graph: got a fetch, whose ids are held to the rows"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        index.fetch(hits)
+
+
 @pytest.mark.parametrize("options", [dict(rows="int8"), dict(rows="fp8", store="device")], ids=str)
 @pytest.mark.parametrize("wrapper", ["", "+sample"])
 def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
@@ -262,3 +273,5 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
         torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-2)
         close = plain.search(queries, k=K).ids
         assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.9
+    assert (ids >= 3000).any()  # of the graph's own rows: none that it was captured with
+    index.raise_deferred()

@@ -1,0 +1,76 @@
+"""Calls that a graph would replay while the index grows; on a CPU they are recorded.
+
+`test_capture.py` captures them in real graphs, on a GPU.
+"""
+
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvindex import backend, ops
+from kvindex.near import Near
+from kvindex_cuda import draw, store
+from kvindex_cuda.device_store import DeviceStore
+from kvindex_cuda.fused import Fused
+from tests.cuda import emulator
+from tests.cuda.recorder import Recorded
+from tests.helpers import Case, left_padding, part
+
+CASE = Case(q_heads=2, kv_heads=1, head_dim=64)
+K = 20
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    """An index of 300 tokens by name, and what was recorded of it."""
+    resolve, names = backend.resolve, {name: getattr(ops, name) for name in ops.__all__}
+    fused = import_module("kvindex_cuda.fused")
+    kernels = dict(fused=fused.fused, store=store, draw=draw, ready=lambda device: None)
+    both = SimpleNamespace(**names | kernels)
+    monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
+    monkeypatch.setattr(DeviceStore, "far", True)  # with a cache of its rows
+
+    def make(name):
+        index, tokens = CASE.index(name, backend="cuda"), CASE.tokens(700)
+        index.append(*part(tokens, 0, 300), valid=left_padding([70], 300))
+        near = Near(index.geometry, 1, 12)
+        near.add(*CASE.tokens(10, seed=9), left_padding([3], 10))
+        index.prepare(k=K, tokens=700)
+        monkeypatch.setattr(fused, "capturing", lambda device: True)
+        with Recorded() as recorded:
+            output = index.attend(queries := CASE.queries(), near, k=K)[0]
+            hits = index.search(queries, k=K)
+        monkeypatch.setattr(fused, "capturing", lambda device: False)
+        return index, tokens, near, queries, recorded, output, hits
+
+    with emulator.emulated():
+        yield make
+
+
+def assert_replayed(setup, name):
+    """Outputs and hits of replays are those of calls, as tokens come and go."""
+    index, tokens, near, queries, recorded, output, hits = setup(name)
+    for seed, known in enumerate((301, 700, 250, 280)):
+        queries.copy_(CASE.queries(seed=seed))
+        index.truncate(known)
+        if known > len(index):
+            index.append(*part(tokens, len(index), known))
+        near.add(*CASE.tokens(1, seed=20 + seed), None) if len(near) < near.room else near.clear()
+        recorded.replay()
+        assert torch.equal(hits.ids, index.search(queries, k=K).ids)
+        torch.testing.assert_close(output, index.attend(queries, near, k=K)[0])
+
+
+@pytest.mark.parametrize("name", ["pariskv", "pariskv+sample"])
+def test_a_replay_is_a_call(setup, name):
+    assert_replayed(setup, name)
+
+
+def test_a_length_that_stays_as_it_was_recorded_is_seen(setup, monkeypatch):
+    monkeypatch.setattr(Fused, "length", None)  # ids are held to the tokens that the host knows
+    with pytest.raises(AssertionError):
+        assert_replayed(setup, "pariskv+sample")
