@@ -94,12 +94,15 @@ class RetroInfer(ClusteredIndex):
         """Which of the best units give all their rows: a prefix, bool `[B, G, W]`.
 
         sizes: of the units, best first, int64 `[B, G, W]`; units: how many there are at all
-        `[B, G, 1]`. Where the others would leave slots unused, more are exact.
+        `[B, G, 1]`. The last one may go past its share of the slots, as far as k allows: else a
+        large best cluster, which holds most of the attention, would be one row. Where the others
+        would leave slots unused, more are exact.
         """
         ends = sizes.cumsum(-1)
         after = units - torch.arange(1, sizes.shape[-1] + 1, device=sizes.device)
         rows = k - int(self.config.estimated * k)
-        return (ends <= rows) | (ends + after.clamp_min(0) <= k)
+        begun = (ends - sizes < rows) & (ends <= k)
+        return begun | (ends + after.clamp_min(0) <= k)
 
     def _summaries(self) -> Rows | None:
         if not self._learnt or not self._learnt["sizes"].shape[-1]:

@@ -128,7 +128,7 @@ def test_a_weighted_row_never_promises_more_than_its_keys_hold(k):
 
 
 def in_words(index, keys, b, h, query, k):
-    """[id], best first: clusters and tokens that wait; whole ones while their rows fit."""
+    """[id], best first: clusters and tokens that wait; whole ones until their share is reached."""
     learnt, units, start = index._learnt, [], 0
     for s, size in enumerate(learnt["sizes"][b, h].tolist()):
         ids = learnt["members"][b, h, start : start + size].tolist()
@@ -142,7 +142,8 @@ def in_words(index, keys, b, h, query, k):
     rows, budget, whole = [], k - int(index.config.estimated * k), True
     for place, (_, one, ids) in enumerate(units):
         others = len(units) - place - 1
-        whole = whole and (len(rows + ids) <= budget or len(rows + ids) + others <= k)
+        begun = len(rows) < budget and len(rows + ids) <= k
+        whole = whole and (begun or len(rows + ids) + others <= k)
         rows += ids if whole else [one]
     return rows[:k]
 
@@ -169,6 +170,19 @@ def test_whole_clusters_are_exact_and_the_next_ones_are_one_row_each(k, estimate
             if k >= 60:
                 assert torch.equal(kept[b, h], valid[b])
                 assert (hits.ids[b, h] >= -1).all()
+
+
+@pytest.mark.parametrize(("k", "named"), [(12, False), (9, True)])
+def test_a_large_best_cluster_is_read_whole_where_it_fits_into_all_slots(k, named):
+    """Ten alike keys that hold the attention: one cluster, of more rows than its share of 12."""
+    case = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
+    keys, values = case.tokens(60)
+    keys[:, :, 20:30] = keys[:, :, 20:21] * 4
+    index = case.index("retroinfer", per_cluster=4, segment=64, block=8)
+    index.append(keys, values)
+    found = index.search(keys[:, :, 20], k=k).ids[0, 0].tolist()
+    assert (found[0] < -1) is named
+    assert set(range(20, 30)) <= {*found} or named
 
 
 def test_a_layer_gives_full_attention_from_all_rows_and_from_fewer_where_keys_are_alike():
