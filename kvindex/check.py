@@ -42,6 +42,21 @@ def at_least(name: str, value: object, minimum: int) -> int:
     return value
 
 
+def seed(value: object, bits: int = 63) -> int:
+    """`value`, if it is an integer from 0 to below `2**bits`. Raises ValueError."""
+    number = at_least("seed", value, 0)
+    if number >= 2**bits:
+        raise ValueError(f"seed: got {number}, allowed is an integer below 2**{bits}")
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """`value`, if it is True or False. Raises ValueError."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}, allowed is True or False")
+    return value
+
+
 def positive(name: str, value: object) -> float:
     """`value`, if it is a positive finite number. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -67,6 +82,13 @@ def within(name: str, value: object, low: float, high: float) -> float:
     """`value`, if it is a number in `(low, high]`. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
         raise ValueError(f"{name}: got {value!r}, allowed is a number in ({low}, {high}]")
+    return float(value)
+
+
+def below_one(name: str, value: object) -> float:
+    """`value`, if it is a number in `[0, 1)`. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name}: got {value!r}, allowed is a number in [0, 1)")
     return float(value)
 
 

@@ -56,10 +56,8 @@ class CTkvrConfig:
         check.one_of("choice", self.choice, CHOICES)
         check.one_of("group", self.group, group.POLICIES)
         for name in ("update", "stale"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, allowed is True or False")
-        if check.at_least("seed", self.seed, 0) >= 2**31:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**31")
+            check.flag(name, getattr(self, name))
+        check.seed(self.seed, bits=31)
 
 
 @dataclass(frozen=True)

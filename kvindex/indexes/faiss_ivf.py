@@ -42,8 +42,7 @@ class FaissIVFConfig(FaissConfig):
             check.at_least("lists", self.lists, 1)
         check.at_least("probes", self.probes, 1)
         check.at_least("iterations", self.iterations, 1)
-        if check.at_least("seed", self.seed, 0) >= 2**31:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**31")
+        check.seed(self.seed, bits=31)
 
 
 class FaissIVF(FaissIndex):

@@ -52,8 +52,7 @@ class IceCacheConfig:
         check.at_least("view", self.view, 1)
         check.within("view_share", self.view_share, 0, 1)
         check.one_of("group", self.group, group.POLICIES)
-        if check.at_least("seed", self.seed, 0) >= 2**31:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**31")
+        check.seed(self.seed, bits=31)
 
 
 class IceCache(BaseIndex):

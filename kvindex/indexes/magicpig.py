@@ -53,10 +53,8 @@ class MagicPIGConfig:
             raise ValueError(f"bits: got {self.bits}, allowed is 1 to {LONGEST}")
         check.at_least("tables", self.tables, LEAST)
         check.at_least("sure", self.sure, 0)
-        if check.at_least("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
-        if not isinstance(self.stale, bool):
-            raise ValueError(f"stale: got {self.stale!r}, allowed is True or False")
+        check.seed(self.seed)
+        check.flag("stale", self.stale)
 
 
 class MagicPIG(BaseIndex):

@@ -104,8 +104,7 @@ class ParisKVConfig:
                 f"centre: got {self.centre} with coarse={self.coarse!r}, weights={self.weights!r}, "
                 "allowed is 0, or coarse='dots' with weights='log', or coarse='none'"
             )
-        if check.at_least("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+        check.seed(self.seed)
 
 
 @dataclass(frozen=True)

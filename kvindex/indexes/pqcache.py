@@ -44,8 +44,7 @@ class PQCacheConfig:
             raise ValueError(f"bits: got {self.bits}, allowed is 1 to {LARGEST}")
         check.at_least("iterations", self.iterations, 0)
         check.one_of("group", self.group, group.POLICIES)
-        if check.at_least("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+        check.seed(self.seed)
 
 
 class PQCache(BaseIndex):

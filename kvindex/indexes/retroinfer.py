@@ -45,15 +45,11 @@ class RetroInferConfig:
     def __post_init__(self) -> None:
         for name in ("per_cluster", "segment", "block"):
             check.at_least(name, getattr(self, name), 1)
-        share = self.estimated
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-            raise ValueError(f"estimated: got {share!r}, allowed is a number in [0, 1)")
-        if not isinstance(self.centred, bool):
-            raise ValueError(f"centred: got {self.centred!r}, allowed is True or False")
+        check.below_one("estimated", self.estimated)
+        check.flag("centred", self.centred)
         check.at_least("iterations", self.iterations, 0)
         check.one_of("group", self.group, group.POLICIES)
-        if check.at_least("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+        check.seed(self.seed)
 
 
 class RetroInfer(ClusteredIndex):

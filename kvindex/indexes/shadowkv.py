@@ -47,8 +47,7 @@ class ShadowKVConfig:
         if self.rank is not None:
             check.at_least("rank", self.rank, 1)
         check.one_of("group", self.group, group.POLICIES)
-        if not isinstance(self.stale, bool):
-            raise ValueError(f"stale: got {self.stale!r}, allowed is True or False")
+        check.flag("stale", self.stale)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,15 +50,11 @@ class SqueezedConfig:
     def __post_init__(self) -> None:
         for name in ("per_cluster", "block", "calibration"):
             check.at_least(name, getattr(self, name), 1)
-        share = self.sparsity
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-            raise ValueError(f"sparsity: got {share!r}, allowed is a number in [0, 1)")
-        if not isinstance(self.stale, bool):
-            raise ValueError(f"stale: got {self.stale!r}, allowed is True or False")
+        check.below_one("sparsity", self.sparsity)
+        check.flag("stale", self.stale)
         check.at_least("iterations", self.iterations, 0)
         check.one_of("group", self.group, group.POLICIES)
-        if check.at_least("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed: got {self.seed}, allowed is an integer below 2**63")
+        check.seed(self.seed)
 
 
 class Squeezed(Watching, ClusteredIndex):
