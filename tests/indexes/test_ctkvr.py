@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from kvindex.layer import AttentionLayer
 from kvindex.observed import Observed, priority
 from tests import literal
+from tests.exactly import assert_follows_exact_in_a_layer
 from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
 from tests.policies import assert_bad_signals_are_refused
 
@@ -330,13 +330,4 @@ def test_bad_signals_are_refused():
 
 
 def test_in_a_layer_it_follows_exact():
-    """Prompt, steps, updates of the window: with whole lists the outputs are those of `exact`."""
-    outputs = []
-    for name, options in (("exact", dict(group="max_share")), ("ctkvr", ALL)):
-        index = CASE.index(name, **options)
-        layer = AttentionLayer(index, k=9, sink=3, local=4, update_every=5, full_threshold=0)
-        queries, (keys, values) = prompt(count=60), CASE.tokens(60)
-        layer.step(queries[:, :, :30], keys[:, :, :30], values[:, :, :30])
-        steps = [slice(i, i + 1) for i in range(30, 60)]
-        outputs.append([layer.step(*(t[:, :, s] for t in (queries, keys, values))) for s in steps])
-    torch.testing.assert_close(torch.cat(outputs[1]), torch.cat(outputs[0]))
+    assert_follows_exact_in_a_layer(CASE, "ctkvr", policy="max_share", **ALL)

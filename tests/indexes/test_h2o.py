@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests import literal
+from tests.exactly import assert_follows_exact_in_a_layer
 from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
-from tests.policies import STILL_HOLD, assert_follows_exact_in_a_layer, kept
+from tests.policies import STILL_HOLD, kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N, STEPS = 30, 12

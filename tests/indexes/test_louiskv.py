@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvindex.layer import AttentionLayer
 from tests import contract
 from tests.contract.common import N
+from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
 from tests.helpers import Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
@@ -59,7 +59,7 @@ def test_units_of_one_key_are_exact(policy):
     exact = CASE.index("exact", group=policy)
     exact.append(*tokens, valid=pads)
     changes = [
-        lambda i: None,
+        unchanged,
         lambda i: i.append(*part(more, 0, 1)),
         lambda i: (i.mark_boundary(), i.append(*part(more, 1, 30))),
         lambda i: i.truncate(50),
@@ -67,11 +67,7 @@ def test_units_of_one_key_are_exact(policy):
         lambda i: i.truncate(N - 10),
         lambda i: i.append(*CASE.tokens(3, seed=2, batch=3)),
     ]
-    for seed, change in enumerate(changes):
-        change(index), change(exact)
-        queries = CASE.queries(seed, len(index.counts))
-        for k in (5, 200):
-            assert_same_hits(index.search(queries, k=k), exact.search(queries, k=k), close=1e-5)
+    assert_stays_exact(CASE, index, exact, changes)
 
 
 def test_larger_units_are_not():
@@ -236,12 +232,4 @@ def test_bad_option_is_refused(options, words):
 
 
 def test_in_a_layer_single_units_follow_exact():
-    outputs = []
-    for name, options in (("exact", {}), ("louiskv", SINGLE)):
-        index = CASE.index(name, **options)
-        layer = AttentionLayer(index, k=9, sink=3, local=4, update_every=5, full_threshold=0)
-        queries, (keys, values) = CASE.tensor(5, 2, 6, 60, 16), CASE.tokens(60)
-        layer.step(queries[:, :, :30], keys[:, :, :30], values[:, :, :30])
-        steps = [slice(i, i + 1) for i in range(30, 60)]
-        outputs.append([layer.step(*(t[:, :, s] for t in (queries, keys, values))) for s in steps])
-    torch.testing.assert_close(torch.cat(outputs[1]), torch.cat(outputs[0]))
+    assert_follows_exact_in_a_layer(CASE, "louiskv", **SINGLE)

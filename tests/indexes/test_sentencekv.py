@@ -8,6 +8,7 @@ import torch
 
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers.reuse import Reuse
+from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact
 from tests.helpers import Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
@@ -249,23 +250,11 @@ def test_sentences_of_one_token_are_exact(policy):
         lambda i: i.truncate(30),
         lambda i: i.append(*CASE.tokens(3, seed=2, batch=3)),
     ]
-    for seed, change in enumerate(changes):
-        change(index), change(exact)
-        queries = CASE.queries(seed, len(index.counts))
-        for k in (5, 200):
-            assert_same_hits(index.search(queries, k=k), exact.search(queries, k=k), close=1e-5)
+    assert_stays_exact(CASE, index, exact, changes)
 
 
 def test_in_a_layer_sentences_of_one_token_follow_exact():
-    outputs = []
-    for name, options in (("exact", {}), ("sentencekv", dict(longest=1))):
-        index = CASE.index(name, **options)
-        layer = AttentionLayer(index, k=9, sink=3, local=4, update_every=5, full_threshold=0)
-        queries, (keys, values) = CASE.tensor(5, 2, 6, 60, 16), CASE.tokens(60)
-        layer.step(queries[:, :, :30], keys[:, :, :30], values[:, :, :30])
-        steps = [slice(i, i + 1) for i in range(30, 60)]
-        outputs.append([layer.step(*(t[:, :, s] for t in (queries, keys, values))) for s in steps])
-    torch.testing.assert_close(torch.cat(outputs[1]), torch.cat(outputs[0]))
+    assert_follows_exact_in_a_layer(CASE, "sentencekv", longest=1)
 
 
 def test_in_a_layer_the_searched_query_counts_once():

@@ -7,13 +7,9 @@ import torch
 
 from tests import literal
 from tests.contract.housekeeping import check_truncated_ids_never_return
+from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
 from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
-from tests.policies import (
-    STILL_HOLD,
-    assert_bad_signals_are_refused,
-    assert_follows_exact_in_a_layer,
-    kept,
-)
+from tests.policies import STILL_HOLD, assert_bad_signals_are_refused, kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40
@@ -73,16 +69,11 @@ def test_the_literal_election_can_differ():
 
 @pytest.mark.parametrize("pads", [None, [0, 7]])
 @pytest.mark.parametrize("group", ["mean_share", "max_share", "union", "mean_query"])
-@pytest.mark.parametrize("k", [7, N + 5])
-def test_a_budget_above_n_is_exact(pads, group, k):
+def test_a_budget_above_n_is_exact(pads, group):
     index, exact = built(pads=pads, group=group, budget=N + 1), CASE.index("exact", group=group)
     exact.append(*CASE.tokens(N), valid=None if pads is None else left_padding(pads, N))
-    for more in (0, 5):
-        for each in (index, exact):
-            each.append(*CASE.tokens(more, seed=3))
-        assert_same_hits(
-            index.search(CASE.queries(), k=k), exact.search(CASE.queries(), k=k), close=1e-5
-        )
+    changes = [unchanged, lambda i: i.append(*CASE.tokens(5, seed=3))]
+    assert_stays_exact(CASE, index, exact, changes, ks=(7, N + 5))
 
 
 def test_a_budget_below_n_is_not():

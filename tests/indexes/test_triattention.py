@@ -9,8 +9,9 @@ import torch
 from kvindex.indexes import triattention
 from kvindex.indexes.triattention import Centres, paired, unpaired
 from kvindex.rope import turned
-from tests.helpers import Case, assert_same_hits, left_padding, part, rope
-from tests.policies import assert_follows_exact_in_a_layer, kept
+from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
+from tests.helpers import Case, left_padding, part, rope
+from tests.policies import kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40
@@ -121,15 +122,11 @@ def test_queries_that_are_all_alike_are_foreseen_exactly():
 
 @pytest.mark.parametrize("pads", [None, [0, 7]])
 @pytest.mark.parametrize("group", ["mean_share", "max_share", "union", "mean_query"])
-@pytest.mark.parametrize("k", [7, N + 5])
-def test_a_budget_above_n_is_exact(pads, group, k):
+def test_a_budget_above_n_is_exact(pads, group):
     index, exact = built(pads=pads, group=group, budget=N + 6), CASE.index("exact", group=group)
     exact.append(*CASE.tokens(N), valid=None if pads is None else left_padding(pads, N))
-    for more in (0, 5):
-        for each in (index, exact):
-            each.append(*CASE.tokens(more, seed=3))
-        hits = index.search(CASE.queries(), k=k), exact.search(CASE.queries(), k=k)
-        assert_same_hits(*hits, close=1e-5)
+    changes = [unchanged, lambda i: i.append(*CASE.tokens(5, seed=3))]
+    assert_stays_exact(CASE, index, exact, changes, ks=(7, N + 5))
 
 
 def test_keys_scored_some_at_a_time_score_the_same(monkeypatch):
