@@ -1,7 +1,7 @@
 """All indexes under one protocol: the same keys and queries of a real model, the same rows.
 
     python -m benchmarks.field --text FILE… [--tokens N] [--written T] [--generated N [--sampled]]
-        [--index SPEC …] [--rows K …] [--layers EVERY] [--seconds S] [--cpu]
+        [--index SPEC …] [--rows K …] [--layers EVERY] [--first N] [--seconds S] [--cpu]
         [--model … --gguf-file … --lora …] [--device cuda] --json OUT [--add] [--plot OUT.png]
 
 The model reads N tokens of each text (with --sampled the last of them are its own) and writes T
@@ -10,8 +10,9 @@ while reading on; one that can be stale (`stale=true`) a third time. Bytes are t
 once. Sink and window are attended to besides. Indexes are told the text's tokens, and those that
 want them the ids of the tokenizer's punctuation. On a CUDA device pariskv runs on its kernels and
 FAISS where it has a GPU part, if they can. All indexes are measured on one layer, then on the next,
-while --seconds last. OUT is written after each index, and holds a run for each length; --add keeps
-what it holds of other indexes and lengths. Without --model: SmolLM2-135M-Instruct.
+while --seconds last, the --first N at most. OUT is written after each index, and holds a run for
+each length; --add keeps what it holds of other indexes and lengths. Without --model:
+SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rich.progress import Progress
 
 import kvindex
 from benchmarks.comparing.layers import Layer, capture
-from benchmarks.comparing.measure import measure, search_time, sizes, truths
+from benchmarks.comparing.measure import built, measure, search_time, sizes, truths
 from benchmarks.comparing.runs import joined, summary
 from benchmarks.comparing.setting import Setting
 from benchmarks.comparing.show import PIECES, STALE, WHOLE, plot, show
@@ -50,9 +51,11 @@ from kvindex.cluster import watched
 from kvindex_adapters.hf.punctuation import punctuated
 
 SPECS = {
+    "exact": ("exact", "exact+sample"),
     "pariskv": (
         *(f"pariskv:preset={preset}" for preset in ("fast", "accurate", "precise", "scan")),
         "pariskv:preset=paper:beta=.05:rho=.25",
+        "pariskv+sample",
     ),
     "ctkvr": ("ctkvr", "ctkvr:rho=256"),
     "pqcache": ("pqcache", "pqcache:preset=infinitebench"),
@@ -137,12 +140,13 @@ class Comparison:
         options = self._faster.get(spec.split("+")[0].split(":")[0], {})
         start = time.monotonic()
         try:
+            if spec not in self._facts:
+                self._facts[spec] = {**options, **self._once(spec, options)}
+            start = time.monotonic()
             told = {**options, **self.told.get(spec, {})}
             for arrival, cell in self._arrivals(spec, number, told).items():
                 self._found.setdefault(spec, {}).setdefault(arrival, []).append(cell)
             took = time.monotonic() - start
-            if spec not in self._facts:
-                self._facts[spec] = {**options, **self._once(spec)}
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
             self.failed[spec] = f"{type(error).__name__}: {first}"
@@ -154,15 +158,19 @@ class Comparison:
     def lines(self) -> list[dict[str, Any]]:
         """One for each index and arrival."""
         return [
-            {"index": spec, "arrival": arrival, **self._facts[spec], **summary(cells)}
+            {
+                **{"index": spec, "arrival": arrival, **self._facts[spec]},
+                **summary(cells, middle(self.rows)),
+            }
             for spec, arrivals in self._found.items()
             if spec not in self.failed
             for arrival, cells in arrivals.items()
         ]
 
-    def _once(self, spec: str) -> dict[str, Any]:
-        """What the first layer tells of an index."""
+    def _once(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
+        """What the first layer tells of an index, and what only the first build must wait for."""
         first, k, told = self.layers[0], middle(self.rows), self.told.get(spec, {})
+        next(built(first, spec, self.setting, k=k, **options, **told))  # kernels, libraries
         found: dict[str, Any] = {"bytes": sizes(first, spec, self.setting, k, **told)}
         if self.cpu:
             took = search_time(first.to(device="cpu"), spec, self.setting, k, **told)
@@ -195,6 +203,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--index", nargs="+", help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--layers", type=int, default=6, help="every so many")
+    parser.add_argument("--first", type=int, help="measure so many layers of all texts, at most")
     parser.add_argument("--generated", type=int, default=2048, help="of the text, in pieces")
     parser.add_argument("--sampled", action="store_true", help="these are the model's own")
     parser.add_argument("--sink", type=int, default=64)
@@ -221,9 +230,12 @@ def main() -> None:
             own = given.generated if given.sampled else 0
             lengths = given.tokens - own, own + given.written
             ids = continued(model, tokenizer, text.read_text(), *lengths)
-            texts.append(capture(model, ids, every=given.layers, progress=report))
+            captured = capture(model, ids, every=given.layers, progress=report)
+            names = [f"{text.stem}, layer {given.layers * at}" for at in range(len(captured))]
+            named = zip(captured, names, strict=True)
+            texts.append([dataclasses.replace(layer, name=name) for layer, name in named])
         del model
-        layers = in_turn(texts)
+        layers = in_turn(texts)[: given.first]
         told = {spec: punctuated(spec, tokenizer).get("index_options", {}) for spec in specs}
         compared = Comparison(setting, rows, layers, cpu=given.cpu, told=told)
         run = {

@@ -11,9 +11,9 @@ import torch
 import kvindex
 from benchmarks import field, reading
 from benchmarks.comparing.layers import Layer, capture
-from benchmarks.comparing.measure import measure, search_time, truths
+from benchmarks.comparing.measure import built, measure, search_time, truths
 from benchmarks.comparing.setting import Setting
-from benchmarks.comparing.show import plot, show, title_of
+from benchmarks.comparing.show import plot, show
 from benchmarks.tabling.field import field as table_of
 from kvindex.indexes.exact import Exact
 from tests.adapters.tiny import build
@@ -75,8 +75,8 @@ def test_what_asks_along_a_generation_sees_what_has_come():
     assert [at["used"] for at in found.values()] == [256, 288, 320, 384]
 
 
-@pytest.mark.parametrize("spec", ["exact", "exact+reuse"])
-def test_a_wrapper_is_searched_at_every_token(spec, monkeypatch):
+@pytest.mark.parametrize("spec", ["exact", "exact+reuse", "exact+sample"])
+def test_a_wrapper_that_follows_the_steps_is_searched_at_every_token(spec, monkeypatch):
     one, calls = layer(), []
     known, search = truths(one, SETTING, [32]), Exact.search
 
@@ -85,10 +85,10 @@ def test_a_wrapper_is_searched_at_every_token(spec, monkeypatch):
         return search(*given, **k)
 
     monkeypatch.setattr(Exact, "search", counted)
-    spec += ":tau=2" if "+" in spec else ""
+    spec += ":tau=2" if "reuse" in spec else ""
     measure(one, spec, SETTING, [32], known, pieces=True)
     asked = 4 * (20 + 1)  # at each point, and once before the clock runs
-    assert len(calls) == asked + (128 if "+" in spec else 0)
+    assert len(calls) == asked + (128 if "reuse" in spec else 0)
 
 
 def test_log_weights_and_summaries_count_as_in_a_layer():
@@ -138,6 +138,20 @@ def test_lines_say_where_they_are_of_fewer_layers():
     assert search_time(layer(), "exact", SETTING, 32) > 0
 
 
+def test_the_first_build_is_not_timed(monkeypatch):
+    """It compiles kernels and loads libraries."""
+    compared, calls = field.Comparison(SETTING, [32], [layer(), layer(1)]), []
+
+    def counted(one, spec, setting, **given):
+        calls.append((spec, given.get("k")))
+        return built(one, spec, setting, **given)
+
+    monkeypatch.setattr(field, "built", counted)
+    for number in (0, 1):
+        compared.measure("exact", number)
+    assert calls == [("exact", 32)]
+
+
 def test_first_layers_are_of_different_texts_and_depths():
     assert field.in_turn(["abc", "xyz"]) == [*"aybzcx"]
     assert field.in_turn(["abc"]) == [*"abc"]
@@ -151,34 +165,10 @@ def test_a_budget_is_the_rows_that_are_asked_for():
     assert found[512]["error"] < 1e-5
 
 
-def test_runs_are_joined_by_length_and_lines_in_the_same_setting_only():
-    def run(tokens, indexes, failed=(), **more):
-        return {
-            **dict(setting={"tokens": tokens}, lora=None, sampled=False, rows=[64]),
-            **dict(machine={"at": tokens}),
-            **dict(indexes=[dict(index=name, by=tokens) for name in indexes], failed=dict(failed)),
-            **more,
-        }
-
-    old = field.joined(None, run(7, "ab", {"c": "no"}))
-    assert [one["setting"]["tokens"] for one in old["runs"]] == [7]
-    longer = field.joined(old, run(32, "a"))
-    assert [one["setting"]["tokens"] for one in longer["runs"]] == [7, 32]
-    assert longer["machine"] == {"at": 32}
-    together = field.joined(longer, run(7, "bc"))
-    assert [line["index"] for line in together["runs"][0]["indexes"]] == ["a", "b", "c"]
-    assert together["runs"][0]["failed"] == {}
-    assert together["runs"][1] == longer["runs"][1]
-    with pytest.raises(ValueError, match=r"rows = \[100\], allowed is \[64\]"):
-        field.joined(old, run(7, "a", rows=[100]))
-    for other in (dict(lora="x"), dict(sampled=True)):
-        assert len(field.joined(old, run(7, "a", **other))["runs"]) == 2
-
-
 def test_all_indexes_are_compared_and_drawn(tmp_path):
     names = [spec.split(":")[0].split("+")[0] for spec in field.default_specs()]
     assert set(names) == set(kvindex.names())
-    assert (names[:2], names[-1][:6]) == (["exact", "pariskv"], "faiss-")
+    assert (names[:3], names[-1][:6]) == (["exact", "exact", "pariskv"], "faiss-")
     assert field.stale("exact") is None
     assert field.stale("ctkvr:rho=8+recall") == "ctkvr:rho=8:stale=true+recall"
     compared = field.Comparison(SETTING, ROWS, [layer()])
@@ -189,7 +179,11 @@ def test_all_indexes_are_compared_and_drawn(tmp_path):
     run = run_of(compared)
     longer = {**run, "setting": {**run["setting"], "tokens": 900}, "lora": "l.safetensors"}
     result = field.joined(field.joined(None, run), longer)
+    run["indexes"][2]["backend"] = "cuda"
     table = table_of(result)
+    assert table.count("`pariskv` ran on the kernels of `kvindex_cuda`.") == 2
+    assert "FAISS's" not in table
+    assert table.count("| by layer, of `exact` @32 |") == 2
     assert table.count("\n| `") == 2 * 4
     assert table.count("ValueError: no") == 2
     assert "900 tokens" in table
@@ -197,42 +191,6 @@ def test_all_indexes_are_compared_and_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     plot(result, tmp_path / "field.png")
     assert (tmp_path / "field.png").stat().st_size > 10_000
-
-
-def test_a_run_is_written_as_far_as_its_time_goes(tmp_path, monkeypatch):
-    def tokenizer(*_, **__):
-        return {"input_ids": [i % 50 + 3 for i in range(120)]}
-
-    monkeypatch.setattr(field, "loaded", lambda given: (build("llama"), tokenizer))
-    monkeypatch.setattr(
-        field, "described", lambda given: dict(model="m", lora=None, machine=dict(at=given.device))
-    )
-    (tmp_path / "a.txt").write_text("x")
-    out = tmp_path / "field.json"
-    command = ["field", "--text", str(tmp_path / "a.txt"), "--tokens", "120", "--written", "4"]
-    command += ["--generated", "32", "--sink", "4", "--local", "16", "--rows", "8", "64"]
-    command += ["--layers", "1", "--json", str(out), "--index"]
-
-    def measured(*more):
-        monkeypatch.setattr("sys.argv", [*command, *more])
-        field.main()
-        return json.loads(out.read_text())["runs"][0]
-
-    run = measured("exact", "pqcache:subspaces=5", "streaming:budget={k}", "--add")
-    assert run["measured"] == run["layers"] > 1
-    assert [line["index"] for line in run["indexes"]] == ["exact"] * 2 + [
-        "streaming:budget={k}"
-    ] * 2
-    assert {line["layers"] for line in run["indexes"]} == {run["layers"]}
-    assert list(run["failed"]) == ["pqcache:subspaces=5"]
-    again = measured("quest", "--add", "--seconds", "0")
-    assert again["failed"]["quest"] == "not begun: 0 s were used up"
-    assert len(again["indexes"]) == 4
-    assert measured("quest", "--seconds", "1e-9")["indexes"] == []
-    own = measured("exact", "--sampled")
-    assert own["sampled"]
-    assert own["indexes"][0]["rows"] != run["indexes"][0]["rows"]
-    assert "continued by the model" in title_of(own)
 
 
 def test_on_a_gpu_pariskv_runs_on_its_kernels_and_faiss_where_it_can(monkeypatch):

@@ -22,12 +22,14 @@ class Layer(Captured):
     """Keys `[G, N, D]`, values `[G, N, Dv]` and the queries `[H, N, D]` of all tokens.
 
     rope: inverse frequencies of the rotary embedding, `[F]`, or None where they cannot be told;
-    tokens: ids of the text, int64 `[N]` on the CPU, or None where nobody knows them.
+    tokens: ids of the text, int64 `[N]` on the CPU, or None where nobody knows them; name: of
+    which text, and which layer.
     """
 
     values: Tensor
     rope: Tensor | None = None
     tokens: Tensor | None = None
+    name: str = ""
 
     def options(self) -> dict[str, Any]:
         """The geometry, as `kvindex.create` takes it."""

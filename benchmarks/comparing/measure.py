@@ -28,8 +28,8 @@ def built(
 
     In the spec, {k} stands for k. As a layer tells it: the prompt's queries, its tokens in one
     append, their ids, the seal. pieces: the last `generated` tokens come later, queries, ids and
-    then keys in pieces of `every`, as of a text that is read on. A wrapper, which decides step by
-    step, hears their queries one by one and is searched at each. options: for `kvindex.create`.
+    then keys in pieces of `every`, as of a text that is read on. A wrapper that decides step by
+    step hears their queries one by one and is searched at each. options: for `kvindex.create`.
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     points = setting.points if pieces else [setting.tokens]
@@ -53,7 +53,8 @@ def built(
     for point in points[1:]:
         while came < point:
             piece = min(setting.every, point - came)
-            steps = [1] * piece if inmost(index) is not index else [piece]
+            stepwise = inmost(index) is not index and index.follows_steps
+            steps = [1] * piece if stepwise else [piece]
             for step in steps:
                 index.observe(queries[:, :, came : came + step], positions[came : came + step])
                 if step == 1:
@@ -86,12 +87,12 @@ def measure(
     pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """`build_s`; by k what the text's end shows (`worth`, and `search_s`, the median).
+    """The layer's name, `build_s`; by k what the text's end shows (`worth`, and `search_s`).
 
     pieces: `along` has the same for the first k, by tokens that came after the prompt. A wrapper,
     or a budget, has one k only, so it is built for each.
     """
-    found: dict[str, Any] = {"rows": {}, "along": {}}
+    found: dict[str, Any] = {"layer": layer.name, "rows": {}, "along": {}}
     for some in [[k] for k in rows] if "+" in spec or "{k}" in spec else [rows]:
         points = built(layer, spec, setting, k=some[0], pieces=pieces, **options)
         for point, index, seconds in points:
@@ -106,8 +107,8 @@ def measure(
 
 def _asked(
     layer: Layer, setting: Setting, index: Any, known: Truth, rows: list[int]
-) -> dict[int, dict[str, float]]:
-    """By k, what the queries after a point find, told and asked one by one."""
+) -> dict[int, dict[str, Any]]:
+    """By k, what the queries after a point find, told and asked one by one; times are medians."""
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     times: dict[int, list[float]] = {k: [] for k in rows}
     asked = asking(layer, setting, known.point)

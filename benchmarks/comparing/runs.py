@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks.comparing.truth import MEASURES
@@ -12,12 +12,22 @@ CHANGES = ("machine", "load_average", "seconds", "measured", "notes", "indexes",
 """What two measurements of the same setting need not share."""
 
 
-def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over texts and layers: means, medians of times, errors of the worst layer."""
+LEAST = 1e-9
+"""An error below this counts as this where a ratio is taken."""
 
-    def over(each: list[dict[str, float]]) -> dict[str, float]:
+
+def summary(cells: Sequence[dict[str, Any]], k: int) -> dict[str, Any]:
+    """Over texts and layers: means, medians of times, errors of the worst layer.
+
+    of_exact: geometric mean of the error over that of exact search, in which a layer with small
+    errors counts as much as another; by_layer: with k rows, the heads' errors rounded.
+    """
+
+    def over(each: list[dict[str, Any]]) -> dict[str, float]:
+        ratios = [max(one["error"], LEAST) / max(one["error_exact"], LEAST) for one in each]
         return {
             **{name: sum(one[name] for one in each) / len(each) for name in MEASURES},
+            "of_exact": geometric_mean(ratios),
             "error_worst_layer": max(one["error"] for one in each),
             "search_ms": 1e3 * median(one["search_s"] for one in each),
         }
@@ -28,7 +38,15 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if cells[0][part]
     }
     build = 1e3 * median(cell["build_s"] for cell in cells)
-    return {"layers": len(cells), "build_ms": build, **found}
+    layers = {cell["layer"]: cell["rows"][k] for cell in cells}
+    by_layer = {
+        name: {
+            **{part: at[part] for part in ("error", "mass")},
+            "heads": [round(error, 4) for error in at["heads"]],
+        }
+        for name, at in layers.items()
+    }
+    return {"layers": len(cells), "build_ms": build, **found, "by_layer": by_layer}
 
 
 def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:

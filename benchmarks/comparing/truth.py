@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,13 +59,13 @@ def truth(layer: Layer, setting: Setting, exact: BaseIndex, point: int, rows: li
 
 def worth(
     layer: Layer, setting: Setting, found: list[tuple[Hits, Rows]], known: Truth, k: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """What the hits of the queries that ask are worth, means over queries and heads.
 
     recall: share of the rows of `exact`; mass: share of the index's attention that the tokens
     found hold (rows that stand for several tokens hold none); error: of the output over sink,
     rows and window, with log-weights, relative to full attention's; used: slots that hold a row;
-    error_exact: that of `exact` with as many rows.
+    error_exact: that of `exact` with as many rows; heads: the error of each query head.
     """
     heads = len(layer.queries) // len(layer.keys)
     slots = torch.cat([hits.ids for hits, _ in found])  # [T, G, K]
@@ -103,7 +104,8 @@ def worth(
         ]
     )
     exact = known.error.get(k, float("nan"))  # not known while it is being found out
-    return dict(zip(MEASURES, [*means.tolist(), exact], strict=True))
+    found: dict[str, Any] = dict(zip(MEASURES, [*means.tolist(), exact], strict=True))
+    return {**found, "heads": wrong.mean(0).tolist()}
 
 
 def _share(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:

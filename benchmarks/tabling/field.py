@@ -18,6 +18,7 @@ def _run(run: dict[str, Any]) -> str:
     lines = {(line["index"], line["arrival"]): line for line in run["indexes"]}
     ks, k = [str(k) for k in run["rows"]], middle_of(run)
     on_gpu = any("cpu_search_ms" in line for line in lines.values())
+    by_layer = all("by_layer" in line for line in lines.values())
     rows = []
     for index in dict.fromkeys(line["index"] for line in run["indexes"]):
         whole = lines[index, "whole"]
@@ -32,19 +33,31 @@ def _run(run: dict[str, Any]) -> str:
                 *(f"{whole['build_ms']:.0f}", f"{at['search_ms']:.2f}", *(cpu if on_gpu else ())),
                 *(f"{at['recall']:.3f}", f"{at['mass']:.3f}"),
                 *(f"{whole['rows'][each]['error']:.3f}" for each in ks),
+                *((f"{at['of_exact']:.2f}",) if by_layer else ()),
                 *(_along(line) for line in (pieces, stale)),
             )
         )
     times = ("search, ms", "on the CPU") if on_gpu else ("search, ms",)
     head = ("index", "kept B", "scanned B", "build, ms", *times, f"recall@{k}", f"mass@{k}")
     head = (*head, *(f"error@{each}" for each in ks))
+    head = (*head, *((f"by layer, of `exact` @{k}",) if by_layer else ()))
     head = (*head, *(f"{arrival}, of `exact` @{k}" for arrival in ("in pieces", "stale")))
     rows += [(f"`{index}`", why, *("",) * (len(head) - 2)) for index, why in run["failed"].items()]
     return (
         f"{_about(run)}\n\n{table(head, rows)}\n\n{machine(run)} {run['dtype']}, "
         f"{run['machine']['threads']} threads; load average {run['load_average']:.1f} at the end."
-        + "".join(f" {note}." for note in run.get("notes", []))
+        + "".join(f" {note}." for note in [*_faster(run), *run.get("notes", [])])
     )
+
+
+def _faster(run: dict[str, Any]) -> list[str]:
+    """What ran on a GPU's own ways."""
+    parts = {"backend": "on the kernels of `kvindex_cuda`", "where": "on FAISS's GPU indexes"}
+    found = {
+        ways: dict.fromkeys(line["index"].split(":")[0] for line in run["indexes"] if part in line)
+        for part, ways in parts.items()
+    }
+    return [f"{', '.join(f'`{n}`' for n in who)} ran {ways}" for ways, who in found.items() if who]
 
 
 def _about(run: dict[str, Any]) -> str:
