@@ -64,23 +64,31 @@ __device__ __forceinline__ void load(Raw& raw, const char* row, bool coded) {
         }
     }
 }
-// The number of a code; fp8 is e4m3, and is never NaN.
-__device__ __forceinline__ float from_code(u32 byte) {
-#if CODEC == 1
-    return float(i8(byte));
+// The numbers of four codes, of which the scale makes elements: of int8 codes as they are; of fp8
+// codes (e4m3, never NaN) as float16, whose bias is 8 more, so that each is 2^-8 of its number.
+constexpr float CODED = CODEC == 2 ? 256 : 1;
+__device__ __forceinline__ void from_codes(float (&x)[4], u32 word) {
+#if CODEC == 2
+    float2 even = from_float16s((word << 8 & 0x80008000) | (word << 7 & 0x3f803f80));
+    float2 odd = from_float16s((word & 0x80008000) | (word >> 1 & 0x3f803f80));
+    x[0] = even.x, x[1] = odd.x, x[2] = even.y, x[3] = odd.y;
 #else
-    // exponent moved from bias 7 to 127, as in from_float16
-    float size = __uint_as_float((byte & 0x7f) << 20) * 1.329227995784916e36f;  // 2^120
-    return __uint_as_float((byte & 0x80) << 24 | __float_as_uint(size));
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = float(i8(word >> (8 * i)));
 #endif
 }
 __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE == 0 ? 2 : 1],
                                        bool coded) {
     const u32* word = &words[0].x;
     if (coded) {
-        float scale = __uint_as_float(word[2]);
+        float scale = __uint_as_float(word[2]) * CODED;
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = from_code(word[i / 4] >> (i % 4 * 8) & 0xff) * scale;
+        for (int half = 0; half < 2; half++) {
+            float four[4];
+            from_codes(four, word[half]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[4 * half + i] = four[i] * scale;
+        }
         return;
     }
 #pragma unroll

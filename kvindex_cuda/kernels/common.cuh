@@ -28,12 +28,31 @@ __device__ __forceinline__ float from_bfloat16(u16 bits) {
     return __uint_as_float(u32(bits) << 16);
 }
 
+// Exact for subnormals too, whether or not the compiler flushes those of float32 (CuPy says so).
 __device__ __forceinline__ float from_float16(u16 bits) {
-    // exponent moved from bias 15 to 127 by a multiplication, which also makes subnormals right
-    u32 sign = u32(bits & 0x8000) << 16;
-    if ((bits & 0x7c00) == 0x7c00) return __uint_as_float(sign | 0x7f800000u | u32(bits & 0x3ff) << 13);
-    float size = __uint_as_float(u32(bits & 0x7fff) << 13) * 5.192296858534828e33f;  // 2^112
-    return __uint_as_float(sign | __float_as_uint(size));
+#ifdef EMULATED
+    u32 sign = u32(bits & 0x8000) << 16, exponent = bits >> 10 & 31, size = u32(bits & 0x7fff) << 13;
+    size = exponent == 31 ? size | 0x7f800000u
+           : exponent     ? size + (112u << 23)
+                          : __float_as_uint(float(bits & 0x3ff) * 5.9604644775390625e-08f);  // 2^-24
+    return __uint_as_float(sign | size);
+#else
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+#endif
+}
+
+// Of both halves of a word, the lower one first.
+__device__ __forceinline__ float2 from_float16s(u32 pair) {
+#ifdef EMULATED
+    return {from_float16(u16(pair)), from_float16(u16(pair >> 16))};
+#else
+    float2 both;
+    asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.f32.f16 %0, l;\n\tcvt.f32.f16 %1, h;\n\t}"
+        : "=f"(both.x), "=f"(both.y) : "r"(pair));
+    return both;
+#endif
 }
 
 // Element i of a tensor of DTYPE.

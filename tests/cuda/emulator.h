@@ -4,6 +4,8 @@
 // at barriers, warp collectives and `__nanosleep`; blocks run one after another. Which fiber goes
 // next follows `order`: warp by warp, each as far as it gets, so that a missing barrier shows.
 // Shared memory starts as 0xA5 in every block. Mistakes end the launch with a message.
+// Subnormal float32 are 0, as operands and as results, for CuPy compiles with -ftz=true; but not
+// where a kernel has doubles (FLUSHED is 0), which a GPU never flushes and a CPU only with the others.
 //
 // Not as on a GPU: no contraction to fma, no rounding of `__expf` and the like, no inline PTX,
 // no `__CUDA_ARCH__`, tensor cores that sum exactly. Names as in the CUDA C++ Programming Guide.
@@ -21,6 +23,9 @@
 #include <type_traits>
 #include <ucontext.h>
 #include <utility>
+#ifndef __aarch64__
+#include <xmmintrin.h>
+#endif
 
 #define EMULATED 1
 #define __global__
@@ -370,8 +375,25 @@ static void run_grid() {
     free(turn);
 }
 
+// What says whether subnormal numbers are flushed to zero, and the bits of it that do.
+#ifdef __aarch64__
+constexpr size_t FLUSH = 1 << 24;
+static size_t control() {
+    size_t word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+}
+static void set_control(size_t word) { asm volatile("msr fpcr, %0" ::"r"(word)); }
+#else
+constexpr size_t FLUSH = 0x8040;  // of results, of operands
+static size_t control() { return _mm_getcsr(); }
+static void set_control(size_t word) { _mm_setcsr(unsigned(word)); }
+#endif
+
 static void run(const unsigned* grid, const unsigned* block, size_t shared_bytes) {
     if (!end) end = guarded(SHARED);
+    size_t given = control();
+    if (FLUSHED) set_control(given | FLUSH);  // contexts that are made from here on have it
     gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
     count = int(blockDim.x * blockDim.y * blockDim.z);
     memory_bytes = (shared_bytes + 15) / 16 * 16;
@@ -400,6 +422,7 @@ static void run(const unsigned* grid, const unsigned* block, size_t shared_bytes
     running = true;
     run_grid();
     running = false;
+    set_control(given);
     sigaction(SIGSEGV, &segv, nullptr), sigaction(SIGBUS, &bus, nullptr);
     sigaltstack(&before, nullptr);
     munmap(stacks, stacks_bytes + PAGE);  // each guard page counts as a mapping, of which a process

@@ -100,7 +100,8 @@ def compile_text(
         raise ValueError(f"order: got {order!r}, allowed are {ORDERS}")
     # not -D: what is left open in a kernel is not meant for the header
     opened = "".join(f"#define {key} {value}\n" for key, value in defines)
-    head = f'#include "{HEADER}"\n{opened}#line 1 "{file}"\n'
+    flushed = f"#define FLUSHED {int('double' not in text)}"
+    head = f'{flushed}\n#include "{HEADER}"\n{opened}#line 1 "{file}"\n'
     library = _opened(_built(f"{head}{text}\n{ENTRY.format(name=name)}"))
     return partial(_run, library, name, ORDERS.index(order), seed)
 

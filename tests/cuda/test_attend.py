@@ -190,6 +190,20 @@ def test_a_code_is_its_number_to_the_bit(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_subnormal_float16_is_its_number_to_the_bit(device):
+    case = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=2048, dtype=torch.float16)
+    one = Attending(case, "plain", device)
+    row = one.store._table._block(0)[0, 0].view(torch.int16)
+    numbers = torch.arange(2048, dtype=torch.int16)  # half of them subnormal
+    row[8 : 8 + 2048] = numbers
+    one.state.shown.zero_()
+    hits = Hits(torch.zeros((1, 1, 1), dtype=torch.int64, device=device), torch.zeros(1, 1, 1))
+    with emulating(device):
+        output = one.step.attend(case.queries().to(device), one.state, hits)
+    assert torch.equal(output[0, 0].cpu().view(torch.int16), numbers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", NAMES)
 def test_a_cache_keeps_rows_as_they_are_stored(rows, device):
     case = CASES["g3-D80-Dv24-float16"]

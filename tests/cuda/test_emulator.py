@@ -180,6 +180,23 @@ def test_bits_and_conversions():
     assert out.tolist() == expected
 
 
+SMALL = """
+extern "C" __global__ void kernel(const float* x, float* out) {
+    out[0] = x[0] * 0.5f, out[1] = x[1] * 16777216.0f, out[2] = x[1];
+}
+"""
+
+
+@pytest.mark.parametrize("doubles", [False, True])
+def test_subnormal_numbers_are_zero_in_a_kernel_without_doubles(doubles):
+    smallest = torch.finfo(torch.float32).tiny
+    x, out = torch.tensor([smallest, smallest / 4]), torch.ones(3)
+    run(SMALL + "typedef double wide;" * doubles, (1,), (1,), x, out)
+    kept = [smallest / 2, smallest * 2**22] if doubles else [0, 0]
+    assert out.tolist() == [*kept, smallest / 4]
+    assert (x[1] * 2).item() == smallest / 2
+
+
 LAST_BLOCK = """
 extern "C" __global__ void kernel(const int* values, int* counts, unsigned* done,
                                   int* total, long long n) {
