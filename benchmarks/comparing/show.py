@@ -109,7 +109,7 @@ def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
         of, colours = (own, warm) if name in own else (others, cool)
         place = of.index(name) if name in of else 0
         found[name] = dict(
-            color="black" if name == "exact" else colours(place / max(len(of), 1)),
+            color="black" if name == "exact" else colours(0.85 * place / max(len(of), 1)),
             marker="osv^DP*X"[place % 8],
             linewidth=1.0 if name in others else 2.2,
             linestyle="--" if name in others else "-",
