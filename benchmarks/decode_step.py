@@ -3,7 +3,7 @@
     PYTHONPATH=.:adapters python benchmarks/decode_step.py [--tokens N …] [--batch B …]
         [--index SPEC] [--layers L] [--replays R] [--seconds S] [--faiss FOLDER]
         --json OUT --plot OUT.png
-    PYTHONPATH=.:adapters python benchmarks/decode_step.py --draw RESULT.json [--plot OUT.png]
+    PYTHONPATH=.:adapters python benchmarks/decode_step.py --draw RESULT.json … [--plot OUT.png]
 
 H = 32, G = 8, D = 128, bfloat16, k = 100, an index that the fused kernels serve. First the answer
 is checked; a wrong one is not timed. All times are of replays of a CUDA graph that holds the step
@@ -11,8 +11,11 @@ of L layers one after another, divided by L, by CUDA events, after the L2 cache 
 something else and with other queries in each replay. Launches are counted of the bare step and, as
 nodes of a captured graph, of the public call, `index.attend`. Where dense attention does not fit
 into memory or time (4,194,304 tokens, say), a note tells why and the step is measured alone.
-FAISS's GPU indexes, where they can be imported (--faiss: from a folder), are timed by the same
-events without a graph.
+Rows on the host are read as they are, as codes of a byte (`int8`, `fp8`), and with a cache of rows
+that is filled before and forgets so many that --hit-rate of the rows are found; a point's
+`hit_rate` says how many were while it was timed. FAISS's GPU indexes, where they can be imported
+(--faiss: from a folder), are timed by the same events without a graph. --draw shows and draws the
+first result with the points of the others.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from benchmarks.decode.faiss_rivals import gpu_library, rivals
 from benchmarks.decode.floors import ceilings
 from benchmarks.decode.rivals import dense, layers_of_dense
 from benchmarks.decode.setting import NEAR, D, G, H, K, Setting
-from benchmarks.decode.show import found_by, plot, show, spread
+from benchmarks.decode.show import found_by, joined, plot, show, spread
 from benchmarks.decode.stages import measure
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
 from benchmarks.decode.workload import ROWS, Pool, Workload, row_pools, sequences_of
@@ -54,7 +57,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--index", default=Setting.spec, help="a ParisKV, as kvindex.create takes it"
     )
     parser.add_argument(
-        "--hit-rate", type=float, default=Setting.hit_rate, help="of the caches of rows"
+        "--hit-rate",
+        type=float,
+        default=Setting.hit_rate,
+        help="of the caches of rows",
     )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--replays", type=int, default=50)
@@ -62,7 +68,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--faiss", type=Path, help="a folder that holds faiss with a GPU part")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--draw", type=Path, help="show and draw this result; measure nothing")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", help="show and draw these results; measure nothing"
+    )
     found = parser.parse_args(given)
     least = dict(tokens=4096, batch=1, layers=1, replays=50)
     for name, low in least.items():
@@ -82,8 +90,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
     if found.faiss is not None and not (found.faiss / "faiss").is_dir():
         parser.error(f"faiss: got {found.faiss}, allowed is a folder with the package faiss in it")
-    if found.draw is not None and not found.draw.is_file():
-        parser.error(f"draw: got {found.draw}, allowed is a JSON that this script has written")
+    for path in found.draw or ():
+        if not path.is_file():
+            parser.error(f"draw: got {path}, allowed is a JSON that this script has written")
     for name in ("json", "plot"):
         path = getattr(found, name)
         if path is not None and not path.parent.is_dir():
@@ -118,6 +127,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         "shape": {"q_heads": H, "kv_heads": G, "head_dim": D, "k": K, "dtype": "bfloat16"},
         "index": given.index,
         "near": NEAR,
+        "hit_rate": given.hit_rate,
         "l2_bytes": l2,
         "machine": describe("cuda"),
         "ceilings": {},
@@ -140,7 +150,8 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         _free()
         say(str({name: round(part["GB_s"]) for name, part in result["ceilings"].items()}))
         rows = row_pools(setting, min(max(given.tokens), ROWS))
-        say(f"rows: {rows['host'].alive.pinned_bytes / 2**30:.1f} GiB pinned")
+        pinned = sum(pool.alive.pinned_bytes for place, pool in rows.items() if place != "device")
+        say(f"rows: {pinned / 2**30:.1f} GiB pinned")
         layout = setting.layout
         for tokens in given.tokens:
             S = -(-tokens // BLOCK)
@@ -214,9 +225,9 @@ def _free() -> None:
 
 def main() -> None:
     """Check, measure, print, write and draw."""
-    given, console = arguments(), Console(width=160)
+    given, console = arguments(), Console(width=200)
     if given.draw is not None:
-        result = json.loads(given.draw.read_text())
+        result = joined([json.loads(path.read_text()) for path in given.draw])
         keep(result, given)
     else:
         with torch.no_grad():

@@ -30,7 +30,10 @@ PAGES = (
     "docs/indexes/louiskv.md",
 )
 
-SOURCES = {"decode_stages": "decode_step", "append_updates": "append"}
+SOURCES = {
+    **dict.fromkeys(("decode_stages", "decode_faiss", "decode_rows"), "decode_step"),
+    "append_updates": "append",
+}
 """Of a table, the result that it is made of, where that has another name."""
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -47,6 +50,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "append": append.append,
     "append_updates": append.updates,
     "decode_step": decode.decode_step,
+    "decode_faiss": decode.decode_faiss,
+    "decode_rows": decode.decode_rows,
     "decode_stages": decode.decode_stages,
     "field": field.field,
     "hit_rate": hits.hit_rate,

@@ -1,4 +1,4 @@
-"""The decode step's benchmark, but for the clock: what it checks, counts, shows and refuses.
+"""The decode step's benchmark, but for the clock: what it checks and counts, and its rivals.
 
 Longer than most files: all of it is played on one setting.
 """
@@ -10,19 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks import decode_step
 from benchmarks.decode import correctness, faiss_rivals, workload
-from benchmarks.decode.correctness import CLOSE, SAME, check, judge
+from benchmarks.decode.correctness import CLOSE, SAME, check, judge, sound
 from benchmarks.decode.floors import Bytes, ceilings, stage_bytes
 from benchmarks.decode.rivals import dense, layers_of_dense
 from benchmarks.decode.setting import D, G, H, Setting, synthetic
-from benchmarks.decode.show import plot, show, stages_table, summary
 from benchmarks.decode.stages import measure, public, staged
 from benchmarks.decode.timing import Clock, Launches, OutOfTimeError, quartiles, read_all
 from benchmarks.decode.workload import Pool, Workload, row_pools, sequences_of
-from benchmarks.tabling.decode import decode_step as table_of
 from kvindex.geometry import Geometry
 from kvindex_cuda import launch as launching
 from kvindex_cuda.host_store import HostStore
@@ -60,50 +56,11 @@ class Once:
 
     def __call__(self, run, layers, before=None, graph=True):
         if before is not None:
-            before(1)
+            before(0)
         run()
         self.calls.append(layers)
         us = 10.0 * len(self.calls)
         return {"median_us": us, "low_us": us - 1, "high_us": us + 1, "replays": 1}
-
-
-def made_up():
-    """A result as a run writes it: two lengths, one of them unfinished."""
-
-    def times(us):
-        return {"median_us": us, "low_us": 0.9 * us, "high_us": 1.2 * us, "replays": 50}
-
-    names = ["ask", "sample", "scan", "exact", "rerank", "agree", "attend", "unheard_of"]
-    setting, points = Setting(WHOLE), []
-    for tokens, full in ((131_072, 130.0), (1_048_576, 930.0)):
-        reached = [0.0, 2.0, 6.0, 40.0, 39.5, 50.0, 53.0, 80.0, 81.0]
-        bytes_ = stage_bytes(setting, tokens, 1, 1.5 * setting.candidates(tokens))
-        points.append(
-            {
-                "tokens": tokens,
-                "batch": 1,
-                "launches": 8,
-                "attend_nodes": 9,
-                "step_host": times(81.0),
-                "step_device": times(70.0),
-                "dense": times(full),
-                "topk": times(0.9 * full),
-                "stages": staged(names, reached, bytes_, RATES),
-            }
-        )
-    points.append({"tokens": 4_194_304, "batch": 1, "dense": times(3700.0)})
-    return {
-        "ceilings": RATES,
-        "points": points,
-        "faiss": [
-            {
-                **{"tokens": 131_072, "flat": times(336.0), "flat_recall": 1.0},
-                "ivfpq_error": "no memory",
-            }
-        ],
-        **dict(index="pariskv", shape=dict(k=100), machine=dict(gpu="g", torch="2")),
-        "notes": ["stopped: 0 s are left of 480"],
-    }
 
 
 # What must move
@@ -301,11 +258,26 @@ def test_a_point_is_measured(setting):
     assert len(names) == found["launches"] <= 8
     assert (names[0], names[-1]) == ("ask", "attend")
     assert set(names) <= set(stage_bytes(setting, TOKENS, batch, 100))
-    assert timed.calls == [layers] * (2 + len(names))  # host, device, cached, shorter steps
-    assert 0 < found["hit_rate"] < 1
+    assert timed.calls == [layers] * (4 + len(names))  # places but host; shorter steps and host
+    places = {name.removeprefix("step_") for name in found if name.startswith("step_")}
+    assert places == {"host", "int8", "fp8", "device", "cached"}
+    assert found["hit_rate"] == pytest.approx(setting.hit_rate, abs=0.05)
     whole = found["step_host"]["median_us"]
     assert sum(stage["us"] for stage in found["stages"]) == pytest.approx(whole)
     json.dumps(found)
+
+
+@emulated
+@pytest.mark.parametrize("place", ["device", "int8", "fp8"])
+def test_rows_of_other_tokens_are_seen(place, setting):
+    rows = row_pools(setting, 1024, allocator=Mapped(), slab_bytes=2**16)
+    pool = Pool.of(setting, 1024, 1, Clock(60))
+    with emulator.emulated():
+        sound(setting, Workload.of(setting, 1024, 1, 1, pool, rows, 4))
+        rows[place] = replace(rows[place], addresses=rows[place].addresses.roll(1))
+        work = Workload.of(setting, 1024, 1, 1, pool, rows, 4)
+        with pytest.raises(SystemExit, match=f"those of '{place}' give different outputs"):
+            sound(setting, work)
 
 
 @emulated
@@ -421,96 +393,3 @@ def test_dense_attention_is_timed_both_ways(setting):
     assert found["dense_bytes"] == 2 * 2 * 2 * 600 * 64 * 2
     assert found["topk"]["median_us"] == 30
     assert not [name for name in found if name.endswith("error")]
-
-
-# What is shown
-
-
-def test_tables_of_a_result():
-    result = made_up()
-    head, rows = summary(result)
-    assert [len(row) for row in rows] == [len(head)] * 3
-    first = dict(zip(head, rows[0], strict=True))
-    assert first["tokens"] == "131,072"
-    assert first["rows on host"] == "81.0 (72.9–97.2)"
-    assert first["host of dense"] == f"{81 / 130:.3f}"
-    assert (first["launches"], first["of attend"]) == ("8", "9")
-    assert rows[2][2:4] == ("–", "–")
-    head, rows = stages_table(result["points"][1])
-    assert rows[3][:2] == ("exact", "-0.5")
-    assert rows[7] == ("unheard_of", "1.0", "–", "–", "–")
-    moved = stage_bytes(Setting(WHOLE), 2**20, 1, 1.5 * 20_972)["scan"].device
-    assert rows[2] == (
-        *("scan", "34.0", f"{moved / 1e6:.2f}", f"{moved / 4e6:.1f}"),
-        f"{moved / 4e6 / 34:.0%}",
-    )
-
-
-def test_the_page_has_columns_of_faiss_where_it_was_measured():
-    result = {**made_up(), "points": made_up()["points"][:2]}
-    result["machine"] |= dict(transformers="5")
-    assert "Launches of the bare step: 8; of `index.attend`, captured: 9." in table_of(result)
-    alone = {name: v for name, v in result["points"][1].items() if name not in ("dense", "topk")}
-    longer = table_of({**result, "faiss": [], "points": [*result["points"], alone]})
-    assert "| 1,048,576 | 1 | – | – | 81 | – | 70 |" in longer
-    head, _, first, second = table_of(result).split("\n\n")[1].splitlines()
-    assert "| exact scores, topk | FAISS flat | FAISS IVF | FAISS IVF-PQ | rows on" in head
-    assert "| 336 (100%) | – | – |" in first
-    assert "| – | – | – |" in second
-    assert "FAISS" not in table_of({**result, "faiss": []})
-
-
-def test_a_result_is_shown(capsys):
-    show(made_up(), Console(width=200))
-    out = capsys.readouterr().out
-    for part in ("read 4,000", "1,048,576", "unheard_of", "no memory", "336 µs", "0 s are left"):
-        assert part in out
-
-
-def test_a_result_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    written, drawn = tmp_path / "decode_step.json", tmp_path / "decode_step.png"
-    written.write_text(json.dumps(made_up()))
-    before = written.read_text()
-    command = ["decode_step.py", "--draw", str(written), "--plot", str(drawn)]
-    monkeypatch.setattr("sys.argv", command)
-    decode_step.main()
-    assert drawn.stat().st_size > 20_000
-    assert written.read_text() == before
-    few = {**made_up(), "points": made_up()["points"][2:], "faiss": []}
-    plot(few, drawn)  # a run that came no further
-    assert drawn.stat().st_size > 5_000
-
-
-# What it refuses
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--tokens", "4096", "0"], "tokens: got 0, allowed is at least 4096"),
-        (["--batch", "0"], "batch: got 0, allowed is at least 1"),
-        (["--layers", "0"], "layers: got 0, allowed is at least 1"),
-        (["--replays", "10"], "replays: got 10, allowed is at least 50"),
-        (["--index", "exact"], "index: got 'exact', allowed is one that the fused kernels serve"),
-        (["--index", "pariskv:beta=1.5"], "index: beta: got 1.5, allowed is"),
-        (["--hit-rate", "2"], "hit-rate: got 2.0, allowed is 0 to 1"),
-        (["--seconds", "-1"], "seconds: got -1.0, allowed is above 0"),
-        (["--faiss", "/nowhere"], "faiss: got /nowhere, allowed is a folder with the package"),
-        (["--json", "/nowhere/a.json"], "json: got /nowhere/a.json, allowed is a file in a folder"),
-        (["--draw", "/nowhere.json"], "draw: got /nowhere.json, allowed is a JSON"),
-        ([], "torch sees none; --draw draws a result"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_words(given, message, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as refused:
-        decode_step.arguments(given)
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_right_arguments_are_taken(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = decode_step.arguments(["--tokens", "32768", "131072", "--batch", "1", "8"])
-    assert (given.tokens, given.batch, given.layers) == ([32768, 131072], [1, 8], 16)

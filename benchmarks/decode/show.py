@@ -24,6 +24,12 @@ def found_by(found: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first result, with the others' points and notes."""
+    points, notes = ([part for r in results for part in r[name]] for name in ("points", "notes"))
+    return {**results[0], "points": points, "notes": notes}
+
+
 def spread(point: dict[str, Any], part: str) -> str:
     """Median (quartiles) of a part of a point, microseconds; `–` where it was not measured."""
     if part not in point:
@@ -35,14 +41,15 @@ def spread(point: dict[str, Any], part: str) -> str:
 def summary(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of the table of whole steps, µs per layer; `–` where none is."""
     head = (
-        *("tokens", "batch", "rows on host", "with cache", "on device", "dense", "scores + topk"),
-        *("host of dense", "cache", "device", "floor", "scan, of reading", "launches", "of attend"),
+        *("tokens", "batch", "rows on host", "with cache", "on device", "int8", "fp8"),
+        *("dense", "scores + topk", "host of dense", "cache", "device"),
+        *("floor", "scan, of reading", "launches", "of attend"),
     )
     rows = []
     for point in result["points"]:
         full = _median(point, "dense")
-        steps = [f"step_{place}" for place in ("host", "cached", "device")]
-        shares = [_median(point, part) for part in steps]
+        steps = [f"step_{place}" for place in ("host", "cached", "device", "int8", "fp8")]
+        shares = [_median(point, part) for part in steps[:3]]
         stages = point.get("stages", [])
         floor = sum(stage.get("floor_us", 0) for stage in stages)
         scan = next((stage.get("share") for stage in stages if stage["name"] == "scan"), None)

@@ -44,6 +44,8 @@ def measure(
     if setting.geometry.device.type == "cuda":
         result["attend_nodes"] = nodes_of(public(setting, batch))
     for place in work.states:
+        if place == "cached":
+            work.fill()
         result[f"step_{place}"] = timed(partial(work.run, place), layers, before)
     for state in work.states.get("cached", ())[:1]:
         assert state.cache is not None

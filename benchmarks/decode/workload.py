@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Clock, Launches
+from kvindex.rows import NAMES
 from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK
 from kvindex_cuda.row_cache import RowCache
@@ -87,11 +88,15 @@ def sequences_of(scanned_bytes: int, layers: int, l2_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class RowPool:
-    """Blocks of rows that the layers share: addresses int64 `[P]`, and what keeps them alive."""
+    """Blocks of rows that the layers share: addresses int64 `[P]`, and what keeps them alive.
+
+    codec: of the rows, a name of `kvindex.rows`.
+    """
 
     addresses: Tensor
     row_bytes: int
     alive: Any
+    codec: str = "plain"
 
     def table(self, blocks: int, place: int, places: int) -> Tensor:
         """Addresses int64 `[blocks]` for the `place`-th of so many readers."""
@@ -101,14 +106,17 @@ class RowPool:
 
 
 def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPool]:
-    """The same random rows of so many tokens on the `host` and on the `device`.
+    """The same random rows of so many tokens on the `host`, as codes there, on the `device`.
 
-    options: for `HostStore`.
+    Those as codes by the codec's name. options: for `HostStore`.
     """
     g = setting.geometry
-    store = HostStore(g, max_tokens=tokens, budget=Budget(), **options)
+    stores = {
+        name: HostStore(g, rows=name, max_tokens=tokens, budget=Budget(), **options)
+        for name in NAMES
+    }
     S = -(-tokens // BLOCK)
-    shape = (S, g.kv_heads, BLOCK, store.row_bytes)
+    shape = (S, g.kv_heads, BLOCK, stores["plain"].row_bytes)
     device = torch.empty(shape, dtype=torch.uint8, device=g.device)
     draw = torch.Generator(g.device).manual_seed(2)
     for start in range(0, tokens, PIECE):
@@ -116,8 +124,9 @@ def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPoo
         drawn = torch.randn(
             (2, 1, g.kv_heads, count, g.head_dim), generator=draw, device=g.device
         ).to(g.dtype)
-        rows = store.join(*drawn)
-        store.append(rows)
+        rows = stores["plain"].join(*drawn)
+        for store in stores.values():
+            store.append(rows if store.rows == "plain" else store.join(*drawn))
         whole = count // BLOCK * BLOCK
         first = start // BLOCK
         encoded = rows["rows"][0]
@@ -125,24 +134,24 @@ def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPoo
         device[first : first + whole // BLOCK] = part
         if whole < count:
             device[first + whole // BLOCK, :, : count - whole] = encoded[:, whole:]
-    store.wait()
-    store._pool.settle()
+    pools = {}
+    for name, store in stores.items():
+        store.wait()
+        store._pool.settle()
+        place = "host" if name == "plain" else name
+        pools[place] = RowPool(store.table[0, :S].contiguous(), store.row_bytes, store, name)
     if g.device.type == "cuda":
         torch.cuda.synchronize()
-    size = device[0].nbytes
-    found = device.data_ptr() + size * torch.arange(S, device=g.device)
-    return {
-        "host": RowPool(store.table[0, :S].contiguous(), store.row_bytes, store),
-        "device": RowPool(found, store.row_bytes, device),
-    }
+    found = device.data_ptr() + device[0].nbytes * torch.arange(S, device=g.device)
+    return {**pools, "device": RowPool(found, pools["host"].row_bytes, device)}
 
 
 @dataclass(frozen=True)
 class Workload:
     """A step of L layers: all queries `[SETS, L, B, H, D]`, states for rows here and there.
 
-    `cached`: rows on the host, and a cache for each layer. The queries of a set come again, so that
-    all their rows are found but those that `ask` has the caches forget.
+    `cached`: rows on the host, and a cache for each layer. After `fill` the queries of a set come
+    again, so that all their rows are found but those that `ask` has the caches forget.
     """
 
     step: Step
@@ -192,6 +201,7 @@ class Workload:
                         reference=reference,
                         near=near[layer],
                         row_bytes=part.row_bytes,
+                        codec=part.codec,
                         **shared,
                     )
                 )
@@ -218,7 +228,10 @@ class Workload:
         return Workload(step, asked, asked[0].clone(), states, setting.hit_rate)
 
     def ask(self, number: int) -> None:
-        """Let the step read another set of queries, and the caches forget some rows."""
+        """Let the step read another set of queries, and the caches forget some rows.
+
+        From number 0 on they count anew what they find.
+        """
         self.queries.copy_(self.asked[number % len(self.asked)])
         for state in self.states.get("cached", ()):
             assert state.cache is not None
@@ -226,6 +239,14 @@ class Workload:
             kept = self.hit_rate ** (1 / len(self.asked))  # a set's rows are asked for again
             lost = torch.rand(tags.shape, device=tags.device) >= kept  # when all sets were
             tags.masked_fill_(lost, -1)
+            if not number:
+                state.cache.counts.zero_()
+
+    def fill(self) -> None:
+        """Every set's rows come into the caches once."""
+        for number in range(len(self.asked)):
+            self.ask(number)
+            self.run("cached")
 
     def run(self, place: str, launches: Launches | None = None) -> None:
         """The step of every layer, with rows on `place`."""

@@ -1,76 +1,128 @@
-"""A decoding step on a GPU: whole, and kernel by kernel."""
+"""A decoding step on a GPU: whole, beside FAISS, with rows as codes, and kernel by kernel."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.decode.show import FAISS
-from benchmarks.tabling.parts import machine, table
-
-SEARCHED = (
-    " FAISS's GPU indexes search alone, a call for each KV head, no rows read and no output made, "
-    "timed by events without a graph, which they cannot be captured in; in parentheses the share "
-    "of the best keys that they find."
-)
+from benchmarks.decode.show import FAISS, joined
+from benchmarks.tabling.hits import found_in_texts
+from benchmarks.tabling.parts import RESULTS, machine, table
 
 _COUNTED = ("launches", "attend_nodes")
 
+NOT_MEASURED = "Not measured in this run."
+
 
 def decode_step(result: dict[str, Any]) -> str:
-    """Whole steps beside dense attention."""
-    rows = []
-    faiss = {found["tokens"]: found for found in result["faiss"]}
-    for point in result["points"]:
+    """Whole steps beside dense attention; those of 4M tokens from a file beside the result's."""
+    path = RESULTS / "decode_step_4m.json"
+    longer = [json.loads(path.read_text())] if path.exists() else []
+    return steps(result, longer, found_in_texts())
+
+
+def steps(
+    result: dict[str, Any], longer: Sequence[dict[str, Any]] = (), in_texts: float | None = None
+) -> str:
+    """Whole steps of results of the same index, each beside its own run's dense attention.
+
+    in_texts: share of a step's rows that caches find where a model writes.
+    """
+    points, rows = joined([result, *longer])["points"], []
+    for point in points:
         dense = point["dense"]["median_us"] if "dense" in point else None
         line = [f"{point['tokens']:,}", str(point["batch"])]
-        for part in ("dense", "topk"):
-            line.append(f"{point[part]['median_us']:,.0f}" if part in point else "–")
-        if faiss:
-            found = faiss.get(point["tokens"], {}) if point["batch"] == 1 else {}
-            line += [_searched(found, name) for name in FAISS]
+        line += [_median(point, part) for part in ("dense", "topk")]
         for place in ("host", "cached", "device"):
             ours = point.get(f"step_{place}")
-            median = ours and ours["median_us"]
-            share = f" ({median / dense:.2f})" if ours and dense else ""
-            line.append(f"{median:.0f}{share}" if ours else "–")
-        floor = sum(stage.get("floor_us", 0) for stage in point["stages"])
-        rows.append((*line, f"{floor:.0f}"))
-    hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
-    head = ("tokens", "B", "dense (SDPA)", "exact scores, topk")
-    head = (*head, *(FAISS.values() if faiss else ()), "rows on the host")
+            share = f" ({ours['median_us'] / dense:.2f})" if ours and dense else ""
+            line.append(_median(point, f"step_{place}") + share)
+        floor = sum(stage.get("floor_us", 0) for stage in point.get("stages", []))
+        rows.append((*line, f"{floor:.0f}" if floor else "–"))
+    head = ("tokens", "B", "dense (SDPA)", "exact scores, topk", "rows on the host")
     head = (*head, "and a cache of rows", "rows on the device", "what must move")
-    return (
+    about = [
         "µs for a layer and step, and over dense: medians of 50 replays of a CUDA graph of 16 "
         "layers, cold caches; H = 32, G = 8, D = 128, bfloat16, "
         f"k = {result['shape']['k']}, `{result['index']}`."
-        + (f" Of the rows asked for {hits[0]:.0%} lie in the cache." if hits else "")
-        + _launched(result["points"])
-        + (SEARCHED if faiss else "")
-        + "\n\n"
-        + table(head, rows)
+    ]
+    hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
+    if hits:
+        about.append(f"Of the rows asked for {hits[0]:.0%} lie in the cache.")
+    if hits and in_texts is not None:
+        about.append(f"Where a model writes, {in_texts:.0%} do.")
+    if "note" in result:
+        about.append(result["note"])
+    about += _launched(points)
+    ending = machine(result)
+    if longer:
+        lengths = sorted({f"{point['tokens']:,}" for part in longer for point in part["points"]})
+        ending += f" {' and '.join(lengths)} tokens: a run of its own. {machine(longer[0])}"
+    return f"{' '.join(about)}\n\n{table(head, rows)}\n\n{ending}"
+
+
+def decode_faiss(result: dict[str, Any]) -> str:
+    """Searches of FAISS's GPU indexes, beside the step's whole."""
+    if not result["faiss"]:
+        return NOT_MEASURED
+    at = {point["tokens"]: point for point in result["points"] if point["batch"] == 1}
+    rows = []
+    for found in result["faiss"]:
+        point = at.get(found["tokens"], {})
+        searched = (_searched(found, name) for name in FAISS)
+        ours = (_median(point, part) for part in ("topk", "step_host", "step_device"))
+        rows.append((f"{found['tokens']:,}", *searched, *ours))
+    head = ("tokens", *FAISS.values(), "exact scores, topk", "step, rows on the host")
+    return (
+        "µs for a layer, batch 1. FAISS searches alone, a call for each KV head, no rows read and "
+        "no output made, timed by events without a graph, which its calls cannot be captured in; "
+        "in parentheses the share of the best keys that it finds. The step is whole.\n\n"
+        + table((*head, "on the device"), rows)
         + f"\n\n{machine(result)}"
     )
 
 
-def _launched(points: list[dict[str, Any]]) -> str:
+def decode_rows(result: dict[str, Any]) -> str:
+    """Whole steps with rows on the host as they are and as codes of a byte."""
+    points = [point for point in result["points"] if "step_int8" in point]
+    if not points:
+        return NOT_MEASURED
+    parts = ("step_host", "step_int8", "step_fp8")
+    rows = [
+        (f"{p['tokens']:,}", str(p["batch"]), *(_median(p, part) for part in parts)) for p in points
+    ]
+    return (
+        "µs for a layer and step, rows on the host, no cache; the run above.\n\n"
+        + table(("tokens", "B", "bfloat16", "`int8`", "`fp8`"), rows)
+        + f"\n\n{machine(result)}"
+    )
+
+
+def _median(point: dict[str, Any], part: str) -> str:
+    """Microseconds; `–` where it was not measured."""
+    return f"{point[part]['median_us']:,.0f}" if part in point else "–"
+
+
+def _launched(points: list[dict[str, Any]]) -> list[str]:
     """Launches of the bare step and of the public call, where they were counted."""
     bare, public = ({p[part] for p in points if p.get(part)} for part in _COUNTED)
     if not public:
-        return ""
+        return []
     counts = (" or ".join(map(str, sorted(each))) for each in (bare, public))
-    return " Launches of the bare step: {}; of `index.attend`, captured: {}.".format(*counts)
+    return ["Launches of the bare step: {}; of `index.attend`, captured: {}.".format(*counts)]
 
 
 def _searched(found: dict[str, Any], name: str) -> str:
     """Median of FAISS's search, and the share of the best keys that it finds."""
     if name not in found:
         return "–"
-    return f"{found[name]['median_us']:.0f} ({found[f'{name}_recall']:.0%})"
+    return f"{found[name]['median_us']:,.0f} ({found[f'{name}_recall']:.0%})"
 
 
 def decode_stages(result: dict[str, Any]) -> str:
     """Each kernel of a step: bytes, floor, measured, ratio."""
-    points = [point for point in result["points"] if point["batch"] == 1]
+    points = [point for point in result["points"] if point["batch"] == 1 and "stages" in point]
     rows = []
     for of_each in zip(*(point["stages"] for point in points), strict=True):
         line = [f"`{of_each[0]['name']}`"]

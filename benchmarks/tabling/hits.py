@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from benchmarks.tabling.parts import machine, table
+from benchmarks.tabling.parts import RESULTS, machine, table
 
 SLOTS = 4096
 """Of `kvindex_cuda.row_cache`: those of which each layer is shown."""
+
+
+def found_in_texts() -> float | None:
+    """Share of the rows found with so many slots, mean over texts; None if not measured."""
+    path = RESULTS / "hit_rate.json"
+    if not path.exists():
+        return None
+    cells = json.loads(path.read_text())["cells"]
+    shares = [c["hit_rate"] for cell in cells for c in cell["caches"] if c["rows"] == SLOTS]
+    return sum(shares) / len(shares) if shares else None
 
 
 def hit_rate(result: dict[str, Any]) -> str:
