@@ -9,6 +9,7 @@
 //
 // Not as on a GPU: no contraction to fma, no rounding of `__expf` and the like, no inline PTX,
 // no `__CUDA_ARCH__`, tensor cores that sum exactly. Names as in the CUDA C++ Programming Guide.
+// Longer than most files: one header, most of it a list of functions that CUDA has.
 #pragma once
 
 #include <csetjmp>

@@ -3,6 +3,8 @@
 After a change of a kernel that means to take more registers:
 
     python tests/cuda/test_compile.py --write
+
+Longer than most files: what is compiled, for which kernels, and what is said where it cannot be.
 """
 
 import json
