@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:adapters python benchmarks/append.py [--tokens N] [--piece N] [--rows N]
         [--context N …] [--layers L] [--periods P] [--seconds S] --json OUT
+    PYTHONPATH=.:adapters python benchmarks/append.py --join RUN --parts update layers --json OUT
 
 H = 32, G = 8, D = 128, bfloat16, `pariskv`. Codes and rows are checked first; wrong ones are not
 timed. `encode`: CUDA graphs after the L2 cache was filled otherwise, shares of the read-only rate
@@ -9,7 +10,8 @@ of the same run. `offload`: CUDA events around copies, shares of a plain copy fr
 pinned memory of the same size. `update`: 256 tokens of each layer move into the index every 256
 steps; a step is a graph of all layers' searches and attention alone, which makes a delay as large a
 share as it can be. `layers`: the same of attention layers that are launched one by one, and update
-their windows by themselves.
+their windows by themselves. The second line measures nothing: it takes parts of another run, on a
+machine alike, into a result, which says so (`joined`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,27 @@ from kvindex.geometry import Geometry
 from kvindex_adapters.machine import describe
 from kvindex_cuda import launch as launching
 
+PARTS = ("ceilings", "encode", "offload", "update", "layers")
+ALIKE = ("gpu", "torch", "processor", "cores")
+"""Of a machine: what runs that are joined have in common."""
+
+
+def joined(result: dict[str, Any], other: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    """`result` with these parts of another run, named under `joined`.
+
+    Raises ValueError for a run of another shape or machine, or without them.
+    """
+    of = [
+        (run["shape"], run["index"], *(run["machine"][n] for n in ALIKE)) for run in (result, other)
+    ]
+    if of[0] != of[1]:
+        raise ValueError(f"join: got a run of {of[1]}, allowed is one of {of[0]}")
+    if missing := [name for name in parts if name not in other]:
+        raise ValueError(f"join: got a run without {missing}, allowed is one with {parts}")
+    about = {"machine": other["machine"], "notes": other["notes"], "seconds": other["seconds"]}
+    said = result.get("joined", {}) | {name: {"is": "of another run"} | about for name in parts}
+    return result | {name: other[name] for name in parts} | {"joined": said}
+
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """What the command was told; exits with words where it cannot be done."""
@@ -43,8 +66,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--periods", type=int, default=4, help="of 256 steps")
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=300, help="after which nothing is begun")
+    parser.add_argument("--join", type=Path, help="a result of another run, to take parts of")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["update", "layers"])
     parser.add_argument("--json", type=Path)
     found = parser.parse_args(given)
+    if found.join is not None and not (found.json and found.json.exists() and found.join.exists()):
+        parser.error(f"join: got {found.join}, allowed is a file that exists, with --json another")
     least = dict(tokens=4096, piece=256, rows=4096, context=4096, layers=1, periods=1, replays=10)
     for name, low in least.items():
         values = getattr(found, name)
@@ -57,7 +84,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
     if found.json is not None and not found.json.parent.is_dir():
         parser.error(f"json: got {found.json}, allowed is a file in a folder that exists")
-    if not torch.cuda.is_available():
+    if found.join is None and not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and torch sees none")
     return found
 
@@ -107,8 +134,12 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Check, measure, print and write."""
+    """Check, measure, print and write; or join."""
     given = arguments()
+    if given.join is not None:
+        runs = [json.loads(path.read_text()) for path in (given.json, given.join)]
+        given.json.write_text(json.dumps(joined(*runs, given.parts), indent=1) + "\n")
+        return
     with torch.no_grad():
         measure_all(given, Console(width=160))
 

@@ -32,7 +32,7 @@ PAGES = (
 
 SOURCES = {
     **dict.fromkeys(("decode_stages", "decode_faiss", "decode_rows"), "decode_step"),
-    "append_updates": "append",
+    **dict.fromkeys(("append_updates", "append_layers"), "append"),
 }
 """Of a table, the result that it is made of, where that has another name."""
 
@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rounding": reading.rounding,
     "append": append.append,
     "append_updates": append.updates,
+    "append_layers": append.layers,
     "decode_step": decode.decode_step,
     "decode_faiss": decode.decode_faiss,
     "decode_rows": decode.decode_rows,
@@ -57,6 +58,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "hit_rate": hits.hit_rate,
     "tau": tau.tau,
     "row_codecs": rows.row_codecs,
+    "row_times": rows.row_times,
 }
 
 

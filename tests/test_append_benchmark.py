@@ -134,3 +134,21 @@ def test_without_a_gpu_nothing_is_measured(capsys):
     with pytest.raises(SystemExit):
         append.arguments([])
     assert "this measures a CUDA device" in capsys.readouterr().err
+
+
+def a_run(**parts):
+    machine = dict(gpu="one", torch="2", processor="some", cores=16, python="3")
+    return dict(shape={}, index="pariskv", machine=machine, notes=[], seconds=1.0) | parts
+
+
+def test_parts_of_another_run_are_taken_and_named():
+    other = a_run(update=[3], encode={"new": 1}, seconds=2.0)
+    found = append.joined(a_run(update=[1], encode={"old": 1}), other, ["update"])
+    assert (found["update"], found["encode"], found["seconds"]) == ([3], {"old": 1}, 1.0)
+    assert found["joined"]["update"]["seconds"] == 2.0
+    assert list(append.joined(found, other, ["encode"])["joined"]) == ["update", "encode"]
+    with pytest.raises(ValueError, match=r"join: got a run without \['layers'\]"):
+        append.joined(found, other, ["layers"])
+    other["machine"] = other["machine"] | dict(gpu="another")
+    with pytest.raises(ValueError, match=r"join: got a run of .*'another'.*allowed is one of"):
+        append.joined(found, other, ["update"])

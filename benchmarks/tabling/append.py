@@ -13,6 +13,11 @@ PARTS = {
     "in_pieces": "both, in pieces of 64K tokens",
 }
 
+WORDS = {
+    "at_once": "all layers at once, on the steps' stream",
+    "beside": "as a layer does by itself",
+}
+
 
 def append(result: dict[str, Any]) -> str:
     """Encode and offload: bytes, time, share of what the bus gives."""
@@ -53,4 +58,22 @@ def updates(result: dict[str, Any]) -> str:
             f"{part['layers']} layers, {part['tokens']:,} tokens, {alone:,.0f} µs a step without."
         )
     head = ("updates", "such a step is longer by", "the worst", "all steps by")
+    return f"{about}\n\n" + table(head, rows)
+
+
+def layers(result: dict[str, Any]) -> str:
+    """By how much steps of layers that update by themselves are longer than plain ones."""
+    rows = []
+    for part in result["layers"]:
+        for plan in ("at_once", "beside"):
+            for kind in ("plain", "updated", "pinning"):
+                if not (found := part[plan][kind])["steps"]:
+                    continue
+                plain = kind == "plain"
+                delay = "" if plain else f"{found['delay_median']:.1%}"
+                times = (f"{found[name] / 1e3:.1f}" for name in ("median_us", "worst_us"))
+                steps = f"{found['steps']:,}"
+                rows.append((WORDS[plan], found["is"], steps, *times, delay))
+    about = f"{part['layers']} layers, {part['tokens']:,} tokens, steps launched one by one."
+    head = ("updates", "what a step has", "steps", "ms, median", "ms, worst", "longer than plain")
     return f"{about}\n\n" + table(head, rows)

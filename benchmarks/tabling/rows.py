@@ -1,4 +1,4 @@
-"""Rows as codes: what they cost the output."""
+"""Rows as codes: what they cost the output, and what they save a step."""
 
 from __future__ import annotations
 
@@ -29,5 +29,23 @@ def row_codecs(result: dict[str, Any]) -> str:
         "heads and steps; those of `plain` are bfloat16's. KL from full attention, nats, of the "
         "model in float32, whose `plain` rows are float32.\n\n"
         + table(tuple(head), rows)
+        + f"\n\n{machine(result)}"
+    )
+
+
+def row_times(result: dict[str, Any]) -> str:
+    """Of `benchmarks/row_times.py`: attention alone, and whole steps."""
+    rows = []
+    for name, places in result["attend"].items():
+        index = "pariskv" if name == "plain" else f"pariskv:rows={name}"
+        times = (*(places[place] for place in ("host", "device")), result["step"][index])
+        rows.append((f"`{name}`", *(f"{time['median_us']:.1f}" for time in times)))
+    head = ("rows", "`attend`, rows on the host", "on the device", "a step, rows in the cache")
+    return (
+        f"µs, medians of {result['replays']} replays of a CUDA graph with nothing flushed in "
+        f"between; H = 32, G = 8, D = 128, bfloat16, k = {result['shape']['k']}, "
+        f"{result['shape']['near']} near rows, {result['tokens']:,} tokens (a step: half as many). "
+        f"A step of `pariskv+sample`: {result['step']['pariskv+sample']['median_us']:.1f}.\n\n"
+        + table(head, rows)
         + f"\n\n{machine(result)}"
     )
