@@ -33,6 +33,11 @@ class Columns:
         """A view of the column: its shape has `len(self)` at the token axis."""
         return self._data[name].narrow(self._axis, 0, self._length)
 
+    @property
+    def batch(self) -> int:
+        """Rows of the batch, 0 before the first append."""
+        return next((tensor.shape[0] for tensor in self._data.values()), 0)
+
     def reserve(self, new: Mapping[str, Tensor]) -> None:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
         self._data = self._room(new)
@@ -41,11 +46,17 @@ class Columns:
         """Append tensors that agree with the columns in all but the token axis."""
         if not new:
             return
+        for name, place in self.claim(new).items():
+            place.copy_(new[name])
+
+    def claim(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `append`, but for copying: where the caller is to write each of `new`."""
         self.reserve(new)
-        count = next(iter(new.values())).shape[self._axis]
-        for name, tensor in new.items():
-            self._data[name].narrow(self._axis, self._length, count).copy_(tensor)
-        self._length += count
+        start = self._length
+        self._length += next(iter(new.values())).shape[self._axis]
+        return {
+            name: self._data[name].narrow(self._axis, start, self._length - start) for name in new
+        }
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

@@ -126,6 +126,11 @@ class Hooks(Checked, ABC):
 
     # Signals
 
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` does anything; else a layer need not say where its queries are."""
+        return getattr(self.observe, "__func__", None) is not Hooks.observe
+
     def seal(self) -> None:
         """The prompt is complete. Nothing to do unless an index says so."""
 

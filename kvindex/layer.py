@@ -4,12 +4,13 @@ A token's id in the index is its position in the sequence. New tokens wait in th
 then buffer); when the buffer is full the newest `local` tokens stay and the older ones move to
 the index. A row's sink is its first real tokens among those that moved: they are always attended
 to, and marked invalid in the index so that it never returns them (docs/pipeline/regions.md).
+Longer than most files: a step does all of it or nothing, and here is what it does and undoes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from kvindex import check
 from kvindex.dense import attend_densely, bias_of
 from kvindex.moving import Move
 from kvindex.ops.attention import attend
-from kvindex.protocol import UNUSED, Hits, KVIndex, Rows
+from kvindex.protocol import UNUSED, AttendsNext, Hits, KVIndex, Rows
 from kvindex.regions import Regions
-from kvindex.traffic import Traffic
+from kvindex.traffic import Counts, Tally, Traffic
 
 LAG = 4
 """Tokens that come while an update runs beside the steps, so that none waits for it
@@ -33,7 +34,7 @@ class Mark:
 
     length: int
     batch_size: int
-    traffic: Traffic
+    counted: Any
 
 
 class AttentionLayer:
@@ -47,6 +48,8 @@ class AttentionLayer:
     Of an index whose appends run beside searches (`appends_beside`), updates end `LAG` tokens
     after they began, and the window is so much longer; turn: when the length is this share of
     `update_every` past a multiple of it, they begin even so, that layers may take turns.
+    graphs: on a GPU, steps that are all alike are captured in a CUDA graph and replayed, by an
+    index that can (`protocol.AttendsNext`); results are the same.
     Raises ValueError for sizes out of range.
     """
 
@@ -61,6 +64,7 @@ class AttentionLayer:
         update_every: int = 256,
         full_threshold: int = 2048,
         turn: float | None = None,
+        graphs: bool = True,
     ) -> None:
         self.k = check.at_least("k", k, 1)
         self.mass = None if mass is None else check.within("mass", mass, 0, 1)
@@ -73,13 +77,15 @@ class AttentionLayer:
         if len(index):
             raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
         self.index = index
+        self.graphs = check.flag("graphs", graphs)
         self._turn = None if turn is None else int(turn * update_every)
         self._lag = min(LAG, update_every)
         sizes = dict(sink_size=sink, local_size=local, room=local + update_every + self._lag)
         self._regions = Regions(index.geometry, **sizes)
         self._move: Move | None = None  # of the rows that are leaving
         self._sealed = False
-        self.traffic = Traffic()
+        self._tally = Tally()
+        self._usual: object = None  # shapes that were checked last
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
@@ -94,6 +100,11 @@ class AttentionLayer:
     def batch_size(self) -> int:
         """Rows of the batch, `B`; 0 before the first token and after `reset`."""
         return self._regions.batch_size
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the searching steps have read so far."""
+        return self._tally.traffic
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
@@ -112,11 +123,18 @@ class AttentionLayer:
         if T == 1 and len(self) and not self._sealed:
             self.index.seal()
             self._sealed = True
-        mark = self.mark()
+        mark, length = self.mark(), len(self) + T
+        searches = self._searches(length, T)
+        follows = searches and valid is None and self._attends("attend_next")
         try:
-            regions.append(len(self.index), keys, values, valid)
-            self.index.observe(queries, torch.arange(len(self) - T, len(self), device=keys.device))
-            if self._searches(len(self), T):
+            if not follows:
+                regions.append(len(self.index), keys, values, valid)
+            if getattr(self.index, "observes", True):
+                positions = torch.arange(length - T, length, device=keys.device)
+                self.index.observe(queries, positions)
+            if follows:
+                output = self._follow(queries[:, :, 0], Rows(keys, values))[:, :, None]
+            elif searches:
                 output = self._retrieve(queries[:, :, 0])[:, :, None]
             else:
                 output = attend_densely(self.index, regions.window, queries, regions.valid)
@@ -128,7 +146,7 @@ class AttentionLayer:
 
     def mark(self) -> Mark:
         """Where the layer is now."""
-        return Mark(len(self), self.batch_size, self.traffic)
+        return Mark(len(self), self.batch_size, self._tally.mark())
 
     def back_to(self, mark: Mark) -> None:
         """Forget what came after `mark` (what the index was told by signals stays told)."""
@@ -136,7 +154,7 @@ class AttentionLayer:
             self.truncate(mark.length)
         else:
             self.reset()
-        self.traffic = mark.traffic
+        self._tally.back_to(mark.counted)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
@@ -166,7 +184,7 @@ class AttentionLayer:
         self.index.reset()
         self._regions.reset()
         self._sealed = False
-        self.traffic = Traffic()
+        self._tally = Tally()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in use per tier: the index's, and `window` (sink, local, buffer)."""
@@ -178,14 +196,29 @@ class AttentionLayer:
         """Whether `T` queries, the newest of `length` tokens, search the index."""
         return T == 1 and length >= self.full_threshold and len(self.index) > 0
 
+    def _attends(self, by: str) -> bool:
+        """Whether the index attends by itself, by a method of this name."""
+        index: Any = self.index
+        return self.mass is None and getattr(index, "attends", False) and hasattr(index, by)
+
+    def _follow(self, queries: Tensor, token: Rows) -> Tensor:
+        """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
+        index, regions = cast(AttendsNext, self.index), self._regions
+        near = regions.near(len(self.index), more=1)
+        window = regions.claim(len(self.index), token.keys, token.values, None)
+        some: Any = dict(k=self.k, graphs=self.graphs)
+        output, found = index.attend_next(queries, token, near, window, **some)
+        self._count(found, len(near), near.hidden)
+        return output
+
     def _retrieve(self, queries: Tensor) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`."""
         index: Any = self.index
-        if self.mass is None and getattr(index, "attends", False):
+        if self._attends("attend"):
             near = self._regions.near(len(index))
             output: Tensor
             output, found = index.attend(queries, near, k=self.k)
-            self._count(found, found.float().mean() + near.visible)
+            self._count(found, len(near), near.hidden)
             return output
         seen = self._regions.real(len(index))
         if seen is None:
@@ -203,7 +236,8 @@ class AttentionLayer:
         near, shown = self._regions.rows(seen)
         used = hits.ids != UNUSED
         visible = torch.cat([used, shown[:, None].expand(*used.shape[:2], -1)], dim=2)
-        self._count(used, visible.sum(-1).float().mean(), hits.mass)
+        hidden = (~shown).sum(1).float().mean()
+        self._count(used.sum(-1), shown.shape[1], hidden, hits.mass)
         bias = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
         if hits.log_weight is not None:
             bias[..., : hits.log_weight.shape[-1]] += hits.log_weight
@@ -211,17 +245,15 @@ class AttentionLayer:
         values = torch.cat([found.values, near.values.expand(B, -1, -1, -1)], dim=2)
         return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
 
-    def _count(self, fetched: Tensor, read: Tensor, mass: Tensor | None = None) -> None:
-        """Add a step to `traffic`: rows fetched (summed), rows attended to, and `Hits.mass`."""
-        g, valid = self.index.geometry, self.valid
+    def _count(
+        self, found: Tensor, beside: int, hidden: Tensor | float, mass: Tensor | None = None
+    ) -> None:
+        """Add a step to `traffic`: rows found `[B, G]`, others, those of them not shown."""
+        g = self.index.geometry
         plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
         row_bytes = getattr(self.index, "row_bytes", plain)
-        self.traffic = self.traffic.counted(
-            read=read,
-            full=len(self) if valid is None else valid.sum(-1).float().mean(),
-            fetched_bytes=fetched.sum().float() * row_bytes,
-            mass=0.0 if mass is None else mass.mean(),
-        )
+        full = len(self), self._regions.padded
+        self._tally.count(Counts(found, beside, hidden, *full, row_bytes, mass))
 
     # Updates
 
@@ -275,16 +307,10 @@ class AttentionLayer:
         Or an error, and nothing changed.
         """
         g = self.index.geometry
-        B = self.batch_size or None
-        shape = {"B": B, "G": g.kv_heads, "T": None, "D": g.head_dim}
-        check.tensor("keys", keys, shape, g.dtype, g.device)
-        shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
-        check.tensor("values", values, {**shape, "D": g.value_dim}, g.dtype, g.device)
-        shape = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2], "D": g.head_dim}
-        check.tensor("queries", queries, shape, g.dtype, g.device)
-        check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
+        self._check_shapes(queries, keys, values)
         if valid is not None:
-            check.tensor("valid", valid, {"B": shape["B"], "T": shape["T"]}, torch.bool, g.device)
+            sizes: dict[str, int | None] = {"B": keys.shape[0], "T": keys.shape[2]}
+            check.tensor("valid", valid, sizes, torch.bool, g.device)
             valid = self._regions.padding(len(self), valid)
         if valid is not None:
             padded = ~valid[:, None, :, None]
@@ -293,4 +319,22 @@ class AttentionLayer:
             check.finite("keys", keys)
             if self._searches(len(self) + 1, queries.shape[2]):
                 check.finite("queries", queries)  # as the search would, but before it is too late
-        return keys.detach(), values.detach(), valid
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        return keys, values, valid
+
+    def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
+        g, given = self.index.geometry, (queries, keys, values)
+        if all(isinstance(one, Tensor) and one.dtype is g.dtype for one in given):
+            shapes = (self.batch_size, *(one.shape for one in given))
+            if shapes == self._usual and all(one.device == g.device for one in given):
+                return
+        shape = {"B": self.batch_size or None, "G": g.kv_heads, "T": None, "D": g.head_dim}
+        check.tensor("keys", keys, shape, g.dtype, g.device)
+        shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
+        check.tensor("values", values, {**shape, "D": g.value_dim}, g.dtype, g.device)
+        shape = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2], "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
+        self._usual = (self.batch_size, *(one.shape for one in given))

@@ -40,16 +40,16 @@ class Near:
         return self.rows.shape[2]
 
     @property
-    def visible(self) -> Tensor | float:
-        """Rows shown, mean over the batch."""
-        return self._count - self._hidden
+    def hidden(self) -> Tensor | float:
+        """Rows held and not shown, mean over the batch: the same object until there are others."""
+        return self._hidden
 
     def add(self, keys: Tensor, values: Tensor, shown: Tensor | None) -> None:
         """Hold rows more: keys `[B, G, n, D]`, values `[B, G, n, Dv]`, shown bool `[B, n]`.
 
         shown: None where all are. There must be room.
         """
-        start, self._count = self._count, self._count + keys.shape[2]
+        start = self.claim(keys.shape[2])
         some = slice(start, self._count)
         self.rows[:, :, some, : keys.shape[3]].copy_(keys)
         self.rows[:, :, some, keys.shape[3] :].copy_(values)
@@ -57,6 +57,14 @@ class Near:
             self.shown[:, some].copy_(shown)
             self._hidden = self._hidden + (~shown).sum(1).float().mean()
         self.held.fill_(self._count)
+
+    def claim(self, count: int) -> int:
+        """So many rows more are held, all shown, which the caller writes; and `held` then.
+
+        Returns where the first of them goes. There must be room.
+        """
+        start, self._count = self._count, self._count + count
+        return start
 
     def clear(self) -> None:
         """Hold nothing."""

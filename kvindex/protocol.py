@@ -150,3 +150,29 @@ class Attends(Protocol):
         that `near` shows: `[B, H, Dv]`. Raises as `fetch`, and ValueError where it does not attend.
         """
         ...
+
+
+class AttendsNext(Attends, Protocol):
+    """What an index that attends may offer beyond: the whole of a decoded token's step.
+
+    A layer calls it where it is there, and else copies the rows and calls `attend`.
+    """
+
+    def attend_next(
+        self,
+        queries: Tensor,
+        token: Rows,
+        near: Near,
+        window: Rows,
+        *,
+        k: int,
+        graphs: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, once `near` holds the token, and its rows are in their places in a window.
+
+        token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape;
+        graphs: whether steps that are all alike may be captured in a CUDA graph. `near` must have
+        room. Raises as `attend`, and ValueError for rows of other shapes; what `near` and the
+        window hold of the token is then undefined.
+        """
+        ...

@@ -57,6 +57,7 @@ class Regions:
         self.sink: Sink | None = None
         self._near: Near | None = None  # sink and window, for an index that attends by itself
         self._moved = False  # whether rows have gone or moved since that was filled
+        self._padded: Tensor | float | None = 0.0  # None: not counted yet
 
     def __len__(self) -> int:
         """Tokens in the window, `W`."""
@@ -65,7 +66,7 @@ class Regions:
     @property
     def batch_size(self) -> int:
         """Rows of the batch, `B`; 0 before the first token."""
-        return self._window["keys"].shape[0] if "keys" in self._window else 0
+        return self._window.batch
 
     @property
     def buffer(self) -> int:
@@ -87,6 +88,14 @@ class Regions:
         if self.valid is None or start >= self._valid.all_from:
             return None
         return self.valid[:, start:stop]
+
+    @property
+    def padded(self) -> Tensor | float:
+        """Tokens that are not real, mean over the batch: the same object until there are others."""
+        if self._padded is None:
+            flags = self.valid
+            self._padded = 0.0 if flags is None else (~flags).sum(1).float().mean()
+        return self._padded
 
     # Tokens come and go
 
@@ -112,10 +121,19 @@ class Regions:
 
         valid: bool `[B, T]`, or None where none of these is padded.
         """
+        places = self.claim(indexed, keys, values, valid)
+        places.keys.copy_(keys)
+        places.values.copy_(values)
+
+    def claim(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> Rows:
+        """As `append`, but for copying: where the caller is to write keys and values."""
         start = indexed + len(self)
         flags = self._valid.reserve(start, keys, valid)
-        self._window.append({"keys": keys, "values": values})
+        places = self._window.claim({"keys": keys, "values": values})
         self._valid.append(flags, all_real=valid is None)
+        if valid is not None:
+            self._padded = None
+        return Rows(places["keys"], places["values"])
 
     def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
         """Forget the tokens from position `length` on, none of which is leaving.
@@ -126,6 +144,7 @@ class Regions:
         self._window.truncate(max(length - indexed, 0))
         self.local = min(self.local, len(self) - self.leaving)
         self._valid.truncate(length)
+        self._padded = None
 
     def reordered(self, batch_indices: Tensor) -> Regions:
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
@@ -133,7 +152,7 @@ class Regions:
         other._window = self._window.reordered(batch_indices)
         other._valid = self._valid.reordered(batch_indices)
         other.sink = None if self.sink is None else self.sink.reordered(batch_indices)
-        other._moved = True
+        other._moved, other._padded = True, None
         return other
 
     # They leave for the index: `oldest`, `begin`, then `without` and `end`, or `stay`
@@ -183,20 +202,23 @@ class Regions:
         values = torch.cat([part.values for part in parts], dim=2)
         return Rows(keys, values), torch.cat([self.sink.shown.expand(len(seen), -1), seen], dim=1)
 
-    def near(self, indexed: int) -> Near:
-        """The same in a buffer that gets what has come since the last step."""
+    def near(self, indexed: int, more: int = 0) -> Near:
+        """The same in a buffer that gets what has come since the last step.
+
+        more: rows that it has room for beyond those.
+        """
         held = 0 if self.sink is None else self.sink.ids.shape[1]
-        near = self._near
-        if near is None or near.batch != self.batch_size or near.room < held + len(self):
-            room = max(held, self._sink_size) + max(len(self), self._room)
+        near, count = self._near, len(self) + more
+        if near is None or near.batch != self.batch_size or near.room < held + count:
+            room = max(held, self._sink_size) + max(count, self._room)
             near = self._near = Near(self._geometry, self.batch_size, room)
         elif self._moved:
             near.clear()
         if not len(near) and self.sink is not None:
             near.add(self.sink.rows.keys, self.sink.rows.values, self.sink.shown)
-        new, window = len(near) - held, self.window
-        seen = self.real(indexed + new)
-        near.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
+        if (new := len(near) - held) < len(self):
+            window, seen = self.window, self.real(indexed + new)
+            near.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
         self._moved = False
         return near
 

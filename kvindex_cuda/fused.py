@@ -2,7 +2,8 @@
 
 What a search reads lies at fixed addresses and is updated in place as tokens come and go; what it
 writes on the way are buffers made once, its results are new each time. So a search that was
-captured in a CUDA graph can be replayed while the index grows.
+captured in a CUDA graph can be replayed while the index grows. Longer than most files: what a
+search reads, who updates it and when it is made anew are one matter.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from kvindex.near import Near
-from kvindex.protocol import UNUSED, Hits
+from kvindex.protocol import UNUSED, Hits, Rows
 from kvindex_cuda.code_blocks import CodeBlocks
+from kvindex_cuda.hold import hold
 from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK, Layout
+from kvindex_cuda.replay import Replay, Replays
 from kvindex_cuda.row_cache import RowCache
 from kvindex_cuda.step import MOST_HEADS, PLANES, State, words_of
 from kvindex_cuda.steps import SharedStep, capturing, shared
@@ -49,7 +52,8 @@ class _Use:
     """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
 
     places: `0` to `k - 1`; captured: whether a graph holds it, so that it must stay; need: the
-    most candidates that a row of the batch asks for.
+    most candidates that a row of the batch asks for; reads: what it read last beside a `Near`, and
+    of what that was made.
     """
 
     step: SharedStep
@@ -57,6 +61,7 @@ class _Use:
     places: Tensor
     captured: bool = False
     need: int = 0
+    reads: tuple[tuple[object, ...], State] | None = None
 
     def want(self, candidates: Tensor) -> None:
         """Ask for so many candidates, int64 `[B]` on the CPU."""
@@ -100,6 +105,7 @@ class Fused:
         self._uses: list[_Use] = []  # of each k the newest one last
         self.cache: RowCache | None = None
         self._length = 0
+        self._replays = Replays(self._geometry.device)
 
     def changed(self, index: Any) -> Fused:
         """Tokens came or went, or the batch did: what serves the index from here on."""
@@ -145,9 +151,33 @@ class Fused:
         self, index: Any, queries: Tensor, near: Near, k: int, wrong: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `protocol.Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
-        use, state = self._ready(index, k, near)
-        output = use.step(queries.contiguous(), replace(state, wrong=wrong))
+        use, state = self._ready(index, k, near, wrong)
+        output = use.step(queries.contiguous(), state)
         return output, use.step.found.view(len(queries), -1)
+
+    def attend_next(
+        self,
+        index: Any,
+        queries: Tensor,
+        token: Rows,
+        near: Near,
+        window: Rows,
+        k: int,
+        wrong: Tensor | None,
+        graphs: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `ParisKV.attend_next`; wrong: as in `attend`.
+
+        What is the same for the third time is captured, if it may be, and replayed from then on.
+        """
+        if graphs and (replay := self._replay_of(index, near, k, wrong)):
+            index._store.wait()
+            replay.take_turn()
+            hold(near, token, window, queries, replay.asked)
+            output, found = replay()
+            return output, found.view(len(queries), -1)
+        hold(near, token, window, queries)
+        return self.attend(index, queries, near, k, wrong)
 
     def attend_to(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
         """As `protocol.Attends.attend_to`, with the buffers of any step."""
@@ -157,7 +187,39 @@ class Fused:
 
     # What a search reads
 
-    def _ready(self, index: Any, k: int, near: Near | None = None) -> tuple[_Use, State]:
+    def _replay_of(self, index: Any, near: Near, k: int, wrong: Tensor | None) -> Replay | None:
+        """The graph of a step that reads the same as those before it, if there is one by now."""
+        device, use = self._geometry.device, self._newest(k)
+        if use is None or use.outgrown or self._state is None or capturing(device):
+            return None
+        return self._replays.of(use.step, self._reads(index, use, near, wrong))
+
+    def _reads(self, index: Any, use: _Use, near: Near, wrong: Tensor | None) -> State:
+        """What a step reads beside `near`: the same object for as long as that stays the same."""
+        store = index._store
+        made_of = self._state, near, wrong, store.table, self.cache
+        if use.reads is None or any(
+            old is not new for old, new in zip(use.reads[0], made_of, strict=True)
+        ):
+            assert self._state is not None
+            state = replace(
+                self._state,
+                wanted=use.wanted,
+                rows=store.table.contiguous(),  # a view's is not
+                row_bytes=store.row_bytes,
+                codec=store.rows,
+                cache=self.cache,
+                near=near.rows,
+                shown=near.shown,
+                held=near.held,
+                wrong=wrong,
+            )
+            use.reads = made_of, state
+        return use.reads[1]
+
+    def _ready(
+        self, index: Any, k: int, near: Near | None = None, wrong: Tensor | None = None
+    ) -> tuple[_Use, State]:
         """A step with room enough, its turn, and what it reads, to attend if there is a `near`.
 
         Its results are the caller's: buffers are shared by all layers, these are new each time.
@@ -177,13 +239,11 @@ class Fused:
             index._store.wait()
             use.step.take_turn()
         use.step.renew()
+        if near is not None:
+            return use, self._reads(index, use, near, wrong)
         store, wanted = index._store, use.wanted
         rows = store.table.contiguous()  # a view's is not
-        state = replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
-        if near is not None:
-            state = replace(state, codec=store.rows, cache=self.cache)
-            state = replace(state, near=near.rows, shown=near.shown, held=near.held)
-        return use, state
+        return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
 
     def _begin(self, index: Any, k: int, most: int) -> _Use:
         """A step for `k` rows and `most` candidates, from here on the one that serves."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from struct import Struct, calcsize
+from threading import Lock
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from kvindex.streams import raw_stream
 
 SOURCES = Path(__file__).parent / "kernels"
 
@@ -58,61 +61,90 @@ def launch(
     without CuPy, RuntimeError for a device that cannot run it, ValueError for tensors of several
     devices.
     """
-    device = next(part.device for part in arguments if isinstance(part, Tensor))
+    first = next(part for part in arguments if isinstance(part, Tensor))
+    device, number = first.device, first.get_device()  # a number, -1 for none: soon compared
+    passed: list[Any] = []
     for part in arguments:
-        if isinstance(part, Tensor) and part.device != device:
-            raise ValueError(f"{name}: got tensors on {device} and {part.device}, allowed is one")
+        if isinstance(part, Tensor):
+            if part.get_device() != number or (number < 0 and part.device != device):
+                where = f"{device} and {part.device}"
+                raise ValueError(f"{name}: got tensors on {where}, allowed is one")
+            passed.append(part.data_ptr())
+        else:
+            passed.append(0 if part is None else part)
     if device.type not in LOADERS:
         raise ValueError(f"{name}: got tensors on {device}, allowed is a CUDA device")
     if 0 in grid:
         return
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        run = LOADERS[device.type](file, name, tuple(sorted(defines.items())))
-        passed = [_passed(part) for part in arguments]
-        run(grid, block, passed, shared_bytes, bool(overlap))
+    load, opened = LOADERS[device.type], tuple(sorted(defines.items()))
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
+        return
+    with torch.cuda.device(device):
+        load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
 
 
-def _passed(argument: Tensor | int | float | None) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
-    return 0 if argument is None else argument
-
-
-@lru_cache
-def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
-    """CuPy's function, compiled for and loaded on one device."""
+@cache
+def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> _Kernel:
+    """The kernel, compiled for and loaded on one device."""
     cupy = checked(device)
     options = (*OPTIONS, *(f"-D{key}={value}" for key, value in defines), f"-I{SOURCES}")
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=source(file), options=options).get_function(name)
+        function = cupy.RawModule(code=source(file), options=options).get_function(name)
+    return _Kernel(name, function, device)
 
 
 def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Launch:
-    device = torch.cuda.current_device()
-    function = _compiled(file, name, defines, device)
-    overlaps = torch.cuda.get_device_capability(device) >= OVERLAPS
-    stream = torch.cuda.current_stream(device).cuda_stream
+    return _compiled(file, name, defines, torch.cuda.current_device())
 
-    def run(
-        grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int, overlap: bool
+
+class _Kernel:
+    """A `Launch` of CuPy's function, on the current stream of its device.
+
+    What the driver is passed lies where it lay the last time: a launch writes numbers there and
+    makes nothing.
+    """
+
+    def __init__(self, name: str, function: Any, device: int) -> None:
+        self._name, self._function, self._device = name, function, device
+        self._static, self._allowed = function.shared_size_bytes, 48 * 1024
+        overlaps = torch.cuda.get_device_capability(device) >= OVERLAPS
+        self._attribute, self._attributes = _Attribute(6, 1), int(overlaps)
+        self._config = _Config(attributes=ctypes.pointer(self._attribute))
+        self._run: Any = _driver().cuLaunchKernelEx
+        self._fixed = ctypes.byref(self._config), ctypes.c_void_p(function.kernel.ptr)
+        self._kinds: Struct | None = None  # of arguments: the same in every call
+        self._one_at_a_time = Lock()  # ctypes lets other threads run
+
+    def __call__(
+        self, grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int, overlap: bool
     ) -> None:
-        if shared_bytes + function.shared_size_bytes > 48 * 1024:
-            function.max_dynamic_shared_size_bytes = shared_bytes
-        values = [
-            ctypes.c_float(part) if isinstance(part, float) else ctypes.c_longlong(part)
-            for part in arguments
-        ]
-        sizes = [*grid, 1, 1][:3] + [*block, 1, 1][:3]
-        config = _Config(*sizes, shared_bytes, stream)
-        if overlap and overlaps:
-            config.attributes, config.count = ctypes.pointer(_Attribute(6, 1)), 1
-        passed = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        address = ctypes.c_void_p(function.kernel.ptr)
-        failed = _driver().cuLaunchKernelEx(ctypes.byref(config), address, passed, None)
+        with self._one_at_a_time:
+            if shared_bytes + self._static > self._allowed:
+                self._function.max_dynamic_shared_size_bytes = shared_bytes
+                self._allowed = shared_bytes + self._static
+            if self._kinds is None:
+                self._kinds = self._laid_out(arguments)
+            self._kinds.pack_into(self._values, 0, *arguments)
+            config = self._config
+            config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
+            config.bx, config.by, config.bz = (*block, 1, 1)[:3]
+            config.shared_bytes, config.stream = shared_bytes, raw_stream(self._device)
+            config.count = self._attributes if overlap else 0
+            failed = self._run(*self._fixed, self._pointers, None)
         if failed:
-            raise RuntimeError(f"{name}: the driver refuses to launch it, error {failed}")
+            raise RuntimeError(f"{self._name}: the driver refuses to launch it, error {failed}")
 
-    return run
+    def _laid_out(self, arguments: list[Any]) -> Struct:
+        """Their kinds: each a `long long` or a `float`, whose places the driver is told."""
+        kinds = ["f" if isinstance(part, float) else "q" for part in arguments]
+        whole = Struct("@" + "".join(kinds))
+        self._values = (ctypes.c_longlong * (-(-whole.size // 8) or 1))()
+        ends = [calcsize("@" + "".join(kinds[: i + 1])) for i in range(len(kinds))]
+        places = [end - calcsize(kind) for end, kind in zip(ends, kinds, strict=True)]
+        start = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * len(kinds))(*(start + place for place in places))
+        return whole
 
 
 class _Attribute(ctypes.Structure):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.streams import new_stream
+from kvindex.streams import new_stream, raw_stream
 from kvindex_cuda.launch import checked
 from kvindex_cuda.slabs import host_view
 
@@ -77,6 +77,7 @@ class Offload:
         if device.type == "cuda":
             self._side = new_stream(device)
         self._done: torch.cuda.Event | None = None
+        self._waited: tuple[torch.cuda.Event, int] | None = None  # the last time, by which stream
 
     def copy(
         self, pieces: Iterable[tuple[Tensor, Tensor]], source: Tensor
@@ -102,8 +103,13 @@ class Offload:
 
     def wait(self, done: torch.cuda.Event | None) -> None:
         """What the current stream runs from here on sees these copies, and those before."""
-        if done is not None:
-            torch.cuda.current_stream(self._device).wait_event(done)
+        if done is None:
+            return
+        stream = raw_stream(self._device.index)
+        if self._waited is not None and self._waited[0] is done and self._waited[1] == stream:
+            return  # what it runs comes after these already
+        torch.cuda.current_stream(self._device).wait_event(done)
+        self._waited = done, stream
 
     def synchronize(self) -> None:
         """The host waits for all copies."""

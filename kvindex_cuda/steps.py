@@ -6,8 +6,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from kvindex.geometry import Geometry
+from kvindex.streams import raw_stream
 from kvindex_cuda.layout import Layout
 from kvindex_cuda.step import Step
 
@@ -19,6 +21,8 @@ class SharedStep(Step):
     """A step that several indexes run one after another, whatever the stream."""
 
     _stream: torch.cuda.Stream | None = None
+    _handle: int | None = None  # its own
+    _fixed: tuple[Tensor, Tensor] | None = None
 
     def take_turn(self) -> None:
         """What the current stream runs from here on comes after what another one has run.
@@ -26,12 +30,34 @@ class SharedStep(Step):
         Not so for a captured stream: a graph is replayed when its owner says so.
         """
         device = self.geometry.device
-        if device.type != "cuda" or capturing(device):
+        if device.type != "cuda" or raw_stream(device.index) == self._handle or capturing(device):
             return
         current = torch.cuda.current_stream(device)
-        if self._stream is not None and self._stream != current:
+        if self._stream is not None:
             current.wait_stream(self._stream)
-        self._stream = current
+        self._stream, self._handle = current, current.cuda_stream
+
+    # What graphs of steps share
+
+    def fixed(self) -> tuple[Tensor, Tensor]:
+        """Where a graph reads queries `[B, H, D]`, and where it writes `parts`, uint8 `[n]`."""
+        if self._fixed is None:
+            g = self.geometry
+            shape = (self.batch, g.q_heads, g.head_dim)
+            asked = torch.empty(shape, dtype=g.dtype, device=g.device)
+            answer = torch.empty(sum(self._sizes), dtype=torch.uint8, device=g.device)
+            self._fixed = asked, answer
+        return self._fixed
+
+    def parts(self, answer: Tensor) -> tuple[Tensor, Tensor]:
+        """`output` and `found` as parts of one tensor, which takes one copy."""
+        output, found = torch.split(answer, self._sizes)
+        return output.view(self.output.dtype).view(self.output.shape), found.view(torch.int32)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of `found` and `output`."""
+        return [self.output.nbytes, self.found.nbytes]
 
 
 _alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()
@@ -64,5 +90,7 @@ def capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured in a graph."""
     if device.type != "cuda":
         return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -120,9 +120,9 @@ def test_the_buffer_counts_what_is_shown():
     near = Near(case.index("exact").geometry, 2, 12)
     near.add(*case.tokens(4), left_padding([0, 3], 4))
     near.add(*case.tokens(2, seed=1), None)
-    assert (len(near), int(near.held), float(near.visible)) == (6, 6, 4.5)
+    assert (len(near), int(near.held), float(near.hidden)) == (6, 6, 1.5)
     assert near.shown[:, :6].sum().item() == 9
     assert torch.equal(near.rows[:, :, 4:6, 16:], case.tokens(2, seed=1)[1])
     near.clear()
-    assert (len(near), int(near.held), near.visible) == (0, 0, 0)
+    assert (len(near), int(near.held), near.hidden) == (0, 0, 0)
     assert near.shown.all()

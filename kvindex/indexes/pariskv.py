@@ -18,7 +18,7 @@ from kvindex.base import BaseIndex
 from kvindex.near import Near
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
-from kvindex.protocol import UNUSED, Codes, Hits
+from kvindex.protocol import UNUSED, Codes, Hits, Rows
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
@@ -236,18 +236,39 @@ class ParisKV(BaseIndex):
 
     def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
         """As `protocol.Attends.attend`, for an index that holds a token."""
+        wrong, some = self._checked_step(queries, k), queries.detach()
+        done: tuple[Tensor, Tensor] = self._fused.attend(self, some, near, k, wrong)
+        return done
+
+    def attend_next(
+        self,
+        queries: Tensor,
+        token: Rows,
+        near: Near,
+        window: Rows,
+        *,
+        k: int,
+        graphs: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """As `protocol.AttendsNext.attend_next`, for an index that holds a token."""
+        wrong, some = self._checked_step(queries, k), (queries.detach(), token, near, window)
+        done: tuple[Tensor, Tensor] = self._fused.attend_next(self, *some, k, wrong, graphs)
+        return done
+
+    def _checked_step(self, queries: Tensor, k: int) -> Tensor | None:
+        """A flag that kernels set to 1 for a query that is not finite, where they are to look.
+
+        Raises as `attend`.
+        """
         self._check_attends()
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
-        wrong = None
         if self._defers and self._check is not False:
-            wrong = self._flag("queries", "a finite number")  # kernels see the queries anyway
-        else:
-            self._check_finite("queries", queries)
-        done: tuple[Tensor, Tensor] = self._fused.attend(self, queries.detach(), near, k, wrong)
-        return done
+            return self._flag("queries", "a finite number")  # kernels see the queries anyway
+        self._check_finite("queries", queries)
+        return None
 
     def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
         """As `protocol.Attends.attend_to`, for an index that holds a token."""

@@ -98,6 +98,12 @@ class Wrapper:
         """As the inner index does."""
         self.inner.seal()
 
+    @property
+    def observes(self) -> bool:
+        """Whether anyone does anything with `observe`."""
+        mine = getattr(self.observe, "__func__", None) is not Wrapper.observe
+        return mine or bool(getattr(self.inner, "observes", True))
+
     def observe(self, queries: Tensor, positions: Tensor) -> None:
         """As the inner index does."""
         self.inner.observe(queries, positions)

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not available(), reason="needs g++ to compile th
 
 def run(text, grid, block, *arguments, shared_bytes=0, name="kernel", defines=(), **settings):
     """Passes arguments as `kvindex_cuda.launch.launch` does."""
-    passed = [launching._passed(part) for part in arguments]
+    passed = [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments]
+    passed = [0 if part is None else part for part in passed]
     compile_text(text, name, defines, **settings)(grid, block, passed, shared_bytes)
 
 

@@ -42,6 +42,7 @@ def attach(
     index_options: Mapping[str, Any] | None = None,
     layer_options: Mapping[int, Mapping[str, Any]] | None = None,
     layer: type[AttentionLayer] = AttentionLayer,
+    graphs: bool = True,
 ) -> Iterator[IndexCache]:
     """A cache for `past_key_values`; inside the context the model attends through it.
 
@@ -53,8 +54,9 @@ def attach(
     for the index (`preset`, `store`, …), but not its geometry, which the model decides;
     layer_options: the same for single layers, by number. An index by name runs on the kernels where
     the model is on a GPU that can (`place.placed`).
-    layer: the class around each index (`kvindex_adapters.evaluate` has another). Afterwards the
-    model is as it was.
+    layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
+    steps of a layer that are all alike are replayed as a CUDA graph (`kvindex.layer`). Afterwards
+    the model is as it was.
 
     Raises UnsupportedError (a ValueError) for a model that cannot be served, ValueError for a bad
     argument, before anything is changed.
@@ -78,7 +80,7 @@ def attach(
         turn = cache.indexed.index(number) / len(cache.indexed)
         sizes = dict(sink=sink, local=local, update_every=update_every)
         sizes |= dict(k=k, full_threshold=full_threshold)
-        return layer(made, mass=mass, turn=turn, **sizes)
+        return layer(made, mass=mass, turn=turn, graphs=graphs, **sizes)
 
     cache = IndexCache(config, make, dense_layers)
     ropes = {number: rotary(decoder, number) for number in cache.indexed}
