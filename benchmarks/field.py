@@ -62,7 +62,7 @@ SPECS = {
     "arkvale": ("arkvale", "arkvale:volume=ball:radius=max"),
     "retroinfer": ("retroinfer", "retroinfer:estimated=0"),
     "shadowkv": ("shadowkv", "shadowkv:rank=none"),
-    "louiskv": ("louiskv", "louiskv+reuse"),
+    "louiskv": ("louiskv", "louiskv+reuse", "louiskv+reuse:tau=.86"),  # calibrated: tau.json
     **{name: (f"{name}:budget={{k}}",) for name in ("streaming", "h2o", "snapkv", "triattention")},
 }
 """What is measured of an index where that is not its default alone; {k} are the rows asked for."""
