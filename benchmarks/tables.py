@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drifting import show as drifting
 from benchmarks.tabling import append, decode, field, hits, reading, recall, rows, tau
 from benchmarks.tabling.parts import RESULTS
 
@@ -26,7 +27,7 @@ PAGES = (
     "docs/decisions/0013-the-query-is-rounded-not-the-table.md",
     *("docs/pipeline/rerank.md", "docs/pipeline/fetch.md"),
     "docs/cuda.md",
-    "docs/field.md",
+    *("docs/field.md", "docs/drift.md"),
     "docs/indexes/louiskv.md",
 )
 
@@ -55,6 +56,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_rows": decode.decode_rows,
     "decode_stages": decode.decode_stages,
     "field": field.field,
+    "drift": drifting.markdown,
     "hit_rate": hits.hit_rate,
     "tau": tau.tau,
     "row_codecs": rows.row_codecs,

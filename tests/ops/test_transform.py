@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from kvindex.ops.transform import LONGEST, normalize, rotate, rotation
 
 DIMS = (8, 16, 24, 40, 64, 80, 96, 104, 112, 128, 192, 256)
-PUBLISHED = (64, 80, 96, 112, 128, 192, 256)  # those that real models have
 
 dims = st.sampled_from(DIMS)
 seeds = st.integers(0, 2**31)
