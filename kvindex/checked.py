@@ -77,14 +77,28 @@ class Checked:
                 flag.zero_()
             raise ValueError(found[0])
 
+    def _captured(self) -> bool:
+        """Whether a graph of the current stream is being captured."""
+        device = self.geometry.device
+        if device.type != "cuda":
+            return False
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+
     def _checked_ids(self, hits: Hits, summaries: int, length: Tensor | None = None) -> Tensor:
         """Ids of `hits`, of so many summaries too; one that names no row is an unused slot.
 
         length: int64 `[1]`, tokens held as the device knows it, for a call that a graph replays
-        when there are others. Raises TypeError or ValueError, on a CUDA device later for a value.
+        when there are others; without it RuntimeError is raised where a graph is captured. Raises
+        TypeError or ValueError, on a CUDA device later for a value.
         """
         if not isinstance(hits, Hits):
             raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
+        if length is None and self._captured():
+            raise RuntimeError(
+                "graph: got ids that are held to the rows there are when it is captured, as of a "
+                "fetch; allowed are search and attend, which read on the device how many there are"
+            )
         g, lowest = self.geometry, UNUSED - summaries
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
         check.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)

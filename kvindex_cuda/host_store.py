@@ -18,7 +18,6 @@ from kvindex_cuda.fetch import gather_blocks
 from kvindex_cuda.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.offload import Offload, PinnedAllocator
 from kvindex_cuda.slabs import Allocator, Budget, Pool, shared_budget
-from kvindex_cuda.steps import capturing
 
 SLAB_BYTES = 32 * 2**20
 """32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
@@ -133,16 +132,8 @@ class HostStore:
             self._pool.ahead()
 
     def gather(self, ids: Tensor) -> Rows:
-        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros.
-
-        Raises RuntimeError where it would be captured in a graph.
-        """
+        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
         if self._geometry.device.type == "cuda" and len(self):
-            if capturing(self._geometry.device):
-                raise RuntimeError(
-                    "graph: got a fetch, whose ids are held to the rows that there are when it is "
-                    "called; allowed are search and attend, which read on the device how many"
-                )
             self.wait()
             sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
             return self._codec.decode(gather_blocks(self.table, ids, tokens=len(self), **sizes))

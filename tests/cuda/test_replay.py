@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvindex import backend, ops
+from kvindex.checked import Checked
 from kvindex.near import Near
 from kvindex_cuda import draw, store
 from kvindex_cuda.device_store import DeviceStore
@@ -68,6 +69,16 @@ def assert_replayed(setup, name):
 @pytest.mark.parametrize("name", ["pariskv", "pariskv+sample"])
 def test_a_replay_is_a_call(setup, name):
     assert_replayed(setup, name)
+
+
+def test_ids_that_a_graph_would_hold_to_the_hosts_length_are_refused(setup, monkeypatch):
+    index, *_, hits = setup("pariskv")
+    monkeypatch.setattr(Checked, "_captured", lambda self: True)
+    with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
+        index.fetch(hits)
+    monkeypatch.setattr(Fused, "length", None)
+    with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
+        index.attend_to(CASE.queries(), hits, Near(index.geometry, 1, 1))
 
 
 def test_a_length_that_stays_as_it_was_recorded_is_seen(setup, monkeypatch):
