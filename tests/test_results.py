@@ -22,6 +22,12 @@ def test_a_changed_figure_would_be_noticed():
     assert tables.rewritten(page) != page
 
 
+def test_every_script_is_in_the_list():
+    listed = (ROOT / "benchmarks/README.md").read_text()
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert "__main__" not in path.read_text() or f"`{path.name}`" in listed, path.name
+
+
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_result_names_its_machine(path):
     machine = json.loads(path.read_text())["machine"]
