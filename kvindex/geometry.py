@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class Geometry:
     rope: Tensor | None
     dtype: torch.dtype
     device: torch.device
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of an index for such a layer."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @staticmethod
     def of(

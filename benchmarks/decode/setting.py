@@ -35,16 +35,7 @@ class Setting:
 
     def made(self, backend: str) -> kvindex.BaseIndex:
         """An empty index of a backend, rows on the device."""
-        g = self.geometry
-        return kvindex.create(
-            self.spec,
-            q_heads=g.q_heads,
-            kv_heads=g.kv_heads,
-            head_dim=g.head_dim,
-            dtype=g.dtype,
-            device=g.device,
-            backend=backend,
-        )
+        return kvindex.create(self.spec, **self.geometry.options(), backend=backend)
 
     @property
     def layout(self) -> Layout:

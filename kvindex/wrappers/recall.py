@@ -20,18 +20,8 @@ class MeasureRecall(Wrapper):
 
     def __init__(self, inner: KVIndex) -> None:
         super().__init__(inner)
-        g = inner.geometry
-        self._exact = Exact(
-            q_heads=g.q_heads,
-            kv_heads=g.kv_heads,
-            head_dim=g.head_dim,
-            value_dim=g.value_dim,
-            scale=g.scale,
-            softcap=g.softcap,
-            dtype=g.dtype,
-            device=g.device,
-            group=getattr(inner.config, "group", ExactConfig.group),
-        )
+        group = getattr(inner.config, "group", ExactConfig.group)
+        self._exact = Exact(**inner.geometry.options(), group=group)
         self._found = self._reachable = self._wanted = 0
 
     def recall(self) -> float | None:
