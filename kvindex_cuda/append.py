@@ -94,7 +94,8 @@ class Writer:
 
 def writer(index: Any) -> Writer | None:
     """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it."""
-    return Writer(index) if index._fused and index.geometry.head_dim <= WIDEST else None
+    served = index._fused and index.config.block == "key"
+    return Writer(index) if served and index.geometry.head_dim <= WIDEST else None
 
 
 def _row(centres: Tensor | None) -> int:

@@ -41,7 +41,9 @@ class State:
     shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
     a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; codec:
     of those rows, a name of `kvindex.rows`; cache: of rows that were fetched, as they lie; wrong:
-    int32 of one element, which a step sets to 1 where a query is not finite.
+    int32 of one element, which a step sets to 1 where a query is not finite. Of tiers alone:
+    histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound each, int64
+    `[B, 6]`.
     """
 
     codes: Tensor
@@ -59,6 +61,8 @@ class State:
     codec: str = "plain"
     cache: RowCache | None = None
     wrong: Tensor | None = None
+    histogram: Tensor | None = None
+    tiers: Tensor | None = None
 
 
 class BaseStep:
@@ -66,7 +70,8 @@ class BaseStep:
 
     A step's `select` fills candidates and estimates, as `rerank.cu` does, and calls `_agree`.
     most: as the step says; capacity: entries that a group's candidates have room for; counted:
-    further int32 per group that a step has cleared (`_counted`); policy: as `ParisKVConfig.group`.
+    further int32 per group that a step has cleared, at a multiple of 16 bytes
+    (`_counted`); policy: as `ParisKVConfig.group`.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -114,11 +119,11 @@ class BaseStep:
         self._finalists = longs(groups, capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
         # what counts, cleared by a step's first launch at once: 8-byte words first
-        sizes = [2 * group * BUCKETS, BINS, *[1] * 6, counted]
+        sizes = [2 * group * BUCKETS, BINS, counted, *[1] * 6]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
-        self._buckets, self._hist, self.counts, self._many, self._edges, self._filled = parts[:6]
-        self._tickets, self._counted = parts[6:8], parts[8]
+        self._buckets, self._hist, self._counted, self.counts, self._many, self._edges = parts[:6]
+        self._filled, self._tickets = parts[6], parts[7:]
         # of `attend`
         self.splits = max(1, min(MOST_SPLITS // 4, 2 * multiprocessors // groups))
         self._partial = floats(groups, self.splits, group, g.value_dim + 2)

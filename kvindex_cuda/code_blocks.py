@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvindex_cuda.layout import BLOCK, MAX_TOKENS, Layout, places
+from kvindex_cuda.blocks import spans
+from kvindex_cuda.layout import BLOCK, MAX_TOKENS, Layout
 
 SLAB_BYTES = 64 * 2**20
 """The most that one allocation takes ahead of need."""
-
-NAMES = ("signs", "magnitudes", "weights", "fractions")
 
 
 class Run(NamedTuple):
@@ -69,22 +68,21 @@ class CodeBlocks:
         return self._length
 
     def __iter__(self) -> Iterator[str]:
-        return iter(NAMES if self._held else ())
+        return iter(self.layout.names if self._held else ())
 
     def __contains__(self, name: str) -> bool:
         return name in tuple(self)
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy of the column, `[B, G, N, ...]`."""
-        field = {"fractions": "logs", "weights": "logs"}.get(name, name)
         rows = []
         for held in self._held:
-            runs = [self._fields(run)[field].transpose(0, 1).flatten(1, 2) for run in held]
+            runs = []
+            for run in held:
+                column = self.layout.column(name, self._fields(run))
+                runs.append(column.transpose(0, 1).flatten(1, 2))
             rows.append(torch.cat(runs, dim=1)[:, : self._length])
-        column = torch.stack(rows)
-        if field == "logs":
-            return column[..., :1] if name == "fractions" else column[..., 1:]
-        return column
+        return torch.stack(rows)
 
     def reserve(self, new: Mapping[str, Tensor] | Fill) -> None:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
@@ -180,22 +178,31 @@ class CodeBlocks:
 
     def nbytes(self) -> int:
         """Bytes in use: what tokens take up, without the centres and what is not filled yet."""
-        bits, stride = self.layout.magnitude_bits, self.layout.stride
-        return len(self._held) * self._heads * self._length * (stride * (1 + bits) + 3)
+        return len(self._held) * self._heads * self._length * self.layout.key_bytes
 
     def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
         """Codes `[B, G, count, ...]` into the blocks of the tokens from `start`."""
-        parts = dict(new)
-        parts["logs"] = torch.cat([parts.pop("fractions"), parts["weights"]], dim=-1)
-        order = places(self._device)
-        for row in range(len(self._held)):
-            for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
-                first, last = max(start, block * BLOCK), min(start + count, (block + 1) * BLOCK)
-                fields = self._fields(self._at(row, block))
-                inside = slice(first - block * BLOCK, last - block * BLOCK)
-                for name, part in parts.items():
-                    to = order[inside] if name == "weights" else inside
-                    fields[name][0, :, to] = part[row, :, first - start : last - start]
+        for name, part in self.layout.parts(new).items():
+            order = self.layout.order(name, self._device)
+            for row in range(len(self._held)):
+                for first, last in spans(start, start + count):
+                    inside = slice(first % BLOCK, first % BLOCK + min(BLOCK, last - first))
+                    to = inside if order is None else order[inside]
+                    given = part[row, :, first - start : last - start]
+                    shape = len(given), -1, inside.stop - inside.start, *given.shape[2:]
+                    given = given.reshape(shape).transpose(0, 1)  # [blocks, G, ...]
+                    for run in self._runs(row, first // BLOCK, len(given)):
+                        self._fields(run)[name][:, :, to] = given[: run.blocks]
+                        given = given[run.blocks :]
+
+    def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
+        """Where a row's blocks from `block` on are, as many at a time as lie side by side."""
+        for run in self._held[row]:
+            some = min(run.blocks - block, count)
+            if some > 0:
+                yield Run(run.slab, run.first + block, some)
+                block, count = block + some, count - some
+            block -= run.blocks
 
     def _fields(self, run: Run) -> dict[str, Tensor]:
         """`Layout.views` of blocks, `[count, G, 256, ...]`."""

@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 
 from kvindex.near import Near
+from kvindex.ops.coarse import TIERS
 from kvindex.protocol import UNUSED, Hits, Rows
 from kvindex_cuda.code_blocks import CodeBlocks
 from kvindex_cuda.hold import hold
 from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.layout import BLOCK, Layout
+from kvindex_cuda.layout import BLOCK
 from kvindex_cuda.replay import Replay, Replays
 from kvindex_cuda.row_cache import RowCache
-from kvindex_cuda.step import MOST_HEADS, PLANES, State, words_of
+from kvindex_cuda.serving import kind_of, layout_of, room_of
+from kvindex_cuda.step import State, words_of
 from kvindex_cuda.steps import SharedStep, capturing, shared
-
-SERVED = dict(coarse="dots", weights="log", weight_bits=16, block="key", lists="group")
-"""Of `ParisKVConfig`, what the fused kernels are for: `fast` and `precise`, one list per group."""
 
 HEADROOM = 2
 """Room for candidates over what is wanted: buffers are made anew when an index has doubled."""
@@ -35,16 +34,8 @@ LAST = torch.iinfo(torch.int64).min
 
 
 def serves(index: Any) -> bool:
-    """Whether the fused kernels serve this ParisKV; else its ops run one by one."""
-    config, g = index.config, index.geometry
-    return (
-        all(getattr(config, name) == value for name, value in SERVED.items())
-        and config.group in ("mean_share", "max_share")
-        and min(config.largest, 2**15 // g.head_dim) <= max(PLANES.values())
-        and config.centre in (0, BLOCK)
-        and g.group_size <= MOST_HEADS
-        and g.head_dim % 8 == 0
-    )
+    """Whether fused kernels serve this ParisKV; else its ops run one by one."""
+    return kind_of(index) is not None
 
 
 @dataclass
@@ -63,9 +54,9 @@ class _Use:
     need: int = 0
     reads: tuple[tuple[object, ...], State] | None = None
 
-    def want(self, candidates: Tensor) -> None:
-        """Ask for so many candidates, int64 `[B]` on the CPU."""
-        self.need = int(candidates.max())
+    def want(self, candidates: Tensor, need: int) -> None:
+        """Ask for so many candidates, int64 `[B]` on the CPU, for which room is needed."""
+        self.need = need
         put(self.wanted, candidates.clamp_max(self.step.most))
 
     @property
@@ -83,7 +74,7 @@ class Fused:
 
     def __init__(self, index: Any, codes: CodeBlocks | None = None) -> None:
         self._geometry, self._config = index.geometry, index.config
-        self._layout = Layout(index.geometry.head_dim, index.config.magnitude_bits)
+        self._layout, self._kind = layout_of(index), kind_of(index) or ""
         if codes is None:
             codes = CodeBlocks(self._layout, index.geometry.kv_heads, index.geometry.device)
         self.codes = codes
@@ -126,8 +117,9 @@ class Fused:
                 index._store.wait()  # nobody does when a graph is replayed
         return self
 
-    def prepare(self, index: Any, k: int, most: int) -> None:
-        """Have a step for `k` rows with room for `most` candidates."""
+    def prepare(self, index: Any, k: int, most: int, tokens: int) -> None:
+        """Have a step for `k` rows with room for `most` candidates of so many tokens."""
+        most = room_of(self._kind, tokens, most)
         if (use := self._newest(k)) is None or use.step.most < most:
             self._begin(index, k, most)
 
@@ -232,7 +224,7 @@ class Fused:
                     f"graph: got a first search for k = {k} rows, or one for more candidates than "
                     "there are buffers for; allowed is one after prepare() or a search like it"
                 )
-            use = self._begin(index, k, HEADROOM * int(index._wanted(k).max()))
+            use = self._begin(index, k, HEADROOM * self._need(index, k))
         assert self._state is not None
         use.captured |= captured
         if not captured:
@@ -256,25 +248,29 @@ class Fused:
                 self.cache = RowCache(groups, store.row_bytes, device)
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
         sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
-        step = shared(self._geometry, self._layout, self._config, **sizes)
+        step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
         use = _Use(step, wanted, torch.arange(k, device=device))
-        use.want(index._wanted(k))
+        use.want(index._wanted(k), self._need(index, k))
         self._uses = [u for u in self._uses if u.captured or u.step.k != k] + [use]
         return use
+
+    def _need(self, index: Any, k: int) -> int:
+        """What a step for `k` rows must have room for now."""
+        return room_of(self._kind, len(index), int(index._wanted(k).max()))
 
     def _newest(self, k: int) -> _Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _opened(self, index: Any) -> State:
         """Room for all that the table of blocks has room for."""
-        device, table = self._geometry.device, self.codes.table
+        g, device, table = self._geometry, self._geometry.device, self.codes.table
         batch, blocks = table.shape
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        none = ints(0)
+        none, tiers = ints(0), self._kind == "tiers"
         return State(
             codes=table,
             rows=none,
@@ -282,11 +278,13 @@ class Fused:
             length=ints(1, dtype=torch.int64),
             wanted=none,
             counted=ints(batch),
-            reference=torch.zeros_like(index._learnt["reference"]).contiguous(),
+            reference=torch.zeros((batch, g.kv_heads), device=device),
             near=none,
             shown=none,
             held=none,
             row_bytes=0,
+            histogram=torch.zeros_like(index._histogram).contiguous() if tiers else None,
+            tiers=ints(batch, len(TIERS), dtype=torch.int64) if tiers else None,
         )
 
     def _update(self, index: Any, state: State, first: int) -> None:
@@ -299,9 +297,14 @@ class Fused:
             bits.copy_(words_of(index.valid[:, start:], last - first))
         state.length.fill_(len(index))
         put(state.counted, index.counts)
-        state.reference.copy_(index._learnt["reference"])
+        if "reference" in index._learnt:
+            state.reference.copy_(index._learnt["reference"])
+        if state.histogram is not None and state.tiers is not None:
+            state.histogram.copy_(index._histogram)
+            for tier, counts in enumerate(index._tiers().T):
+                put(state.tiers[:, tier], counts)
         for use in self._uses:
-            use.want(index._wanted(use.step.k))
+            use.want(index._wanted(use.step.k), self._need(index, use.step.k))
 
 
 def ones(bits: Tensor, count: int) -> None:

@@ -8,7 +8,9 @@ The first three are what the scan reads, in one copy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -75,27 +77,56 @@ class Layout:
         """Bytes of a record."""
         return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
 
+    # What columns a record holds: those of `ParisKV`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the columns of codes."""
+        return "signs", "magnitudes", "weights", "fractions"
+
+    def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
+        """The codes of a name, from bytes of fields `[..., 256, ...]` as `views` gives them."""
+        if name in ("weights", "fractions"):
+            return fields["logs"][..., 1:] if name == "weights" else fields["logs"][..., :1]
+        return fields[name]
+
+    def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bytes of the fields, of codes `[B, G, N, ...]`."""
+        parts = {name: codes[name] for name in ("signs", "weights", "magnitudes")}
+        parts["logs"] = torch.cat([codes["fractions"], codes["weights"]], dim=-1)  # little-endian
+        return parts
+
+    def order(self, name: str, device: torch.device | str) -> Tensor | None:
+        """Where each key's part of a field lies, int64 `[256]`, or None for in order."""
+        return places(device) if name == "weights" else None
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key's codes, what is kept twice included."""
+        return self.stride * (1 + self.magnitude_bits) + 3
+
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
         """The fields of blocks uint8 `[..., G, head_bytes]`, as views `[..., G, 256, ...]`.
 
         The weights are in the order of `places`, all else in that of the keys.
         """
-        M, width = self.head_dim // 8, self.stride
-        planes = (self.magnitude_bits, width)
-
-        def field(start: int, *shape: int) -> Tensor:
-            count = 1
-            for size in shape:
-                count *= size
-            return blocks[..., start : start + count].view(*blocks.shape[:-1], *shape)
-
-        return {
-            "signs": field(0, BLOCK, width)[..., :M],
-            "weights": field(self.weights, BLOCK, 1),
-            "logs": field(self.logs, BLOCK, 2),
-            "magnitudes": field(self.magnitudes, BLOCK, *planes)[..., :M],
-            "centre": field(self.centre, self.head_dim, 2),
+        return self._common(blocks) | {
+            "weights": self._field(blocks, self.weights, BLOCK, 1),
+            "logs": self._field(blocks, self.logs, BLOCK, 2),
+            "centre": self._field(blocks, self.centre, self.head_dim, 2),
         }
+
+    def _common(self, blocks: Tensor) -> dict[str, Tensor]:
+        """Views of signs and magnitudes."""
+        M, planes = self.head_dim // 8, (self.magnitude_bits, self.stride)
+        return {
+            "signs": self._field(blocks, 0, BLOCK, self.stride)[..., :M],
+            "magnitudes": self._field(blocks, self.magnitudes, BLOCK, *planes)[..., :M],
+        }
+
+    @staticmethod
+    def _field(blocks: Tensor, start: int, *shape: int) -> Tensor:
+        return blocks[..., start : start + prod(shape)].view(*blocks.shape[:-1], *shape)
 
     def pack(self, codes: dict[str, Tensor], centres: Tensor | None) -> Tensor:
         """Blocks uint8 `[B, S, G, head_bytes]` of codes `[B, G, N, ...]` as `ParisKV` keeps them.
@@ -107,22 +138,78 @@ class Layout:
         S = -(-N // BLOCK)
         blocks = torch.zeros((B, S, G, self.head_bytes), dtype=torch.uint8, device=signs.device)
         fields = self.views(blocks)
-        both = torch.cat([codes["fractions"], codes["weights"]], dim=-1)  # little-endian
-        parts = {**codes, "logs": both}
-        for name in ("signs", "weights", "logs", "magnitudes"):
-            part = parts[name]
+        for name, part in self.parts(codes).items():
             if part.numel() == 0:
                 continue
             padded = part.new_zeros((B, G, S * BLOCK, *part.shape[3:]))
             padded[:, :, :N] = part
-            if name == "weights":
-                order = places(part.device).argsort()
-                padded = padded.view(B, G, S, BLOCK, 1)[:, :, :, order]
-            fields[name].copy_(padded.view(B, G, S, BLOCK, *part.shape[3:]).transpose(1, 2))
+            padded = padded.view(B, G, S, BLOCK, *part.shape[3:])
+            if (order := self.order(name, part.device)) is not None:
+                padded = padded[:, :, :, order.argsort()]
+            fields[name].copy_(padded.transpose(1, 2))
         if centres is not None:
             raw = centres[:, :, :S].transpose(1, 2).contiguous().view(torch.uint8)
             fields["centre"].copy_(raw.view(B, S, G, self.head_dim, 2))
         return blocks
+
+
+@dataclass(frozen=True)
+class SubspaceLayout(Layout):
+    """Bytes of a record with a weight for each subspace.
+
+    weight_bytes: 1 for logarithms of up to 8 bits, 2 for bfloat16; centred: whether it has a
+    centre. In order: signs, weights `[256, span]`, the centre, magnitudes.
+    """
+
+    weight_bytes: int
+    centred: bool
+
+    @property
+    def span(self) -> int:
+        """Bytes of a key's weights, in whole words."""
+        return -(-self.head_dim // 8 * self.weight_bytes // 4) * 4
+
+    @property
+    def centre(self) -> int:
+        """Offset of the centre, bfloat16 `[D]`, if there is one."""
+        return self.weights + _up(BLOCK * self.span)
+
+    @property
+    def magnitudes(self) -> int:
+        """Offset of the magnitudes, uint8 `[256, bits, stride]`."""
+        return self.centre + (_up(2 * self.head_dim) if self.centred else 0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the columns of codes."""
+        return "signs", "magnitudes", "weights"
+
+    def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
+        """As `Layout.column`."""
+        found = fields[name]
+        return found.view(torch.bfloat16) if (name, self.weight_bytes) == ("weights", 2) else found
+
+    def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `Layout.parts`."""
+        return {**codes, "weights": codes["weights"].contiguous().view(torch.uint8)}
+
+    def order(self, name: str, device: torch.device | str) -> Tensor | None:
+        """None: all fields are in the order of the keys."""
+        return None
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key's codes."""
+        return self.stride * (1 + self.magnitude_bits) + self.span
+
+    def views(self, blocks: Tensor) -> dict[str, Tensor]:
+        """As `Layout.views`; weights as bytes."""
+        fields = self._common(blocks)
+        used = self.head_dim // 8 * self.weight_bytes
+        fields["weights"] = self._field(blocks, self.weights, BLOCK, self.span)[..., :used]
+        if self.centred:
+            fields["centre"] = self._field(blocks, self.centre, self.head_dim, 2)
+        return fields
 
 
 def _up(count: int) -> int:

@@ -10,14 +10,18 @@ from torch import Tensor
 
 from kvindex.geometry import Geometry
 from kvindex.streams import raw_stream
+from kvindex_cuda.base_step import BaseStep
 from kvindex_cuda.layout import Layout
+from kvindex_cuda.one_stage import OneStage
+from kvindex_cuda.serving import options_of
 from kvindex_cuda.step import Step
+from kvindex_cuda.table_step import TableStep
 
 EMULATED = 4
 """Multiprocessors where there are none."""
 
 
-class SharedStep(Step):
+class SharedStep(BaseStep):
     """A step that several indexes run one after another, whatever the stream."""
 
     _stream: torch.cuda.Stream | None = None
@@ -60,28 +64,50 @@ class SharedStep(Step):
         return [self.output.nbytes, self.found.nbytes]
 
 
+class _Votes(SharedStep, Step):
+    """`Step`, shared."""
+
+
+class _All(SharedStep, OneStage):
+    """`OneStage`, shared."""
+
+
+class _Table(SharedStep, TableStep):
+    """`TableStep`, shared."""
+
+
+SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, all=_All, tiers=_Table, dots=_Table)
+"""By kind (`serving.kind_of`)."""
+
 _alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()
 
 
 def shared(
-    geometry: Geometry, layout: Layout, config: Any, *, batch: int, blocks: int, k: int, most: int
+    geometry: Geometry,
+    layout: Layout,
+    kind: str,
+    config: Any,
+    *,
+    batch: int,
+    blocks: int,
+    k: int,
+    most: int,
 ) -> SharedStep:
-    """A step for `k` rows and at least `most` candidates: the one in use, or a new one.
+    """A step of a kind for `k` rows with room for at least `most`: the one in use, or a new one.
 
     config: a `ParisKVConfig`; blocks: `S` of the tables that it will read.
     """
     g = geometry
     sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
-    options = dict(seed=config.seed, largest=config.largest, policy=config.group)
-    centred = bool(config.centre)
-    key = (*sizes, layout, *options.values(), centred, batch, blocks, k)
+    options = options_of(kind, config)
+    key = (*sizes, layout, kind, *options.values(), batch, blocks, k)
     step = _alive.get(key)
     if step is None or step.most < most:
         count = EMULATED
         if g.device.type == "cuda":
             count = torch.cuda.get_device_properties(g.device).multi_processor_count
-        options |= dict(centred=centred, multiprocessors=count)
-        step = SharedStep(g, layout, batch=batch, k=k, most=most, **options)
+        options |= dict(batch=batch, k=k, most=most, multiprocessors=count)
+        step = SHARED[kind](g, layout, **options)
         _alive[key] = step
     return step
 

@@ -304,7 +304,8 @@ class ParisKV(BaseIndex):
         if not self._fused:
             return
         falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
-        self._fused.prepare(self, k, max(self._candidates_of(n, k) for n in (tokens, *falls)))
+        most = max(self._candidates_of(n, k) for n in (tokens, *falls))
+        self._fused.prepare(self, k, most, tokens)
         g, batch = self.geometry, len(self.counts)
         queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
         self.search(queries, k=k)  # kernels are compiled when they run first
@@ -406,10 +407,12 @@ class ParisKV(BaseIndex):
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
-        tiers = [
-            [ceil_share(n, self._shares(n)[1], t) for t in TIERS] for n in self.counts.tolist()
-        ]
-        return torch.tensor(tiers, device=self.geometry.device), self._wanted(k)
+        return self._tiers().to(self.geometry.device), self._wanted(k)
+
+    def _tiers(self) -> Tensor:
+        """Keys that bound each tier, int64 `[B, tiers]` on the CPU."""
+        counts = self.counts.tolist()
+        return torch.tensor([[ceil_share(n, self._shares(n)[1], t) for t in TIERS] for n in counts])
 
     def _wanted(self, k: int) -> Tensor:
         """Candidates `C` of each row of the batch, int64 `[B]` on the CPU."""

@@ -44,8 +44,19 @@ ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0)
 LEARN = dict(DTYPE=2, WIDE=1, LANES=0)
+TURN = STEP | dict(TABLE=0)
+ALL = STEP | dict(BITS=3, CENTRED=1, SOFTCAP=0)
+COUNT = STEP | dict(WIDE=0, CENTRED=0)
+CHOOSE = dict(GROUP=4, WIDE=0)
+WEIGH = RERANK | dict(CENTRED=0, WEIGHTS=2)
 DEFINES = {
     "agree.cu": [AGREE, AGREE | dict(GROUP=8, POLICY=1), AGREE | dict(GROUP=1, SOFTCAP=1)],
+    "all.cu": [
+        ALL,
+        ALL | dict(GROUP=8),
+        ALL | dict(D=64, GROUP=3, BITS=5, SOFTCAP=1, DTYPE=1),
+        ALL | dict(D=256, GROUP=12, CENTRED=0),
+    ],
     "ask.cu": [
         VOTES,
         VOTES | dict(GROUP=8),
@@ -77,7 +88,19 @@ DEFINES = {
         COARSE | dict(WIDE=1, FACTORS=2, TABLES=2),
         COARSE | dict(D=256, WIDE=1, FACTORS=1, TABLES=2),
     ],
+    "choose.cu": [
+        CHOOSE,
+        CHOOSE | dict(WIDE=1),
+        CHOOSE | dict(GROUP=16),
+    ],
     "codes.cu": [{}],
+    "count.cu": [
+        COUNT,
+        COUNT | dict(D=256, GROUP=12),
+        COUNT | dict(WIDE=1, CENTRED=1),
+        COUNT | dict(WIDE=1, CENTRED=1, D=256, GROUP=8, DTYPE=0),
+        COUNT | dict(WIDE=1, D=64, GROUP=3),
+    ],
     "draw.cu": [{}],
     "encode.cu": [
         ENCODE,
@@ -116,6 +139,21 @@ DEFINES = {
         VOTES | dict(D=256),
     ],
     "select.cu": [dict(VOTES=0), dict(VOTES=1)],
+    "turn.cu": [
+        TURN,
+        TURN | dict(GROUP=8, DTYPE=1),
+        TURN | dict(TABLE=1),
+        TURN | dict(TABLE=1, D=256, GROUP=12),
+        TURN | dict(TABLE=2),
+        TURN | dict(TABLE=2, D=256, DTYPE=0),
+    ],
+    "weigh.cu": [
+        WEIGH,
+        WEIGH | dict(WEIGHTS=1, CENTRED=1),
+        WEIGH | dict(GROUP=8, SOFTCAP=1),
+        WEIGH | dict(D=64, GROUP=3, BITS=5),
+        WEIGH | dict(D=256, GROUP=12, WEIGHTS=1),
+    ],
     "transform.cu": [dict(DTYPE=dtype) for dtype in range(3)],
 }
 """Of each file, what its "Compile-time:" line leaves open: the usual, and the ends."""

@@ -13,6 +13,7 @@ import torch
 from kvindex.ops.attention import attend
 from kvindex_cuda.layout import BLOCK, Layout
 from kvindex_cuda.row_cache import RowCache
+from kvindex_cuda.serving import STEPS, kind_of, layout_of, options_of, room_of
 from kvindex_cuda.step import State, Step, words_of
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
@@ -25,7 +26,7 @@ def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **op
     options = dict(preset="fast", lists="group", device=device) | options
     index = case.index("pariskv", **options)
     index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
-    layout = Layout(case.head_dim, index.config.magnitude_bits)
+    layout, kind = layout_of(index), kind_of(index)
     centres = index._learnt.get("centres")
     blocks = layout.pack({name: index._codes[name] for name in index._codes}, centres)
     S, rows = blocks.shape[1], torch.cat([keys, values], dim=-1)
@@ -51,12 +52,16 @@ def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **op
         length=torch.tensor([count], device=device),
         wanted=torch.tensor(wanted, dtype=torch.int32, device=device),
         counted=counts.int(),
-        reference=index._learnt["reference"],
+        reference=index._learnt.get(
+            "reference", torch.zeros(case.batch, case.kv_heads, device=device)
+        ),
         near=rows[:, :, count:].contiguous(),
         shown=torch.ones(case.batch, near, dtype=torch.uint8, device=device),
         held=torch.tensor([near], device=device),
         row_bytes=host.shape[-1] * host.element_size(),
         row_head=BLOCK * host.shape[-1] * host.element_size(),
+        histogram=index._histogram if kind == "tiers" else None,
+        tiers=index._limits(k)[0] if kind == "tiers" else None,
     )
     return index, layout, state, (blocks, host, keys, values), k
 
@@ -81,18 +86,23 @@ CASES = {
 }
 
 
+POISONED = ("ids", "_cleared", "_edge", "_finalists", "_kept", "_list", "_sample")
+POISONED += ("_pieces", "_votes")
+
+
 def run(index, layout, state, queries, k, *, device="cpu", order="forward", capacity=None):
     """A step with poisoned outputs: its output, and the ids of each group, ascending."""
-    batch, config = len(queries), index.config
-    most = max(1, int(state.wanted.max()))
-    options = dict(largest=config.largest, policy=config.group, multiprocessors=4)
-    step = Step(index.geometry, layout, batch=batch, k=k, most=most, **options)
+    kind, sizes = kind_of(index), dict(batch=len(queries), k=k, multiprocessors=4)
+    most = room_of(kind, int(state.length), max(1, int(state.wanted.max())))
+    options = options_of(kind, index.config) | sizes
+    step = STEPS[kind](index.geometry, layout, most=most, **options)
     if capacity:
         step.capacity = capacity
     for part in (step.output, step._estimates, step.scores, step._partial):
         part.fill_(float("nan"))
-    for part in (step._list, step.ids, step._sample, step._cleared, step._edge, step._finalists):
-        part.fill_(0x5A5A5A5A)
+    for name in POISONED:
+        if isinstance(part := getattr(step, name, None), torch.Tensor):
+            part.fill_(0x5A5A5A5A)
     with emulator.emulated(order=order, seed=1) if device == "cpu" else nullcontext():
         output = step(queries, state)
     found = step.found.tolist()
