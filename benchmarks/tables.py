@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drifting import show as drifting
-from benchmarks.tabling import append, decode, field, hits, reading, recall, rows, tau
+from benchmarks.tabling import append, decode, field, hits, reading, recall, rows, speed, tau
 from benchmarks.tabling.parts import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +57,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_stages": decode.decode_stages,
     "field": field.field,
     "drift": drifting.markdown,
+    "generate_speed": speed.generate_speed,
     "hit_rate": hits.hit_rate,
     "tau": tau.tau,
     "row_codecs": rows.row_codecs,

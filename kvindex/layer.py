@@ -9,8 +9,7 @@ Longer than most files: a step does all of it or nothing, and here is what it do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ LAG = 4
 (`benchmarks/append.py`); each of them is a row more in the window."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A point that a layer can go back to after a failure: `AttentionLayer.mark`."""
 
     length: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,7 @@ class Traffic:
     mass: Tensor | float = 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class Counts:
+class Counts(NamedTuple):
     """What one step has read, as it comes, so that counting it takes no operation.
 
     found: rows that the index gave, int `[B, G]`; beside: others that were attended to, and

@@ -166,8 +166,7 @@ class Fused:
             index._store.wait()
             replay.take_turn()
             hold(near, token, window, queries, replay.asked)
-            output, found = replay()
-            return output, found.view(len(queries), -1)
+            return replay()
         hold(near, token, window, queries)
         return self.attend(index, queries, near, k, wrong)
 

@@ -12,6 +12,8 @@ from kvindex_cuda.launch import launch
 THREADS = 128
 """As in the kernel's source."""
 
+NAMES = "keys", "values", "window.keys", "window.values", "queries"
+
 
 def hold(
     near: Near, token: Rows, window: Rows, queries: Tensor, asked: Tensor | None = None
@@ -22,34 +24,31 @@ def hold(
     queries: `[B, H, D]`, copied to asked, contiguous, if that is given. All of one dtype.
     Raises ValueError for other shapes or dtypes, before anything is held.
     """
-    rows, keys = near.rows, _near_by(token.keys)
-    B, G, room, wide = rows.shape
-    values, D = _near_by(token.values), keys.shape[3]
-    to_keys, to_values = window.keys, window.values
-    of_type("keys", keys, *CODES)
-    for name, tensor, width in (
-        *(("keys", keys, D), ("values", values, wide - D)),
-        *(("window.keys", window.keys, D), ("window.values", window.values, wide - D)),
-    ):
-        of_shape(name, of_type(name, tensor, rows.dtype), B, G, 1, width)
-    queries = _near_by(queries)
-    of_shape("queries", of_type("queries", queries, rows.dtype), B, queries.shape[1], D)
+    rows, keys, values = near.rows, _near_by(token.keys), _near_by(token.values)
+    queries, to_keys, to_values = _near_by(queries), window.keys, window.values
+    (B, G, room, wide), D, H = rows.shape, keys.shape[-1], queries.shape[1]
+    given = keys, values, to_keys, to_values, queries
+    key, value = (B, G, 1, D), (B, G, 1, wide - D)
+    shapes = key, value, key, value, (B, H, D)
+    for name, tensor, shape in zip(NAMES, given, shapes, strict=True):
+        if tensor.dtype is not rows.dtype or tensor.shape != shape:
+            of_shape(name, of_type(name, tensor, rows.dtype), *shape)
     if len(near) >= room:
         raise ValueError(f"near: got {len(near)} rows, allowed are fewer than its room of {room}")
+    steps: list[int] = []
+    for tensor in given:
+        steps += tensor.stride()[:2]
     launch(
         "hold.cu",
         "hold",
         (G, B),
         (THREADS,),
-        *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),
-        *(to_keys, to_keys.stride(0), to_keys.stride(1)),
-        *(to_values, to_values.stride(0), to_values.stride(1)),
-        *(rows, near.held, room, near.claim(1)),
-        *(queries, queries.stride(0), queries.stride(1), asked),
+        *(keys, values, to_keys, to_values, rows, near.held, queries, asked),
+        *(*steps, room, near.claim(1)),
         D=D,
         DV=wide - D,
         DTYPE=CODES[rows.dtype],
-        GROUP=queries.shape[1] // G,
+        GROUP=H // G,
     )
 
 

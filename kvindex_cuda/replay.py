@@ -83,18 +83,19 @@ class Replay:
         self.reads, self._step = reads, step
         device = step.geometry.device
         self.asked, self._answer = step.fixed()
+        before = step.output, step.found
         step.output, step.found = step.parts(self._answer)
         try:
             self._graph = GRAPHS[device.type](device, lambda: step(self.asked, reads))
         finally:
-            step.renew()  # nobody else writes there
+            step.output, step.found = before  # nobody else writes there
 
     def take_turn(self) -> None:
         """As `SharedStep.take_turn`, before anything is written that the graph reads."""
         self._step.take_turn()
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Attention of the queries in `asked` `[B, H, D]`, and the rows found, int32 `[B·G]`."""
+        """Attention of the queries in `asked` `[B, H, D]`, and the rows found, int32 `[B, G]`."""
         self._graph.replay()
         return self._step.parts(self._answer.clone())
 

@@ -44,24 +44,22 @@ class SharedStep(BaseStep):
     # What graphs of steps share
 
     def fixed(self) -> tuple[Tensor, Tensor]:
-        """Where a graph reads queries `[B, H, D]`, and where it writes `parts`, uint8 `[n]`."""
+        """Where a graph reads queries `[B, H, D]`, and where it writes `parts`, both contiguous."""
         if self._fixed is None:
-            g = self.geometry
-            shape = (self.batch, g.q_heads, g.head_dim)
-            asked = torch.empty(shape, dtype=g.dtype, device=g.device)
-            answer = torch.empty(sum(self._sizes), dtype=torch.uint8, device=g.device)
-            self._fixed = asked, answer
+            g, output = self.geometry, self.output
+            words = self.found.nbytes // output.element_size()
+            asked = output.new_empty((self.batch, g.q_heads, g.head_dim))
+            self._fixed = asked, output.new_empty(output.numel() + words)
         return self._fixed
 
     def parts(self, answer: Tensor) -> tuple[Tensor, Tensor]:
-        """`output` and `found` as parts of one tensor, which takes one copy."""
-        output, found = torch.split(answer, self._sizes)
-        return output.view(self.output.dtype).view(self.output.shape), found.view(torch.int32)
-
-    @property
-    def _sizes(self) -> list[int]:
-        """Bytes of `found` and `output`."""
-        return [self.output.nbytes, self.found.nbytes]
+        """`output` `[B, H, Dv]` and `found` `[B, G]`, which lie in one tensor, for one copy."""
+        g, B = self.geometry, self.batch
+        wide, high = g.value_dim, g.q_heads * g.value_dim
+        output = answer.as_strided((B, g.q_heads, wide), (high, wide, 1))
+        words = answer.view(torch.int32)
+        start = len(words) - B * g.kv_heads
+        return output, words.as_strided((B, g.kv_heads), (g.kv_heads, 1), start)
 
 
 class _Votes(SharedStep, Step):

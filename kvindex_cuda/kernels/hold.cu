@@ -19,11 +19,11 @@ constexpr int THREADS = 128;
 // places, [B, G, D] and [B, G, DV] likewise; rows [B, G, room, D + DV] get it at `at`, and held [1]
 // is one more than that. asked [B, H, D], or null: nobody replays.
 extern "C" __global__ void __launch_bounds__(THREADS)
-hold(const Bits* __restrict__ keys, i64 keys_b, i64 keys_g, const Bits* __restrict__ values, i64 values_b,
-     i64 values_g, Bits* __restrict__ window_keys, i64 window_keys_b, i64 window_keys_g,
-     Bits* __restrict__ window_values, i64 window_values_b, i64 window_values_g, Bits* __restrict__ rows,
-     i64* held, i64 room, i64 at, const Bits* __restrict__ queries, i64 queries_b, i64 queries_h,
-     Bits* __restrict__ asked) {
+hold(const Bits* __restrict__ keys, const Bits* __restrict__ values, Bits* __restrict__ window_keys,
+     Bits* __restrict__ window_values, Bits* __restrict__ rows, i64* held,
+     const Bits* __restrict__ queries, Bits* __restrict__ asked, i64 keys_b, i64 keys_g, i64 values_b,
+     i64 values_g, i64 window_keys_b, i64 window_keys_g, i64 window_values_b, i64 window_values_g,
+     i64 queries_b, i64 queries_h, i64 room, i64 at) {
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
     Bits* row = rows + (bg * room + at) * (D + DV);
     for (int i = threadIdx.x; i < D; i += THREADS) {

@@ -12,11 +12,16 @@ REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", ["exact", "pariskv"])
 @pytest.mark.parametrize("store", ["device", "host"])
-def test_generation_equals_full_attention(index, store):
+@pytest.mark.parametrize("graphs", [True, False])
+def test_generation_equals_full_attention(index, store, graphs):
     model = build("llama", eos_token_id=None).to("cuda")
     inputs = {name: tensor.to("cuda") for name, tensor in prompt(3, 60, padded=True).items()}
     options = dict(max_new_tokens=40, do_sample=False)
     expected = model.generate(**inputs, **options)
-    with kvhf.attach(model, index=index, index_options={"store": store}, **REGIONS) as cache:
+    how: dict = dict(index=index, index_options={"store": store}, graphs=graphs)
+    with kvhf.attach(model, **how, **REGIONS) as cache:
         out = model.generate(**inputs, past_key_values=cache, **options)
+        if index == "pariskv":
+            replays = [made._fused._replays.replay for made in cache.indexes()]
+            assert [replay is not None for replay in replays] == [graphs] * len(replays)
     assert torch.equal(out, expected)
