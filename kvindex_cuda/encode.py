@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from kvindex.ops import transform
-from kvindex_cuda.arguments import CODES, of_shape, of_type, rows
+from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
 
 MOST_BITS, WIDEST = 7, 256
+
+WARPS, PARTS = 8, 8
+"""Of the kernel: warps of a block; parts of a block of keys, at most, that warps share."""
 
 ROOM = 2.0**-10
 """The largest size of a coordinate that is told apart lies above the last edge by this share."""
@@ -79,13 +82,17 @@ class Encoder:
             valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         keys = rows(keys, 1)
         steps = (0, 0, 0) if centres is None else centres.stride()[:3]
+        parts = (stop - first) * G * B * PARTS
+        wide = _wide(keys)
+        resident = _resident(D, keys.element_size(), wide)
         launch(
             "encode.cu",
             "encode",
-            (stop - first if N else 0, G, B),
-            (256,),
+            (busy(keys.device, 1, parts, WARPS, resident) if N and parts else 0,),
+            (32 * WARPS,),
             *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
             *(self._hartley, self._tables, N, start),
+            *(stop - first, G, B),
             *keys.stride()[:3],
             0 if valid is None else valid.stride(0),
             *steps,
@@ -95,7 +102,8 @@ class Encoder:
             D=D,
             BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
-            WIDE=int(_wide(keys)),
+            WIDE=int(wide),
+            RESIDENT=resident,
         )
 
 
@@ -125,19 +133,28 @@ def _flips(signs: Tensor) -> Tensor:
 
 
 def _tables(levels: Tensor) -> tuple[float, Tensor]:
-    """The largest size that is told apart; by cells of it edges, indices of levels; levels."""
+    """The largest size that is told apart; by cells of it edges, indices of levels; levels.
+
+    Raises ValueError for levels two of whose edges share a cell, or that are no float16.
+    """
     bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
     cells = 16 if bits <= 3 else 4 << bits
     largest = float(edges[-1]) * (1 + ROOM) if bits else 1.0
     places = (edges.double() / largest).float()
     found = (places.double() * (cells - 1)).round().long()  # as the kernel rounds: ties to even
-    if (found.diff() < 1).any():
+    if (found.diff() < 1).any() or (levels != levels.half()).any():
         raise ValueError(f"levels: got {levels.tolist()}, allowed are those of ops.codes.levels")
     scaled = torch.full((cells,), torch.inf)
     scaled[found] = places
     below = torch.searchsorted(found, torch.arange(cells))
     indices = torch.stack([below, (below + 1).clamp_max(len(edges))], dim=1)
     return largest, torch.cat([scaled, indices.flatten().float(), levels])
+
+
+def _resident(D: int, size: int, wide: bool) -> int:
+    """Blocks of a multiprocessor, as registers allow. size: bytes of a coordinate."""
+    held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
+    return 3 if wide and held <= 16 and odd <= 3 else 2 if D <= 128 else 1
 
 
 def _wide(keys: Tensor) -> bool:

@@ -3,27 +3,26 @@
 //
 // Idea: R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit does four of H's stages of 8 keys at
 // a time, on keys as they come: entries of H are ±1, float32 is the sum of 3 bfloat16, all exact,
-// and the sum starts at minus the centre's, which the block has turned before. The other stages are
+// and the sum starts at minus the centre's, which the warp has turned before. The other stages are
 // sums in registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole
 // bytes of coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
 // A level's index: of |u|'s cell, one of equal ones that hold an edge at most, and of which side of
-// the edge it is on. Up to 3 bits the tables are the registers of a warp's lanes.
+// the edge it is on. Up to 3 bits the tables are the registers of a warp's lanes, and a level, a
+// float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
 //
-// Grid: (blocks touched, G, B), 8 warps of 16 keys at a time. Reads a key once, 2 D bytes of centre
-// per block; writes (1 + BITS) STRIDE + 3 bytes per key and 2 D per block. Bytes to a block go
-// through shared memory, 16 at a time.
-// Limited by issue slots (counted in the machine code of D = 128, 3 bits, 16-bit keys): 22
-// instructions per coordinate and 2 more for what a block makes ready; 10 of them code it, 3 of
-// those are shuffles, and 3 finish the rotation. That is 24 cycles of an SM per key: .87 ms for the
-// 8.4 million keys of 8 heads on 132 SMs at 1.75 GHz, where their 2.73 GB take .60 ms at the
-// measured rate of reading. On an H200 it takes 1.41 ms, .43 of that rate
-// (benchmarks/results/append.json): what else limits it is not known yet. float32 keys take 1.4
-// times as many instructions, 5 bits 1.5.
+// Grid: as many blocks as there is room for, 8 warps; a warp takes 256 keys after 256, 8 at a time,
+// and loads the next 8 while it codes. Reads a key once, 2 D bytes of centre per 256; writes
+// (1 + BITS) STRIDE + 3 bytes per key and 2 D per 256.
+// Limited by issue slots (counted in the machine code of D = 128, 3 bits, 16-bit keys): 20.7 cycles
+// of an SM per key, .75 ms for the 8.4 million keys of 8 heads on 132 SMs at 1.76 GHz, where their
+// 2.73 GB take .60 ms at the measured rate of reading. float32 keys take 1.4 times as many
+// instructions, 5 bits 1.5.
 //
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
 // Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
-// multiple of 16 bytes). Longer than most files: it is one kernel.
+// multiple of 16 bytes), RESIDENT (blocks of a multiprocessor). Longer than most files: it is one
+// kernel.
 #include "common.cuh"
 
 constexpr int POWER = D & -D, ODD = D / POWER;        // orders of H and Q
@@ -34,12 +33,14 @@ constexpr int LANES = POWER >= 32 ? 1 : 32 / POWER;   // of the four that share 
 constexpr int TERMS = POWER >= 32 ? ODD : C;          // rows of Q in a lane
 constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill the lanes
 constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
+constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
+constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
+constexpr bool AHEAD = C * HELD <= 16;                // whether registers hold the next keys
 constexpr int LEVELS = 1 << BITS;
-constexpr int WORDS = (BITS + 3) / 4;                 // of four planes' bytes each
+constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
-constexpr int WARPS = 8, TILE = 16;
+constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
 constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
-constexpr int STAGE = TILE * STRIDE * (1 + BITS);     // bytes of a tile
 
 // A turned key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
 typedef float Turned[C][2][4];
@@ -71,37 +72,40 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(ALL, x, 2);
 }
 
-// Eight coordinates as pairs of 16-bit numbers, the most significant part first.
-__device__ __forceinline__ void load(u32 (&pairs)[PARTS][4], const void* data, i64 i) {
-#if DTYPE && WIDE
-    uint4 all = *reinterpret_cast<const uint4*>(static_cast<const u16*>(data) + i);
-    pairs[0][0] = all.x, pairs[0][1] = all.y, pairs[0][2] = all.z, pairs[0][3] = all.w;
-#elif DTYPE
+// Eight coordinates as they lie in memory.
+__device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
+#if WIDE
+    const uint4* wide = reinterpret_cast<const uint4*>(at);
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        const u16* from = static_cast<const u16*>(data) + i + 2 * r;
-        pairs[0][r] = from[0] | u32(from[1]) << 16;
+    for (int r = 0; r < HELD / 4; r++) {
+        uint4 all = __ldcs(wide + r);
+        words[4 * r] = all.x, words[4 * r + 1] = all.y;
+        words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
     }
 #else
-    float x[8];
-#if WIDE
-    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(data) + i);
-    float4 a = from[0], b = from[1];
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-#else
+    const u16* from = reinterpret_cast<const u16*>(at);  // little-endian
 #pragma unroll
-    for (int j = 0; j < 8; j++) x[j] = element(data, i + j);
+    for (int r = 0; r < HELD; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
 #endif
+}
+
+// As pairs of 16-bit numbers, the most significant part first; of float32 each is exact.
+__device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)[HELD]) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++)
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            u32 low = __float_as_uint(x[2 * r]), high = __float_as_uint(x[2 * r + 1]);
-            pairs[part][r] = (high & 0xffff0000u) | low >> 16;
-            x[2 * r] -= __uint_as_float(low & 0xffff0000u);  // exact
-            x[2 * r + 1] -= __uint_as_float(high & 0xffff0000u);
+    for (int r = 0; r < 4; r++) {
+        if (DTYPE) {
+            pairs[0][r] = words[r];
+            continue;
         }
-#endif
+        float x = __uint_as_float(words[HELD / 4 * r]);
+        float y = __uint_as_float(words[HELD / 4 * r + 1]);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            u32 low = __float_as_uint(x) & 0xffff0000u, high = __float_as_uint(y) & 0xffff0000u;
+            pairs[part][r] = high | low >> 16;
+            x -= __uint_as_float(low), y -= __uint_as_float(high);
+        }
+    }
 }
 
 // The right factor: the stages of H over bits 0 and 2 of a coordinate's number and, where H has
@@ -115,17 +119,25 @@ __device__ __forceinline__ u32 factor(u32 unit) {
     return one | (column % 2 && one ? one ^ 0x8000 : one) << 16;
 }
 
+// Both of its halves for either n. A shuffle hides from the compiler which are the same: of one
+// register in two pairs it makes copies, again and again.
+__device__ __forceinline__ uint4 factors(u32 unit) {
+    u32 b = factor(unit), same[3];
+    for (int i = 0; i < 3; i++) same[i] = __shfl_sync(ALL, b, threadIdx.x % 32);
+    return {b, same[0], same[1], same[2] ^ 0x80008000u};
+}
+
 // The lane's byte of a key, float16 or bfloat16, added to what the matrix unit leaves.
 template <bool HALVES>
-__device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4], u32 b,
+__device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4], const uint4& b,
                                          const uint4& flip) {
     u32 a0 = a[0] ^ flip.x, a1 = a[1] ^ flip.y, a2 = a[2] ^ flip.z, a3 = a[3] ^ flip.w;
     if (HALVES) {
-        mma_halves(sums[0], a0, a1, a2, a3, b, b);
-        mma_halves(sums[1], a0, a1, a2, a3, b, b ^ 0x80008000u);
+        mma_halves(sums[0], a0, a1, a2, a3, b.x, b.y);
+        mma_halves(sums[1], a0, a1, a2, a3, b.z, b.w);
     } else {
-        mma_bfloats(sums[0], a0, a1, a2, a3, b, b);
-        mma_bfloats(sums[1], a0, a1, a2, a3, b, b ^ 0x80008000u);
+        mma_bfloats(sums[0], a0, a1, a2, a3, b.x, b.y);
+        mma_bfloats(sums[1], a0, a1, a2, a3, b.z, b.w);
     }
 }
 
@@ -170,58 +182,135 @@ __device__ __forceinline__ void finish(Turned& y, const float* hartley) {
         }
 }
 
-// Bit p of the index as byte p of a word, of four planes from `first` on.
-__device__ __forceinline__ u32 spread(u32 index, int first) {
-    return (index >> first & 15) * 0x00204081u & 0x01010101u;
+// Bit p of an index as the lowest bit of digit p of WIDTH bits.
+template <int WIDTH>
+__device__ __forceinline__ u32 spread(u32 index) {
+    constexpr u32 STEP = (1u << WIDTH) / 2, ONES = WIDTH == 8 ? 0x01010101u : 0x1111u;
+    return (index & 15) * (1 + STEP + STEP * STEP + STEP * STEP * STEP) & ONES;
+}
+
+__device__ __forceinline__ float upper_half(u32 word) {
+#ifdef EMULATED
+    return from_float16(u16(word >> 16));
+#else
+    float x;
+    asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, high;\n\t}"
+        : "=f"(x) : "r"(word));
+    return x;
+#endif
 }
 
 struct Tables {
     const float *edges, *levels;  // in shared memory, as are the levels' indices
     const u8* indices;
-    float edge, level;  // of this lane's cell, and side of a cell
-    u32 planes;
+    float edge;  // of this lane's cell
+    u32 one, two;  // of its side of a cell: level in the upper half, index in digits; twice that
 };
 
-// The level of |u|, whose planes are added to `words`. x: |u| by the scale of the edges.
-__device__ __forceinline__ float coded(u32 (&words)[WORDS + 1], float x, const Tables& tables) {
-    if (BITS == 0) return tables.levels[0];
+// Which side of which cell |u| is on. x: |u| by the scale of the edges.
+__device__ __forceinline__ u32 side_of(float x, const Tables& tables) {
     u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));  // rounded: in the lowest bits
-#if BITS <= 3
-    float edge = __shfl_sync(ALL, tables.edge, int(cell));
-    int side = int(__funnelshift_l(__float_as_uint(edge - x), cell, 1));  // 2 cell + (x > edge)
-    words[0] = 2 * words[0] + __shfl_sync(ALL, tables.planes, side);
-    return __shfl_sync(ALL, tables.level, side);
-#else
-    float edge = tables.edges[cell & (CELLS - 1)];
-    u32 side = __funnelshift_l(__float_as_uint(edge - x), cell, 1) & (2 * CELLS - 1);
-    u32 index = tables.indices[side];
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = 2 * words[w] + spread(index, 4 * w);
-    return tables.levels[index];
-#endif
+    float edge = BITS <= 3 ? __shfl_sync(ALL, tables.edge, int(cell))
+                           : tables.edges[cell & (CELLS - 1)];
+    return __funnelshift_l(__float_as_uint(edge - x), cell, 1);  // 2 cell + (x > edge)
 }
+
+// A lane's byte of signs and of each plane, four to a word; adds Σ |y| level to `aligned`.
+__device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const float (&y)[2][4],
+                                      float per, const Tables& tables) {
+    u32 digits[2] = {};  // of four coordinates each: signs, planes; what is above only moves up
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) words[w] = 0;
+#pragma unroll
+    for (int j = 7; j >= 0; j -= 2) {
+        u32 pair = 0;
+#pragma unroll
+        for (int i = j; i > j - 2; i--) {
+            float x = y[i / 4][i % 4], size = fabsf(x), level;
+            u32 sign = __float_as_uint(x);
+            if (BITS == 0) {
+                level = tables.levels[0];
+            } else if (BITS <= 3) {
+                int side = int(side_of(at_most_one(size * per), tables));
+                u32 found = __shfl_sync(ALL, i % 2 ? tables.two : tables.one, side);
+                level = upper_half(found), pair += found;
+            } else {
+                u32 side = side_of(at_most_one(size * per), tables) & (2 * CELLS - 1);
+                u32 index = tables.indices[side];
+                level = tables.levels[index];
+                index = __funnelshift_l(sign, index, 1);
+#pragma unroll
+                for (int w = 0; w < WORDS; w++)
+                    words[w] = 2 * words[w] + spread<8>(index >> 4 * w);
+            }
+            if (BITS <= 3) digits[j / 4] = __funnelshift_l(sign, digits[j / 4], 1);
+            aligned = fmaf(size, level, aligned);
+        }
+        digits[j / 4] += pair;
+    }
+    if (BITS <= 3) {
+        u32 even = (digits[0] & 0x0f0f0f0fu) | (digits[1] << 4 & 0xf0f0f0f0u);  // signs, plane 1
+        u32 odd = (digits[0] >> 4 & 0x0f0f0f0fu) | (digits[1] & 0xf0f0f0f0u);   // planes 0 and 2
+        words[0] = __byte_perm(even, odd, 0x5140);
+    }
+    words[0] ^= 0xff;
+}
+
+// How lanes of a quad exchange bytes; the same for all keys.
+struct Exchange {
+    u32 two, one, order;
+};
+__device__ __forceinline__ Exchange exchange_of(int t) {
+    u32 order = t == 0 ? 0x6240 : t == 1 ? 0x2604 : t == 2 ? 0x4062 : 0x0426;
+    return {t & 2 ? 0x7632u : 0x5410u, t & 1 ? 0x7531u : 0x6420u, order};
+}
+
+// Byte i of lane r's words to byte r of lane i's, of the four lanes of a quad.
+__device__ __forceinline__ void transpose(u32& a, u32& b, const Exchange& by) {
+    u32 kept = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
+    other = __shfl_xor_sync(ALL, other, 2);
+    u32 mine = __byte_perm(kept, other, by.one), others = __byte_perm(kept, other, by.one ^ 0x1111);
+    others = __shfl_xor_sync(ALL, others, 1);
+    a = __byte_perm(mine, others, by.order), b = __byte_perm(mine, others, by.order + 0x1111);
+}
+
+__device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
+    if (C % 4 == 0)
+#pragma unroll
+        for (int c = 0; c < C / 4 * 4; c += 4)
+            reinterpret_cast<uint4*>(to)[c / 4] = {row[c], row[c + 1], row[c + 2], row[c + 3]};
+    else
+#pragma unroll
+        for (int c = 0; c < C; c++) reinterpret_cast<u32*>(to)[c] = row[c];
+}
+
+// What a warp needs now and then of its block of keys: no registers are left for it.
+struct Aside {
+    char* block;
+    float reference, inverted;
+};
 
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centres
 // bfloat16 [B, G, S, D], strides cb, cg, cs, or null; references float32 [B, G]; table int64
 // [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
 // [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
-// levels, by cell and side; LEVELS levels. start: id of the first key; head, weights, logs,
-// magnitudes, centre: of the layout; scale: 1 / the largest |u| that is told apart; root: 1 / √D.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 2 : 1)
+// levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
+// start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; scale: 1 by
+// the largest |u| that is told apart; root: 1 / √D.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 encode(const void* data, const u8* valid, const u16* centres, const float* references,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
-       i64 count, i64 start, i64 sb, i64 sg, i64 sn, i64 vb, i64 cb, i64 cg, i64 cs, i64 row,
-       i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre, float scale, float root) {
-    __shared__ __align__(16) u8 stages[WARPS][STAGE];
-    __shared__ __align__(16) uint4 flip[C * 4];
-    __shared__ float4 bases[C * 8];  // minus the centre after the matrix unit
+       i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
+       i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre,
+       float scale, float root) {
+    __shared__ uint4 flip[C * 4];
+    __shared__ float4 bases[WARPS][C * 8];  // minus the centre after the matrix unit
+    __shared__ __align__(16) u16 means[WARPS][C * 32];
     __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
     __shared__ float edges[CELLS], levels[LEVELS];
+    __shared__ Aside aside[WARPS];
     __shared__ u8 indices[2 * CELLS];
-    i64 g = blockIdx.y, batch = blockIdx.z, s = start / TOKENS + blockIdx.x;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
-    char* block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
-    const u16* mean = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
 
     for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
     if (ODD > 1)
@@ -229,65 +318,103 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
     for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = given[i];
     for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(given[CELLS + i]);
     for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = given[3 * CELLS + i];
-    for (int i = threadIdx.x; i < D; i += WARPS * 32)
-        reinterpret_cast<u16*>(block + centre)[i] = mean ? mean[i] : 0;
-    if (warp == 0) {
-        u32 b = factor(0x3f80);  // bfloat16, as the centre
+    __syncthreads();
+    Tables tables;
+    tables.edges = edges, tables.levels = levels, tables.indices = indices;
+    tables.edge = edges[lane % CELLS];
+    u32 index = indices[lane % (2 * CELLS)], half = u32(to_float16(levels[index])) << 16;
+    tables.one = half | spread<4>(index) << 4, tables.two = half | spread<4>(index) << 5;
+    uint4 b = factors(DTYPE == 1 ? 0x3c00 : 0x3f80);
+    Exchange exchange = exchange_of(t);
+    u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
+
+    // a warp takes a block of keys, or a part of one where there are few
+    i64 step = sn * BYTES;
+    u32 warps = gridDim.x * WARPS, units = u32(blocks * kv_heads * batches), shift = 0;
+    while (shift < 3 && units << shift < warps) shift++;
+    for (u32 unit = blockIdx.x * WARPS + warp; unit < units << shift; unit += warps) {
+        u32 part = unit & ((1 << shift) - 1), at = unit >> shift;
+        i64 touched = at % u32(blocks), s = start / TOKENS + touched;
+        i64 g = at / u32(blocks) % u32(kv_heads), batch = at / u32(blocks) / u32(kv_heads);
+        i64 offset = s * TOKENS - start;  // of the block's first token among the keys
+        int size = TOKENS >> shift;
+        u32 from = u32(max(-offset, i64(part * size)));
+        u32 to = u32(min(count - offset, i64((part + 1) * size)));
+        char* block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
+        const u16* mean = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
+        float reference = references[batch * kv_heads + g];
+
+        u32 held[C][HELD];
+        // a shuffle hides where an address comes from, which the compiler would compute each time
+        const char* first = static_cast<const char*>(data) +
+                            (batch * sb + g * sg + offset * sn + t * 8) * BYTES;
+        first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
+        from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
+        const u8* flags = valid ? valid + batch * vb + offset : nullptr;
+        auto fetch = [&](u32 half) {
+            u32 id = min(max(half * HALF + lane / 4, from), to - 1);
+            const char* key = first + id * step;
+            if (flags && !flags[id]) {
 #pragma unroll
+                for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
+                return;
+            }
+#pragma unroll
+            for (int c = 0; c < C; c++)
+                if (M % 4 == 0 || c * 4 + t < M)
+                    load(held[c], key + c * 32 * BYTES);
+                else
+#pragma unroll
+                    for (int r = 0; r < HELD; r++) held[c][r] = 0;
+        };
+        char* out = block + (t ? magnitudes + (t - 1) * STRIDE : 0);
+        out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
+        if (AHEAD && from < to) fetch(from / HALF);
+
+        __syncwarp();
+        if (lane == 0) aside[warp] = {block, reference, 1.0f / reference};
+        for (int i = lane; i < C * 32; i += 32) {
+            u16 x = mean && i < D ? mean[i] : 0;
+            means[warp][i] = x;
+            if (part == 0 && i < D) reinterpret_cast<u16*>(block + centre)[i] = x;
+        }
+        if (from >= to) continue;
+        __syncwarp();
+        uint4 bfloats = DTYPE == 1 ? factors(0x3f80) : b;
+#pragma unroll 1
         for (int c = 0; c < C; c++) {
-            u32 pairs[4] = {};
-            if (mean && c * 4 + t < M)
-                for (int r = 0; r < 4; r++) {
-                    const u16* from = mean + (c * 4 + t) * 8 + 2 * r;
-                    pairs[r] = from[0] | u32(from[1]) << 16;
-                }
+            uint4 all = reinterpret_cast<const uint4*>(means[warp])[c * 4 + t];
+            u32 pairs[4] = {all.x, all.y, all.z, all.w};
             float sums[2][4] = {};
-            multiply<false>(sums, pairs, b, flips[c * 4 + t]);
+            multiply<false>(sums, pairs, bfloats, flip[c * 4 + t]);
 #pragma unroll
             for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
                 if (lane < 4)
-                    bases[c * 8 + n * 4 + t] = {0 - sums[n][0], 0 - sums[n][1], 0 - sums[n][2],
-                                                0 - sums[n][3]};
+                    bases[warp][c * 8 + n * 4 + t] = {0 - sums[n][0], 0 - sums[n][1],
+                                                      0 - sums[n][2], 0 - sums[n][3]};
         }
-    }
-    __syncthreads();
+        __syncwarp();
 
-    u32 b = factor(DTYPE == 1 ? 0x3c00 : 0x3f80);
-    Tables tables;
-    tables.edges = edges, tables.levels = levels, tables.indices = indices;
-    tables.edge = edges[lane % CELLS], tables.level = levels[indices[lane]];
-    tables.planes = spread(indices[lane], 0);
-    float reference = references[batch * gridDim.y + g], inverted = 1.0f / reference;
-    u8* stage = stages[warp];
-    i64 offset = s * TOKENS - start;  // of the block's first token among the keys
-    int begin = int(max(-offset, i64(0))), end = int(min(count - offset, i64(TOKENS)));
-    i64 base = batch * sb + g * sg;
-
-    for (int tile = warp; tile < TOKENS / TILE; tile += WARPS) {
-        int from = max(begin - tile * TILE, 0), to = min(end - tile * TILE, TILE);
-        if (from >= to) continue;
-        float weight[2];
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            int key = lane / 4 + 8 * k;
-            i64 i = offset + tile * TILE + key, at = base + i * sn + t * 8;
-            bool in = key >= from && key < to;
-            if (valid && in) in = valid[batch * vb + i];
+        float mine = 0;
+#pragma unroll 1
+        for (u32 half = from / HALF; half * HALF < to; half++) {
+            if (!AHEAD) fetch(half);
             Turned y;
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                u32 parts[PARTS][4] = {};
-                if (in && c * 4 + t < M) load(parts, data, at + c * 32);
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    float4 less = bases[c * 8 + n * 4 + t];
+                    float4 less = bases[warp][c * 8 + n * 4 + t];
                     y[c][n][0] = less.x, y[c][n][1] = less.y;
                     y[c][n][2] = less.z, y[c][n][3] = less.w;
                 }
+                u32 parts[PARTS][4];
+                split(parts, held[c]);
 #pragma unroll
                 for (int p = PARTS - 1; p >= 0; p--)
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
             }
+            if (AHEAD && (half + 1) * HALF < to) fetch(half + 1);
             finish(y, hartley);
 
             float squares = 0, longer = 1;
@@ -318,60 +445,53 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
             }
             float inverse = squares > 0 ? rsqrtf(squares) : 0.0f, length = squares * inverse;
             float per = inverse * scale, aligned = 0;
-            u8* mine = stage + key * STRIDE + t;
-            u8* planes = stage + TILE * STRIDE + key * (BITS * STRIDE) + t;
+            u32 rows[WORDS][(C + 1) / 2 * 2] = {};
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                u32 words[WORDS + 1] = {}, negative = 0;
+                u32 words[WORDS];
+                coded(words, aligned, y[c], per, tables);
 #pragma unroll
-                for (int j = 7; j >= 0; j--) {
-                    float x = y[c][j / 4][j % 4], size = fabsf(x);
-                    float level = coded(words, at_most_one(size * per), tables);
-                    aligned = fmaf(size, level, aligned);
-                    negative = __funnelshift_l(__float_as_uint(x), negative, 1);
+                for (int w = 0; w < WORDS; w++)
+                    rows[w][c] = M % 4 && c * 4 + t >= M ? 0 : words[w];
+            }
+            u32 key = half * HALF + lane / 4;
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                u32 mine[C];
+#pragma unroll
+                for (int c = 0; c < C; c += 2) {
+                    transpose(rows[w][c], rows[w][c + 1], exchange);
+                    mine[c] = rows[w][c];
+                    if (c + 1 < C) mine[c + 1] = rows[w][c + 1];
                 }
-                bool pad = M % 4 && c * 4 + t >= M;
-                mine[c * 4] = pad ? 0 : u8(~negative);
-#pragma unroll
-                for (int p = 0; p < BITS; p++)
-                    planes[p * STRIDE + c * 4] = pad ? 0 : u8(words[p / 4] >> (p % 4 * 8));
+                u32 plane = w * 4 + t;  // 0 of signs
+                char* to_row = out + key * width;
+                if (w)
+                    to_row = aside[warp].block + magnitudes + (key * BITS + plane - 1) * STRIDE;
+                if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
             }
             aligned = quad_sum(aligned) * inverse;
             float norm = fminf(length * longer * root, 1152921504606846976.0f);  // LONGEST
-            weight[k] = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
+            float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
+            if (half % 4 == t) mine = weight;
+            if (half % 4 < 3 && (half + 1) * HALF < to) continue;
+
+            // weights of up to 32 keys, one of each lane
+            u32 id = half / 4 * GROUP + t * HALF + lane / 4;
+            int code = 0;
+            const Aside& kept = aside[warp];
+            if (mine > 0) {  // ops.codes.log_codes; the exponent apart, for precision's sake
+                u32 ratio = __float_as_uint(fmaxf(mine * kept.inverted, 6.103515625e-05f));
+                double power = int(ratio >> 23) - 127;
+                power += log2f(__uint_as_float((ratio & 0x7fffff) | 0x3f800000));
+                power = fmax(rint(power * STEPS + 65535.0), 1.0);
+                code = mine < kept.reference ? min(int(power), 65535) : 65535;
+            }
+            if (id >= from && id < to) {
+                u8* upper = reinterpret_cast<u8*>(kept.block + weights);
+                upper[half / 4 * GROUP + lane] = u8(code >> 8);  // layout.places
+                reinterpret_cast<u16*>(kept.block + logs)[id] = u16(code);
+            }
         }
-        // lanes 0 and 1 of a quad answer for its two keys
-        float mine = t ? weight[1] : weight[0];
-        int key = lane / 4 + 8 * t, code = 0;
-        if (mine > 0) {  // ops.codes.log_codes; the exponent apart, for the logarithm's precision
-            u32 ratio = __float_as_uint(fmaxf(mine * inverted, 6.103515625e-05f));
-            double power = int(ratio >> 23) - 127;
-            power += log2f(__uint_as_float((ratio & 0x7fffff) | 0x3f800000));
-            code = mine < reference ? int(fmax(rint(power * STEPS + 65535.0), 1.0)) : 65535;
-            code = min(code, 65535);
-        }
-        if (t < 2 && key >= from && key < to) {
-            int id = tile * TILE + key, place = id / 32 * 32 + id % 8 * 4 + id % 32 / 8;
-            reinterpret_cast<u8*>(block + weights)[place] = u8(code >> 8);  // layout.places
-            reinterpret_cast<u16*>(block + logs)[id] = u16(code);
-        }
-        __syncwarp();
-        char* signs = block + tile * (TILE * STRIDE);
-        char* sizes = block + magnitudes + tile * (TILE * STRIDE * BITS);
-        if (from == 0 && to == TILE) {
-            const uint4* whole = reinterpret_cast<const uint4*>(stage);
-            uint4* to_signs = reinterpret_cast<uint4*>(signs);
-            uint4* to_sizes = reinterpret_cast<uint4*>(sizes);
-            for (int i = lane; i < STRIDE; i += 32) to_signs[i] = whole[i];
-            for (int i = lane; i < STRIDE * BITS; i += 32) to_sizes[i] = whole[STRIDE + i];
-        } else {
-            const u32* part = reinterpret_cast<const u32*>(stage);
-            u32* to_signs = reinterpret_cast<u32*>(signs);
-            u32* to_sizes = reinterpret_cast<u32*>(sizes);
-            for (int i = from * C + lane; i < to * C; i += 32) to_signs[i] = part[i];
-            for (int i = from * C * BITS + lane; i < to * C * BITS; i += 32)
-                to_sizes[i] = part[TILE * C + i];
-        }
-        __syncwarp();
     }
 }

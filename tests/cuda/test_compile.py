@@ -41,7 +41,7 @@ AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
-ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1)
+ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0)
 LEARN = dict(DTYPE=2, WIDE=1, LANES=0)
 TURN = STEP | dict(TABLE=0)
@@ -104,10 +104,12 @@ DEFINES = {
     "draw.cu": [{}],
     "encode.cu": [
         ENCODE,
-        ENCODE | dict(DTYPE=0),
-        ENCODE | dict(D=64, BITS=0, DTYPE=1, WIDE=0),
+        ENCODE | dict(DTYPE=1),
+        ENCODE | dict(DTYPE=0, RESIDENT=2),
+        ENCODE | dict(D=64, BITS=0, DTYPE=1, WIDE=0, RESIDENT=2),
         ENCODE | dict(D=96, BITS=5),
-        ENCODE | dict(D=256),
+        ENCODE | dict(D=120, RESIDENT=2),
+        ENCODE | dict(D=256, RESIDENT=1),
     ],
     "estimate.cu": [
         ESTIMATE,

@@ -291,6 +291,20 @@ def test_without_centres_zero_and_sparse_keys(dim, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_warp_takes_several_blocks_of_keys(device):
+    case, S = Case(q_heads=8, kv_heads=8, head_dim=8), 13 if device == "cpu" else 1000
+    keys, index = keys_of(case, BLOCK).to(device), case.index("pariskv", device=device)
+    encode = Encoder(Layout(8, 3), index._rotation, index._levels)
+    centres, reference = keys.mean(2, keepdim=True).bfloat16(), torch.full((1, 8), 64.0).to(device)
+    want, got = (room(case, encode.layout, count * BLOCK, device) for count in (1, S))
+    with on(device):
+        encode(keys, centres, reference, table_of(want), start=0)
+        repeated = keys.repeat(1, 1, S, 1), centres.repeat(1, 1, S, 1)
+        encode(*repeated, reference, table_of(got), start=0)
+    assert torch.equal(got, want.expand_as(got))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_another_rotation_is_seen(device):
     case = Case(head_dim=64, dtype=torch.bfloat16)
     layout, _, keys, index = checked(case, pieces=[300], device=device)
@@ -306,10 +320,12 @@ def test_a_matrix_that_is_no_rotation_is_refused():
     for wrong in (rotation.T.contiguous(), torch.eye(96)):
         with pytest.raises(ValueError, match="rotation: got another matrix"):
             Encoder(Layout(96, 3), wrong, levels)
-    with pytest.raises(
-        ValueError, match=r"levels: got \[.*, allowed are those of ops.codes.levels"
-    ):
-        Encoder(Layout(96, 3), rotation, torch.linspace(0, 1e-3, 8).cumsum(0) ** 4)
+    for wrong in (torch.linspace(0, 1e-3, 8).cumsum(0) ** 4, levels * 1.001):  # no float16
+        with pytest.raises(
+            ValueError, match=r"levels: got \[.*, allowed are those of ops.codes.levels"
+        ):
+            Encoder(Layout(96, 3), rotation, wrong)
+
     with pytest.raises(ValueError, match="layout: got D = 264 and 3 bits"):
         Encoder(Layout(264, 3), rotation, levels)
 
