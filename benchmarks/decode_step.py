@@ -5,7 +5,8 @@
         --json OUT --plot OUT.png
     PYTHONPATH=.:adapters python benchmarks/decode_step.py --draw RESULT.json … [--plot OUT.png]
 
-H = 32, G = 8, D = 128, bfloat16, k = 100, an index that the fused kernels serve. First the answer
+H = 32, G = 8, D = 128, bfloat16, k = 100, an index that fused kernels serve: every preset, as
+`--index pariskv:preset=scan`. First the answer
 is checked; a wrong one is not timed. All times are of replays of a CUDA graph that holds the step
 of L layers one after another, divided by L, by CUDA events, after the L2 cache was filled with
 something else and with other queries in each replay. Launches are counted of the bare step and, as
@@ -152,10 +153,10 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         rows = row_pools(setting, min(max(given.tokens), ROWS))
         pinned = sum(pool.alive.pinned_bytes for place, pool in rows.items() if place != "device")
         say(f"rows: {pinned / 2**30:.1f} GiB pinned")
-        layout = setting.layout
+        layout, scanned_bytes = setting.layout, setting.scanned_bytes
         for tokens in given.tokens:
             S = -(-tokens // BLOCK)
-            scanned = G * tokens * (layout.stride + 1)
+            scanned = G * tokens * scanned_bytes
             sequences = sequences_of(scanned, given.layers, l2)
             fit = int(0.85 * torch.cuda.mem_get_info()[0]) // (S * G * layout.head_bytes)
             if fit < 1:

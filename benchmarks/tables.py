@@ -33,6 +33,7 @@ PAGES = (
 
 SOURCES = {
     **dict.fromkeys(("decode_stages", "decode_faiss", "decode_rows"), "decode_step"),
+    "decode_presets": "decode_step_scan",
     **dict.fromkeys(("append_updates", "append_layers"), "append"),
 }
 """Of a table, the result that it is made of, where that has another name."""
@@ -55,6 +56,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_faiss": decode.decode_faiss,
     "decode_rows": decode.decode_rows,
     "decode_stages": decode.decode_stages,
+    "decode_presets": decode.decode_presets,
     "field": field.field,
     "drift": drifting.markdown,
     "generate_speed": speed.generate_speed,

@@ -134,6 +134,11 @@ class BaseStep:
         self.select(queries, state)
         return self.attend(queries, state)
 
+    @property
+    def listed(self) -> Tensor:
+        """How many entries the last step has listed of each group, int32 `[B G]`."""
+        return self.counts
+
     def renew(self) -> None:
         """Whoever has `output` and `found` keeps them: what comes now is written to new ones."""
         self.output, self.found = torch.empty_like(self.output), torch.empty_like(self.found)

@@ -54,6 +54,11 @@ class OneStage(BaseStep):
         self._all = self._defines | self._softcap | dict(BITS=layout.magnitude_bits)
         self._all["CENTRED"] = int(centred)
 
+    @property
+    def listed(self) -> Tensor:
+        """As `BaseStep.listed`: all keys."""
+        return self._many
+
     def select(self, queries: Tensor, state: State) -> None:
         """As `BaseStep.select`."""
         g, L, kv, groups = self.geometry, self.layout, self.geometry.kv_heads, self._groups

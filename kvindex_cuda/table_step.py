@@ -80,6 +80,11 @@ class TableStep(BaseStep):
         if dots:
             self.counts = self._many  # what is listed may be more than there are candidates
 
+    @property
+    def listed(self) -> Tensor:
+        """As `BaseStep.listed`."""
+        return self._many
+
     def select(self, queries: Tensor, state: State) -> None:
         """As `BaseStep.select`."""
         g, L, kv, groups = self.geometry, self.layout, self.geometry.kv_heads, self._groups

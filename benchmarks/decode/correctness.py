@@ -27,16 +27,18 @@ def check(setting: Setting, multiprocessors: int, **options: Any) -> dict[str, A
     options: for `HostStore`. Raises SystemExit where they differ.
     """
     g, batch, tokens = setting.geometry, 2, CHECKED
-    index, layout = setting.index, setting.layout
+    index: Any = setting.index
+    layout = setting.layout
     keys, values = (
         torch.cat([synthetic(g, first + b, 0, tokens + setting.near) for b in range(batch)])
         for first in (1000, 2000)
     )
     index.append(keys[:, :, :tokens], values[:, :, :tokens])
-    blocks = layout.pack(
-        {name: index._codes[name] for name in index._codes}, index._learnt["centres"]
-    )
-    pool = Pool(blocks, index._learnt["reference"])
+    codes = {name: index._codes[name] for name in index._codes}
+    blocks = layout.pack(codes, index._learnt.get("centres"))
+    none = torch.zeros((batch, g.kv_heads), device=g.device)
+    histograms = index._histogram if setting.kind == "tiers" else None
+    pool = Pool(blocks, index._learnt.get("reference", none), histograms)
     store = HostStore(g, max_tokens=tokens, budget=Budget(), **options)
     store.append(store.join(keys[:, :, :tokens], values[:, :, :tokens]))
     store.wait()

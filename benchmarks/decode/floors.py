@@ -11,7 +11,7 @@ import torch
 from benchmarks.decode.setting import Setting
 from benchmarks.decode.timing import Timed, read_all
 from kvindex_cuda import step as steps
-from kvindex_cuda.layout import BLOCK
+from kvindex_cuda.layout import BLOCK, SubspaceLayout
 
 SECTOR = 32
 """Bytes that memory moves at least."""
@@ -61,6 +61,7 @@ def stage_bytes(
     agreed = 8 * listed + C * (4 * group + 8)
     near = groups * setting.near * row + 2 * heads * g.head_dim * size
     rows = groups * min(setting.k, C) * row
+    other = {} if setting.kind == "votes" else others(setting, tokens, batch, listed)
     return {
         "ask": Bytes(asked + groups * sampled),
         "scan": Bytes(groups * scanned + batch * S * BLOCK / 8),
@@ -73,6 +74,32 @@ def stage_bytes(
             near + (rows if place == "device" else 0),
             rows if place == "host" else 0,
         ),
+    } | other
+
+
+def others(setting: Setting, tokens: int, batch: int, listed: float) -> dict[str, Bytes]:
+    """As `stage_bytes`, of what the steps by other presets do in another way."""
+    g, layout, kind = setting.geometry, setting.layout, setting.kind
+    size, groups, group = g.dtype.itemsize, batch * g.kv_heads, g.group_size
+    S, M, width, sets = -(-tokens // BLOCK), g.head_dim // 8, layout.stride, -(-group // 4)
+    centre = S * (2 * g.head_dim + 4 * group) if setting.index.config.centre else 0
+    turned = groups * group * g.head_dim * (size + 4) + 4 * g.head_dim**2
+    turned += groups * 4 * (2 * group * steps.BUCKETS + steps.BINS + 6)
+    entries = M * 256 * 4 * sets * dict(all=0, tiers=1, dots=2)[kind]
+    counts = M * 256 * 8 if kind == "tiers" else 0
+    span = layout.span if isinstance(layout, SubspaceLayout) else 2
+    planes, beside = layout.magnitude_bits * width, 8 + 4 * group
+    key = sum(-(-part // SECTOR) * SECTOR for part in (width, planes, span))
+    voted = 4 * sets if kind == "tiers" else 4
+    looked_up = tokens * (setting.scanned_bytes + voted) + centre
+    return {
+        "turn": Bytes(turned + groups * (entries + counts)),
+        "all": Bytes(groups * (tokens * (width + planes + span + beside) + centre)),
+        "count": Bytes(groups * (looked_up + entries)),
+        "heads": Bytes(groups * (tokens * voted + 8 * listed)),
+        "group": Bytes(groups * (tokens * voted + 8 * listed)),
+        "weigh": Bytes(groups * listed * (8 + key + 4 * group)),
+        "agree": Bytes(groups * listed * beside),
     }
 
 

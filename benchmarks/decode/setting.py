@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvindex
 from kvindex.geometry import Geometry
-from kvindex.ops.coarse import ceil_share
-from kvindex_cuda.layout import BLOCK, Layout
+from kvindex.ops.coarse import TIERS, ceil_share
+from kvindex_cuda.layout import BLOCK, Layout, SubspaceLayout
+from kvindex_cuda.serving import STEPS, kind_of, layout_of, options_of, room_of
 
 H, G, D, K = 32, 8, 128, 100
 NEAR = 64 + 256
@@ -40,12 +42,41 @@ class Setting:
     @property
     def layout(self) -> Layout:
         """Of the codes."""
-        return Layout(self.geometry.head_dim, self.index.config.magnitude_bits)
+        return layout_of(self.index)
+
+    @property
+    def kind(self) -> str:
+        """Of the step (`serving.kind_of`)."""
+        kind = kind_of(self.index)
+        assert kind is not None
+        return kind
+
+    @property
+    def scanned_bytes(self) -> int:
+        """Of a key, that a step reads of all keys at least; centres not counted."""
+        layout = self.layout
+        weights = layout.span if isinstance(layout, SubspaceLayout) else 1
+        planes = layout.stride * layout.magnitude_bits
+        beside = dict(votes=weights, dots=weights, tiers=0, all=planes + 2)
+        return layout.stride + beside[self.kind]
 
     def candidates(self, tokens: int) -> int:
-        """`C` (`ParisKV._limits`)."""
-        config = self.index.config
-        return min(max(ceil_share(tokens, config.beta), config.pool * self.k), tokens)
+        """`C`, of a head or of the group; all keys of one stage."""
+        index: Any = self.index
+        return tokens if self.kind == "all" else int(index._candidates_of(tokens, self.k))
+
+    def tiers(self, tokens: int) -> list[int]:
+        """Keys that bound each tier."""
+        index: Any = self.index
+        return [ceil_share(tokens, index._shares(tokens)[1], t) for t in TIERS]
+
+    def step(self, batch: int, tokens: int, multiprocessors: int) -> Any:
+        """A step for so many tokens."""
+        kind = self.kind
+        options = options_of(kind, self.index.config) | dict(batch=batch, k=self.k)
+        most = room_of(kind, tokens, self.candidates(tokens))
+        options |= dict(most=most, multiprocessors=multiprocessors)
+        return STEPS[kind](self.geometry, self.layout, **options)
 
     def queries(self, *shape: int) -> Tensor:
         """`[..., H, D]`: the heads of a group share half of their variance."""

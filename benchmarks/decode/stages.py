@@ -32,7 +32,7 @@ def measure(
         work.run("host", launches)
     names = launches.names
     sound(setting, work)
-    listed = float(work.step.counts.float().mean())
+    listed = float(work.step.listed.float().mean())
     result: dict[str, Any] = {
         "layers": layers,
         "candidates": setting.candidates(tokens),

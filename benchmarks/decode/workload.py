@@ -18,11 +18,11 @@ from torch import Tensor
 from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Clock, Launches
 from kvindex.rows import NAMES
+from kvindex_cuda.base_step import BaseStep, State, words_of
 from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK
 from kvindex_cuda.row_cache import RowCache
 from kvindex_cuda.slabs import Budget
-from kvindex_cuda.step import State, Step, words_of
 
 PIECE = 65_536
 """Tokens drawn or encoded at once: the temporaries of encoding take 3 GB."""
@@ -39,10 +39,14 @@ SETS = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """Codes of sequences: blocks uint8 `[Q, S, G, head_bytes]`, references float32 `[Q, G]`."""
+    """Codes of sequences: blocks uint8 `[Q, S, G, head_bytes]`, references float32 `[Q, G]`.
+
+    histograms: of tiers alone, keys per centroid, int64 `[Q, G, M, 256]`.
+    """
 
     blocks: Tensor
     references: Tensor
+    histograms: Tensor | None = None
 
     @staticmethod
     def of(setting: Setting, tokens: int, sequences: int, clock: Clock) -> Pool:
@@ -51,21 +55,30 @@ class Pool:
         learn, S = index.ops.learn, -(-tokens // BLOCK)
         shape = (sequences, S, g.kv_heads, layout.head_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=g.device)
-        references = torch.empty((sequences, g.kv_heads), device=g.device)
+        references = torch.zeros((sequences, g.kv_heads), device=g.device)
+        shape, histograms = (sequences, g.kv_heads, g.head_dim // 8, 256), None
+        if setting.kind == "tiers":
+            histograms = torch.zeros(shape, dtype=torch.int64, device=g.device)
+        centred, logs = index.config.centre > 0, index.config.weights == "log"
         for q in range(sequences):
             learnt: dict[str, Tensor] = {}  # of the sequence's first piece
             for start in range(0, tokens, PIECE):
                 clock.check()
                 keys = synthetic(g, q, start, min(PIECE, tokens - start))
-                centres = learn.centres(keys, None, {}, start=0, every=BLOCK)
-                if not learnt:
+                centres: dict[str, Tensor] = {}
+                if centred:
+                    centres = learn.centres(keys, None, {}, start=0, every=BLOCK)
+                if logs and not learnt:
                     norms = index.ops.transform.normalize(keys)[1]
                     learnt = learn.reference(norms, None, {})
                 codes = index._encode(keys, {**centres, **learnt})
-                packed = layout.pack(codes, centres["centres"])[0]
+                packed = layout.pack(codes, centres.get("centres"))[0]
                 blocks[q, start // BLOCK : start // BLOCK + len(packed)] = packed
-            references[q] = learnt["reference"][0]
-        return Pool(blocks, references)
+                if histograms is not None:
+                    histograms[q] += index.ops.coarse.histogram(codes["signs"])[0]
+            if logs:
+                references[q] = learnt["reference"][0]
+        return Pool(blocks, references, histograms)
 
     def table(self, layer: int, batch: int) -> Tensor:
         """Addresses of a layer's blocks, int64 `[B, S]`."""
@@ -75,10 +88,12 @@ class Pool:
         slots = sequence[:, None] * S + torch.arange(S, device=self.blocks.device)
         return self.blocks.data_ptr() + slots * size
 
-    def reference(self, layer: int, batch: int) -> Tensor:
-        """Float32 `[B, G]`."""
+    def learnt(self, layer: int, batch: int) -> dict[str, Tensor | None]:
+        """Of a layer's rows: `reference` float32 `[B, G]`, `histogram` of tiers or None."""
         sequence = (layer * batch + torch.arange(batch)) % len(self.references)
-        return self.references[sequence.to(self.references.device)].contiguous()
+        some, counts = sequence.to(self.references.device), self.histograms
+        histogram = None if counts is None else counts[some].contiguous()
+        return dict(reference=self.references[some].contiguous(), histogram=histogram)
 
 
 def sequences_of(scanned_bytes: int, layers: int, l2_bytes: int) -> int:
@@ -154,7 +169,7 @@ class Workload:
     again, so that all their rows are found but those that `ask` has the caches forget.
     """
 
-    step: Step
+    step: BaseStep
     asked: Tensor
     queries: Tensor  # [L, B, H, D], what the step reads
     states: dict[str, list[State]]
@@ -188,36 +203,25 @@ class Workload:
             counted=filled((batch,), tokens, torch.int32),
             shown=filled((batch, setting.near), 1, torch.uint8),
             held=filled((1,), setting.near, torch.int64),
+            tiers=torch.tensor([setting.tiers(tokens)] * batch, device=g.device),
         )
         states: dict[str, list[State]] = {place: [] for place in rows}
         for layer in range(layers):
-            codes, reference = pool.table(layer, batch), pool.reference(layer, batch)
+            codes, learnt = pool.table(layer, batch), pool.learnt(layer, batch)
             for place, part in rows.items():
                 at = [part.table(S, layer * batch + b, layers * batch) for b in range(batch)]
                 states[place].append(
                     State(
                         codes=codes,
                         rows=torch.stack(at),
-                        reference=reference,
+                        **learnt,
                         near=near[layer],
                         row_bytes=part.row_bytes,
                         codec=part.codec,
                         **shared,
                     )
                 )
-        config = setting.index.config
-        step = Step(
-            g,
-            setting.layout,
-            batch=batch,
-            k=setting.k,
-            most=C,
-            seed=config.seed,
-            largest=config.largest,
-            policy=config.group,
-            centred=bool(config.centre),
-            multiprocessors=multiprocessors,
-        )
+        step = setting.step(batch, tokens, multiprocessors)
         asked = setting.queries(SETS, layers, batch)
         if "host" in states:
             groups = batch * g.kv_heads

@@ -62,6 +62,60 @@ def steps(
     return f"{' '.join(about)}\n\n{table(head, rows)}\n\n{ending}"
 
 
+PRESETS = ("fast", "scan", "paper", "accurate")
+
+
+def decode_presets(_: dict[str, Any]) -> str:
+    """Whole steps of the presets, a result each."""
+    paths = {preset: RESULTS / f"decode_step_{preset}.json" for preset in PRESETS}
+    found = {
+        preset: json.loads(path.read_text()) for preset, path in paths.items() if path.exists()
+    }
+    return presets(found)
+
+
+def presets(results: dict[str, dict[str, Any]]) -> str:
+    """Steps of several presets beside each other, and where one stage gives way to two."""
+    at: dict[int, dict[str, dict[str, Any]]] = {}
+    for preset, result in results.items():
+        for point in result["points"]:
+            if point["batch"] == 1 and "step_host" in point:
+                at.setdefault(point["tokens"], {})[preset] = point
+    rows, parts = [], ("step_host", "step_device")
+    for tokens, points in sorted(at.items()):
+        full = next((_median(p, "dense") for p in points.values() if "dense" in p), "–")
+        line = [f"{tokens:,}", full]
+        for part in parts:
+            for preset in results:
+                point = points.get(preset, {})
+                dense = point.get("dense", {}).get("median_us")
+                share = f" ({point[part]['median_us'] / dense:.2f})" if dense else ""
+                line.append(_median(point, part) + share)
+        rows.append(tuple(line))
+    places = "rows on the host", "rows on the device"
+    head = [f"`{preset}`, {place}" for place in places for preset in results]
+    about = "µs for a layer and step, batch 1, and over dense of the same run; set as above."
+    switch = _switch(at)
+    text = f"{about}\n\n{table(('tokens', 'dense (SDPA)', *head), rows)}\n\n"
+    return text + (f"{switch} " if switch else "") + machine(next(iter(results.values())))
+
+
+def _switch(at: dict[int, dict[str, dict[str, Any]]]) -> str:
+    """In words, up to which length one stage is as fast as two, rows on the host."""
+    known = {n: p for n, p in sorted(at.items()) if {"fast", "scan"} <= p.keys()}
+    if not known:
+        return ""
+    slower = [
+        tokens
+        for tokens, p in known.items()
+        if p["scan"]["step_host"]["median_us"] > p["fast"]["step_host"]["median_us"]
+    ]
+    before = [tokens for tokens in known if not slower or tokens < slower[0]]
+    words = f"as fast up to {before[-1]:,} tokens, " if before else ""
+    ending = f"slower from {slower[0]:,} on" if slower else "the longest measured"
+    return f"One stage (`scan`) beside two (`fast`): {words}{ending}."
+
+
 def decode_faiss(result: dict[str, Any]) -> str:
     """Searches of FAISS's GPU indexes, beside the step's whole."""
     if not result["faiss"]:
