@@ -13,10 +13,11 @@ class Columns:
 
     Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. The
     first append fixes names, dtypes, devices and all sizes but that of the token axis.
+    fill: what room holds that nobody has written, 0 or 1.
     """
 
-    def __init__(self, axis: int = 2) -> None:
-        self._axis = axis
+    def __init__(self, axis: int = 2, fill: int = 0) -> None:
+        self._axis, self._fill = axis, fill
         self._data: dict[str, Tensor] = {}  # each as long as its capacity
         self._length = 0
 
@@ -62,19 +63,24 @@ class Columns:
         """Keep the first `length` tokens."""
         self._length = min(self._length, length)
 
+    def clear(self, start: int) -> None:
+        """All room from token `start` on is as if nobody had written it."""
+        for tensor in self._data.values():
+            tensor.narrow(self._axis, start, tensor.shape[self._axis] - start).fill_(self._fill)
+
     def after(self, count: int, room: int = 0) -> Columns:
         """A copy without the first `count` tokens, with room for `room` tokens at least."""
-        copy, rest = Columns(self._axis), len(self) - count
+        copy, rest = Columns(self._axis, self._fill), len(self) - count
         for name, tensor in self._data.items():
             shape = list(tensor.shape)
             shape[self._axis] = max(rest, room)
-            copy._data[name] = tensor.new_zeros(shape)
+            copy._data[name] = self._new(tensor, shape)
         copy.append({name: self[name].narrow(self._axis, count, rest) for name in self._data})
         return copy
 
     def reordered(self, batch_indices: Tensor) -> Columns:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
-        copy = type(self)(self._axis)
+        copy = type(self)(self._axis, self._fill)
         copy._length = self._length
         copy._data = {
             name: tensor.index_select(0, batch_indices.to(tensor.device))
@@ -84,7 +90,7 @@ class Columns:
 
     def repeated(self, count: int) -> Columns:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
-        view = type(self)(self._axis)
+        view = type(self)(self._axis, self._fill)
         view._length = self._length
         view._data = {
             name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in self._data.items()
@@ -111,10 +117,14 @@ class Columns:
                 continue
             shape = list(tensor.shape)
             shape[self._axis] = max(need, 2 * capacity)
-            grown[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+            grown[name] = self._new(tensor, shape)
             if held is not None:
                 grown[name].narrow(self._axis, 0, self._length).copy_(self[name])
         return grown
+
+    def _new(self, like: Tensor, shape: list[int]) -> Tensor:
+        make = torch.ones if self._fill else torch.zeros
+        return make(shape, dtype=like.dtype, device=like.device)
 
 
 def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
@@ -124,11 +134,12 @@ def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
 class Valid:
     """Which tokens are real, bool `[B, N]`: takes no memory before the first padded token.
 
-    all_from: tokens from this one on are real, as far as the host knows without asking a device.
+    all_from: tokens from this one on are real, as far as the host knows without asking a device;
+    their flags are what unwritten room holds, so that they cost no operation.
     """
 
     def __init__(self) -> None:
-        self._columns = Columns(axis=1)
+        self._columns = Columns(axis=1, fill=1)
         self.all_from = 0
 
     @property
@@ -142,7 +153,7 @@ class Valid:
         if valid is None and self.flags is None:
             return {}
         if valid is None:
-            valid = torch.ones((B, count), dtype=torch.bool, device=device)
+            valid = self._columns["valid"][:, :1].expand(B, count)  # of that shape: not read
         elif self.flags is None:
             before = torch.ones((B, length), dtype=torch.bool, device=device)
             valid = torch.cat([before, valid], dim=1)
@@ -151,14 +162,18 @@ class Valid:
 
     def append(self, reserved: dict[str, Tensor], *, all_real: bool) -> None:
         """Append what `reserve` gave; all_real: whether it had no flags to go by."""
-        self._columns.append(reserved)
         if not all_real:
+            self._columns.append(reserved)
             self.all_from = len(self._columns)
+        elif reserved:
+            self._columns.claim(reserved)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         self._columns.truncate(length)
-        self.all_from = min(self.all_from, length)
+        if length < self.all_from:
+            self._columns.clear(length)
+            self.all_from = length
 
     def reordered(self, batch_indices: Tensor) -> Valid:
         """A copy in which row `b` is row `batch_indices[b]` of this."""

@@ -167,6 +167,11 @@ class Fused:
             replay.take_turn()
             hold(near, token, window, queries, replay.asked)
             return replay()
+        if capturing(self._geometry.device):
+            raise RuntimeError(
+                "graph: got a layer's step, which puts a token where the host says it is; allowed "
+                "is index.attend, beside rows that are added between the replays (docs/cuda.md)"
+            )
         hold(near, token, window, queries)
         return self.attend(index, queries, near, k, wrong)
 

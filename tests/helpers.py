@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvindex
 from kvindex import Hits, KVIndex, Rows
@@ -171,3 +172,18 @@ def assert_same_snapshot(got: tuple[object, ...], want: tuple[object, ...]) -> N
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
         else:
             assert ours == theirs
+
+
+class Operations(TorchDispatchMode):
+    """While it is entered: names of torch's operations but views, and how many there are in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        if not function.is_view:
+            self.names.append(str(function))
+        return function(*args, **kwargs or {})

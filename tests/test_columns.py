@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.columns import Columns, Valid
+from tests.helpers import Operations
 
 
 def rows(count, start=0, batch=2):
@@ -132,7 +133,19 @@ def test_reset_forgets_names_and_sizes():
 
 def add(valid, length, count, flags=None):
     given = None if flags is None else torch.tensor(flags)
-    valid.append(valid.reserve(length, torch.zeros(2, 1, count, 4), given), all_real=flags is None)
+    like = torch.zeros(2 if valid.flags is None else len(valid.flags), 1, count, 4)
+    valid.append(valid.reserve(length, like, given), all_real=flags is None)
+
+
+def test_flags_of_real_tokens_cost_no_operation():
+    valid = Valid()
+    add(valid, 0, 9, [[False] * 9] * 2)
+    reserved = valid.reserve(9, torch.zeros(2, 1, 9, 4), None)  # room for twice as many
+    with Operations() as operations:
+        valid.append(reserved, all_real=True)
+        valid.reserve(18, torch.zeros(2, 1, 0, 4), None)
+    assert operations.names == ["aten.zeros.default"]  # the last line's own
+    assert valid.flags[:, 9:].all()
 
 
 def test_valid_takes_no_memory_before_the_first_padded_token():
@@ -153,6 +166,12 @@ def test_valid_remembers_tokens_from_before_the_first_flags():
     valid.truncate(3)
     assert valid.flags.tolist() == [[True] * 3, [True, True, False], [True, True, False]]
     assert valid.all_from == 3
+    add(valid, 3, 6)
+    assert valid.flags[1:].tolist() == [[True, True, False, *[True] * 6]] * 2
+    valid.truncate(2)
+    add(valid, 2, 3)
+    assert valid.flags.tolist() == [[True] * 5] * 3
+    assert valid.all_from == 2
     valid.reset()
     assert valid.flags is None
     assert valid.all_from == 0

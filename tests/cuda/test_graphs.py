@@ -3,11 +3,13 @@
 On a CPU graphs are launches that are kept (`graphs.py`).
 """
 
+import gc
 import weakref
+from contextlib import nullcontext
+from importlib import import_module
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.decode.timing import Launches
 from kvindex.indexes.pariskv import ParisKV
@@ -15,7 +17,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_cuda import replay as replaying
 from kvindex_cuda.replay import WARM
 from tests.cuda.graphs import kept
-from tests.helpers import Case
+from tests.helpers import Case, Operations
 from tests.sequences import Sequence
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
@@ -92,32 +94,19 @@ def two(device, steps=WARM + 2, **options):
     return pair
 
 
-class Operations(TorchDispatchMode):
-    """Those of torch that are not views, and how many there are in all."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.count = [], 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        if not function.is_view:
-            self.names.append(str(function))
-        return function(*args, **kwargs or {})
-
-
-def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch):
+@pytest.mark.parametrize(("case", "pads"), [(CASE, None), (PADDED, [0, 13])], ids=str)
+def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case, pads):
     """It is these that cost a host its time: some 5 µs each, and 1 µs for a view."""
     monkeypatch.setattr(ParisKV, "_defers", True)
     monkeypatch.setattr("kvindex.check.finite", lambda *_: None)  # as on a GPU
-    pair = two(device, update_every=40)
+    pair = two(device, update_every=40, case=case, pads=pads)
     step = pair.sequence.parts(pair.length, pair.length + 1)
     parts, found = [one.to(device).contiguous() for one in step], []
     for layer in pair.layers:
         with Launches() as launches, Operations() as operations:
             layer.step(*parts)
         found.append((launches.names, operations.names))
-        assert operations.count <= 14
+        assert operations.count <= 16
     six = ["ask", "scan", "exact", "rerank", "agree", "attend"]
     assert found[0] == (["hold"], ["aten.clone.default"])  # beside the replay
     assert found[1] == (["hold", *six], ["aten.empty_like.default"] * 2)
@@ -315,6 +304,17 @@ def test_layers_share_a_steps_buffers_and_what_graphs_read_and_write(device, gra
     assert len({replay._answer.data_ptr() for replay in replays}) == 1
 
 
+def test_a_layers_step_is_not_for_a_callers_capture(device, graphs, monkeypatch):
+    pair = two(device, steps=1)
+    parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
+    monkeypatch.setattr(import_module("kvindex_cuda.fused"), "capturing", lambda device: True)
+    with pytest.raises(
+        RuntimeError, match=r"graph: got a layer's step, .* allowed is index.attend"
+    ):
+        pair.layers[0].step(*parts)
+    assert len(pair.layers[0]) == pair.length
+
+
 def test_graphs_can_be_turned_off(device, graphs):
     layer = layer_of(device, graphs=False)
     sequence = Sequence.of(CASE, 100)
@@ -371,3 +371,38 @@ def test_it_ends_with_the_index(device, graphs):
     replay = weakref.ref(pair.layers[0].index._fused._replays.replay)
     pair.each(lambda layer: layer.reset())
     assert replay() is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_captured_is_ended_whatever_happens(monkeypatch, fails):
+    """The calls of torch, in order; garbage is not collected in between."""
+    done = []
+
+    class Stream:
+        def wait_stream(self, other):
+            done.append("wait")
+
+    class Made:
+        replay = None
+
+        def capture_begin(self, pool, capture_error_mode):
+            done.append((pool, capture_error_mode))
+
+        def capture_end(self):
+            done.append("end")
+
+    def work():
+        done.append(("work", gc.isenabled()))
+        if fails:
+            raise RuntimeError("no")
+
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda given: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(replaying, "_capturing_stream", lambda device: Stream())
+    monkeypatch.setattr(replaying, "_pool", lambda: "pool")
+    with pytest.raises(RuntimeError, match="no") if fails else nullcontext():
+        replaying.CudaGraph(torch.device("cuda:0"), work)
+    assert done == ["wait", ("pool", "thread_local"), ("work", False), "end"]
+    assert gc.isenabled()
