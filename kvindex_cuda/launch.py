@@ -39,6 +39,10 @@ Loader = Callable[[str, str, tuple[tuple[str, int], ...]], Launch]
 """Of a file in `kernels/`, the name of a function in it, and definitions."""
 
 
+_number, _address = Tensor.get_device, Tensor.data_ptr
+"""Unbound, and `type` before `isinstance`: a launch asks some twenty tensors for both."""
+
+
 def source(file: str) -> str:
     """The text of `kernels/<file>`."""
     return (SOURCES / file).read_text()
@@ -65,11 +69,11 @@ def launch(
     device, number = first.device, first.get_device()  # a number, -1 for none: soon compared
     passed: list[Any] = []
     for part in arguments:
-        if isinstance(part, Tensor):
-            if part.get_device() != number or (number < 0 and part.device != device):
+        if type(part) is Tensor or isinstance(part, Tensor):
+            if _number(part) != number or (number < 0 and part.device != device):
                 where = f"{device} and {part.device}"
                 raise ValueError(f"{name}: got tensors on {where}, allowed is one")
-            passed.append(part.data_ptr())
+            passed.append(_address(part))
         else:
             passed.append(0 if part is None else part)
     if device.type not in LOADERS:
