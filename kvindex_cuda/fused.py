@@ -27,8 +27,8 @@ from kvindex_cuda.serving import kind_of, layout_of, room_of
 from kvindex_cuda.step import State, words_of
 from kvindex_cuda.steps import SharedStep, capturing, shared
 
-HEADROOM = 2
-"""Room for candidates over what is wanted: buffers are made anew when an index has doubled."""
+HEADROOM = 2**16
+"""Room over what is needed, and no more than as much again: buffers are made anew past it."""
 
 LAST = torch.iinfo(torch.int64).min
 
@@ -42,12 +42,13 @@ def serves(index: Any) -> bool:
 class _Use:
     """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
 
-    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must stay; need: the
-    most candidates that a row of the batch asks for; reads: what it read last beside a `Near`, and
-    of what that was made.
+    kind: of the step; places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
+    stay; need: what it must have room for now; reads: what it read last beside a `Near`, and of
+    what that was made.
     """
 
     step: SharedStep
+    kind: str
     wanted: Tensor
     places: Tensor
     captured: bool = False
@@ -118,10 +119,22 @@ class Fused:
         return self
 
     def prepare(self, index: Any, k: int, most: int, tokens: int) -> None:
-        """Have a step for `k` rows with room for `most` candidates of so many tokens."""
-        most = room_of(self._kind, tokens, most)
-        if (use := self._newest(k)) is None or use.step.most < most:
-            self._begin(index, k, most)
+        """Have a step for `k` rows with room for `most` candidates of so many tokens.
+
+        Both kinds where the index is to outgrow one stage; a search makes the other's kernels.
+        """
+        now = self._kind_now(index)
+        later = self._kind if tokens > self._config.one_stage else now
+        for kind in dict.fromkeys((later, now)):
+            room, use = room_of(kind, tokens, most), self._newest(k, kind)
+            if use is None or use.step.most < room:
+                use = self._begin(index, k, kind, room)
+            if kind != now and self._state is not None:
+                g = self._geometry
+                shape = (len(self.codes.table), g.q_heads, g.head_dim)
+                use.step.take_turn()
+                queries = torch.zeros(shape, dtype=g.dtype, device=g.device)
+                use.step.select(queries, replace(self._state, wanted=use.wanted))
 
     def search(self, index: Any, queries: Tensor, k: int) -> Hits:
         """As `ParisKV.search`: the group's candidates, reranked, the best `k`."""
@@ -185,7 +198,7 @@ class Fused:
 
     def _replay_of(self, index: Any, near: Near, k: int, wrong: Tensor | None) -> Replay | None:
         """The graph of a step that reads the same as those before it, if there is one by now."""
-        device, use = self._geometry.device, self._newest(k)
+        device, use = self._geometry.device, self._newest(k, self._kind_now(index))
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
         return self._replays.of(use.step, self._reads(index, use, near, wrong))
@@ -220,15 +233,16 @@ class Fused:
 
         Its results are the caller's: buffers are shared by all layers, these are new each time.
         """
-        captured = capturing(self._geometry.device)
-        use = self._newest(k)
+        captured, kind = capturing(self._geometry.device), self._kind_now(index)
+        use = self._newest(k, kind)
         if use is None or use.outgrown:
             if captured:
                 raise RuntimeError(
                     f"graph: got a first search for k = {k} rows, or one for more candidates than "
                     "there are buffers for; allowed is one after prepare() or a search like it"
                 )
-            use = self._begin(index, k, HEADROOM * self._need(index, k))
+            need = self._need(index, k, kind)
+            use = self._begin(index, k, kind, need + min(need, HEADROOM))
         assert self._state is not None
         use.captured |= captured
         if not captured:
@@ -241,8 +255,8 @@ class Fused:
         rows = store.table.contiguous()  # a view's is not
         return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
 
-    def _begin(self, index: Any, k: int, most: int) -> _Use:
-        """A step for `k` rows and `most` candidates, from here on the one that serves."""
+    def _begin(self, index: Any, k: int, kind: str, most: int) -> _Use:
+        """A step for `k` rows with room for `most`, from here on that of its kind."""
         if self._state is None:
             self._state = self._opened(index)
             self._update(index, self._state, 0)
@@ -252,19 +266,27 @@ class Fused:
                 self.cache = RowCache(groups, store.row_bytes, device)
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
         sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
-        step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
+        step = shared(self._geometry, self._layout, kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
-        use = _Use(step, wanted, torch.arange(k, device=device))
-        use.want(index._wanted(k), self._need(index, k))
-        self._uses = [u for u in self._uses if u.captured or u.step.k != k] + [use]
+        use = _Use(step, kind, wanted, torch.arange(k, device=device))
+        use.want(index._wanted(k), self._need(index, k, kind))
+        others = [u for u in self._uses if u.captured or (u.step.k, u.kind) != (k, kind)]
+        self._uses = [*others, use]
         return use
 
-    def _need(self, index: Any, k: int) -> int:
-        """What a step for `k` rows must have room for now."""
-        return room_of(self._kind, len(index), int(index._wanted(k).max()))
+    def _kind_now(self, index: Any) -> str:
+        """Of the step that serves an index of this length: one stage, or that of its preset."""
+        short = self._kind == "votes" and len(index) <= self._config.one_stage
+        return "all" if short else self._kind
 
-    def _newest(self, k: int) -> _Use | None:
-        return next((use for use in reversed(self._uses) if use.step.k == k), None)
+    def _need(self, index: Any, k: int, kind: str) -> int:
+        """What a step of a kind for `k` rows must have room for now."""
+        return room_of(kind, len(index), int(index._wanted(k).max()))
+
+    def _newest(self, k: int, kind: str | None = None) -> _Use | None:
+        kind = kind or self._kind
+        uses = reversed(self._uses)
+        return next((use for use in uses if (use.step.k, use.kind) == (k, kind)), None)
 
     def _opened(self, index: Any) -> State:
         """Room for all that the table of blocks has room for."""
@@ -308,7 +330,8 @@ class Fused:
             for tier, counts in enumerate(index._tiers().T):
                 put(state.tiers[:, tier], counts)
         for use in self._uses:
-            use.want(index._wanted(use.step.k), self._need(index, use.step.k))
+            k = use.step.k
+            use.want(index._wanted(k), self._need(index, k, use.kind))
 
 
 def ones(bits: Tensor, count: int) -> None:

@@ -49,6 +49,7 @@ class ParisKVConfig:
       products with the sign patterns, times the keys' weights) or "none" (all are reranked).
     beta: share of the keys that become candidates, in (0, 1]; None follows the schedule.
     pool: candidates are at least `pool · k`.
+    one_stage: up to so many keys all are candidates: nothing is coarse.
     rho: tiers only: share of the keys that earn points in a subspace, in (0, 1]; None follows the
       schedule.
     largest: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`), at
@@ -70,6 +71,7 @@ class ParisKVConfig:
     coarse: str = "tiers"
     beta: float | None = None
     pool: int = 1
+    one_stage: int = 0
     rho: float | None = None
     largest: int = 127
     magnitude_bits: int = 3
@@ -91,6 +93,7 @@ class ParisKVConfig:
         check.one_of("lists", self.lists, LISTS)
         check.one_of("group", self.group, group.POLICIES)
         check.at_least("pool", self.pool, 1)
+        check.at_least("one_stage", self.one_stage, 0)
         for name, low, high in (("largest", 1, 127), ("magnitude_bits", 0, 7)):
             if check.at_least(name, getattr(self, name), low) > high:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed is {low} to {high}")
@@ -304,6 +307,7 @@ class ParisKV(BaseIndex):
         if not self._fused:
             return
         falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
+        falls.append(min(tokens, self.config.one_stage))
         most = max(self._candidates_of(n, k) for n in (tokens, *falls))
         self._fused.prepare(self, k, most, tokens)
         g, batch = self.geometry, len(self.counts)
@@ -376,7 +380,7 @@ class ParisKV(BaseIndex):
         """Ids that are reranked: ascending `[B, G, C]`, then -1."""
         ops, signs, factors, offsets = self.ops, self._codes["signs"], None, None
         tiers, limits = self._limits(k)
-        if self.config.coarse == "none":
+        if self.config.coarse == "none" or int(self.counts.max()) <= self.config.one_stage:
             flags = torch.ones(signs.shape[:1] + signs.shape[2:3], dtype=torch.bool)
             flags = flags.to(signs.device) if self.valid is None else self.valid
             ids: Tensor = ops.select.compact(flags[:, None].expand(-1, signs.shape[1], -1))
@@ -399,7 +403,7 @@ class ParisKV(BaseIndex):
 
     def _scanned(self) -> list[Tensor]:
         names = list(self._codes)
-        if self.config.coarse != "none":
+        if self.config.coarse != "none" and len(self) > self.config.one_stage:
             weighted = self.config.coarse == "dots" and self.config.weights == "log"
             names = ["signs", "weights"] if weighted else ["signs"]
         centres = [self._learnt["centres"]] if self.config.centre else []
@@ -420,6 +424,8 @@ class ParisKV(BaseIndex):
 
     def _candidates_of(self, n: int, k: int) -> int:
         """`C` of `n` keys."""
+        if n <= self.config.one_stage:
+            return n
         share, least = ceil_share(n, self._shares(n)[0]), int(self.config.pool) * k
         return min(max(share, least), n)
 

@@ -395,6 +395,43 @@ def test_a_step_sees_no_more_tokens_than_it_has_room_for(preset, blocks):
     assert mine._fused._newest(20).step.most == 2600
 
 
+@pytest.mark.parametrize("preset", ["fast", "precise"])
+def test_one_stage_gives_way_to_two_where_the_index_outgrows_it(preset, blocks):
+    mine, theirs = pair(preset, blocks, one_stage=400)
+    tokens, queries = moved(CASE.tokens(900), blocks), CASE.queries().to(blocks)
+    plain = pair("scan", blocks, magnitude_bits=mine.config.magnitude_bits)[1]
+    near, names = Near(mine.geometry, 2, 1), []
+    near.add(*moved(CASE.tokens(1, seed=3), blocks), None)
+    for start, stop in ((0, 300), (300, 400), (400, 900)):
+        for index in (mine, theirs, plain):
+            index.append(*part(tokens, start, stop))
+        if not start:
+            mine.prepare(k=20, tokens=900)
+            made = [(use.kind, use.step.most) for use in mine._fused._uses]
+            assert made == [("votes", 400), ("all", 900)]
+        assert_same(mine, theirs, queries)
+        if stop <= 400:
+            assert_same_hits(theirs.search(queries, k=20), plain.search(queries, k=20))
+        with Launches() as launches:
+            mine.attend(queries, near, k=20)
+        names.append(launches.names)
+    assert names[:2] == [NAMES["scan"]] * 2
+    assert names[2][:2] == ["ask", "scan"]
+    assert len(mine._fused._uses) == 2
+    for index in (mine, theirs):
+        index.truncate(350)
+    assert_same(mine, theirs, queries)
+
+
+def test_a_padded_row_is_reranked_whole_where_it_is_short_itself(blocks):
+    mine, theirs = pair("fast", blocks, one_stage=200)
+    valid = left_padding([0, 250], 400).to(blocks)
+    for index in (mine, theirs):
+        index.append(*moved(CASE.tokens(400), blocks), valid=valid)
+    assert theirs._wanted(5).tolist() == [20, 150]
+    assert_same(mine, theirs, CASE.queries().to(blocks), k=5)
+
+
 def test_the_kernel_that_appends_serves_scan_alone(blocks):
     served = {preset: writer(pair(preset, blocks)[0]) is not None for preset in LISTS}
     assert served == dict(scan=True, paper=False, accurate=False)
