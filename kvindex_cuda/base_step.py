@@ -22,7 +22,7 @@ from kvindex_cuda.row_cache import RowCache
 BINS, EDGE, BUCKETS = 2048, 1024, 256
 """As in the kernels' sources."""
 
-MOST_SPLITS, AT_ONCE = 64, 4
+MOST_SPLITS, AT_ONCE = 16, 4
 """Of `attend.cu`."""
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -125,7 +125,7 @@ class BaseStep:
         self._buckets, self._hist, self._counted, self.counts, self._many, self._edges = parts[:6]
         self._filled, self._tickets = parts[6], parts[7:]
         # of `attend`
-        self.splits = max(1, min(MOST_SPLITS // 4, 2 * multiprocessors // groups))
+        self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
         self._partial = floats(groups, self.splits, group, g.value_dim + 2)
         self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
 

@@ -1,6 +1,6 @@
-"""One decoding step of one layer, from query to attention output, in 6 launches.
+"""One decoding step of one layer, from query to attention output, in 5 launches.
 
-    ask -> scan -> exact -> rerank -> agree -> attend
+    ask -> scan -> rerank -> agree -> attend
 
 Signed dots with one 16-bit log weight per key, one list of candidates per group (the presets
 `fast` and `precise`). Nothing here waits for the device, or allocates more than results: buffers
@@ -50,7 +50,7 @@ class Step(BaseStep):
         centred: bool = True,
         **options: Any,
     ) -> None:
-        capacity = 4 * (most + SAMPLED)  # `exact` serves what is more
+        capacity = 4 * (most + SAMPLED)  # `rerank` serves what is more
         super().__init__(geometry, layout, most=most, capacity=capacity, **options)
         g, group, groups, device = geometry, geometry.group_size, self._groups, geometry.device
         self._largest = min(largest, 2**15 // g.head_dim)
@@ -59,8 +59,7 @@ class Step(BaseStep):
             most = PLANES[max(PLANES)]
             raise ValueError(f"largest: got {self._largest}, allowed is up to {most}")
         self._votes = self._defines | dict(CENTRED=int(centred), PLANES=planes)
-        self._rerank = self._softcap | dict(D=g.head_dim, GROUP=group, CENTRED=int(centred))
-        self._rerank["BITS"] = layout.magnitude_bits
+        self._rerank = self._votes | self._softcap | dict(BITS=layout.magnitude_bits)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         self._turn = transform.rotation(g.head_dim, seed, device).T.contiguous()
         self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
@@ -81,7 +80,7 @@ class Step(BaseStep):
         self._ups = floats(groups, 8 * halves)
         self._sample, self._asked = ints(groups, SAMPLED), ints(groups)
         self._thresholds = ints(groups)
-        # of `scan` and `exact`
+        # of `scan`
         self._products: Tensor | None = None
         self._list = torch.empty((groups, self.capacity), dtype=torch.int64, device=device)
 
@@ -124,15 +123,6 @@ class Step(BaseStep):
             overlap=True,
             **self._votes,
         )
-        launch(
-            "scan.cu",
-            "exact",
-            (groups,),
-            (256,),
-            *(*codes, *query, *keys, *limits, self.counts, self._list, self.capacity, kv),
-            overlap=True,
-            **self._votes,
-        )
         listed = (self._bases, self._shifts, self.counts, self._list, self._hist)
         softcap = g.softcap if g.softcap is not None else 0.0
         splits = max(1, 2 * self._multiprocessors // groups)
@@ -144,7 +134,7 @@ class Step(BaseStep):
             *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
             *(self._levels, state.reference, *limits, *listed, self._kept, self._many),
             *(self._estimates, self._buckets, self._edge, self._places, self._edges, self._cuts),
-            *(self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
+            *(*query, *keys, self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
             overlap=True,
             **self._rerank,
         )

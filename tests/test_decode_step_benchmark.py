@@ -286,7 +286,7 @@ def test_the_public_call_is_the_bare_steps_launches(setting):
         call = public(setting, 2)
         with Launches() as launches:
             output, found = call()
-    assert launches.names == ["ask", "scan", "exact", "rerank", "agree", "attend"]
+    assert launches.names == ["ask", "scan", "rerank", "agree", "attend"]
     assert output.isfinite().all()
     assert found.tolist() == [[20, 20]] * 2
 

@@ -23,10 +23,10 @@ def made_up():
     def times(us):
         return {"median_us": us, "low_us": 0.9 * us, "high_us": 1.2 * us, "replays": 50}
 
-    names = ["ask", "sample", "scan", "exact", "rerank", "agree", "attend", "unheard_of"]
+    names = ["ask", "sample", "scan", "rerank", "agree", "attend", "unheard_of"]
     setting, points = Setting(WHOLE), []
     for tokens, full in ((131_072, 130.0), (1_048_576, 930.0)):
-        reached = [0.0, 2.0, 6.0, 40.0, 39.5, 50.0, 53.0, 80.0, 81.0]
+        reached = [0.0, 2.0, 1.5, 35.5, 50.0, 53.0, 80.0, 81.0]
         bytes_ = stage_bytes(setting, tokens, 1, 1.5 * setting.candidates(tokens))
         points.append(
             {
@@ -69,8 +69,8 @@ def test_tables_of_a_result():
     assert (first["launches"], first["of attend"]) == ("8", "9")
     assert rows[2][2:4] == ("–", "–")
     head, rows = stages_table(result["points"][1])
-    assert rows[3][:2] == ("exact", "-0.5")
-    assert rows[7] == ("unheard_of", "1.0", "–", "–", "–")
+    assert rows[1][:2] == ("sample", "-0.5")
+    assert rows[6] == ("unheard_of", "1.0", "–", "–", "–")
     moved = stage_bytes(Setting(WHOLE), 2**20, 1, 1.5 * 20_972)["scan"].device
     assert rows[2] == (
         *("scan", "34.0", f"{moved / 1e6:.2f}", f"{moved / 4e6:.1f}"),

@@ -65,7 +65,6 @@ def stage_bytes(
     return {
         "ask": Bytes(asked + groups * sampled),
         "scan": Bytes(groups * scanned + batch * S * BLOCK / 8),
-        "exact": Bytes(groups * 12),
         "rerank": Bytes(
             groups * (8 * listed + C * (key + 4 * group) + 4 * group * S + 4 * steps.BINS)
         ),

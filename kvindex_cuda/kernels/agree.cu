@@ -9,6 +9,20 @@
 #include "cache.cuh"
 #include "shares.cuh"
 
+// The estimates of a row for all heads.
+__device__ __forceinline__ void load_row(float (&row)[GROUP], const float* from) {
+    constexpr int ONCE = GROUP % 4 == 0 ? 4 : GROUP % 2 == 0 ? 2 : 1;
+    struct __align__(4 * ONCE) Some {
+        float each[ONCE];
+    };
+#pragma unroll
+    for (int i = 0; i < GROUP / ONCE; i++) {
+        Some some = reinterpret_cast<const Some*>(from)[i];
+#pragma unroll
+        for (int j = 0; j < ONCE; j++) row[i * ONCE + j] = some.each[j];
+    }
+}
+
 // A lane's part of a head's buckets.
 constexpr int OWN = BUCKETS / 32;
 __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) {
@@ -17,17 +31,16 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
 }
 
 // log Σ exp of a head's buckets and of its edge, in every lane of the warp that asks: the same for
-// the same candidates, whatever the order in which they came. places: in `kept`, of the edge's
-// entries in order, the first `many` of which count; estimates: of this head, GROUP apart.
-__device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], const int* places, int many,
-                                         const float* estimates, float scale, float softcap) {
+// the same candidates, whatever the order in which they came, for what is added is integers. each:
+// gives a function the logits of this lane's part of the edge.
+template <class Each>
+__device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     int lane = threadIdx.x % 32, top = -1;
 #pragma unroll
     for (int i = 0; i < OWN; i++)
         if (mine[i]) top = lane * OWN + i;
     float peak = NEVER;  // of the edge, in octaves
-    for (int i = lane; i < many; i += 32)
-        peak = fmaxf(peak, capped(estimates[i64(places[i]) * GROUP], scale, softcap) * LOG2E);
+    each([&](float logit) { peak = fmaxf(peak, logit * LOG2E); });
     top = warp_max(top);
     peak = warp_max(peak);
     float octaves = fmaxf(top < 0 ? NEVER : 16.0f * (top - BUCKETS / 2 + 1), peak), sum = 0;
@@ -35,9 +48,9 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], const int* plac
     for (int i = 0; i < OWN; i++)
         if (mine[i])
             sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - BELOW - octaves);
-    for (int i = lane; i < many; i += 32)
-        sum += exp2f(capped(estimates[i64(places[i]) * GROUP], scale, softcap) * LOG2E - octaves);
-    sum = warp_sum(sum);
+    u64 edge = 0;
+    each([&](float logit) { edge += u64(exp2f(logit * LOG2E - octaves) * 4294967296.0f); });
+    sum = warp_sum(sum) + float(warp_sum(edge)) * (1 / 4294967296.0f);
     return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
@@ -69,6 +82,13 @@ __device__ __forceinline__ float from_ordered(u32 bits) {
     return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
+// Rows' ids: in shared memory, or past what that holds.
+struct Chosen {
+    const int* first;
+    const i64* all;
+    __device__ __forceinline__ int operator[](int i) const { return i < EDGE ? first[i] : int(all[i]); }
+};
+
 constexpr int THREADS = 1024;  // of `agree`
 constexpr int EACH = 4;        // entries of a thread
 
@@ -89,13 +109,13 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
       int* stamps, int* clocks, int* lookups, int* slots, i64 cached, i64 k, i64 capacity,
       i64 kv_heads, float scale, float softcap) {
     __shared__ float totals[GROUP];
-    __shared__ __align__(8) int histogram[BINS];
+    __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
-    __shared__ int places[EDGE];
+    __shared__ int places[EDGE], chosen[EDGE];
     __shared__ u64 least;
     __shared__ int edges, taken;
     i64 bg = blockIdx.y, batch = bg / kv_heads;
-    int warp = threadIdx.x / 32, target = min(wanted[batch], counted[batch]);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(wanted[batch], counted[batch]);
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
     if (threadIdx.x == 0) edges = taken = 0, least = 0;
     Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
@@ -109,42 +129,63 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     let_next_begin();
     int first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
     // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
+    // (which only the first block does not wait for)
     int n = kept_many[bg], many = all_edges[bg], listed = counts[bg];
     int2 cut_at = cuts[bg];
-    u64 entries[EACH], my_edge = all_edge[bg * EDGE + threadIdx.x];
-    int my_place = all_places[bg * EDGE + threadIdx.x];
+    u64 entries[EACH], my_edge = all_edge[bg * EDGE + lane];
+    int my_place = all_places[bg * EDGE + lane];
+    float each[EACH][GROUP];
+    i64 known = blockIdx.x ? n : capacity;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        entries[i] = first + i * THREADS < capacity ? kept[first + i * THREADS] : 0;
+        entries[i] = first + i * THREADS < known ? kept[first + i * THREADS] : 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (first + i * THREADS < known) load_row(each[i], estimates + i64(first + i * THREADS) * GROUP);
     u64 sums[BUCKETS / 32] = {};
     if (warp < GROUP) load_sums(sums, buckets + warp * BUCKETS);
     int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
     if (int(blockIdx.x) >= blocks) return;
     if (listed > target) are.bin = cut_at.x, rank -= cut_at.y;
-    float each[EACH][GROUP];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-#pragma unroll
-        for (int h = 0; h < GROUP; h++)
-            each[i][h] = first + i * THREADS < n ? estimates[i64(first + i * THREADS) * GROUP + h] : 0.0f;
-    }
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
-    if (many <= EDGE) {
+    u64 lowest = 0;
+    if (many <= 32) {  // as it mostly is: each warp for itself
+        float logit = 0;
+        if (lane < many && warp < GROUP) {
+            logit = capped(estimates[i64(my_place) * GROUP + warp], scale, softcap);
+        }
+        int better = 0;
+        for (int j = 0; j < many; j++) better += __shfl_sync(ALL, my_edge, j) > my_edge;
+        u32 at = __ballot_sync(ALL, lane < many && better == rank - 1);
+        if (at) lowest = __shfl_sync(ALL, my_edge, __ffs(at) - 1);
+        if (warp < GROUP) {
+            bool in = lane < many && better < rank;
+            float total = log_sum(sums, [&](auto use) {
+                if (in) use(logit);
+            });
+            if (lane == 0) totals[warp] = total;
+        }
+    } else if (many <= EDGE) {
         static_assert(EDGE == THREADS && GROUP <= THREADS / 32, "one for each thread, one for each warp");
         int i = threadIdx.x;
+        my_edge = i < many ? all_edge[bg * EDGE + i] : 0;
         if (i < many) edge[i] = my_edge;
         __syncthreads();
         if (i < many) {
             int better = 0;
             for (int j = 0; j < many; j++) better += edge[j] > my_edge;
-            places[better] = my_place;
+            places[better] = all_places[bg * EDGE + i];
             if (better == rank - 1) least = my_edge;
         }
         __syncthreads();
+        lowest = least;
         if (warp < GROUP) {
-            float total = log_sum(sums, places, min(rank, many), estimates + warp, scale, softcap);
-            if (i % 32 == 0) totals[warp] = total;
+            float total = log_sum(sums, [&](auto use) {
+                for (int j = lane; j < min(rank, many); j += 32)
+                    use(capped(estimates[i64(places[j]) * GROUP + warp], scale, softcap));
+            });
+            if (lane == 0) totals[warp] = total;
         }
     } else {  // nearly all keys are equal: slowly
         u64* more = reinterpret_cast<u64*>(histogram);
@@ -169,13 +210,13 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
                 load_sums(sums, buckets + h * BUCKETS);
                 for (int i = 0; i < BUCKETS / 32; i++)
                     sums[i] += more[warp * BUCKETS + threadIdx.x % 32 * (BUCKETS / 32) + i];
-                float total = log_sum(sums, places, 0, estimates, scale, softcap);
-                if (threadIdx.x % 32 == 0) totals[h] = total;
+                float total = log_sum(sums, [](auto) {});
+                if (lane == 0) totals[h] = total;
             }
             __syncthreads();
         }
         for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-        if (threadIdx.x == 0) least = word;
+        lowest = word;
     }
     __syncthreads();
 
@@ -184,7 +225,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     for (int i = 0; i < EACH; i++) {
         int side = first + i * THREADS < n ? are.side(entries[i]) : -1;
         words[i] = 0;
-        if (side > 0 || (side == 0 && entries[i] >= least)) {
+        if (side > 0 || (side == 0 && entries[i] >= lowest)) {
             Agreed both = agreed(each[i], totals, scale, softcap);
             words[i] = u64(ordered(both.value)) << 32 | u32(entries[i]);
             atomicAdd(histogram + both.bin, 1);
@@ -232,6 +273,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     auto keep = [&](u64 word) {
         int slot = atomicAdd(&taken, 1);
         ids[slot] = id_of(word);
+        if (slot < EDGE) chosen[slot] = id_of(word);
         scores[slot] = value_of(word);
     };
     every([&](u64 word) {
@@ -259,6 +301,6 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     int rows = taken;
     if (threadIdx.x == 0) found[bg] = rows;
     if (cached)
-        look_up<THREADS>(ids, rows, tags + bg * cached, stamps + bg * cached, clocks + bg,
+        look_up<THREADS>(Chosen{chosen, ids}, rows, tags + bg * cached, stamps + bg * cached, clocks + bg,
                          lookups + 2 * bg, slots + bg * k, cached);
 }

@@ -8,6 +8,7 @@
 // first) and (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 of codes per group; writes D PLANES / 8 bytes per
 // head for the scan, 4 D per head for the rerank, and clears what the step counts.
 // Limited by latency: three dependent reads (table, codes; rotation beside them; votes).
+// Longer than most files: it is one kernel, whose parts hand each other registers.
 // Compile-time: D, GROUP, DTYPE, CENTRED, PLANES.
 #include "votes.cuh"
 
@@ -48,6 +49,7 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     __shared__ double norms[SETS * 4];
     __shared__ float units[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
+    __shared__ __align__(16) int histogram[BINS];
     i64 bg = blockIdx.y, batch = bg / kv_heads, tokens, blocks;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
@@ -70,8 +72,20 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
         entries[i] = slice < SLICES && slice + i * SLICES < D
                          ? turn[(slice + i * SLICES) * COLUMNS + column] : float4{0, 0, 0, 0};
     factors[threadIdx.x] = given_factors[threadIdx.x];
+    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
     after_previous();
     let_next_begin();
+    // all reads that wait for no other come first
+    auto read_query = [&](float (&x)[(D + 31) / 32], int h) {
+#pragma unroll
+        for (int w = 0; w < (D + 31) / 32; w++) {
+            int j = w * 32 + lane;
+            x[w] = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
+        }
+    };
+    float plain[(D + 31) / 32], reference = references[bg];
+    read_query(plain, warp);
+    float share = float(wanted[batch]), all = float(counted[batch]);
     tokens = *length, blocks = (tokens + TOKENS - 1) / TOKENS;
     Sampled some;
     int first = blockIdx.x * 8 + warp;
@@ -84,12 +98,12 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     for (int h = warp; h < SETS * 4; h += 8) {
         double x[(D + 31) / 32], square = 0;
+        if (h >= 8) read_query(plain, h);
 #pragma unroll
         for (int w = 0; w < (D + 31) / 32; w++) {
             int j = w * 32 + lane;
-            float plain = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
-            if (CENTRED && HELD && j < D) raw[h][j] = plain;
-            x[w] = plain;
+            if (CENTRED && HELD && j < D) raw[h][j] = plain[w];
+            x[w] = plain[w];
             square += x[w] * x[w];
         }
         double norm = sqrt(warp_sum(square));
@@ -172,7 +186,7 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
         sum = warp_sum(sum);
         if (lane == 0) {
             sums[h] = sum;
-            double unit = double(peak) * double(norm) * level * references[bg] / (largest * most);
+            double unit = double(peak) * double(norm) * level * reference / (largest * most);
             units[h] = unit > 0 ? float(1 / unit) : 0.0f;
             // what brings the largest coordinate to [2^13, 2^14)
             int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
@@ -251,7 +265,6 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     // the vote with `rank` votes of the sample above it: a histogram, then one of its bin, until
     // the bin has few
     constexpr int EACH = SAMPLED / 256;
-    __shared__ int histogram[BINS];
     __shared__ int counts[8], lows[8], tops[8];
     int each[EACH], found = 0, top = LEAST, low = 2147483647;
 #pragma unroll
@@ -269,8 +282,7 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
         found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
     // the C best have so many of the sample on average; neighbours are alike, so that their number
     // spreads some twice as far as that of as many keys drawn alone
-    i64 all = counted[batch];
-    float mean = all ? float(i64(wanted[batch]) * found / all) : 0.0f;
+    float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;
     bool some_of_them = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
@@ -278,8 +290,6 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
     while (some_of_them) {
         range = shift_of(width);
-        for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
-        __syncthreads();
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             u32 over = u32(each[i]) - u32(base);
@@ -292,6 +302,8 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
         above += cut.above;
         if (range == 0 || many <= 16 + rank / 8) break;
         width = (1u << range) - 1;
+        __syncthreads();
+        for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
         __syncthreads();
     }
     if (threadIdx.x == 0) {

@@ -16,10 +16,17 @@ constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
 constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts of keys in all lanes
 constexpr int PARTIAL = DV + 2;                   // of a split: maximum, sum, output
 constexpr int AT_ONCE = GROUP < 4 ? GROUP : 4;    // heads whose warps are merged together
-constexpr int MOST_SPLITS = 64;
+constexpr int MOST_SPLITS = 16;
+static_assert(DV % 2 == 0, "sums are merged in pairs");
 
 struct Running {
     float peak[GROUP], total[GROUP], sum[CHUNKS - KEYS][GROUP][8];
+};
+
+// A row that was selected, and where in the cache it lies (odd) or is to lie; below 0 for neither.
+struct Selected {
+    i64 id;
+    int slot;
 };
 
 // A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; where it is to be
@@ -167,6 +174,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
     float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
     __shared__ float4 queries[2 * GROUP * (D / 8)];
     __shared__ float weights[MOST_SPLITS * GROUP];
+    __shared__ __align__(16) float peaks[GROUP][8];
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -190,14 +198,20 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
             after_previous();
             let_next_begin();
         }
+        // what does not wait for their number: the first, and which one a third is
+        auto selected = [&](int i) {
+            bool is = phase && i < k;
+            return Selected{is ? ids[bg * k + i] : 0, is && cached ? slots[bg * k + i] : -1};
+        };
+        Selected first = selected(own), second = selected(own + step), third = selected(own + 2 * step);
         int rows_here = phase ? found[bg] : int(*held);
-        auto fetch = [&](Raw& raw, int i) {
+        auto fetch = [&](Raw& raw, int i, Selected which) {
             if (i >= rows_here) return;
             const char* from = static_cast<const char*>(near) + (bg * room + i) * i64((D + DV) * SIZE);
             raw.keep = nullptr;
             raw.weight = 0;
             if (phase) {
-                i64 id = ids[bg * k + i];
+                i64 id = which.id;
 #if GIVEN
                 if (id < 0) {
                     raw = Raw{};
@@ -206,29 +220,34 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
                 }
                 if (given && lane < GROUP) raw.weight = given[(bg * GROUP + lane) * k + i];
 #endif
-                int slot = cached ? slots[bg * k + i] : -1;
-                char* place = cache + (bg * cached + slot / 2) * row_bytes;
-                from = reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
-                       bg % kv_heads * row_head + id % TOKENS * row_bytes;
-                if (slot >= 0 && slot % 2) from = place;
-                if (slot >= 0 && slot % 2 == 0) raw.keep = place;
+                char* place = cache + (bg * cached + which.slot / 2) * row_bytes;
+                bool lies = which.slot >= 0 && which.slot % 2;
+                from = lies ? place
+                            : reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
+                                  bg % kv_heads * row_head + id % TOKENS * row_bytes;
+                if (which.slot >= 0 && !lies) raw.keep = place;
             }
             load(raw, from, CODEC && phase);
         };
         Raw next, after;
-        fetch(next, own);
-        fetch(after, own + step);
+        fetch(next, own, first);
+        fetch(after, own + step, second);
         for (int i = own; i < rows_here; i += step) {
             Raw now = next;
             if (phase && now.keep) keep(now);
             next = after;
-            fetch(after, i + 2 * step);
+            fetch(after, i + 2 * step, third);
+            third = selected(i + 3 * step);
             if (phase || shown[batch * room + i])
                 take(run, now, CODEC && phase, queries, scale, softcap);
         }
     }
 
-    // warps of some heads, then splits
+    // warps of some heads, each on the scale of them all, then splits
+    if (lane == 0)
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) peaks[h][warp] = run.peak[h];
+    __syncthreads();
     partial += bg * splits * GROUP * PARTIAL;
 #pragma unroll
     for (int from = 0; from < GROUP; from += AT_ONCE) {
@@ -237,64 +256,64 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
             int h = from + e;
             if (h >= GROUP) continue;
             float* mine = merged + (warp * AT_ONCE + e) * PARTIAL;
-            if (lane == 0) mine[0] = run.peak[h], mine[1] = run.total[h];
+            float peak = NEVER;
+#pragma unroll
+            for (int w = 0; w < 8; w++) peak = fmaxf(peak, peaks[h][w]);
+            float shrink = run.peak[h] > NEVER ? expf(run.peak[h] - peak) : 0.0f;
+            if (lane == 0) mine[0] = peak, mine[1] = run.total[h] * shrink;
 #pragma unroll
             for (int j = KEYS; j < CHUNKS; j++) {
                 int chunk = lane + 32 * j - D / 8;
                 if (chunk >= 0 && chunk < DV / 8)
-                    for (int i = 0; i < 8; i++) mine[2 + chunk * 8 + i] = run.sum[j - KEYS][h][i];
+                    for (int i = 0; i < 8; i++)
+                        mine[2 + chunk * 8 + i] = run.sum[j - KEYS][h][i] * shrink;
             }
         }
         __syncthreads();
-        for (int at = threadIdx.x; at < AT_ONCE * PARTIAL; at += 256) {
-            int e = at / PARTIAL, i = at % PARTIAL, h = from + e;
-            if (h >= GROUP) continue;
-            float peak = NEVER, sum = 0;
-#pragma unroll
-            for (int w = 0; w < 8; w++)
-                peak = fmaxf(peak, merged[(w * AT_ONCE + e) * PARTIAL]);
+        auto merge = [&](int e, int pair) {  // pair 0: maximum and sum
+            if (from + e >= GROUP) return;
+            float2 sum = {0, 0};
 #pragma unroll
             for (int w = 0; w < 8; w++) {
-                const float* part = merged + (w * AT_ONCE + e) * PARTIAL;
-                if (part[0] > NEVER) sum += part[i] * expf(part[0] - peak);
+                float2 part = reinterpret_cast<const float2*>(merged + (w * AT_ONCE + e) * PARTIAL)[pair];
+                sum = {pair ? sum.x + part.x : part.x, sum.y + part.y};
             }
-            partial[(i64(split) * GROUP + h) * PARTIAL + i] = i ? sum : peak;
-        }
-        __syncthreads();
+            reinterpret_cast<float2*>(partial + (i64(split) * GROUP + from + e) * PARTIAL)[pair] = sum;
+        };
+        for (int at = threadIdx.x; at < AT_ONCE * (DV / 2); at += 256) merge(at / (DV / 2), at % (DV / 2) + 1);
+        if (warp == 7 && lane < AT_ONCE) merge(lane, 0);
+        if (from + AT_ONCE < GROUP) __syncthreads();
     }
     if (!last_block(tickets + bg, splits)) return;
     if (threadIdx.x == 0) tickets[bg] = 0;
-    // a split's weight: a warp per head, then all of the output
+    auto part_of = [&](int s, int h, int pair) {
+        return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
+                          : float2{NEVER, 0};
+    };
+    // a pair of the output's elements for each thread, on their way while weights are found: a warp
+    // per head, a lane per split
+    float2 parts[MOST_SPLITS];
+    auto ask_for = [&](int i) {
+#pragma unroll
+        for (int s = 0; s < MOST_SPLITS; s++) parts[s] = part_of(s, i / (DV / 2), i % (DV / 2) + 1);
+    };
+    if (threadIdx.x < GROUP * (DV / 2)) ask_for(threadIdx.x);
     for (int h = warp; h < GROUP; h += 8) {
-        float peaks[MOST_SPLITS / 32], peak = NEVER, total = 0;
-#pragma unroll
-        for (int i = 0; i < MOST_SPLITS / 32; i++) {
-            int s = i * 32 + lane;
-            peaks[i] = s < splits ? __ldcg(partial + (i64(s) * GROUP + h) * PARTIAL) : NEVER;
-            peak = fmaxf(peak, peaks[i]);
-        }
-        peak = warp_max(peak);
-#pragma unroll
-        for (int i = 0; i < MOST_SPLITS / 32; i++) {
-            int s = i * 32 + lane;
-            peaks[i] = peaks[i] > NEVER ? expf(peaks[i] - peak) : 0.0f;
-            if (s < splits) total += peaks[i] * __ldcg(partial + (i64(s) * GROUP + h) * PARTIAL + 1);
-        }
-        total = warp_sum(total);
-#pragma unroll
-        for (int i = 0; i < MOST_SPLITS / 32; i++) {
-            int s = i * 32 + lane;
-            if (s < splits) weights[s * GROUP + h] = total > 0 ? peaks[i] / total : 0.0f;
-        }
+        float2 own = part_of(lane, h, 0);
+        float peak = warp_max(own.x), shrink = own.x > NEVER ? expf(own.x - peak) : 0.0f;
+        float total = warp_sum(own.y * shrink);
+        if (lane < splits) weights[lane * GROUP + h] = total > 0 ? shrink / total : 0.0f;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < GROUP * DV; i += 256) {
-        int h = i / DV;
-        const float* parts = partial + h * PARTIAL + 2 + i % DV;
-        float sum = 0;
-#pragma unroll 16
-        for (int s = 0; s < splits; s++)
-            sum += weights[s * GROUP + h] * __ldcg(parts + i64(s) * GROUP * PARTIAL);
-        store(output, bg * GROUP * DV + i, sum);
+    for (int i = threadIdx.x; i < GROUP * (DV / 2); i += 256) {
+        if (i != int(threadIdx.x)) ask_for(i);
+        float2 sum = {0, 0};
+#pragma unroll
+        for (int s = 0; s < MOST_SPLITS; s++) {
+            float weight = s < splits ? weights[s * GROUP + i / (DV / 2)] : 0.0f;
+            if (s < splits) sum.x += weight * parts[s].x, sum.y += weight * parts[s].y;
+        }
+        store(output, bg * GROUP * DV + 2 * i, sum.x);
+        store(output, bg * GROUP * DV + 2 * i + 1, sum.y);
     }
 }

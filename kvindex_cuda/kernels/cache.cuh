@@ -5,38 +5,48 @@
 
 constexpr int WAYS = 4;  // slots of a set
 
-// Of one KV head, with `cached` rows of cache: ids int64 [rows], below 2^31, each once; tags, stamps
-// int32 [cached]; clock int32; lookups int32 [2], asked and found; slots int32 [rows]: 2 slot + 1
+// Of one KV head, with `cached` rows of cache: ids [rows], below 2^31, each once; tags, stamps
+// int32 [cached], aligned to 16 bytes; clock int32; lookups int32 [2], asked and found; slots int32 [rows]: 2 slot + 1
 // where a row lies, 2 slot where it is to lie, −1 for nowhere. SOME: ids below 0 are no rows, and
 // get −1. All THREADS of a block call it.
-template <int THREADS, bool SOME = false>
-__device__ __forceinline__ void look_up(const i64* ids, int rows, int* tags, int* stamps, int* clock,
+template <int THREADS, bool SOME = false, class Ids>
+__device__ __forceinline__ void look_up(Ids ids, int rows, int* tags, int* stamps, int* clock,
                                         int* lookups, int* slots, i64 cached) {
     int now = *clock + 1, hits = 0, none = 0;
     auto set_of = [&](int id) { return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS; };
+    int own = -1, own_slot = -1, own_stamps[WAYS] = {};  // of a thread's first row
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         int id = int(ids[i]), set = set_of(id), slot = -1;
+        if (i == int(threadIdx.x)) own = id;
         if (SOME && id < 0) {
             slots[i] = -1;
             none++;
             continue;
         }
         int4 four = *reinterpret_cast<const int4*>(tags + set);
+        if (i == int(threadIdx.x)) {
+            int4 all = __ldcg(reinterpret_cast<const int4*>(stamps + set));
+            own_stamps[0] = all.x, own_stamps[1] = all.y, own_stamps[2] = all.z, own_stamps[3] = all.w;
+        }
         slot = four.x == id ? set : four.y == id ? set + 1 : four.z == id ? set + 2 : four.w == id ? set + 3 : -1;
         if (slot >= 0) stamps[slot] = now;
         hits += slot >= 0;
-        slots[i] = slot >= 0 ? 2 * slot + 1 : -1;
+        slot = slot >= 0 ? 2 * slot + 1 : -1;
+        slots[i] = slot;
+        if (i == int(threadIdx.x)) own_slot = slot;
     }
     if (hits) atomicAdd(lookups + 1, hits);
     if (none) atomicAdd(lookups, -none);
     __syncthreads();
     for (int i = threadIdx.x; i < rows; i += THREADS) {
-        if (slots[i] >= 0 || (SOME && ids[i] < 0)) continue;
-        int id = int(ids[i]), set = set_of(id);
+        bool is_own = i == int(threadIdx.x);
+        int id = is_own ? own : int(ids[i]), set = set_of(id);
+        if ((is_own ? own_slot : slots[i]) >= 0 || (SOME && id < 0)) continue;
         for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
             int way = 0, oldest = now;
+#pragma unroll
             for (int w = 0; w < WAYS; w++) {
-                int stamp = __ldcg(stamps + set + w);
+                int stamp = is_own && attempt == 0 ? own_stamps[w] : __ldcg(stamps + set + w);
                 if (now - stamp > now - oldest) way = w, oldest = stamp;
             }
             if (oldest == now) break;  // all serve this step

@@ -333,47 +333,58 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
 }
 
 // Where a histogram's count from the top reaches `wanted`: the bin, and how many are in the bins
-// above it. -1 and the total where it never does. SHARED: whether it is in shared memory. All
-// THREADS of a block call it.
+// above it. -1 and the total where it never does. SHARED: whether it is in shared memory. Aligned
+// to 16 bytes. All THREADS of a block call it.
 struct Cut {
     int bin, above;
 };
 template <bool SHARED = false, int THREADS = 256>
 __device__ Cut cut_of(const int* histogram, int wanted) {
-    __shared__ int sums[THREADS / 32];
+    __shared__ int sums[32];
     __shared__ Cut found;
-    constexpr int EACH = BINS / THREADS;
+    constexpr int EACH = BINS / THREADS, ONCE = EACH < 4 ? EACH : 4;
+    struct __align__(4 * ONCE) Bins {
+        int each[ONCE];
+    };
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = BINS - EACH * (threadIdx.x + 1);
-    int here[EACH], mine = 0;  // thread 0 has the best bins
+    Bins here[EACH / ONCE];  // thread 0 has the best
+    int mine = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) here[i] = SHARED ? histogram[first + i] : __ldcg(histogram + first + i);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) mine += here[i];
-    int before = mine;  // of lanes up to this one
-    for (int step = 1; step < 32; step *= 2) {
-        int add = __shfl_up_sync(ALL, before, step);
-        if (lane >= step) before += add;
+    for (int i = 0; i < EACH / ONCE; i++) {
+        const Bins* from = reinterpret_cast<const Bins*>(histogram + first) + i;
+        if (SHARED)
+            here[i] = *from;
+        else if (ONCE == 4)
+            reinterpret_cast<int4*>(here)[i] = __ldcg(reinterpret_cast<const int4*>(from));
+        else
+            for (int j = 0; j < ONCE; j++) here[i].each[j] = __ldcg(from->each + j);
     }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) mine += here[i / ONCE].each[i % ONCE];
+    auto running = [&](int sum) {  // of lanes up to this one
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            int add = __shfl_up_sync(ALL, sum, step);
+            if (lane >= step) sum += add;
+        }
+        return sum;
+    };
+    int before = running(mine);
     if (lane == 31) sums[warp] = before;
-    if (threadIdx.x == 0) found = {-1, 0};
     __syncthreads();
-    int total = 0;
-    for (int i = 0; i < THREADS / 32; i++) {
-        if (i == warp) before += total;
-        total += sums[i];
-    }
-    before -= mine;
+    int upto = running(lane < THREADS / 32 ? sums[lane] : 0), total = __shfl_sync(ALL, upto, 31);
+    int earlier = __shfl_sync(ALL, upto, warp ? warp - 1 : 0);
+    before += (warp ? earlier : 0) - mine;
     if (before < wanted && before + mine >= wanted)
 #pragma unroll
         for (int i = EACH - 1; i >= 0; i--) {
-            if (before < wanted && before + here[i] >= wanted) found = {first + i, before};
-            before += here[i];
+            int bin = here[i / ONCE].each[i % ONCE];
+            if (before < wanted && before + bin >= wanted) found = {first + i, before};
+            before += bin;
         }
     __syncthreads();
-    Cut result = found;
-    if (result.bin < 0) result.above = total;
-    __syncthreads();
-    return result;
+    if (wanted <= 0 || total < wanted) return {-1, total};
+    return found;
 }
 
 // The word of the `rank`-th largest of the entries that `each` gives to a function, found 8 bits at

@@ -6,16 +6,15 @@
 // leaves, 22 bits together. Of 3 magnitude bits a byte permutation looks up four levels at once.
 // Sums that all candidates enter are kept as integers, so that the order in which the scan wrote
 // its list leaves no trace: the same ids from run to run.
-// Limited by the latency of scattered reads, with 16 warps on a multiprocessor.
-// Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP.
+// Limited by the latency of scattered reads, with 16 warps on a multiprocessor: those of a warp's
+// first 32 entries are under way while the cut is found.
+// Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
+#include "exact.cuh"
 #include "shares.cuh"
 
-constexpr int BYTES = D / 8;
-constexpr int WORDS = (BYTES + 3) / 4;  // of a key's signs, and of one plane of its magnitudes
 constexpr int LEVELS = 1 << BITS;
-constexpr int QUEUE = 64;               // entries that a warp holds back: 31 and 32 more
-constexpr int QUADS = (WORDS + 3) / 4;
-constexpr int SETS = (GROUP + 7) / 8;   // of 8 query heads
+constexpr int QUEUE = 64;                // entries that a warp holds back: 31 and 32 more
+constexpr int HALVES = (GROUP + 7) / 8;  // sets of 8 query heads
 
 // Levels as bytes for __byte_perm, or as float16 in shared memory.
 struct Levels {
@@ -51,47 +50,50 @@ __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&pl
 struct Codes {
     u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
     int logs[2];
-    bool is[2];
-    float products[2][SETS][2];  // of this lane's columns
+    float products[2][HALVES][2];  // of this lane's columns
 };
 
-// Grid: (splits, BG), 256 threads; a warp puts the candidates of its entries of the list together
-// and takes 32 at a time. Reads for each its signs, magnitudes and log weight (at D = 128 and 3 bits
-// 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes.
+// Grid: (splits, BG), 256 threads; a warp takes 32 entries of the list as they come, which may be
+// all of its share; of the others it puts candidates together, and takes 32 at a time. Reads for each
+// its signs, magnitudes and log weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes
+// 8 + 4 GROUP bytes of each candidate.
 // operands, ups, bases, shifts: of ask.cu; products float32 [BG, row, GROUP]; levels float32
-// [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
+// [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu;
+// where the list does not hold the C best, what that one read makes them (exact.cuh).
 // kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
 // many int32 [BG]; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
 // BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and places
 // int32 [BG, EDGE] in `kept`; edges int32 [BG]; cuts int32 [BG, 2]: the bin of the cut and how many
-// are above it, where more than C are listed. Buckets, edges and many are cleared before.
+// are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges and many are cleared before.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint4* operands,
        const float* ups, const float* products, const float* given_levels, const float* references,
        const int* wanted, const int* counted, const int* bases, const int* shifts,
        const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
        float* estimates, u64* buckets, u64* edge, int* places, int* edges, int2* cuts,
-       i64 capacity, i64 kv_heads, float scale, float softcap, float octaves) {
+       const u32* planes, const int* sums_of_planes, const void* queries, const float* units,
+       const int* factors, const u32* valid, const i64* length, i64 capacity, i64 kv_heads,
+       float scale, float softcap, float octaves) {
     __shared__ u16 halves[LEVELS];
-    __shared__ uint4 asked[SETS * QUADS * 256];
+    __shared__ uint4 asked[HALVES * QUADS * 256];
     __shared__ u64 queues[8][QUEUE];
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 256, held = 0;
     int start = (blockIdx.x * 8 + threadIdx.x / 32) * 32;
     u64* queue = queues[threadIdx.x / 32];
     for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
-    for (int i = threadIdx.x; i < SETS * QUADS * 256; i += 256)
-        asked[i] = __ldcg(operands + bg * (SETS * QUADS * 256) + i);
+    for (int i = threadIdx.x; i < HALVES * QUADS * 256; i += 256)
+        asked[i] = __ldcg(operands + bg * (HALVES * QUADS * 256) + i);
     table += batch * row;
     products += bg * row * GROUP;
     list += bg * capacity;
     kept += bg * capacity;
     estimates += bg * capacity * GROUP;
     buckets += bg * GROUP * BUCKETS;
-    float reference = references[bg], down[SETS][2];
+    float reference = references[bg], down[HALVES][2];
 #pragma unroll
-    for (int i = 0; i < SETS * 2; i++)
-        down[i / 2][i % 2] = 1 / __ldcg(ups + bg * SETS * 8 + i / 2 * 8 + 2 * t + i % 2);
+    for (int i = 0; i < HALVES * 2; i++)
+        down[i / 2][i % 2] = 1 / __ldcg(ups + bg * HALVES * 8 + i / 2 * 8 + 2 * t + i % 2);
     int target = min(wanted[batch], counted[batch]);
     Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     __syncthreads();
@@ -104,22 +106,23 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
         }
     after_previous();
     let_next_begin();
-    int n = counts[bg];
-    auto entry_at = [&](int first) { return first + lane < capacity ? list[first + lane] : 0; };
-    u64 entry = entry_at(start);
-    if (n > target) {
-        Cut cut = cut_of(histogram + bg * BINS, target);
-        are.bin = cut.bin;
-        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+    int n = counts[bg], first = start;
+    auto listed = [&](int i) { return i + lane < capacity ? list[i + lane] : 0; };
+    u64 mine = listed(start), entry = listed(start += step), least = 0;
+    bool good = n >= target && n <= capacity, is = good && first + lane < n;
+    auto voters = [&]() {
+        return Voters{table, head, bg, kv_heads, planes, sums_of_planes, queries, units, factors,
+                      valid + batch * row * 8, *length};
+    };
+    if (!good) {
+        least = target ? last_of_the_best(voters(), target) : ~0ull;
+        n = int(*length), start = first;
     }
-    Exponentials sums[SETS][2];
+    Exponentials sums[HALVES][2];
 
-    // the first 32 of the queue, or what there is
-    auto work = [&]() {
-        __syncwarp();
-        int count = min(held, 32), base = lane == 0 ? atomicAdd(many + bg, count) : 0;
-        u64 mine = lane < count ? queue[lane] : 0;
-        int id = lane < count ? id_of(mine) : -1;
+    for (bool begins = true;; begins = false) {
+        // 32 entries, or what there is
+        int id = is ? id_of(mine) : -1;
         u64 block = id >= 0 ? u64(table[id / TOKENS]) + bg % kv_heads * head : 0;
         Codes codes[2];
 #pragma unroll
@@ -131,7 +134,6 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
                 int its = __shfl_sync(ALL, id, from), key = its % TOKENS;
                 const u32* signs = reinterpret_cast<const u32*>(at) + key * WORDS;
                 const u32* planes = reinterpret_cast<const u32*>(at + magnitudes) + key * (BITS * WORDS);
-                codes[pair].is[half] = its >= 0;
 #pragma unroll
                 for (int quad = 0; quad < QUADS; quad++) {
                     int w = quad * 4 + t;
@@ -144,26 +146,37 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
                 }
                 codes[pair].logs[half] = its >= 0 ? reinterpret_cast<const u16*>(at + logs)[key] : 0;
 #pragma unroll
-                for (int i = 0; i < SETS * 2; i++) {
+                for (int i = 0; i < HALVES * 2; i++) {
                     int h = i / 2 * 8 + 2 * t + i % 2;
                     bool has = CENTRED && its >= 0 && h < GROUP;
                     codes[pair].products[half][i / 2][i % 2] =
                         has ? products[i64(its / TOKENS) * GROUP + h] : 0.0f;
                 }
             }
+        if (begins && good) {
+            Cut cut = {-1, 0};
+            if (n > target) cut = cut_of(histogram + bg * BINS, target);
+            are.bin = cut.bin;
+            is = is && are.side(mine) >= 0;
+            if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+        } else if (begins && blockIdx.x == 0 && threadIdx.x == 0)
+            cuts[bg] = {-1, 0};
+        u32 all = __ballot_sync(ALL, is);  // whose places follow each other
+        auto place = [&](int of) { return __popc(all & ((1u << of) - 1)); };
+        int base = lane == 0 && all ? atomicAdd(many + bg, __popc(all)) : 0;
         base = __shfl_sync(ALL, base, 0);
-        bool on_edge = id >= 0 && are.side(mine) == 0;
+        bool on_edge = is && are.side(mine) == 0;
         u32 edge_of_them = __ballot_sync(ALL, on_edge);
-        if (id >= 0) kept[base + lane] = mine;
+        if (is) kept[base + place(lane)] = mine;
         if (on_edge) {
             int slot = atomicAdd(edges + bg, 1);
-            if (slot < EDGE) edge[bg * EDGE + slot] = mine, places[bg * EDGE + slot] = base + lane;
+            if (slot < EDGE) edge[bg * EDGE + slot] = mine, places[bg * EDGE + slot] = base + place(lane);
         }
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
             const Codes& of = codes[pair];
 #pragma unroll
-            for (int set = 0; set < SETS; set++) {
+            for (int set = 0; set < HALVES; set++) {
                 float c[4] = {0, 0, 0, 0};
 #pragma unroll
                 for (int quad = 0; quad < QUADS; quad++)
@@ -183,35 +196,38 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
 #pragma unroll
                     for (int side = 0; side < 2; side++) {
                         int h = set * 8 + 2 * t + side;
-                        if (h >= GROUP || !of.is[half]) continue;
+                        if (h >= GROUP || !(all >> from & 1)) continue;
                         float found = c[2 * half + side] * down[set][side] * weight;
                         if (CENTRED) found += of.products[half][set][side];
-                        estimates[i64(base + from) * GROUP + h] = found;
+                        estimates[i64(base + place(from)) * GROUP + h] = found;
                         if (edge_of_them >> from & 1) continue;
                         sums[set][side].add(buckets + h * BUCKETS, capped(found, scale, softcap));
                     }
                 }
             }
         }
-        u64 rest = held > 32 && lane < held - 32 ? queue[32 + lane] : 0;
-        __syncwarp();
-        if (held > 32 && lane < held - 32) queue[lane] = rest;
-        held = max(held - 32, 0);
-    };
-    while (start < n || held > 0) {
-        if (held >= 32 || start >= n) {
-            work();
-            continue;
+        // the next ones
+        while (held < 32 && start < n) {
+            if (!good) entry = entry_alone(voters(), u32(start));
+            bool wanted_here = good ? start + lane < n && are.side(entry) >= 0 : entry >= least && entry;
+            u32 they = __ballot_sync(ALL, wanted_here);
+            if (wanted_here) queue[held + __popc(they & ((1u << lane) - 1))] = entry;
+            held += __popc(they);
+            start += step;
+            entry = listed(start);
         }
-        bool wanted_here = start + lane < n && are.side(entry) >= 0;
-        u32 all = __ballot_sync(ALL, wanted_here);
-        if (wanted_here) queue[held + __popc(all & ((1u << lane) - 1))] = entry;
-        held += __popc(all);
-        start += step;
-        entry = entry_at(start);
+        if (held == 0) break;
+        __syncwarp();
+        is = lane < held;
+        mine = queue[lane];
+        u64 rest = queue[32 + lane];
+        __syncwarp();
+        queue[lane] = rest;
+        __syncwarp();
+        held = max(held - 32, 0);
     }
 #pragma unroll
-    for (int set = 0; set < SETS; set++)
+    for (int set = 0; set < HALVES; set++)
 #pragma unroll
         for (int side = 0; side < 2; side++)
             sums[set][side].flush(buckets + (set * 8 + 2 * t + side) * BUCKETS);

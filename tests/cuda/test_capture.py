@@ -112,11 +112,11 @@ def test_replays_follow_queries_tokens_and_near_rows(store):
     assert_eager(index, reference, replay, queries, near)
 
 
-def test_a_captured_call_has_six_nodes():
+def test_a_captured_call_has_five_nodes():
     index, _, _ = made(3000)
     (queries,), near = cuda(CASE.queries()), near_rows()
     index.prepare(k=K, tokens=3000)
-    assert nodes_of(lambda: index.attend(queries, near, k=K)) in (6, None)
+    assert nodes_of(lambda: index.attend(queries, near, k=K)) in (5, None)
 
 
 def test_two_replays_are_the_same_to_the_bit():
@@ -276,4 +276,4 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
         close = plain.search(queries, k=K).ids
         assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.9
     assert (ids >= 3000).any()  # of the graph's own rows: none that it was captured with
-    index.raise_deferred()
+    getattr(index, "inner", index).raise_deferred()

@@ -362,7 +362,7 @@ def test_a_call_of_the_index_launches_the_six_kernels_and_nothing_else(device, m
     index.prepare(k=20, tokens=300)
     with Launches() as launches, Counted() as torchs:
         index.attend(queries, near, k=20)
-    assert launches.names == ["ask", "scan", "exact", "rerank", "agree", "attend"]
+    assert launches.names == ["ask", "scan", "rerank", "agree", "attend"]
     assert set(torchs.names) <= {"empty_like", "view", "detach"}  # which run nothing
 
 
