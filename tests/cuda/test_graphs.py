@@ -107,9 +107,11 @@ def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case
             layer.step(*parts)
         found.append((launches.names, operations.names))
         assert operations.count <= 16
-    six = ["ask", "scan", "exact", "rerank", "agree", "attend"]
+    near = pair.layers[1]._regions.near(len(pair.layers[1].index))
+    with Launches() as alone:
+        pair.layers[1].index.attend(parts[0][:, :, 0], near, k=SIZES["k"])
     assert found[0] == (["hold"], ["aten.clone.default"])  # beside the replay
-    assert found[1] == (["hold", *six], ["aten.empty_like.default"] * 2)
+    assert found[1] == (["hold", *alone.names], ["aten.empty_like.default"] * 2)
 
 
 def test_steps_are_captured_once_and_replayed_over_updates_of_the_window(
@@ -145,6 +147,20 @@ def test_other_shapes_and_dtypes(device, graphs, case):
 def test_rows_as_codes(device, graphs, rows):
     two(device, rows=rows)
     assert graphs.replays == 2
+
+
+@pytest.mark.parametrize("preset", ["precise", "scan", "paper", "accurate"])
+def test_every_presets_step(device, graphs, preset):
+    two(device, preset=preset).feed(times=2)
+    assert (graphs.made, graphs.replays) == (1, 4)
+
+
+def test_another_kind_of_step_from_some_length_on_is_another_graph(device, graphs):
+    pair = two(device, one_stage=PROMPT)  # of which all but the local tokens are in the index
+    kinds = {use.kind for use in pair.layers[0].index._fused._uses}
+    pair.feed(times=22)
+    assert {use.kind for use in pair.layers[0].index._fused._uses} == {"all", "votes"} != kinds
+    assert graphs.made == 2
 
 
 def test_a_padded_batch(device, graphs):
