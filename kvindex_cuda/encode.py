@@ -13,8 +13,8 @@ from kvindex_cuda.layout import BLOCK, Layout
 
 MOST_BITS, WIDEST = 7, 256
 
-WARPS, PARTS = 8, 8
-"""Of the kernel: warps of a block; parts of a block of keys, at most, that warps share."""
+WARPS, GROUP = 8, 32
+"""Of the kernel: warps of a block; keys that a warp takes, at least."""
 
 ROOM = 2.0**-10
 """The largest size of a coordinate that is told apart lies above the last edge by this share."""
@@ -82,13 +82,13 @@ class Encoder:
             valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         keys = rows(keys, 1)
         steps = (0, 0, 0) if centres is None else centres.stride()[:3]
-        parts = (stop - first) * G * B * PARTS
+        groups = (stop - first) * G * B * BLOCK // GROUP
         wide = _wide(keys)
         resident = _resident(D, keys.element_size(), wide)
         launch(
             "encode.cu",
             "encode",
-            (busy(keys.device, 1, parts, WARPS, resident) if N and parts else 0,),
+            (busy(keys.device, 1, groups, WARPS, resident) if N and groups else 0,),
             (32 * WARPS,),
             *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
             *(self._hartley, self._tables, N, start),

@@ -10,13 +10,15 @@
 // the edge it is on. Up to 3 bits the tables are the registers of a warp's lanes, and a level, a
 // float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
 //
-// Grid: as many blocks as there is room for, 8 warps; a warp takes 256 keys after 256, 8 at a time,
-// and loads the next 8 while it codes. Reads a key once, 2 D bytes of centre per 256; writes
+// Grid: as many blocks as there is room for, 8 warps; a warp takes its share of the keys, 8 at a
+// time, and loads the next 8 while it codes. Reads a key once, 2 D bytes of centre per 256; writes
 // (1 + BITS) STRIDE + 3 bytes per key and 2 D per 256.
-// Limited by issue slots (counted in the machine code of D = 128, 3 bits, 16-bit keys): 20.7 cycles
-// of an SM per key, .75 ms for the 8.4 million keys of 8 heads on 132 SMs at 1.76 GHz, where their
-// 2.73 GB take .60 ms at the measured rate of reading. float32 keys take 1.4 times as many
-// instructions, 5 bits 1.5.
+// Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
+// 16-bit keys): 1,310 instructions of a warp per 16 keys, 20.5 cycles of an SM per key, .74 ms for
+// the 8.4 million keys of 8 heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the
+// measured rate of reading; shuffles, shared memory and keys take that pipe some 19 cycles per key.
+// So neither is full (ncu: two thirds of the one, .7 of the other); warps wait for shuffles most.
+// Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
@@ -40,6 +42,7 @@ constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
 constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
+constexpr u32 GROUPS = TOKENS / GROUP;                // of a block
 constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
 
 // A turned key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
@@ -288,6 +291,7 @@ __device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
 struct Aside {
     char* block;
     float reference, inverted;
+    u32 next, last;  // groups of keys: of the warp's share, those that are left
 };
 
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centres
@@ -328,18 +332,22 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
     Exchange exchange = exchange_of(t);
     u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
 
-    // a warp takes a block of keys, or a part of one where there are few
+    // a warp's share of all groups of keys: parts of blocks, or whole ones, that lie together
     i64 step = sn * BYTES;
-    u32 warps = gridDim.x * WARPS, units = u32(blocks * kv_heads * batches), shift = 0;
-    while (shift < 3 && units << shift < warps) shift++;
-    for (u32 unit = blockIdx.x * WARPS + warp; unit < units << shift; unit += warps) {
-        u32 part = unit & ((1 << shift) - 1), at = unit >> shift;
-        i64 touched = at % u32(blocks), s = start / TOKENS + touched;
+    u32 groups = u32(blocks * kv_heads * batches) * GROUPS, warps = gridDim.x * WARPS;
+    u32 own = blockIdx.x * WARPS + warp;
+    if (lane == 0) aside[warp].next = u32(u64(groups) * own / warps);
+    if (lane == 0) aside[warp].last = u32(u64(groups) * (own + 1) / warps);
+    __syncwarp();
+    for (;;) {
+        u32 next = aside[warp].next, last = aside[warp].last;
+        if (next >= last) return;
+        u32 at = next / GROUPS, part = next % GROUPS, parts = min(GROUPS - part, last - next);
+        i64 s = u32(start) / TOKENS + at % u32(blocks);
         i64 g = at / u32(blocks) % u32(kv_heads), batch = at / u32(blocks) / u32(kv_heads);
         i64 offset = s * TOKENS - start;  // of the block's first token among the keys
-        int size = TOKENS >> shift;
-        u32 from = u32(max(-offset, i64(part * size)));
-        u32 to = u32(min(count - offset, i64((part + 1) * size)));
+        u32 from = u32(max(-offset, i64(part * GROUP)));
+        u32 to = u32(min(count - offset, i64((part + parts) * GROUP)));
         char* block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
         const u16* mean = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
         float reference = references[batch * kv_heads + g];
@@ -372,14 +380,14 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
         if (AHEAD && from < to) fetch(from / HALF);
 
         __syncwarp();
-        if (lane == 0) aside[warp] = {block, reference, 1.0f / reference};
+        if (lane == 0) aside[warp] = {block, reference, 1.0f / reference, next + parts, last};
         for (int i = lane; i < C * 32; i += 32) {
             u16 x = mean && i < D ? mean[i] : 0;
             means[warp][i] = x;
             if (part == 0 && i < D) reinterpret_cast<u16*>(block + centre)[i] = x;
         }
-        if (from >= to) continue;
         __syncwarp();
+        if (from >= to) continue;
         uint4 bfloats = DTYPE == 1 ? factors(0x3f80) : b;
 #pragma unroll 1
         for (int c = 0; c < C; c++) {
