@@ -10,41 +10,11 @@
 // first 32 entries are under way while the cut is found.
 // Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
 #include "exact.cuh"
+#include "levels.cuh"
 #include "shares.cuh"
 
-constexpr int LEVELS = 1 << BITS;
 constexpr int QUEUE = 64;                // entries that a warp holds back: 31 and 32 more
 constexpr int HALVES = (GROUP + 7) / 8;  // sets of 8 query heads
-
-// Levels as bytes for __byte_perm, or as float16 in shared memory.
-struct Levels {
-    u32 low[2], high[2];
-    const u16* table;
-};
-
-// Step 2 b + half of a word: coordinates b + 16 half + 0, 4, 8, 12 as two pairs of float16.
-__device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&plane)[BITS > 0 ? BITS : 1],
-                                       int b, int half, const Levels& levels) {
-    int shift = b + 16 * half;
-    if (BITS == 3) {
-        u32 select = (plane[0] >> shift & 0x1111) | (plane[BITS > 1 ? 1 : 0] >> shift & 0x1111) << 1 |
-                     (plane[BITS > 2 ? 2 : 0] >> shift & 0x1111) << 2;
-        u32 negative = __byte_perm(0x8000, 0, ~sign >> shift & 0x1111);
-        u32 low = __byte_perm(levels.low[0], levels.low[1], select);
-        u32 high = __byte_perm(levels.high[0], levels.high[1], select) | negative;
-        pairs[0] = __byte_perm(low, high, 0x5140);
-        pairs[1] = __byte_perm(low, high, 0x7362);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int at = shift + 4 * i, level = 0;
-#pragma unroll
-        for (int p = 0; p < BITS; p++) level |= (plane[p] >> at & 1) << p;
-        u32 value = levels.table[level] | (~sign >> at & 1) << 15;
-        pairs[i / 2] = i % 2 ? pairs[i / 2] | value << 16 : value;
-    }
-}
 
 // Of 16 entries: those of rows lane / 4 and 8 further.
 struct Codes {
@@ -97,13 +67,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     int target = min(wanted[batch], counted[batch]);
     Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     __syncthreads();
-    Levels levels = {{0, 0}, {0, 0}, halves};
-    if (BITS == 3)
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            levels.low[i / 4] |= u32(halves[i % LEVELS] & 255) << (i % 4 * 8);
-            levels.high[i / 4] |= u32(halves[i % LEVELS] >> 8) << (i % 4 * 8);
-        }
+    Levels levels = levels_of(halves);
     after_previous();
     let_next_begin();
     int n = counts[bg], first = start;

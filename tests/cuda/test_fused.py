@@ -484,4 +484,4 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
 
 
 def test_what_the_sanitizers_run_runs(device):
-    assert len(list(sanitize.run(device))) == 8
+    assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 20
