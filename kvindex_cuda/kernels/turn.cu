@@ -14,6 +14,7 @@
 
 constexpr int M = D / 8;
 constexpr int EACH = (D + 31) / 32;                  // coordinates of a lane
+constexpr int AHEAD = TABLE == 2 ? 4 : 1;            // rows of the rotation that a warp asks for at once
 constexpr int QUADS = (M + 15) / 16;                 // as in all.cu
 constexpr int STEPS = (M + 1) / 2;                   // as in weigh.cu
 constexpr int SETS = (GROUP + 3) / 4;                // of 4 query heads
@@ -64,8 +65,13 @@ turn(const void* queries, const float* rotation, const float* references, const 
         for (int w = 0; w < EACH; w++)
             row[w] = w * 32 + lane < D ? rotation[j * D + w * 32 + lane] : 0.0f;
     };
-    float row[EACH];
-    load_row(row, blockIdx.x * 8 + warp);
+    float rows[AHEAD][EACH];
+    auto load_rows = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            if (first + i * int(gridDim.x) < M) load_row(rows[i], (first + i * gridDim.x) * 8 + warp);
+    };
+    load_rows(blockIdx.x);
     after_previous();
     let_next_begin();
 
@@ -86,13 +92,18 @@ turn(const void* queries, const float* rotation, const float* references, const 
     double inverse = 1 / fmax(length, 2.2250738585072014e-308);
 #pragma unroll
     for (int w = 0; w < EACH; w++) direction[w] = finite ? float(direction[w] * inverse) : 0.0f;
-    for (int b = blockIdx.x; b < M; b += gridDim.x) {
-        if (b != int(blockIdx.x)) load_row(row, b * 8 + warp);
-        float sum = 0;
+    for (int first = blockIdx.x; first < M; first += AHEAD * gridDim.x) {
+        if (first != int(blockIdx.x)) load_rows(first);
 #pragma unroll
-        for (int w = 0; w < EACH; w++) sum += row[w] * direction[w];
-        sum = warp_sum(sum);
-        if (lane == 0) turned[b * 8 + warp] = sum;
+        for (int i = 0; i < AHEAD; i++) {
+            int b = first + i * gridDim.x;
+            if (b >= M) continue;
+            float sum = 0;
+#pragma unroll
+            for (int w = 0; w < EACH; w++) sum += rows[i][w] * direction[w];
+            sum = warp_sum(sum);
+            if (lane == 0) turned[b * 8 + warp] = sum;
+        }
     }
     __syncthreads();
 
