@@ -25,7 +25,7 @@ class Traffic:
     steps: int = 0
     rows_read: Tensor | float = 0.0
     rows_full: Tensor | float = 0.0
-    bytes_fetched: Tensor | float = 0.0
+    bytes_fetched: Tensor | int = 0
     mass: Tensor | float = 0.0
 
 

@@ -22,6 +22,8 @@ if __name__ == "__main__":
 
 # a script finds the project only now, hence imports that are not at the top (E402)
 from kvindex.near import Near  # noqa: E402
+from kvindex.protocol import Rows  # noqa: E402
+from kvindex_cuda.hold import hold  # noqa: E402
 from tests.cuda.test_compile import KERNEL, launching  # noqa: E402
 from tests.helpers import Case, left_padding, part  # noqa: E402
 
@@ -36,7 +38,8 @@ K = 20
 
 def run(device: str) -> Iterator[str]:
     """Appends of a first block, a token and two blocks more, padding, a truncation; after each a
-    search, and attention three times: to rows that the cache lacks, holds, and half holds.
+    token beside them, a search, and attention three times: to rows that the cache lacks, holds,
+    and half holds.
     """
     for case, name in SHAPES:
         index = case.index(name, device=device, backend="cuda", store="host")
@@ -46,7 +49,10 @@ def run(device: str) -> Iterator[str]:
         for start, stop in ((0, 200), (200, 201), (201, 700)):
             valid = pads if start == 0 else None
             index.append(*part(tokens, start, stop), valid=valid)
-            near.add(*part(tokens, start, start + 1), None)
+            token = Rows(*part(tokens, start, start + 1))
+            window = Rows(torch.empty_like(token.keys), torch.empty_like(token.values))
+            hold(near, token, window, case.queries().to(device))
+            assert torch.equal(window.keys, token.keys)
             for seed in (0, 0, 1):
                 queries = case.queries(seed=seed).to(device)
                 output, found = index.attend(queries, near, k=K)
