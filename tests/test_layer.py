@@ -5,7 +5,8 @@ import torch
 
 from kvindex import dense
 from kvindex.layer import AttentionLayer
-from tests.helpers import Case
+from kvindex.wrappers import Wrapper
+from tests.helpers import Case, Operations
 from tests.sequences import Sequence, layer_of, steps_of
 
 CASES = {
@@ -190,3 +191,22 @@ def test_a_layer_must_start_empty():
 def test_sizes_out_of_range_are_refused(option, value):
     with pytest.raises(ValueError, match=f"{option}: got {value}, allowed is"):
         AttentionLayer(Case().index("exact"), **{option: value})
+
+
+def test_only_an_index_that_observes_is_told_positions(monkeypatch):
+    """Those make a tensor in each step."""
+    index = Case().index("exact")
+    layer, tokens = AttentionLayer(index), Case().tokens(3)
+    queries = Case().tensor(1, 1, 2, 3, 16)
+    assert not index.observes
+    assert not Wrapper(index).observes
+    with Operations() as operations:
+        layer.step(queries, *tokens)
+    assert "aten.arange.start" not in operations.names
+    told = []
+    monkeypatch.setattr(index, "observe", lambda queries, positions: told.append(positions))
+    assert index.observes
+    assert Wrapper(index).observes
+    layer.step(queries, *tokens)
+    assert [positions.tolist() for positions in told] == [[3, 4, 5]]
+    assert Case().index("h2o").observes
