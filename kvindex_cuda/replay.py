@@ -35,7 +35,8 @@ class Graph(Protocol):
 class CudaGraph:
     """What `work` launches, captured; it runs when it is replayed, not before.
 
-    All graphs take memory from one pool, if they take any. Raises RuntimeError where the driver
+    A step takes no memory, so each graph has a pool of its own, an empty one: one that graphs share
+    is not to be had again once the last of them is gone. Raises RuntimeError where the driver
     refuses.
     """
 
@@ -48,7 +49,7 @@ class CudaGraph:
         try:
             with torch.cuda.device(device), torch.cuda.stream(side):
                 # another thread may pin memory meanwhile
-                graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
+                graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     work()
                 finally:
@@ -62,11 +63,6 @@ class CudaGraph:
 @lru_cache
 def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
     return new_stream(device)
-
-
-@lru_cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
 
 
 GRAPHS: dict[str, Callable[[torch.device, Callable[[], object]], Graph]] = {"cuda": CudaGraph}

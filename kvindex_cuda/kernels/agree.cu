@@ -82,22 +82,24 @@ __device__ __forceinline__ float from_ordered(u32 bits) {
     return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
+constexpr int THREADS = 1024;  // of `agree`
+constexpr int EACH = 4;        // entries of a thread
+constexpr int ROWS = 2 * EDGE;  // that are put in order by their ids
+
 // Rows' ids: in shared memory, or past what that holds.
 struct Chosen {
     const int* first;
     const i64* all;
-    __device__ __forceinline__ int operator[](int i) const { return i < EDGE ? first[i] : int(all[i]); }
+    __device__ __forceinline__ int operator[](int i) const { return i < ROWS ? first[i] : int(all[i]); }
 };
-
-constexpr int THREADS = 1024;  // of `agree`
-constexpr int EACH = 4;        // entries of a thread
 
 // The k best of `kept` (rerank.cu). Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is
 // the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry.
 // Every block passes on what is among the k best of its own, and the last one of a group finishes;
 // a block that is alone keeps it.
 // finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
-// float32 [BG, k]: rows and what the group agrees on, in any order, the first found int32 [BG].
+// float32 [BG, k]: rows and what the group agrees on, by ids (past 2,048 in any order), the first
+// found int32 [BG].
 // Of a cache of `cached` rows (row_cache.py; 0 for none): tags, stamps int32 [BG, cached], clocks
 // int32 [BG], lookups int32 [BG, 2]; slots int32 [BG, k]: 2 slot + 1 where a row lies, 2 slot where
 // it is to lie, −1 for nowhere.
@@ -111,7 +113,8 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     __shared__ float totals[GROUP];
     __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
-    __shared__ int places[EDGE], chosen[EDGE];
+    __shared__ int places[EDGE], chosen[ROWS];
+    __shared__ float chosen_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
     i64 bg = blockIdx.y, batch = bg / kv_heads;
@@ -270,11 +273,17 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS)
             use(__ldcg(finalists + at));
     };
+    if (cached) {
+        tags += bg * cached;
+        stamps += bg * cached;
+    }
     auto keep = [&](u64 word) {
-        int slot = atomicAdd(&taken, 1);
-        ids[slot] = id_of(word);
-        if (slot < EDGE) chosen[slot] = id_of(word);
-        scores[slot] = value_of(word);
+        int slot = atomicAdd(&taken, 1), id = id_of(word);
+        if (cached) expect_look_up(id, tags, stamps, cached);
+        if (slot < ROWS)
+            chosen[slot] = id, chosen_scores[slot] = value_of(word);
+        else
+            ids[slot] = id, scores[slot] = value_of(word);
     };
     every([&](u64 word) {
         int bin = bin_in(word);
@@ -300,7 +309,17 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     __syncthreads();
     int rows = taken;
     if (threadIdx.x == 0) found[bg] = rows;
+    // by their ids, so that whoever attends to them adds up in the same order in every run
+    int* in_order = reinterpret_cast<int*>(edge);
+    static_assert(sizeof(edge) >= ROWS * sizeof(int), "the edge is told apart before");
+    for (int i = threadIdx.x; i < min(rows, ROWS); i += THREADS) {
+        int id = chosen[i], place = 0;
+        for (int j = 0; j < min(rows, ROWS); j++) place += chosen[j] < id;
+        ids[place] = in_order[place] = id;
+        scores[place] = chosen_scores[i];
+    }
+    __syncthreads();
     if (cached)
-        look_up<THREADS>(Chosen{chosen, ids}, rows, tags + bg * cached, stamps + bg * cached, clocks + bg,
-                         lookups + 2 * bg, slots + bg * k, cached);
+        look_up<THREADS>(Chosen{in_order, ids}, rows, tags, stamps, clocks + bg, lookups + 2 * bg,
+                         slots + bg * k, cached);
 }

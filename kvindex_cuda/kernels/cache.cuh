@@ -5,6 +5,17 @@
 
 constexpr int WAYS = 4;  // slots of a set
 
+__device__ __forceinline__ int set_of(int id, i64 cached) {  // the first slot of its set
+    return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS;
+}
+// That a set's tags and stamps will soon be read.
+__device__ __forceinline__ void expect_look_up(int id, const int* tags, const int* stamps, i64 cached) {
+#ifndef EMULATED
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(tags + set_of(id, cached)));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(stamps + set_of(id, cached)));
+#endif
+}
+
 // Of one KV head, with `cached` rows of cache: ids [rows], below 2^31, each once; tags, stamps
 // int32 [cached], aligned to 16 bytes; clock int32; lookups int32 [2], asked and found; slots int32 [rows]: 2 slot + 1
 // where a row lies, 2 slot where it is to lie, −1 for nowhere. SOME: ids below 0 are no rows, and
@@ -13,10 +24,9 @@ template <int THREADS, bool SOME = false, class Ids>
 __device__ __forceinline__ void look_up(Ids ids, int rows, int* tags, int* stamps, int* clock,
                                         int* lookups, int* slots, i64 cached) {
     int now = *clock + 1, hits = 0, none = 0;
-    auto set_of = [&](int id) { return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS; };
     int own = -1, own_slot = -1, own_stamps[WAYS] = {};  // of a thread's first row
     for (int i = threadIdx.x; i < rows; i += THREADS) {
-        int id = int(ids[i]), set = set_of(id), slot = -1;
+        int id = int(ids[i]), set = set_of(id, cached), slot = -1;
         if (i == int(threadIdx.x)) own = id;
         if (SOME && id < 0) {
             slots[i] = -1;
@@ -40,7 +50,7 @@ __device__ __forceinline__ void look_up(Ids ids, int rows, int* tags, int* stamp
     __syncthreads();
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         bool is_own = i == int(threadIdx.x);
-        int id = is_own ? own : int(ids[i]), set = set_of(id);
+        int id = is_own ? own : int(ids[i]), set = set_of(id, cached);
         if ((is_own ? own_slot : slots[i]) >= 0 || (SOME && id < 0)) continue;
         for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
             int way = 0, oldest = now;

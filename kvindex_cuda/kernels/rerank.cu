@@ -6,8 +6,9 @@
 // leaves, 22 bits together. Of 3 magnitude bits a byte permutation looks up four levels at once.
 // Sums that all candidates enter are kept as integers, so that the order in which the scan wrote
 // its list leaves no trace: the same ids from run to run.
-// Limited by the latency of scattered reads, with 16 warps on a multiprocessor: those of a warp's
-// first 32 entries are under way while the cut is found.
+// Limited by the latency of scattered reads, with 16 warps on a multiprocessor: where those of a
+// warp's first 32 entries lie is asked for while the cut is found. (To ask for their codes as well,
+// candidates or not, took 2 to 4 µs longer: the others' sectors come from memory, too.)
 // Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
 #include "exact.cuh"
 #include "levels.cuh"
@@ -88,6 +89,15 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
         // 32 entries, or what there is
         int id = is ? id_of(mine) : -1;
         u64 block = id >= 0 ? u64(table[id / TOKENS]) + bg % kv_heads * head : 0;
+        if (begins && good) {
+            Cut cut = {-1, 0};
+            if (n > target) cut = cut_of(histogram + bg * BINS, target);
+            are.bin = cut.bin;
+            is = is && are.side(mine) >= 0;
+            if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+        } else if (begins && blockIdx.x == 0 && threadIdx.x == 0)
+            cuts[bg] = {-1, 0};
+        if (!is) id = -1;
         Codes codes[2];
 #pragma unroll
         for (int pair = 0; pair < 2; pair++)  // of 16
@@ -117,14 +127,6 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
                         has ? products[i64(its / TOKENS) * GROUP + h] : 0.0f;
                 }
             }
-        if (begins && good) {
-            Cut cut = {-1, 0};
-            if (n > target) cut = cut_of(histogram + bg * BINS, target);
-            are.bin = cut.bin;
-            is = is && are.side(mine) >= 0;
-            if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
-        } else if (begins && blockIdx.x == 0 && threadIdx.x == 0)
-            cuts[bg] = {-1, 0};
         u32 all = __ballot_sync(ALL, is);  // whose places follow each other
         auto place = [&](int of) { return __popc(all & ((1u << of) - 1)); };
         int base = lane == 0 && all ? atomicAdd(many + bg, __popc(all)) : 0;
