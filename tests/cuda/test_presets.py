@@ -250,23 +250,23 @@ def test_a_table_of_the_query_is_the_references(preset, device):
         assert (mine != want).float().mean() < 0.02
 
 
-@pytest.mark.gpu
+@on_devices
 @pytest.mark.parametrize("preset", ["paper", "accurate"])
-def test_ties_in_many_pieces(preset):
-    """Pieces of several chunks each, and so few centroids that most keys tie."""
-    case, count = Case(q_heads=4, kv_heads=1, head_dim=16), 600_000
-    index, layout, state, _kept, k = made(preset, case, count, {}, "cuda")
-    queries = case.queries().to("cuda")
-    step = stepped(index, layout, state, queries, k, "cuda")
-    table = step._table.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :4].unflatten(0, (1, 1))
+def test_ties_in_pieces_of_several_chunks(preset, device):
+    """And so few centroids that most keys tie."""
+    case, count = Case(q_heads=2, kv_heads=1, head_dim=16), 300_000
+    index, layout, state, _kept, k = made(preset, case, count, {}, device)
+    queries = case.queries().to(device)
+    step = stepped(index, layout, state, queries, k, device)
     if preset == "paper":
+        table = step._table.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :2].unflatten(0, (1, 1))
         votes = coarse.votes(index._codes["signs"], table)
         want = select.candidates(votes, state.wanted.long())[0, 0]
         kept = 0xFFFFFFFF - (step._kept[0, : int(step._many[0])] & 0xFFFFFFFF)
         assert torch.equal(kept.sort().values, want)
-    got = run(index, layout, state, queries, k, device="cuda")
-    hits, wanted = expected(index, queries, state, k)
-    assert_close(got, wanted, hits, missing=0.05)
+    mine = step.ids[0].sort().values
+    want = index.search(queries, k=k).ids[0, 0].sort().values
+    assert (mine[:, None] == want).any(-1).float().mean() > 0.9
 
 
 # As an index
