@@ -85,6 +85,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"index: {error}")
     if type(index) is not ParisKV or not serves(index):
         parser.error(f"index: got {found.index!r}, allowed is one that the fused kernels serve")
+    if index.config.one_stage:
+        parser.error(f"index: got {found.index!r}, allowed is preset=scan for one stage")
     if not 0 <= found.hit_rate <= 1:
         parser.error(f"hit-rate: got {found.hit_rate}, allowed is 0 to 1")
     if not found.seconds > 0:
