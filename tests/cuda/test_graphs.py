@@ -401,8 +401,8 @@ def test_what_is_captured_is_ended_whatever_happens(monkeypatch, fails):
     class Made:
         replay = None
 
-        def capture_begin(self, pool, capture_error_mode):
-            done.append((pool, capture_error_mode))
+        def capture_begin(self, capture_error_mode):
+            done.append(capture_error_mode)
 
         def capture_end(self):
             done.append("end")
@@ -417,8 +417,7 @@ def test_what_is_captured_is_ended_whatever_happens(monkeypatch, fails):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(replaying, "_capturing_stream", lambda device: Stream())
-    monkeypatch.setattr(replaying, "_pool", lambda: "pool")
     with pytest.raises(RuntimeError, match="no") if fails else nullcontext():
         replaying.CudaGraph(torch.device("cuda:0"), work)
-    assert done == ["wait", ("pool", "thread_local"), ("work", False), "end"]
+    assert done == ["wait", "thread_local", ("work", False), "end"]
     assert gc.isenabled()
