@@ -113,13 +113,15 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     __shared__ float totals[GROUP];
     __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
-    __shared__ int places[EDGE], chosen[ROWS];
+    __shared__ int places[EDGE];
+    __shared__ __align__(16) int chosen[ROWS];
     __shared__ float chosen_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(wanted[batch], counted[batch]);
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) chosen[i] = 2147483647;  // after all rows
     if (threadIdx.x == 0) edges = taken = 0, least = 0;
     Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     estimates += bg * capacity * GROUP;
@@ -273,13 +275,9 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS)
             use(__ldcg(finalists + at));
     };
-    if (cached) {
-        tags += bg * cached;
-        stamps += bg * cached;
-    }
     auto keep = [&](u64 word) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
-        if (cached) expect_look_up(id, tags, stamps, cached);
+        if (cached) expect_look_up(id, tags + bg * cached, stamps + bg * cached, cached);
         if (slot < ROWS)
             chosen[slot] = id, chosen_scores[slot] = value_of(word);
         else
@@ -314,12 +312,16 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     static_assert(sizeof(edge) >= ROWS * sizeof(int), "the edge is told apart before");
     for (int i = threadIdx.x; i < min(rows, ROWS); i += THREADS) {
         int id = chosen[i], place = 0;
-        for (int j = 0; j < min(rows, ROWS); j++) place += chosen[j] < id;
+#pragma unroll 4
+        for (int j = 0; j < min(rows, ROWS); j += 4) {
+            int4 four = *reinterpret_cast<const int4*>(chosen + j);
+            place += (four.x < id) + (four.y < id) + (four.z < id) + (four.w < id);
+        }
         ids[place] = in_order[place] = id;
         scores[place] = chosen_scores[i];
     }
     __syncthreads();
     if (cached)
-        look_up<THREADS>(Chosen{in_order, ids}, rows, tags, stamps, clocks + bg, lookups + 2 * bg,
-                         slots + bg * k, cached);
+        look_up<THREADS>(Chosen{in_order, ids}, rows, tags + bg * cached, stamps + bg * cached,
+                         clocks + bg, lookups + 2 * bg, slots + bg * k, cached);
 }

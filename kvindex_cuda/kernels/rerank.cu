@@ -85,19 +85,45 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     }
     Exponentials sums[HALVES][2];
 
+    // a list that is one batch for each warp is taken as it lies; of a longer one, and where there is
+    // none, a warp puts candidates together
+    bool several = !good || n > step;
+    int id = is ? id_of(mine) : -1;
+    u64 block = is ? u64(table[id / TOKENS]) : 0;  // on its way while the cut is found
+    Cut cut = {-1, 0};
+    if (good && n > target) cut = cut_of(histogram + bg * BINS, target);
+    are.bin = cut.bin;
+    if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = good ? int2{cut.bin, cut.above} : int2{-1, 0};
+    is = is && are.side(mine) >= 0;
+    if (several) {
+        u32 they = __ballot_sync(ALL, is);
+        if (is) queue[__popc(they & ((1u << lane) - 1))] = mine;
+        held = __popc(they);
+    }
     for (bool begins = true;; begins = false) {
-        // 32 entries, or what there is
-        int id = is ? id_of(mine) : -1;
-        u64 block = id >= 0 ? u64(table[id / TOKENS]) + bg % kv_heads * head : 0;
-        if (begins && good) {
-            Cut cut = {-1, 0};
-            if (n > target) cut = cut_of(histogram + bg * BINS, target);
-            are.bin = cut.bin;
-            is = is && are.side(mine) >= 0;
-            if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
-        } else if (begins && blockIdx.x == 0 && threadIdx.x == 0)
-            cuts[bg] = {-1, 0};
-        if (!is) id = -1;
+        if (!begins || several) {
+            while (held < 32 && start < n) {
+                if (!good) entry = entry_alone(voters(), u32(start));
+                bool wanted_here = good ? start + lane < n && are.side(entry) >= 0 : entry >= least && entry;
+                u32 they = __ballot_sync(ALL, wanted_here);
+                if (wanted_here) queue[held + __popc(they & ((1u << lane) - 1))] = entry;
+                held += __popc(they);
+                start += step;
+                entry = listed(start);
+            }
+            if (held == 0) break;
+            __syncwarp();
+            is = lane < held;
+            mine = queue[lane];
+            u64 rest = queue[32 + lane];
+            __syncwarp();
+            queue[lane] = rest;
+            __syncwarp();
+            held = max(held - 32, 0);
+            block = is ? u64(table[id_of(mine) / TOKENS]) : 0;
+        }
+        id = is ? id_of(mine) : -1;
+        block = is ? block + bg % kv_heads * head : 0;
         Codes codes[2];
 #pragma unroll
         for (int pair = 0; pair < 2; pair++)  // of 16
@@ -172,25 +198,6 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
                 }
             }
         }
-        // the next ones
-        while (held < 32 && start < n) {
-            if (!good) entry = entry_alone(voters(), u32(start));
-            bool wanted_here = good ? start + lane < n && are.side(entry) >= 0 : entry >= least && entry;
-            u32 they = __ballot_sync(ALL, wanted_here);
-            if (wanted_here) queue[held + __popc(they & ((1u << lane) - 1))] = entry;
-            held += __popc(they);
-            start += step;
-            entry = listed(start);
-        }
-        if (held == 0) break;
-        __syncwarp();
-        is = lane < held;
-        mine = queue[lane];
-        u64 rest = queue[32 + lane];
-        __syncwarp();
-        queue[lane] = rest;
-        __syncwarp();
-        held = max(held - 32, 0);
     }
 #pragma unroll
     for (int set = 0; set < HALVES; set++)
