@@ -20,12 +20,14 @@ def generate_speed(result: dict[str, Any]) -> str:
     for plan, words in WORDS.items():
         step = layers.get(plan)
         each = (f"{step['host_us']:,.0f}", f"{step['done_us']:,.0f}") if step else ("", "")
-        token_ms = model[plan]["token_ms"]
-        rows.append((words, *each, f"{token_ms:.2f}", f"{1e3 / token_ms:.0f}"))
+        token_ms = model.get(plan, {}).get("token_ms")
+        run = (f"{token_ms:.2f}", f"{1e3 / token_ms:.0f}") if token_ms else ("", "")
+        rows.append((words, *each, *run))
+    said = "".join(f" ({note[0].upper()}{note[1:]}.)" for note in result.get("notes", []))
     head = ("", "host, µs a layer", "until done, µs", "model, ms a token", "tokens/s")
     return (
         f"Layers: {layers['layers']} of {layers['context']:,} tokens, H = 32, G = 8, D = 128, the "
         "device idle at the start of each step; medians. Model: "
         f"{result['model']} after {model['tokens']:,} tokens, {model['written']} written. "
-        f"{result['dtype']}.\n\n{table(head, rows)}\n\n{machine(result)}"
+        f"{result['dtype']}.{said}\n\n{table(head, rows)}\n\n{machine(result)}"
     )
