@@ -228,16 +228,16 @@ def test_a_query_that_is_not_finite_is_told_and_harms_no_other_group(name, bad, 
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-def test_neither_the_order_of_threads_nor_of_blocks_changes_ids():
+def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit():
     case, count, _ = CASES["g4"]
     index, layout, state, _kept, k = setting(case, count)
     found = [
         run(index, layout, state, case.queries(), k, order=order)
         for order in ("forward", "backward", "random")
     ]
-    assert found[0][1] == found[1][1] == found[2][1]
-    for output, _ in found[1:]:
-        torch.testing.assert_close(output, found[0][0], rtol=1e-5, atol=1e-5)
+    for output, ids in found[1:]:
+        assert ids == found[0][1]
+        assert torch.equal(output, found[0][0])
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
