@@ -127,9 +127,6 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     estimates += bg * capacity * GROUP;
     buckets += bg * GROUP * BUCKETS;
     kept += bg * capacity;
-    finalists += bg * capacity;
-    ids += bg * k;
-    scores += bg * k;
     after_previous();
     let_next_begin();
     int first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
@@ -139,14 +136,13 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     int2 cut_at = cuts[bg];
     u64 entries[EACH], my_edge = all_edge[bg * EDGE + lane];
     int my_place = all_places[bg * EDGE + lane];
-    float each[EACH][GROUP];
     i64 known = blockIdx.x ? n : capacity;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         entries[i] = first + i * THREADS < known ? kept[first + i * THREADS] : 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        if (first + i * THREADS < known) load_row(each[i], estimates + i64(first + i * THREADS) * GROUP);
+        if (first + i * THREADS < known) to_l1(estimates + i64(first + i * THREADS) * GROUP);
     u64 sums[BUCKETS / 32] = {};
     if (warp < GROUP) load_sums(sums, buckets + warp * BUCKETS);
     int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
@@ -223,6 +219,11 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
         lowest = word;
     }
+    // estimates are read late, for from the start they are more than registers hold
+    float each[EACH][GROUP];
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (first + i * THREADS < n) load_row(each[i], estimates + i64(first + i * THREADS) * GROUP);
     __syncthreads();
 
     u64 words[EACH];  // 0: none
@@ -237,6 +238,9 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         }
     }
     __syncthreads();
+    finalists += bg * capacity;
+    ids += bg * k;
+    scores += bg * k;
     Cut cut = cut_of<true, THREADS>(histogram, int(k));
     auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
     auto bin_in = [&](u64 word) {

@@ -10,10 +10,8 @@ __device__ __forceinline__ int set_of(int id, i64 cached) {  // the first slot o
 }
 // That a set's tags and stamps will soon be read.
 __device__ __forceinline__ void expect_look_up(int id, const int* tags, const int* stamps, i64 cached) {
-#ifndef EMULATED
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(tags + set_of(id, cached)));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(stamps + set_of(id, cached)));
-#endif
+    to_l2(tags + set_of(id, cached));
+    to_l2(stamps + set_of(id, cached));
 }
 
 // Of one KV head, with `cached` rows of cache: ids [rows], below 2^31, each once; tags, stamps

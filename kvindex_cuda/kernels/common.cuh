@@ -239,6 +239,18 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {  // all lanes
 #endif
 }
 
+// That what lies there will soon be read: from memory to L2, and on to L1.
+__device__ __forceinline__ void to_l2(const void* address) {
+#ifndef EMULATED
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+__device__ __forceinline__ void to_l1(const void* address) {
+#ifndef EMULATED
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+#endif
+}
+
 // The bin of a vote in a list's histogram; an integer division by a power of two.
 __device__ __forceinline__ int bin_of(int vote, int base, int shift) {
     return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));
