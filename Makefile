@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/kvindex demo
 
 test: install
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff format --check .
