@@ -171,7 +171,7 @@ def test_a_pool_holds_the_codes_of_an_index_and_layers_read_different_ones(setti
     assert first.tolist() == [0, 1, 2, 0, 1, 2]
     size = pool.blocks[0, 0].nbytes
     assert ((tables[:, 1:] - tables[:, :-1]) == size).all()
-    assert torch.equal(pool.reference(1, 2), pool.references[[2, 0]])
+    assert torch.equal(pool.learnt(1, 2)["reference"], pool.references[[2, 0]])
 
 
 def test_a_pool_stops_when_the_time_is_up(setting):
