@@ -187,3 +187,30 @@ class Operations(TorchDispatchMode):
         if not function.is_view:
             self.names.append(str(function))
         return function(*args, **kwargs or {})
+
+
+def follow_changes(mine, theirs, case, device, assert_same):
+    """Two indexes of a batch of 2 through appends, a cut, another order and a reset.
+
+    assert_same: of both and queries, after each change.
+    """
+    tokens = [piece.to(device) for piece in case.tokens(900)]
+    queries, pair = case.queries().to(device), (mine, theirs)
+    for index in pair:
+        index.append(*part(tokens, 0, 300), valid=left_padding([0, 70], 300).to(device))
+    assert_same(mine, theirs, queries)
+    for start, stop in ((300, 301), (301, 700)):
+        for index in pair:
+            index.append(*part(tokens, start, stop))
+        assert_same(mine, theirs, queries)
+    for index in pair:
+        index.truncate(500)
+        index.append(*part(tokens, 700, 900))
+    assert_same(mine, theirs, queries)
+    for index in pair:
+        index.reorder(torch.tensor([1, 1, 0]))
+    assert_same(mine, theirs, case.queries(batch=3).to(device))
+    for index in pair:
+        index.reset()
+        index.append(*part(tokens, 0, 200))
+    assert_same(mine, theirs, queries)

@@ -58,7 +58,10 @@ def test_a_right_step_is_let_through_and_measured(setting, preset):
 @each_preset
 def test_a_wrong_step_is_not_timed(setting, monkeypatch):
     pack = type(setting.layout).pack
-    wrong = lambda self, codes, c: pack(self, codes, c).roll(1, 1)  # noqa: E731
+
+    def wrong(self, codes, centres):
+        return pack(self, codes, centres).roll(1, 1)
+
     monkeypatch.setattr(type(setting.layout), "pack", wrong)
     if not emulator.available():
         pytest.skip("no g++ to emulate kernels with")

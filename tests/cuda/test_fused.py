@@ -25,7 +25,7 @@ from kvindex_cuda.fused import fused, ones, put
 from kvindex_cuda.step import Step, words_of
 from tests.cuda import emulator, sanitize
 from tests.cuda.devices import DEVICES
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.helpers import ROUNDED, Case, assert_same_hits, follow_changes, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 OPTIONS = dict(preset="fast", lists="group")
@@ -82,27 +82,7 @@ def test_other_groups_and_options(device, group, options):
 
 def test_it_follows_appends_truncation_reordering_and_reset(device):
     mine, theirs = pair(device)
-    tokens, queries = moved(CASE.tokens(900), device), CASE.queries().to(device)
-    valid = left_padding([0, 70], 300).to(device)
-    for index in (mine, theirs):
-        index.append(*part(tokens, 0, 300), valid=valid)
-    assert_same(mine, theirs, queries)
-    for start, stop in ((300, 301), (301, 700)):
-        for index in (mine, theirs):
-            index.append(*part(tokens, start, stop))
-        assert_same(mine, theirs, queries)
-    for index in (mine, theirs):
-        index.truncate(500)
-        index.append(*part(tokens, 700, 900))
-    assert_same(mine, theirs, queries)
-    for index in (mine, theirs):
-        index.reorder(torch.tensor([1, 1, 0]))
-    three = CASE.queries(batch=3).to(device)
-    assert_same(mine, theirs, three)
-    for index in (mine, theirs):
-        index.reset()
-        index.append(*part(tokens, 0, 200))
-    assert_same(mine, theirs, queries)
+    follow_changes(mine, theirs, CASE, device, assert_same)
 
 
 def test_many_queries_at_once(device):

@@ -26,7 +26,7 @@ from tests.cuda.devices import on, on_devices
 from tests.cuda.test_capture import CASE as LARGE
 from tests.cuda.test_capture import TOKENS, K, Replayed, assert_eager, near_rows
 from tests.cuda.test_step import assert_close, expected, run, setting
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.helpers import ROUNDED, Case, assert_same_hits, follow_changes, left_padding, part
 
 LISTS = dict(scan="group", paper="head", accurate="group")
 NAMES = dict(
@@ -239,10 +239,8 @@ def test_votes_and_candidates_are_the_references_to_the_bit(name, pads, device):
 
 
 @on_devices
-@each_preset
+@pytest.mark.parametrize("preset", ["paper", "accurate"])  # one stage has no table
 def test_a_table_of_the_query_is_the_references(preset, device):
-    if preset == "scan":
-        pytest.skip("one stage has none")
     case, count, options = CASES["g3-D96"]
     index, layout, state, _kept, k = made(preset, case, count, options, device)
     queries = case.queries().to(device)
@@ -315,28 +313,8 @@ def assert_same(mine, theirs, queries, k=20):
 @each_preset
 def test_it_follows_appends_truncation_reordering_and_reset(preset, blocks):
     mine, theirs = pair(preset, blocks)
-    tokens, queries = moved(CASE.tokens(900), blocks), CASE.queries().to(blocks)
-    valid = left_padding([0, 70], 300).to(blocks)
-    for index in (mine, theirs):
-        index.append(*part(tokens, 0, 300), valid=valid)
-    assert_same(mine, theirs, queries)
-    for start, stop in ((300, 301), (301, 700)):
-        for index in (mine, theirs):
-            index.append(*part(tokens, start, stop))
-        assert_same(mine, theirs, queries)
-    for index in (mine, theirs):
-        index.truncate(500)
-        index.append(*part(tokens, 700, 900))
-    assert_same(mine, theirs, queries)
+    follow_changes(mine, theirs, CASE, blocks, assert_same)
     assert mine.nbytes()["codes"] > 0
-    for index in (mine, theirs):
-        index.reorder(torch.tensor([1, 1, 0]))
-    three = CASE.queries(batch=3).to(blocks)
-    assert_same(mine, theirs, three)
-    for index in (mine, theirs):
-        index.reset()
-        index.append(*part(tokens, 0, 200))
-    assert_same(mine, theirs, queries)
 
 
 @each_preset
