@@ -1,7 +1,7 @@
 """Layers whose steps are captured by themselves: when, when not; to the bit as without graphs.
 
-On a CPU graphs are launches that are kept (`graphs.py`). One file: every test feeds the same pair of
-layers, one with graphs and one without (`Two`).
+On a CPU graphs are launches that are kept (`graphs.py`). One file: every test feeds the same pair
+of layers, one with graphs and one without (`Two`).
 """
 
 import gc
