@@ -1,53 +1,109 @@
-"""All indexes under one protocol: a table for each length."""
+"""All indexes under one protocol: a table for each text's length, and one as the texts go on."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.comparing.show import middle_of, name_of
+from benchmarks.comparing.show import PIECES, STALE, WHOLE, middle_of, name_of, over_exact
 from benchmarks.tabling.parts import machine, table
 
 
 def field(result: dict[str, Any]) -> str:
-    """A table for each run, the shortest text first."""
-    return "\n\n".join(_run(run) for run in result["runs"])
+    """A table for each text, the shortest first; one of all runs, the model's own among them."""
+    texts = [_at_once(run) for run in result["runs"] if not run["sampled"]]
+    return "\n\n".join([*texts, _going_on(result["runs"])])
 
 
-def _run(run: dict[str, Any]) -> str:
-    """One line per index; what arrives in pieces, and frozen, in columns of its own."""
-    lines = {(line["index"], line["arrival"]): line for line in run["indexes"]}
+def _at_once(run: dict[str, Any]) -> str:
+    """One line per index, which holds all of the text when it is asked."""
+    lines = [line for line in run["indexes"] if line["arrival"] == WHOLE]
     ks, k = [str(k) for k in run["rows"]], middle_of(run)
-    on_gpu = any("cpu_search_ms" in line for line in lines.values())
-    by_layer = all("by_layer" in line for line in lines.values())
+    on_gpu = any("cpu_search_ms" in line for line in lines)
     rows = []
-    for index in dict.fromkeys(line["index"] for line in run["indexes"]):
-        whole = lines[index, "whole"]
-        pieces, stale = (lines.get((index, arrival)) for arrival in ("pieces", "stale"))
-        at = whole["rows"][k]
-        cpu = (f"{whole['cpu_search_ms']:.2f}" if "cpu_search_ms" in whole else "",)
-        name, _, more = name_of(whole, run["measured"]).partition(" ")
+    for line in lines:
+        at = line["rows"][k]
+        cpu = (f"{line['cpu_search_ms']:.2f}" if "cpu_search_ms" in line else "",)
         rows.append(
             (
-                f"`{name}`" + (f" {more}" if more else ""),
-                *(f"{whole['bytes'][part]:.0f}" for part in ("kept", "scanned")),
-                *(f"{whole['build_ms']:.0f}", f"{at['search_ms']:.2f}", *(cpu if on_gpu else ())),
+                _name(line, run),
+                *(f"{line['bytes'][part]:.0f}" for part in ("kept", "scanned")),
+                *(f"{line['build_ms']:.0f}", f"{at['search_ms']:.2f}", *(cpu if on_gpu else ())),
                 *(f"{at['recall']:.3f}", f"{at['mass']:.3f}"),
-                *(f"{whole['rows'][each]['error']:.3f}" for each in ks),
-                *((f"{at['of_exact']:.2f}",) if by_layer else ()),
-                *(_along(line) for line in (pieces, stale)),
+                *(f"{line['rows'][each]['error']:.3f}" for each in ks),
+                f"{over_exact(at):.2f}",
             )
         )
     times = ("search, ms", "on the CPU") if on_gpu else ("search, ms",)
     head = ("index", "kept B", "scanned B", "build, ms", *times, f"recall@{k}", f"mass@{k}")
-    head = (*head, *(f"error@{each}" for each in ks))
-    head = (*head, *((f"by layer, of `exact` @{k}",) if by_layer else ()))
-    head = (*head, *(f"{arrival}, of `exact` @{k}" for arrival in ("in pieces", "stale")))
+    head = (*head, *(f"error@{each}" for each in ks), f"of `exact` @{k}")
     rows += [(f"`{index}`", why, *("",) * (len(head) - 2)) for index, why in run["failed"].items()]
     return (
         f"{_about(run)}\n\n{table(head, rows)}\n\n{machine(run)} {run['dtype']}, "
         f"{run['machine']['threads']} threads; load average {run['load_average']:.1f} at the end."
         + "".join(f" {note}." for note in [*_faster(run), *run.get("notes", [])])
     )
+
+
+def _going_on(runs: list[dict[str, Any]]) -> str:
+    """One line per index: after the last token, had it come at once, in pieces, to a frozen one."""
+    found = [{(line["index"], line["arrival"]): line for line in run["indexes"]} for run in runs]
+    names = dict.fromkeys(index for lines in found for index, _ in lines)
+    rows = [
+        (
+            f"`{name}`",
+            *(
+                cell
+                for run, lines in zip(runs, found, strict=True)
+                for cell in _arrived(run, *(lines.get((name, way)) for way in ARRIVALS))
+            ),
+        )
+        for name in names
+    ]
+    head = [
+        part for run in runs for part in (f"{_short(run)}: at once", "in pieces", "frozen (stale)")
+    ]
+    about = "; ".join(f"*{_short(run)}* {_last(run)}" for run in runs)
+    return (
+        f"**As a text goes on:** {about}. At the end, with {middle_of(runs[0])} rows: the error "
+        "over that of exact search, recall in parentheses; before the arrow, when the prompt was "
+        f"sealed.\n\n{table(('index', *head), rows)}"
+    )
+
+
+ARRIVALS = (WHOLE, PIECES, STALE)
+
+
+def _arrived(run: dict[str, Any], *lines: dict[str, Any] | None) -> tuple[str, ...]:
+    """The run's cells of an index: what came at once, in pieces, to a frozen one."""
+    k = middle_of(run)
+    ends = ["" if each is None else _end(each["rows"][k]) for each in lines]
+    if lines[1] is not None:
+        before = next(iter(lines[1]["along"].values()))
+        ends[1] = f"{over_exact(before):.2f} → {ends[1]}"
+    return tuple(ends)
+
+
+def _end(at: dict[str, Any]) -> str:
+    return f"{over_exact(at):.2f} ({at['recall']:.2f})"
+
+
+def _short(run: dict[str, Any]) -> str:
+    return f"{run['setting']['tokens'] // 1000}K" + " own" * run["sampled"]
+
+
+def _last(run: dict[str, Any]) -> str:
+    """Which tokens of a run come after its prompt."""
+    own = ", sampled by the model itself" if run["sampled"] else ""
+    return (
+        f"the last {run['setting']['generated']:,} of {run['setting']['tokens']:,} tokens of "
+        f"{', '.join(run['texts'])}{own}, {run['measured']} layers"
+    )
+
+
+def _name(line: dict[str, Any], run: dict[str, Any]) -> str:
+    """The index, and of how many layers its line is where those of the run are others."""
+    name, _, more = name_of(line, run["measured"]).partition(" ")
+    return f"`{name}`" + (f" {more}" if more else "")
 
 
 def _faster(run: dict[str, Any]) -> list[str]:
@@ -64,20 +120,10 @@ def _about(run: dict[str, Any]) -> str:
     setting, shape = run["setting"], run["shape"]
     model = f"{run['model']} with {run['lora']}" if run["lora"] else run["model"]
     layers = len(run["texts"]) * run["layers"]
-    own = f", the last {setting['generated']:,} of them its own" if run["sampled"] else ""
     some = f", {run['measured']} of them measured" if run["measured"] != layers else ""
     return (
-        f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}){own}, "
+        f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}), "
         f"{run['written']} written ones ask; {layers} layers of {shape['q_heads']} query and "
         f"{shape['kv_heads']} KV heads{some}; the first {setting['sink']} tokens, the text's last "
-        f"{setting['local']} and the written ones are attended to besides. In pieces: the text's "
-        f"last {setting['generated']:,} tokens come after the prompt was sealed; the error over "
-        "that of exact search with as many rows, before and after them."
+        f"{setting['local']} and the written ones are attended to besides."
     )
-
-
-def _along(line: dict[str, Any] | None) -> str:
-    """Error over that of `exact`, when the prompt was sealed (if asked then) and at the end."""
-    found = list(line["along"].values()) if line else []
-    ends = found if len(found) < 2 else [found[0], found[-1]]
-    return " → ".join(f"{at['error'] / at['error_exact']:.2f}" for at in ends)
