@@ -5,14 +5,13 @@
 // next follows `order`: warp by warp, each as far as it gets, so that a missing barrier shows.
 // Shared memory starts as 0xA5 in every block. Mistakes end the launch with a message.
 // Subnormal float32 are 0, as operands and as results, for CuPy compiles with -ftz=true; but not
-// where a kernel has doubles (FLUSHED is 0), which a GPU never flushes and a CPU only with the others.
+// where a kernel has doubles (`flushed` is false), which a GPU never flushes and a CPU only with the others.
 //
 // Not as on a GPU: no contraction to fma, no rounding of `__expf` and the like, no inline PTX,
 // no `__CUDA_ARCH__`, tensor cores that sum exactly. Names as in the CUDA C++ Programming Guide.
 // Longer than most files: one header, most of it a list of functions that CUDA has.
 #pragma once
 
-#include <csetjmp>
 #include <csignal>
 #include <cstdarg>
 #include <cstdint>
@@ -111,7 +110,7 @@ struct Thread {
     void (*combine)();
     void* part;
     ucontext_t start;
-    jmp_buf jump;
+    void* jump[5];
 };
 
 struct Warp {
@@ -120,9 +119,9 @@ struct Warp {
 
 static Thread threads[THREADS], *current;
 static Warp warps[THREADS / 32];
-static jmp_buf scheduler;
+static void* scheduler[5];
 static int count, live, arrived, agreed, last_arrived, last_agreed, resting;
-static bool released, failed, running;
+static bool released, failed, running, flushed;
 static long long polls;
 static Order order;
 static unsigned long long seed;
@@ -140,16 +139,17 @@ inline unsigned draw(unsigned below) {  // xorshift64*
 
 // ---- switching -----------------------------------------------------------------------------
 
-// noipa: the compiler may not conclude that memory is unchanged by a call
+// The compiler's own jumps, half as long as libc's. noipa: it may not conclude that memory is
+// unchanged by a call, and all registers are kept.
 __attribute__((noipa)) static void pause() {
-    if (!_setjmp(current->jump)) _longjmp(scheduler, 1);
+    if (!__builtin_setjmp(current->jump)) __builtin_longjmp(scheduler, 1);
 }
 
 __attribute__((noipa)) static void resume(Thread& thread) {
     current = &thread;
     threadIdx = thread.index;
-    if (_setjmp(scheduler)) return;
-    if (!thread.fresh) _longjmp(thread.jump, 1);
+    if (__builtin_setjmp(scheduler)) return;
+    if (!thread.fresh) __builtin_longjmp(thread.jump, 1);
     thread.fresh = false;
     setcontext(&thread.start);
 }
@@ -175,7 +175,7 @@ static void report(const char* format, ...) {
     va_end(values);
     report("%s at %s:%d, thread (%u, %u, %u) of block (%u, %u, %u)", text, site.file, site.line,
            threadIdx.x, threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z);
-    _longjmp(scheduler, 1);
+    __builtin_longjmp(scheduler, 1);
 }
 
 // Lets others run first.
@@ -213,6 +213,26 @@ static void barrier(const char* operation, bool predicate, Site site) {
     pause();
 }
 
+// Once all lanes of `mask` wait, and for the same: what each brought goes to `combine`.
+template <class Part>
+__attribute__((noinline)) void combine_all(Warp& warp, int first, unsigned mask,
+                                           void (*combine)(Part* const*, unsigned)) {
+    Part* parts[32] = {};
+    for (int lane = 0; lane < 32; lane++) {
+        if (!(mask >> lane & 1)) continue;
+        Thread& other = threads[first + lane];
+        if (other.mask != mask || other.combine != current->combine ||
+            other.operation != current->operation)
+            return;
+        parts[lane] = static_cast<Part*>(other.part);
+    }
+    warp.waiting &= ~mask;
+    combine(parts, mask);
+    polls = 0;
+    for (int lane = 0; lane < 32; lane++)
+        if (mask >> lane & 1) threads[first + lane].state = READY;
+}
+
 // Waits for the lanes of `mask`; the last to come runs `combine` on what each brought.
 template <class Part>
 void collective(const char* operation, Site site, unsigned mask, Part& part,
@@ -230,22 +250,7 @@ void collective(const char* operation, Site site, unsigned mask, Part& part,
              first + lane < count ? "exited" : "no thread");
     }
     warp.waiting |= 1u << (own - first);
-    bool complete = (warp.waiting & mask) == mask;
-    Part* parts[32] = {};
-    for (int lane = 0; complete && lane < 32; lane++) {
-        if (!(mask >> lane & 1)) continue;
-        Thread& other = threads[first + lane];
-        complete = other.mask == mask && other.combine == current->combine &&
-                   other.operation == operation;
-        parts[lane] = static_cast<Part*>(other.part);
-    }
-    if (complete) {
-        warp.waiting &= ~mask;
-        combine(parts, mask);
-        polls = 0;
-        for (int lane = 0; lane < 32; lane++)
-            if (mask >> lane & 1) threads[first + lane].state = READY;
-    }
+    if ((warp.waiting & mask) == mask) combine_all(warp, first, mask, combine);
     pause();
 }
 
@@ -348,7 +353,7 @@ static void on_signal(int number, siginfo_t* about, void*) {
     }
     report("illegal address %p in thread (%u, %u, %u) of block (%u, %u, %u)", about->si_addr,
            threadIdx.x, threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z);
-    _longjmp(scheduler, 1);
+    __builtin_longjmp(scheduler, 1);
 }
 
 // Memory that ends at a page without access.
@@ -394,7 +399,7 @@ static void set_control(size_t word) { _mm_setcsr(unsigned(word)); }
 static void run(const unsigned* grid, const unsigned* block, size_t shared_bytes) {
     if (!end) end = guarded(SHARED);
     size_t given = control();
-    if (FLUSHED) set_control(given | FLUSH);  // contexts that are made from here on have it
+    if (flushed) set_control(given | FLUSH);  // contexts that are made from here on have it
     gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
     count = int(blockDim.x * blockDim.y * blockDim.z);
     memory_bytes = (shared_bytes + 15) / 16 * 16;
