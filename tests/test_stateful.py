@@ -166,7 +166,7 @@ def machine(kind, **options):
     return type("Machine", (IndexMachine,), {"new_index": new_index})
 
 
-STEPS = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+STEPS = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize(
