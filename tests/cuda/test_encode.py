@@ -131,9 +131,14 @@ def checked(case, *, pieces, pads=None, bits=3, device="cpu", keys=None):
     return layout, blocks, keys, index
 
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DIMS = (8, 40, 72, 96, 112, 192, 248)
+WIDTHS = [(dim, dtype) for dim in (64, 80, 128, 256) for dtype in DTYPES]
+WIDTHS += [(dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [8, 40, 64, 72, 80, 96, 112, 128, 192, 248, 256])
+@pytest.mark.parametrize(("dim", "dtype"), WIDTHS, ids=str)
 def test_codes_are_the_references(dim, dtype, device):
     checked(Case(q_heads=2, kv_heads=2, head_dim=dim, dtype=dtype), pieces=[300], device=device)
 

@@ -70,8 +70,11 @@ def test_a_fused_search_is_the_reference_search(device, k):
     assert_same(mine, theirs, CASE.queries().to(device), k)
 
 
-@pytest.mark.parametrize("group", [dict(q_heads=2), dict(q_heads=6)], ids=str)
-@pytest.mark.parametrize("options", [dict(preset="precise"), dict(centre=0)], ids=str)
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [(dict(q_heads=2), dict(preset="precise")), (dict(q_heads=6), dict(centre=0))],
+    ids=str,
+)
 def test_other_groups_and_options(device, group, options):
     case = Case(kv_heads=2, head_dim=64, **group)
     mine, theirs = pair(device, case, **options)
@@ -346,6 +349,9 @@ def test_a_call_of_the_index_launches_the_six_kernels_and_nothing_else(device, m
     assert set(torchs.names) <= {"empty_like", "view", "detach"}  # which run nothing
 
 
+WRAPPERS = ("", "+sample", "+reuse:tau=2")
+
+
 def layers_of(device, case, indexes, steps=6):
     """Outputs and traffic of a layer over each index, which attend step by step after a prompt."""
     tokens = moved(case.tokens(300 + steps), device)
@@ -359,9 +365,15 @@ def layers_of(device, case, indexes, steps=6):
         yield torch.cat(outputs, 2), layer.traffic
 
 
-@pytest.mark.parametrize("wrapper", ["", "+sample", "+reuse:tau=2"])
-@pytest.mark.parametrize("value_dim", [64, 12])
-@pytest.mark.parametrize("rows", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("rows", "value_dim", "wrapper"),
+    [
+        *(("plain", 64, wrapper) for wrapper in WRAPPERS),
+        *(("int8", 64, wrapper) for wrapper in WRAPPERS),
+        *(("fp8", 64, wrapper) for wrapper in WRAPPERS[:1]),
+        *zip(("plain", "int8", "fp8"), (12,) * 3, WRAPPERS, strict=True),
+    ],
+)
 def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monkeypatch):
     case, calls = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim), []
     attend = Step.attend
