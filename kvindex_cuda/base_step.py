@@ -114,7 +114,7 @@ class BaseStep:
         self._bases, self._shifts = ints(groups), ints(groups)
         self._kept = longs(groups, capacity)
         self._estimates = floats(groups, capacity, group)
-        self._edge, self._places = longs(groups, EDGE), ints(groups, EDGE)
+        self._edge, self._edge_estimates = longs(groups, EDGE), floats(groups, EDGE, group)
         self._cuts, self._slots = ints(groups, 2), ints(groups, k)
         self._finalists = longs(groups, capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
@@ -160,10 +160,10 @@ class BaseStep:
         launch(
             "agree.cu",
             "agree",
-            (-(-self.capacity // 4096), self._groups),
-            (1024,),
+            (self._groups, -(-self.capacity // 4096)),
+            (512,),
             *(self._estimates, self._buckets, *limits, self._bases, self._shifts, self.counts),
-            *(self._kept, self._many, self._cuts, self._edge, self._places, self._edges),
+            *(self._kept, self._many, self._cuts, self._edge, self._edge_estimates, self._edges),
             *(self._finalists, self._filled, self._tickets[0]),
             *(self.ids, self.scores, self.found, *known, self._slots, cached),
             *(self.k, self.capacity, kv, g.scale, softcap),

@@ -64,8 +64,7 @@ class Step(BaseStep):
         self._turn = transform.rotation(g.head_dim, seed, device).T.contiguous()
         self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
         self._factors = reference.log_factors(16, device)
-        quads = -(-(layout.stride // 4) // 4)
-        sets, halves = -(-group // 4), -(-group // 8)
+        quads, sets, parts = -(-(layout.stride // 4) // 4), -(-group // 4), 1 if group <= 4 else 2
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -76,8 +75,8 @@ class Step(BaseStep):
         # of `ask`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
-        self._operands = ints(groups, halves, quads, 8, 32, 4)
-        self._ups = floats(groups, 8 * halves)
+        self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
+        self._ups = floats(groups, group)
         self._sample, self._asked = ints(groups, SAMPLED), ints(groups)
         self._thresholds = ints(groups)
         # of `scan`
@@ -129,11 +128,12 @@ class Step(BaseStep):
         launch(
             "rerank.cu",
             "rerank",
-            (min(splits, -(-self.capacity // 256)), groups),
+            (min(splits, -(-self.capacity // 128)), groups),
             (256,),
             *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
             *(self._levels, state.reference, *limits, *listed, self._kept, self._many),
-            *(self._estimates, self._buckets, self._edge, self._places, self._edges, self._cuts),
+            *(self._estimates, self._buckets, self._edge, self._edge_estimates, self._edges),
+            self._cuts,
             *(*query, *keys, self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
             overlap=True,
             **self._rerank,

@@ -152,7 +152,7 @@ class TableStep(BaseStep):
             *(*codes, L.weights, L.magnitudes, self._operands, self._ups, self._products),
             *(self._levels, state.reference, *limits, self._bases, self._shifts, self.counts),
             *(self._many, self._kept, self._hist, self._estimates, self._buckets),
-            *(self._edge, self._places, self._edges, self._cuts),
+            *(self._edge, self._edge_estimates, self._edges, self._cuts),
             *(self.capacity, kv, g.scale, softcap, step, top),
             overlap=True,
             **(self._softcap | group | dict(D=g.head_dim, BITS=L.magnitude_bits)),

@@ -73,7 +73,7 @@ __device__ __forceinline__ Agreed agreed(const float (&estimates)[GROUP], const 
     float sum = 0;
 #pragma unroll
     for (int h = 0; h < GROUP; h++) sum += exp2f((each[h] - best) * LOG2E);
-    best += log2f(sum * (1.0f / GROUP)) * (1 / LOG2E);
+    best += __log2f(sum * (1.0f / GROUP)) * (1 / LOG2E);
 #endif
     return {best, bin_of(best)};
 }
@@ -82,18 +82,22 @@ __device__ __forceinline__ float from_ordered(u32 bits) {
     return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
-constexpr int THREADS = 1024;  // of `agree`
-constexpr int EACH = 4;        // entries of a thread
-constexpr int ROWS = 2 * EDGE;  // that are put in order by their ids
+constexpr int THREADS = 512;        // of `agree`: of few blocks, each warp costs issue slots
+constexpr int EACH = 8;             // entries of a thread
+constexpr int ROWS = 2 * EDGE;      // that are put in order by their ids
+constexpr bool EARLY = GROUP <= 4;  // whether registers hold the estimates from the start
+constexpr int SOME = EARLY ? EACH : GROUP <= 8 ? 4 : 1;  // entries whose estimates are held at once
+static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// Rows' ids: in shared memory, or past what that holds.
+// Rows' ids as they were chosen, in shared memory or past what that holds, and their places in order.
 struct Chosen {
-    const int* first;
+    const int *first, *places;
     const i64* all;
     __device__ __forceinline__ int operator[](int i) const { return i < ROWS ? first[i] : int(all[i]); }
+    __device__ __forceinline__ int place(int i) const { return i < ROWS ? places[i] : i; }
 };
 
-// The k best of `kept` (rerank.cu). Grid: (splits, BG), THREADS threads; splits · THREADS · EACH is
+// The k best of `kept` (rerank.cu). Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is
 // the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry.
 // Every block passes on what is among the k best of its own, and the last one of a group finishes;
 // a block that is alone keeps it.
@@ -103,138 +107,146 @@ struct Chosen {
 // Of a cache of `cached` rows (row_cache.py; 0 for none): tags, stamps int32 [BG, cached], clocks
 // int32 [BG], lookups int32 [BG, 2]; slots int32 [BG, k]: 2 slot + 1 where a row lies, 2 slot where
 // it is to lie, −1 for nowhere.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 agree(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
       const int* bases, const int* shifts, const int* counts, const u64* kept, const int* kept_many,
-      const int2* cuts, const u64* all_edge, const int* all_places, const int* all_edges,
+      const int2* cuts, const u64* all_edge, const float* edge_estimates, const int* all_edges,
       u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found, int* tags,
       int* stamps, int* clocks, int* lookups, int* slots, i64 cached, i64 k, i64 capacity,
       i64 kv_heads, float scale, float softcap) {
     __shared__ float totals[GROUP];
     __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
-    __shared__ int places[EDGE];
+    __shared__ int order[EDGE];  // of the edge's entries, the best first; also digits
     __shared__ __align__(16) int chosen[ROWS];
     __shared__ float chosen_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
-    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    u32 bg = blockIdx.x, batch = bg / u32(kv_heads);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(wanted[batch], counted[batch]);
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
     for (int i = threadIdx.x; i < ROWS; i += THREADS) chosen[i] = 2147483647;  // after all rows
     if (threadIdx.x == 0) edges = taken = 0, least = 0;
     Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     estimates += bg * capacity * GROUP;
-    buckets += bg * GROUP * BUCKETS;
+    edge_estimates += bg * (EDGE * GROUP);
+    all_edge += bg * EDGE;
+    buckets += bg * (GROUP * BUCKETS);
     kept += bg * capacity;
     after_previous();
     let_next_begin();
-    int first = blockIdx.x * (THREADS * EACH) + threadIdx.x;
+    int first = blockIdx.y * (THREADS * EACH) + threadIdx.x;
     // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
     // (which only the first block does not wait for)
     int n = kept_many[bg], many = all_edges[bg], listed = counts[bg];
     int2 cut_at = cuts[bg];
-    u64 entries[EACH], my_edge = all_edge[bg * EDGE + lane];
-    int my_place = all_places[bg * EDGE + lane];
-    i64 known = blockIdx.x ? n : capacity;
+    int known = blockIdx.y ? n : int(min(capacity, i64(THREADS * EACH)));
+    u64 words[EACH];
+    float each[SOME][GROUP];
+    auto load = [&](float (&row)[GROUP], int i, int n) {
+        if (first + i * THREADS < n) load_row(row, estimates + i64(first + i * THREADS) * GROUP);
+    };
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        entries[i] = first + i * THREADS < known ? kept[first + i * THREADS] : 0;
+        words[i] = first + i * THREADS < known ? kept[first + i * THREADS] : 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-        if (first + i * THREADS < known) to_l1(estimates + i64(first + i * THREADS) * GROUP);
-    u64 sums[BUCKETS / 32] = {};
-    if (warp < GROUP) load_sums(sums, buckets + warp * BUCKETS);
+    for (int i = 0; i < (EARLY ? EACH : 0); i++) load(each[i], i, known);
+    u64 sums[OWN] = {}, my_edge = 0;
+    float my_estimate = 0;
+    if (warp < GROUP) {
+        my_edge = all_edge[lane], my_estimate = edge_estimates[lane * GROUP + warp];
+        load_sums(sums, buckets + warp * BUCKETS);
+    }
     int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
-    if (int(blockIdx.x) >= blocks) return;
+    if (int(blockIdx.y) >= blocks) return;
     if (listed > target) are.bin = cut_at.x, rank -= cut_at.y;
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
-    u64 lowest = 0;
-    if (many <= 32) {  // as it mostly is: each warp for itself
-        float logit = 0;
-        if (lane < many && warp < GROUP) {
-            logit = capped(estimates[i64(my_place) * GROUP + warp], scale, softcap);
-        }
-        int better = 0;
-        for (int j = 0; j < many; j++) better += __shfl_sync(ALL, my_edge, j) > my_edge;
-        u32 at = __ballot_sync(ALL, lane < many && better == rank - 1);
-        if (at) lowest = __shfl_sync(ALL, my_edge, __ffs(at) - 1);
+    auto edge_logit = [&](float estimate) { return capped(estimate, scale, softcap); };
+    if (many <= 32) {  // as it mostly is: a warp for each head
         if (warp < GROUP) {
+            int better = 0;
+            for (int j = 0; j < many; j++) better += __shfl_sync(ALL, my_edge, j) > my_edge;
             bool in = lane < many && better < rank;
+            if (warp == 0 && in && better == rank - 1) least = my_edge;
             float total = log_sum(sums, [&](auto use) {
-                if (in) use(logit);
+                if (in) use(edge_logit(my_estimate));
             });
             if (lane == 0) totals[warp] = total;
         }
     } else if (many <= EDGE) {
-        static_assert(EDGE == THREADS && GROUP <= THREADS / 32, "one for each thread, one for each warp");
-        int i = threadIdx.x;
-        my_edge = i < many ? all_edge[bg * EDGE + i] : 0;
-        if (i < many) edge[i] = my_edge;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < many; i += THREADS) edge[i] = all_edge[i];
         __syncthreads();
-        if (i < many) {
+        for (int i = threadIdx.x; i < many; i += THREADS) {
             int better = 0;
-            for (int j = 0; j < many; j++) better += edge[j] > my_edge;
-            places[better] = all_places[bg * EDGE + i];
-            if (better == rank - 1) least = my_edge;
+#pragma unroll 1
+            for (int j = 0; j < many; j++) better += edge[j] > edge[i];
+            order[better] = i;
+            if (better == rank - 1) least = edge[i];
         }
         __syncthreads();
-        lowest = least;
         if (warp < GROUP) {
             float total = log_sum(sums, [&](auto use) {
+#pragma unroll 1
                 for (int j = lane; j < min(rank, many); j += 32)
-                    use(capped(estimates[i64(places[j]) * GROUP + warp], scale, softcap));
+                    use(edge_logit(edge_estimates[order[j] * GROUP + warp]));
             });
             if (lane == 0) totals[warp] = total;
         }
     } else {  // nearly all keys are equal: slowly
         u64* more = reinterpret_cast<u64*>(histogram);
-        constexpr int SOME = BINS / 2 / BUCKETS;  // heads that have room in it
+        constexpr int HEADS = BINS / 2 / BUCKETS;  // that have room in it
         auto all = [&](auto use) {
             for (int i = threadIdx.x; i < n; i += THREADS) use(kept[i]);
         };
-        u64 word = radix_cut(all, target, places);
-        for (int from = 0; from < GROUP; from += SOME) {
+        u64 word = radix_cut(all, target, order);
+        for (int from = 0; from < GROUP; from += HEADS) {
             for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
             __syncthreads();
             for (int i = threadIdx.x; i < n; i += THREADS)
                 if (are.side(kept[i]) == 0 && kept[i] >= word)
-                    for (int h = from; h < min(from + SOME, GROUP); h++) {
+                    for (int h = from; h < min(from + HEADS, GROUP); h++) {
                         Exponentials one;
-                        one.add(nullptr, capped(estimates[i64(i) * GROUP + h], scale, softcap));
+                        one.add(nullptr, edge_logit(estimates[i64(i) * GROUP + h]));
                         one.write(more + (h - from) * BUCKETS);
                     }
             __syncthreads();
             int h = from + warp;
-            if (warp < SOME && h < GROUP) {
+            if (warp < HEADS && h < GROUP) {
                 load_sums(sums, buckets + h * BUCKETS);
-                for (int i = 0; i < BUCKETS / 32; i++)
-                    sums[i] += more[warp * BUCKETS + threadIdx.x % 32 * (BUCKETS / 32) + i];
+                for (int i = 0; i < OWN; i++) sums[i] += more[warp * BUCKETS + lane * OWN + i];
                 float total = log_sum(sums, [](auto) {});
                 if (lane == 0) totals[h] = total;
             }
             __syncthreads();
         }
         for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-        lowest = word;
+        if (threadIdx.x == 0) least = word;
     }
-    // estimates are read late, for from the start they are more than registers hold
-    float each[EACH][GROUP];
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-        if (first + i * THREADS < n) load_row(each[i], estimates + i64(first + i * THREADS) * GROUP);
     __syncthreads();
 
-    u64 words[EACH];  // 0: none
+    // entries become what the group agrees on and the id, or 0
+    u64 lowest = least;
+    u32 bins[EACH / 2] = {};  // two in each
+    auto set_bin = [&](int i, int bin) { bins[i / 2] |= u32(bin) << i % 2 * 16; };
+    auto bin_at = [&](int i) { return int(bins[i / 2] >> i % 2 * 16 & 0xffff); };
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        int side = first + i * THREADS < n ? are.side(entries[i]) : -1;
-        words[i] = 0;
-        if (side > 0 || (side == 0 && entries[i] >= lowest)) {
-            Agreed both = agreed(each[i], totals, scale, softcap);
-            words[i] = u64(ordered(both.value)) << 32 | u32(entries[i]);
-            atomicAdd(histogram + both.bin, 1);
+    for (int from = 0; from < EACH; from += SOME) {
+#pragma unroll
+        for (int i = 0; i < (EARLY ? 0 : SOME); i++) load(each[i], from + i, n);
+#pragma unroll
+        for (int i = 0; i < SOME; i++) {
+            u64& word = words[from + i];
+            int side = first + (from + i) * THREADS < n ? are.side(word) : -1;
+            if (side > 0 || (side == 0 && word >= lowest)) {
+                Agreed both = agreed(each[i], totals, scale, softcap);
+                word = u64(ordered(both.value)) << 32 | u32(word);
+                set_bin(from + i, both.bin);
+                atomicAdd(histogram + both.bin, 1);
+            } else {
+                word = 0;
+            }
         }
     }
     __syncthreads();
@@ -252,7 +264,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         int count = 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            if (words[i] && bin_in(words[i]) < cut.bin) words[i] = 0;
+            if (bin_at(i) < cut.bin) words[i] = 0;
             count += words[i] != 0;
         }
         int to = room_for<THREADS>(count, filled + bg);
@@ -267,17 +279,38 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
             int at = i * THREADS + threadIdx.x;
             words[i] = at < last_many ? __ldcg(finalists + at) : 0;
         }
-        for (int at = threadIdx.x; at < last_many; at += THREADS)
+#pragma unroll
+        for (int i = 0; i < EACH / 2; i++) bins[i] = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (words[i]) {
+                int bin = bin_in(words[i]);
+                set_bin(i, bin);
+                atomicAdd(histogram + bin, 1);
+            }
+        for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS)
             atomicAdd(histogram + bin_in(__ldcg(finalists + at)), 1);
         __syncthreads();
         cut = cut_of<true, THREADS>(histogram, int(k));
     }
-    auto every = [&](auto use) {
+    // of all words left, those that `is` says something of, one at a time
+    auto every = [&](auto is, auto use) {
+        u32 some = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (words[i]) use(words[i]);
-        for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS)
-            use(__ldcg(finalists + at));
+        for (int i = 0; i < EACH; i++) some |= u32(words[i] && is(bin_at(i))) << i;
+        for (; some; some &= some - 1) {
+            u64 word = words[0];
+            int now = __ffs(some) - 1, bin = bin_at(0);
+#pragma unroll
+            for (int i = 1; i < EACH; i++)
+                if (i == now) word = words[i], bin = bin_at(i);
+            use(word, bin);
+        }
+        for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS) {
+            u64 word = __ldcg(finalists + at);
+            int bin = bin_in(word);
+            if (is(bin)) use(word, bin);
+        }
     };
     auto keep = [&](u64 word) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
@@ -287,23 +320,23 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         else
             ids[slot] = id, scores[slot] = value_of(word);
     };
-    every([&](u64 word) {
-        int bin = bin_in(word);
-        if (bin > cut.bin) keep(word);
-        if (bin != cut.bin) return;
+    every([&](int bin) { return bin >= cut.bin; }, [&](u64 word, int bin) {
+        if (bin > cut.bin) return keep(word);
         int slot = atomicAdd(&edges, 1);
         if (slot < EDGE) edge[slot] = word;
     });
     __syncthreads();
     rank = int(k) - cut.above;
     if (edges > EDGE) {
-        u64 word = radix_cut(every, int(k), places);
-        every([&](u64 other) {
-            if (other >= word && bin_in(other) == cut.bin) keep(other);
+        auto all = [&](auto use) { every([](int) { return true; }, [&](u64 word, int) { use(word); }); };
+        u64 word = radix_cut(all, int(k), order);
+        every([&](int bin) { return bin == cut.bin; }, [&](u64 other, int) {
+            if (other >= word) keep(other);
         });
     } else {
         for (int i = threadIdx.x; i < edges; i += THREADS) {
             int better = 0;
+#pragma unroll 1
             for (int j = 0; j < edges; j++) better += edge[j] > edge[i];
             if (better < rank) keep(edge[i]);
         }
@@ -314,6 +347,10 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     // by their ids, so that whoever attends to them adds up in the same order in every run
     int* in_order = reinterpret_cast<int*>(edge);
     static_assert(sizeof(edge) >= ROWS * sizeof(int), "the edge is told apart before");
+    Chosen all = {chosen, in_order, ids};
+    tags += bg * cached, stamps += bg * cached;
+    Set own = {};
+    if (cached && int(threadIdx.x) < rows) own = set_at(all[threadIdx.x], tags, stamps, cached);
     for (int i = threadIdx.x; i < min(rows, ROWS); i += THREADS) {
         int id = chosen[i], place = 0;
 #pragma unroll 4
@@ -321,11 +358,10 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
             int4 four = *reinterpret_cast<const int4*>(chosen + j);
             place += (four.x < id) + (four.y < id) + (four.z < id) + (four.w < id);
         }
-        ids[place] = in_order[place] = id;
+        ids[place] = id, in_order[i] = place;
         scores[place] = chosen_scores[i];
     }
-    __syncthreads();
     if (cached)
-        look_up<THREADS>(Chosen{in_order, ids}, rows, tags + bg * cached, stamps + bg * cached,
-                         clocks + bg, lookups + 2 * bg, slots + bg * k, cached);
+        look_up<THREADS>(all, rows, own, tags, stamps, clocks + bg, lookups + 2 * bg, slots + bg * k,
+                         cached);
 }

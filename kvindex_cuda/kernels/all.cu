@@ -1,31 +1,18 @@
 // One stage: estimates of all keys, in one pass over their codes (paper, B.2.2, equation 10; one
 // log weight of 16 bits per key). What agree.cu selects from, as rerank.cu leaves it.
 //
-// As in rerank.cu codes become float16 in registers and the matrix unit multiplies 16 keys with
-// queries in two float16 of 22 bits together; but keys come in order, so that nothing is looked up
-// and loads of neighbouring lanes are neighbours. Up to four heads the lower halves of the queries
-// are the matrix's other four columns, and one product serves both. Sums of exponentials are floats
-// in a lane, in an order that the grid fixes, then integers.
+// The product is rerank.cu's (product.cuh); but keys come in order, so that nothing is looked up and
+// loads of neighbouring lanes are neighbours. Sums of exponentials are floats in a lane, in an order
+// that the grid fixes, then integers.
 // Grid: (splits, BG), 256 threads; a warp takes 64 keys at a time, every 8 · splits-th. Reads
 // (1 + BITS) D / 8 + 2 bytes per key and 2 D per 64; writes 8 + 4 GROUP per key.
 // Limited by issue slots: some 25 instructions of a warp per key (counted; D = 128, 3 bits, 4 heads).
 // Compile-time: D, BITS (of a magnitude), GROUP, DTYPE (of queries), CENTRED, SOFTCAP.
-#include "levels.cuh"
+#include "product.cuh"
 #include "shares.cuh"
 
-constexpr int WORDS = (D / 8 + 3) / 4;                // of a key's signs, and of a plane of its magnitudes
-constexpr int QUADS = (WORDS + 3) / 4;               // groups of 4 words: one lane of a quad each
-constexpr int PART = 64;                             // keys of a warp at a time
-constexpr bool FOLDED = GROUP <= 4;
-constexpr int HALVES = (GROUP + 7) / 8;              // sets of 8 heads
-constexpr int ROWS = FOLDED ? 1 : 2;                 // keys of 16 whose estimates a lane has
-constexpr int VOTE = 2;                              // of an entry: its bin lies above that of the cut, 1
-
-// Codes of 16 keys: of rows lane / 4 and 8 further.
-struct Tile {
-    u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
-    int logs[2];
-};
+constexpr int PART = 64;  // keys of a warp at a time
+constexpr int VOTE = 2;   // of an entry: its bin lies above that of the cut, 1
 
 // queries DTYPE [BG, GROUP, D]; table int64 [B, row]: addresses of blocks, of KV head g at g · head;
 // logs, magnitudes, centre: of the layout; operands, ups: of turn.cu; levels float32 [LEVELS];
@@ -35,16 +22,14 @@ struct Tile {
 // uint64 [BG, GROUP, BUCKETS], cleared before. Keys past the capacity are not seen.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, i64 centre,
-    const uint4* operands, const float* ups, const float* given_levels, const float* references,
+    const uint2* operands, const float* ups, const float* given_levels, const float* references,
     const u32* valid, const i64* length, u64* kept, float* estimates, int* many, int* counts,
     u64* buckets, i64 capacity, i64 kv_heads, float scale, float softcap, float octaves) {
-    constexpr int COLUMNS = FOLDED ? 1 : HALVES;
-    constexpr int SIZE = COLUMNS * QUADS * 256;      // operands: 8 bytes if folded, else 16
     __shared__ u16 halves[LEVELS];
-    __shared__ uint2 asked[FOLDED ? SIZE : 2 * SIZE];
+    __shared__ uint2 asked[OPERANDS];
     __shared__ float peaks[8][GROUP], totals[8][GROUP];
     i64 bg = blockIdx.y, batch = bg / kv_heads;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
     i64 tokens = min(i64(__ldcg(length)), capacity);
     float reference = references[bg];
@@ -56,38 +41,21 @@ all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magn
     auto address = [&](int i) {
         return reinterpret_cast<const char*>(table[i / (TOKENS / PART)]) + bg % kv_heads * head;
     };
-    auto load = [&](Tile& tile, const char* at, int first) {
+    auto load_tile = [&](Tile& tile, const char* at, int first) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int key = first + half * 8 + lane / 4;
-            const u32* signs = reinterpret_cast<const u32*>(at) + key * WORDS;
-            const u32* planes = reinterpret_cast<const u32*>(at + magnitudes) + key * (BITS * WORDS);
-#pragma unroll
-            for (int quad = 0; quad < QUADS; quad++) {
-                int w = quad * 4 + t;
-                bool has = QUADS * 4 == WORDS || w < WORDS;
-                tile.signs[half][quad] = has ? __ldcs(signs + w) : 0;
-                tile.planes[half][quad][0] = 0;
-#pragma unroll
-                for (int p = 0; p < BITS; p++)
-                    tile.planes[half][quad][p] = has ? __ldcs(planes + p * WORDS + w) : 0;
-            }
-            tile.logs[half] = reinterpret_cast<const u16*>(at + logs)[key];
-        }
+        for (int half = 0; half < 2; half++)
+            load<true>(tile, half, at, first + half * 8 + lane / 4, logs, magnitudes);
     };
     Tile next;
     const char* at = nullptr;
     if (item < items) {
         at = address(item);
-        load(next, at, item % (TOKENS / PART) * PART);
+        load_tile(next, at, item % (TOKENS / PART) * PART);
     }
     after_previous();
     let_next_begin();
-    const uint2* given = reinterpret_cast<const uint2*>(operands) + bg * i64(FOLDED ? SIZE : 2 * SIZE);
-    for (int i = threadIdx.x; i < (FOLDED ? SIZE : 2 * SIZE); i += 256) asked[i] = __ldcg(given + i);
+    for (int i = threadIdx.x; i < OPERANDS; i += 256) asked[i] = __ldcg(operands + bg * OPERANDS + i);
     if (blockIdx.x == 0 && threadIdx.x == 0) many[bg] = int(tokens), counts[bg] = 2147483647;
-    // this lane's heads: two of each set of 8, or of the four
-    auto head_of = [&](int set, int side) { return FOLDED ? 2 * (t % 2) + side : set * 8 + 2 * t + side; };
     float down[COLUMNS][2], peak[COLUMNS][2], total[COLUMNS][2];
 #pragma unroll
     for (int set = 0; set < COLUMNS; set++)
@@ -133,8 +101,8 @@ all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magn
 #pragma unroll 1
         for (int first = 0; first < PART; first += 16) {
             Tile tile = next;
-            if (first + 16 < PART) load(next, here, part * PART + first + 16);
-            else if (at) load(next, at, item % (TOKENS / PART) * PART);
+            if (first + 16 < PART) load_tile(next, here, part * PART + first + 16);
+            else if (at) load_tile(next, at, item % (TOKENS / PART) * PART);
             int start = now * PART + first;
             u32 real = bits[first / 32] >> first % 32 & 0xffff;
             if (start + 16 > tokens) real &= start < tokens ? (1u << (tokens - start)) - 1 : 0;
@@ -142,35 +110,11 @@ all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magn
                 kept[start + lane] = real >> lane & 1 ? entry_of(VOTE, start + lane) : 0;
 #pragma unroll
             for (int set = 0; set < COLUMNS; set++) {
-                float c[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int quad = 0; quad < QUADS; quad++)
-#pragma unroll
-                    for (int i = 0; i < 8; i++) {
-                        u32 upper[2], lower[2];
-                        decode(upper, tile.signs[0][quad], tile.planes[0][quad], i / 2, i % 2, levels);
-                        decode(lower, tile.signs[1][quad], tile.planes[1][quad], i / 2, i % 2, levels);
-                        int from = ((set * QUADS + quad) * 8 + i) * 32 + lane;
-                        uint2 b = asked[FOLDED ? from : 2 * from];
-                        mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
-                        if (FOLDED) continue;
-                        b = asked[2 * from + 1];
-                        mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
-                    }
-                // of a folded row the lanes of the upper two columns have the other half
-                float both[2][2] = {{c[0], c[1]}, {c[2], c[3]}};
-                if (FOLDED) {
-                    bool later = t >= 2;
-#pragma unroll
-                    for (int side = 0; side < 2; side++) {
-                        float other = __shfl_xor_sync(ALL, later ? both[0][side] : both[1][side], 2);
-                        both[0][side] = (later ? both[1][side] : both[0][side]) + other;
-                    }
-                }
+                float both[ROWS][2];
+                multiply(both, tile, asked, set, levels);
 #pragma unroll
                 for (int half = 0; half < ROWS; half++) {
-                    bool second = FOLDED ? t >= 2 : half;
-                    int log = second ? tile.logs[1] : tile.logs[0], key = second * 8 + lane / 4;
+                    int log = log_of(tile, half), key = key_of(half);
                     float weight = log ? exp2f(float(log - 65535) * (octaves / 65536)) * reference : 0.0f;
                     float found[2];
 #pragma unroll

@@ -13,10 +13,9 @@
 #include "votes.cuh"
 
 constexpr int SAMPLED = 4096;
-constexpr int COLUMNS = D / 4;             // of four coordinates
-constexpr int SLICES = 256 / COLUMNS;      // of a column of the rotation
+constexpr int FOURS = D / 4;               // columns of four coordinates
+constexpr int SLICES = 256 / FOURS;        // of a column of the rotation
 constexpr int AHEAD = 16;                  // rows of it that a thread asks for at once
-constexpr int HALVES = (GROUP + 7) / 8;    // sets of 8 heads, as rerank.cu has them
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1e300;  // no finite query's norm is
 
@@ -31,18 +30,18 @@ struct Sampled {  // 32 keys
 // [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
 // keys; factors int32 [256]; levels are float16, level is E|u|.
 // planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32, units
-// float32 [BG, 4 SETS]; operands uint4 [BG, HALVES, QUADS, 8, 32]: ‖q‖ q̃ · up as float16 and what
-// that leaves, for rerank.cu; ups float32 [BG, 8 HALVES]; votes int32 [BG, SAMPLED]; tickets int32
-// [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared int32 [words]; wrong int32
-// [1], set to 1 where a query is not finite, or null.
+// float32 [BG, 4 SETS]; operands uint16 [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and what that
+// leaves, for rerank.cu, 0 where nothing is written; ups float32 [BG, GROUP]; votes int32 [BG,
+// SAMPLED]; tickets int32 [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared
+// int32 [words]; wrong int32 [1], set to 1 where a query is not finite, or null.
 extern "C" __global__ void __launch_bounds__(256)
 ask(const void* queries, const float4* turn, const float* references, const i64* table, i64 row,
     i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
-    const int* given_factors, u32* all_planes, int* all_sums, float* all_units, uint4* operands,
+    const int* given_factors, u32* all_planes, int* all_sums, float* all_units, u16* operands,
     float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
     i64 words, int* wrong, i64 largest, float level, float most, i64 kv_heads) {
     __shared__ int factors[256];
-    __shared__ float directions[SETS * 4][D];   // q/‖q‖, then ‖q‖ q̃
+    __shared__ __align__(16) float directions[SETS][D][4];  // of a head: q/‖q‖, then ‖q‖ q̃
     __shared__ float raw[CENTRED && HELD ? SETS * 4 : 1][D];
     __shared__ float4 partial[4][256];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
@@ -50,7 +49,8 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     __shared__ float units[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
     __shared__ __align__(16) int histogram[BINS];
-    i64 bg = blockIdx.y, batch = bg / kv_heads, tokens, blocks;
+    i64 bg = blockIdx.y, batch = blockIdx.y / u32(kv_heads), tokens, blocks;
+    i64 head_offset = blockIdx.y % u32(kv_heads) * head;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
@@ -59,18 +59,18 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
     auto draw = [&](Sampled& some, int i) {
         i64 s = place(i);
-        const char* block = reinterpret_cast<const char*>(table[batch * row + s]) + bg % kv_heads * head;
+        const char* block = reinterpret_cast<const char*>(table[batch * row + s]) + head_offset;
         load<false>(some.signs, block, part(i));
         load(some.mean, block + CENTRE);
         some.weights = load_weights(block + WEIGHTS, part(i));
         some.valid = valid[(batch * row + s) * 8 + part(i)];
     };
-    int column = threadIdx.x % COLUMNS, slice = threadIdx.x / COLUMNS;
+    int column = threadIdx.x % FOURS, slice = threadIdx.x / FOURS;
     float4 entries[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
         entries[i] = slice < SLICES && slice + i * SLICES < D
-                         ? turn[(slice + i * SLICES) * COLUMNS + column] : float4{0, 0, 0, 0};
+                         ? turn[(slice + i * SLICES) * FOURS + column] : float4{0, 0, 0, 0};
     factors[threadIdx.x] = given_factors[threadIdx.x];
     for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
     after_previous();
@@ -92,8 +92,8 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     bool any = tokens > 0;
     if (any && first < SAMPLED / 32) draw(some, first);
 
-    for (i64 i = (bg * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < words;
-         i += i64(gridDim.y) * gridDim.x * 256)
+    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(words);
+         i += gridDim.y * gridDim.x * 256)
         cleared[i] = 0;
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     for (int h = warp; h < SETS * 4; h += 8) {
@@ -115,19 +115,19 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
 #pragma unroll
         for (int w = 0; w < (D + 31) / 32; w++)
             if (w * 32 + lane < D)
-                directions[h][w * 32 + lane] = finite ? float(x[w] * inverse) : 0.0f;
+                directions[h / 4][w * 32 + lane][h % 4] = finite ? float(x[w] * inverse) : 0.0f;
     }
     __syncthreads();
-
     // rotated, four heads at a time: a thread has four columns of a slice of the rows
     float turned[SETS][(D * 4 + 255) / 256];
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         float4 found[4] = {};
         auto add = [&](int i, float4 entry) {
+            float4 four = *reinterpret_cast<const float4*>(directions[n][i]);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                float x = directions[n * 4 + e][i];
+                float x = (&four.x)[e];
                 found[e].x += x * entry.x, found[e].y += x * entry.y;
                 found[e].z += x * entry.z, found[e].w += x * entry.w;
             }
@@ -137,10 +137,10 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
             if (slice < SLICES && slice + i * SLICES < D) add(slice + i * SLICES, entries[i]);
         if (slice < SLICES)
 #pragma unroll 8
-            for (int i = slice + AHEAD * SLICES; i < D; i += SLICES) add(i, turn[i * COLUMNS + column]);
+            for (int i = slice + AHEAD * SLICES; i < D; i += SLICES) add(i, turn[i * FOURS + column]);
         if (slice < SLICES)
 #pragma unroll
-            for (int e = 0; e < 4; e++) partial[e][slice * COLUMNS + column] = found[e];
+            for (int e = 0; e < 4; e++) partial[e][slice * FOURS + column] = found[e];
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < (D * 4 + 255) / 256; i++) {
@@ -148,30 +148,30 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
             float sum = 0;
             if (e < 4)
                 for (int s = 0; s < SLICES; s++)
-                    sum += reinterpret_cast<const float*>(partial[e] + s * COLUMNS)[j];
+                    sum += reinterpret_cast<const float*>(partial[e] + s * FOURS)[j];
             turned[n][i] = sum;
         }
-        __syncthreads();
+        if (n + 1 < SETS) __syncthreads();
     }
 #pragma unroll
     for (int n = 0; n < SETS; n++)
 #pragma unroll
         for (int i = 0; i < (D * 4 + 255) / 256; i++) {
             int at = i * 256 + threadIdx.x;
-            if (at < D * 4) directions[n * 4 + at / D][at % D] = turned[n][i];
+            if (at < D * 4) directions[n][at % D][at / D] = turned[n][i];
         }
     __syncthreads();
 
     // rounded, a digit of each coordinate to a word of its plane
     for (int h = warp; h < GROUP; h += 8) {
         float peak = 0, norm = float(fmin(norms[h], 1152921504606846976.0));  // transform.LONGEST
-        for (int j = lane; j < D; j += 32) peak = fmaxf(peak, fabsf(directions[h][j]));
+        for (int j = lane; j < D; j += 32) peak = fmaxf(peak, fabsf(directions[h / 4][j][h % 4]));
         peak = warp_max(peak);
         double scale = peak > 0 ? double(largest) / double(peak) : 0.0;
         int sum = 0;
         for (int w = 0; w < WORDS; w++) {
             int j = w * 32 + lane;
-            float x = j < D ? directions[h][j] : 0.0f;
+            float x = j < D ? directions[h / 4][j][h % 4] : 0.0f;
             int r = int(rint(double(x) * scale));
             sum += r;
             u32 mine = 0, digits = (u32(r) + 0xaaaaaaaau) ^ 0xaaaaaaaau;  // to the base -2
@@ -181,7 +181,7 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
                 if (lane == p) mine = plane;
             }
             if (lane < PLANES) planes[h][lane][w] = mine;
-            if (j < D) directions[h][j] = x * norm;
+            if (j < D) directions[h / 4][j][h % 4] = x * norm;
         }
         sum = warp_sum(sum);
         if (lane == 0) {
@@ -245,19 +245,14 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
 
     // for rerank.cu, by a block that is not in the way
     if (blockIdx.x == gridDim.x - 1) {
-        if (threadIdx.x < HALVES * 8)
-            ups[bg * HALVES * 8 + threadIdx.x] = threadIdx.x < GROUP ? scales[threadIdx.x] : 1.0f;
-        for (int i = threadIdx.x; i < HALVES * QUADS * 256; i += 256) {
-            int l = i % 32, step = i / 32 % 8, quad = i / 256 % QUADS, h = i / 256 / QUADS * 8 + l / 4;
-            u32 pairs[4] = {};
-            for (int at = 0; at < 4; at++) {
-                int j = (quad * 4 + l % 4) * 32 + step / 2 + step % 2 * 16 + at * 4;
-                float x = h < GROUP && j < D ? directions[h][j] * scales[h] : 0.0f;
-                u16 high = to_float16(x), low = to_float16(x - from_float16(high));
-                pairs[at / 2] |= u32(high) << (at % 2 * 16);
-                pairs[2 + at / 2] |= u32(low) << (at % 2 * 16);
-            }
-            operands[bg * (HALVES * QUADS * 256) + i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        if (threadIdx.x < GROUP) ups[bg * GROUP + threadIdx.x] = scales[threadIdx.x];
+        operands += bg * (OPERANDS * 4);
+        for (int i = threadIdx.x; i < GROUP * D; i += 256) {
+            int h = i / D, j = i % D;
+            float x = directions[h / 4][j][h % 4] * scales[h];
+            u16 high = to_float16(x);
+            operands[operand_of(h, j, 0)] = high;
+            operands[operand_of(h, j, 1)] = to_float16(x - from_float16(high));
         }
     }
     if (!last) return;

@@ -14,33 +14,39 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
     to_l2(stamps + set_of(id, cached));
 }
 
-// Of one KV head, with `cached` rows of cache: ids [rows], below 2^31, each once; tags, stamps
-// int32 [cached], aligned to 16 bytes; clock int32; lookups int32 [2], asked and found; slots int32 [rows]: 2 slot + 1
-// where a row lies, 2 slot where it is to lie, −1 for nowhere. SOME: ids below 0 are no rows, and
-// get −1. All THREADS of a block call it.
+// What a set holds.
+struct Set {
+    int4 tags, stamps;
+};
+__device__ __forceinline__ Set set_at(int id, const int* tags, const int* stamps, i64 cached) {
+    int first = set_of(id, cached);
+    return {__ldcg(reinterpret_cast<const int4*>(tags + first)),
+            __ldcg(reinterpret_cast<const int4*>(stamps + first))};
+}
+
+// Of one KV head, with `cached` rows of cache: ids [rows], below 2^31, each once; tags, stamps int32
+// [cached], aligned to 16 bytes; clock int32; lookups int32 [2], asked and found; slots int32 [rows]:
+// 2 slot + 1 where a row lies, 2 slot where it is to lie, −1 for nowhere, at the row's place. own: the set of a
+// thread's first row, asked for before. SOME: ids below 0 are no rows, and get −1. All THREADS of a
+// block call it.
 template <int THREADS, bool SOME = false, class Ids>
-__device__ __forceinline__ void look_up(Ids ids, int rows, int* tags, int* stamps, int* clock,
-                                        int* lookups, int* slots, i64 cached) {
-    int now = *clock + 1, hits = 0, none = 0;
-    int own = -1, own_slot = -1, own_stamps[WAYS] = {};  // of a thread's first row
+__device__ __forceinline__ void look_up(Ids ids, int rows, const Set& own, int* tags, int* stamps,
+                                        int* clock, int* lookups, int* slots, i64 cached) {
+    int now = *clock + 1, hits = 0, none = 0, own_slot = -1;
+    int own_stamps[WAYS] = {own.stamps.x, own.stamps.y, own.stamps.z, own.stamps.w};
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         int id = int(ids[i]), set = set_of(id, cached), slot = -1;
-        if (i == int(threadIdx.x)) own = id;
         if (SOME && id < 0) {
-            slots[i] = -1;
+            slots[ids.place(i)] = -1;
             none++;
             continue;
         }
-        int4 four = *reinterpret_cast<const int4*>(tags + set);
-        if (i == int(threadIdx.x)) {
-            int4 all = __ldcg(reinterpret_cast<const int4*>(stamps + set));
-            own_stamps[0] = all.x, own_stamps[1] = all.y, own_stamps[2] = all.z, own_stamps[3] = all.w;
-        }
+        int4 four = i == int(threadIdx.x) ? own.tags : __ldcg(reinterpret_cast<const int4*>(tags + set));
         slot = four.x == id ? set : four.y == id ? set + 1 : four.z == id ? set + 2 : four.w == id ? set + 3 : -1;
         if (slot >= 0) stamps[slot] = now;
         hits += slot >= 0;
         slot = slot >= 0 ? 2 * slot + 1 : -1;
-        slots[i] = slot;
+        slots[ids.place(i)] = slot;
         if (i == int(threadIdx.x)) own_slot = slot;
     }
     if (hits) atomicAdd(lookups + 1, hits);
@@ -48,8 +54,8 @@ __device__ __forceinline__ void look_up(Ids ids, int rows, int* tags, int* stamp
     __syncthreads();
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         bool is_own = i == int(threadIdx.x);
-        int id = is_own ? own : int(ids[i]), set = set_of(id, cached);
-        if ((is_own ? own_slot : slots[i]) >= 0 || (SOME && id < 0)) continue;
+        int id = int(ids[i]), set = set_of(id, cached), place = ids.place(i);
+        if ((is_own ? own_slot : slots[place]) >= 0 || (SOME && id < 0)) continue;
         for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
             int way = 0, oldest = now;
 #pragma unroll
@@ -60,7 +66,7 @@ __device__ __forceinline__ void look_up(Ids ids, int rows, int* tags, int* stamp
             if (oldest == now) break;  // all serve this step
             if (atomicCAS(stamps + set + way, oldest, now) != oldest) continue;
             tags[set + way] = id;
-            slots[i] = 2 * (set + way);
+            slots[place] = 2 * (set + way);
             break;
         }
     }

@@ -344,35 +344,38 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
     return start + mine + before - count;
 }
 
+// A thread's part of a histogram, of THREADS: thread 0 has the best bins. SHARED: whether it is in
+// shared memory. Aligned to 16 bytes.
+template <int THREADS>
+struct Bins {
+    static constexpr int EACH = BINS / THREADS;
+    static_assert(EACH % 4 == 0, "16 bytes are read at once");
+    int4 fours[EACH / 4];
+    __device__ __forceinline__ int operator[](int i) const { return (&fours[i / 4].x)[i % 4]; }
+};
+template <bool SHARED, int THREADS>
+__device__ __forceinline__ Bins<THREADS> bins_of(const int* histogram) {
+    Bins<THREADS> bins;
+    const int4* from = reinterpret_cast<const int4*>(histogram + BINS - bins.EACH * (threadIdx.x + 1));
+#pragma unroll
+    for (int i = 0; i < bins.EACH / 4; i++) bins.fours[i] = SHARED ? from[i] : __ldcg(from + i);
+    return bins;
+}
+
 // Where a histogram's count from the top reaches `wanted`: the bin, and how many are in the bins
-// above it. -1 and the total where it never does. SHARED: whether it is in shared memory. Aligned
-// to 16 bytes. All THREADS of a block call it.
+// above it. -1 and the total where it never does. All THREADS of a block call it.
 struct Cut {
     int bin, above;
 };
-template <bool SHARED = false, int THREADS = 256>
-__device__ Cut cut_of(const int* histogram, int wanted) {
+template <int THREADS>
+__device__ __forceinline__ Cut cut_of(const Bins<THREADS>& bins, int wanted) {
     __shared__ int sums[32];
     __shared__ Cut found;
-    constexpr int EACH = BINS / THREADS, ONCE = EACH < 4 ? EACH : 4;
-    struct __align__(4 * ONCE) Bins {
-        int each[ONCE];
-    };
+    constexpr int EACH = Bins<THREADS>::EACH;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = BINS - EACH * (threadIdx.x + 1);
-    Bins here[EACH / ONCE];  // thread 0 has the best
     int mine = 0;
 #pragma unroll
-    for (int i = 0; i < EACH / ONCE; i++) {
-        const Bins* from = reinterpret_cast<const Bins*>(histogram + first) + i;
-        if (SHARED)
-            here[i] = *from;
-        else if (ONCE == 4)
-            reinterpret_cast<int4*>(here)[i] = __ldcg(reinterpret_cast<const int4*>(from));
-        else
-            for (int j = 0; j < ONCE; j++) here[i].each[j] = __ldcg(from->each + j);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) mine += here[i / ONCE].each[i % ONCE];
+    for (int i = 0; i < EACH; i++) mine += bins[i];
     auto running = [&](int sum) {  // of lanes up to this one
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -390,13 +393,16 @@ __device__ Cut cut_of(const int* histogram, int wanted) {
     if (before < wanted && before + mine >= wanted)
 #pragma unroll
         for (int i = EACH - 1; i >= 0; i--) {
-            int bin = here[i / ONCE].each[i % ONCE];
-            if (before < wanted && before + bin >= wanted) found = {first + i, before};
-            before += bin;
+            if (before < wanted && before + bins[i] >= wanted) found = {first + i, before};
+            before += bins[i];
         }
     __syncthreads();
     if (wanted <= 0 || total < wanted) return {-1, total};
     return found;
+}
+template <bool SHARED = false, int THREADS = 256>
+__device__ Cut cut_of(const int* histogram, int wanted) {
+    return cut_of(bins_of<SHARED, THREADS>(histogram), wanted);
 }
 
 // The word of the `rank`-th largest of the entries that `each` gives to a function, found 8 bits at
@@ -420,12 +426,8 @@ __device__ u64 radix_cut(Each each, int rank, int* bins) {
     return prefix;
 }
 
-// A bin for a logarithm of a share, the larger the better: fine near 0, coarse far below.
+// A bin for a logarithm of a share, the larger the better: 48 to a unit down to -32, then 4.
 __device__ __forceinline__ int bin_of(float share) {
-    float x = fmaxf(-share, 0.0f);
-    float bin = x < 8    ? x * 64
-                : x < 32 ? 512 + (x - 8) * 32
-                : x < 160 ? 1280 + (x - 32) * 4
-                          : 1792 + (x - 160) * 0.125f;
-    return BINS - 1 - int(fminf(bin, float(BINS - 1)));
+    float bin = share > -32 ? share * -48 : 1408 - share * 4;
+    return BINS - 1 - int(fminf(fmaxf(bin, 0.0f), float(BINS - 1)));
 }

@@ -1,207 +1,249 @@
 // Reranking: estimates from codes of a few bits (paper, B.2.2, equation 10). One log weight of 16
 // bits per key.
 //
-// Codes become float16 in registers, which hold the levels exactly (ops.codes.levels), and the
-// matrix unit multiplies 16 candidates with 8 query heads; queries go in as a float16 and what it
-// leaves, 22 bits together. Of 3 magnitude bits a byte permutation looks up four levels at once.
+// A warp multiplies 16 candidates with the heads of its group (product.cuh). Entries of the list are
+// dealt to warps like cards, so that each has its share of them and of the candidates among them,
+// however the scan wrote them; what a warp's are is put together before codes are read, and those of
+// the next 16 are on their way while 16 are multiplied.
 // Sums that all candidates enter are kept as integers, so that the order in which the scan wrote
 // its list leaves no trace: the same ids from run to run.
-// Limited by the latency of scattered reads, with 16 warps on a multiprocessor: where those of a
-// warp's first 32 entries lie is asked for while the cut is found. (To ask for their codes as well,
-// candidates or not, took 2 to 4 µs longer: the others' sectors come from memory, too.)
+// Limited by the latency of scattered reads: counts, list and histogram, asked for at once; addresses
+// of blocks while the cut is found; codes. (To ask for codes as well, candidates or not, took 2 to 4 µs
+// longer: the others' sectors come from memory, too.)
 // Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
 #include "exact.cuh"
-#include "levels.cuh"
+#include "product.cuh"
 #include "shares.cuh"
 
-constexpr int QUEUE = 64;                // entries that a warp holds back: 31 and 32 more
-constexpr int HALVES = (GROUP + 7) / 8;  // sets of 8 query heads
+constexpr int ONCE = 16;   // candidates of a warp at a time
+constexpr int QUEUE = 48;  // entries that a warp holds back: 15 and 32 more
 
-// Of 16 entries: those of rows lane / 4 and 8 further.
-struct Codes {
-    u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
-    int logs[2];
-    float products[2][HALVES][2];  // of this lane's columns
+// An entry, and where its block is.
+struct __align__(16) Held {
+    u64 entry, block;
 };
 
-// Grid: (splits, BG), 256 threads; a warp takes 32 entries of the list as they come, which may be
-// all of its share; of the others it puts candidates together, and takes 32 at a time. Reads for each
-// its signs, magnitudes and log weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes
-// 8 + 4 GROUP bytes of each candidate.
+// What the warps of a block work on, of one group: as the kernel gets it, or in shared memory.
+struct Work {
+    const i64* table;
+    i64 logs, magnitudes, head_offset;
+    const float* products;
+    const u64* list;
+    u64 *kept, *buckets, *edge;
+    float *estimates, *edge_estimates;
+    int *many, *edges;
+    i64 capacity;
+    float reference, scale, softcap, octaves;
+    float down[COLUMNS][2];
+    Candidates are;
+    Levels levels;
+    const uint2* asked;
+    Held* queue;
+
+    __device__ __forceinline__ u64 block_of(u64 entry) const {
+        return u64(table[id_of(entry) / TOKENS]) + head_offset;
+    }
+};
+
+// Candidates of a warp: how many there are, the place of the first in `kept`, which of them lie on the
+// edge and where among its entries (in the lane of their number), and what a lane multiplies.
+struct Batch {
+    int many, first, slot;
+    u32 edge;
+    Tile tile;
+    float products[COLUMNS][ROWS][2];
+};
+
+// From the queue, whose last they are, and on their way.
+__device__ __forceinline__ void begin(Batch& next, int& held, const Work& of) {
+    int lane = threadIdx.x % 32;
+    next.many = min(held, ONCE);
+    held -= next.many;
+    const Held* here = of.queue + held;
+    u64 entry = here[lane % ONCE].entry;
+    bool is = lane < next.many, on_edge = is && of.are.side(entry) == 0;
+    next.first = lane == 0 && next.many ? atomicAdd(of.many, next.many) : 0;
+    next.slot = on_edge ? atomicAdd(of.edges, 1) : 0;
+    next.edge = __ballot_sync(ALL, on_edge);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (half * 8 + lane / 4 >= next.many) continue;
+        Held one = here[half * 8 + lane / 4];
+        const char* block = reinterpret_cast<const char*>(one.block);
+        load<false>(next.tile, half, block, id_of(one.entry) % TOKENS, of.logs, of.magnitudes);
+    }
+#pragma unroll
+    for (int half = 0; half < ROWS; half++)
+#pragma unroll
+        for (int i = 0; i < COLUMNS * 2; i++) {
+            int h = head_of(i / 2, i % 2);
+            bool has = CENTRED && key_of(half) < next.many && h < GROUP;
+            i64 segment = has ? id_of(here[key_of(half)].entry) / TOKENS : 0;
+            next.products[i / 2][half][i % 2] = has ? of.products[segment * GROUP + h] : 0.0f;
+        }
+    next.first = __shfl_sync(ALL, next.first, 0);
+    if (is) of.kept[next.first + lane] = entry;
+    if (on_edge && next.slot < EDGE) of.edge[next.slot] = entry;
+    __syncwarp();
+}
+
+__device__ __forceinline__ void finish(const Batch& now, Exponentials (&sums)[COLUMNS][2], const Work& of) {
+#pragma unroll
+    for (int set = 0; set < COLUMNS; set++) {
+        float both[ROWS][2];
+        multiply(both, now.tile, of.asked, set, of.levels);
+#pragma unroll
+        for (int half = 0; half < ROWS; half++) {
+            int key = key_of(half), log = log_of(now.tile, half), slot = __shfl_sync(ALL, now.slot, key);
+            bool on_edge = now.edge >> key & 1;
+            float weight = log ? exp2f(float(log - 65535) * (of.octaves / 65536)) * of.reference : 0.0f;
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                int h = head_of(set, side);
+                if (h >= GROUP || key >= now.many) continue;
+                float found = both[half][side] * of.down[set][side] * weight;
+                if (CENTRED) found += now.products[set][half][side];
+                of.estimates[i64(now.first + key) * GROUP + h] = found;
+                if (!on_edge)
+                    sums[set][side].add(of.buckets + h * BUCKETS, capped(found, of.scale, of.softcap));
+                else if (slot < EDGE)
+                    of.edge_estimates[slot * GROUP + h] = found;
+            }
+        }
+    }
+}
+
+// Batch after batch: gather(held) puts entries into the queue until there are ONCE or no more. AHEAD:
+// whether one is on its way while another is multiplied.
+template <bool AHEAD, class Gather>
+__device__ __forceinline__ void estimate(const Work& of, Gather gather) {
+    Exponentials sums[COLUMNS][2];
+    int held = 0;
+    auto turn = [&](Batch& next, const Batch& now) {
+        gather(held);
+        __syncwarp();
+        begin(next, held, of);
+        if (now.many) finish(now, sums, of);
+        return next.many;
+    };
+    Batch even, odd;  // two, for to copy one is to wait for it
+    even.many = odd.many = 0;
+    if (AHEAD)
+        while (turn(even, odd) && turn(odd, even)) {
+        }
+    else
+        while (turn(odd, even)) finish(odd, sums, of);
+#pragma unroll
+    for (int set = 0; set < COLUMNS; set++)
+#pragma unroll
+        for (int side = 0; side < 2; side++)
+            sums[set][side].flush<FOLDED ? 2 : 4>(of.buckets + head_of(set, side) * BUCKETS);
+}
+
+// What a lane has of 32 entries goes to the queue, if it `is` wanted.
+__device__ __forceinline__ void put(int& held, bool is, u64 entry, u64 block, const Work& of) {
+    u32 they = __ballot_sync(ALL, is);
+    if (is) of.queue[held + __popc(they & ((1u << threadIdx.x % 32) - 1))] = {entry, block};
+    held += __popc(they);
+}
+
+// The C best without the scan's list (exact.cuh): all entries from the C-th on.
+__device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters, int target) {
+    u64 least = target ? last_of_the_best(voters, target) : ~0ull;
+    u32 first = (blockIdx.x * 8 + threadIdx.x / 32) * 32;
+    estimate<false>(of, [&](int& held) {
+        for (; held < ONCE && first < voters.tokens; first += gridDim.x * 256) {
+            u64 entry = entry_alone(voters, first);
+            bool is = entry && entry >= least;
+            put(held, is, entry, is ? of.block_of(entry) : 0, of);
+        }
+    });
+}
+
+// Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
+// weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes of each.
 // operands, ups, bases, shifts: of ask.cu; products float32 [BG, row, GROUP]; levels float32
 // [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu;
 // where the list does not hold the C best, what that one read makes them (exact.cuh).
 // kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
 // many int32 [BG]; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
-// BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and places
-// int32 [BG, EDGE] in `kept`; edges int32 [BG]; cuts int32 [BG, 2]: the bin of the cut and how many
-// are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges and many are cleared before.
+// BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
+// edge_estimates float32 [BG, EDGE, GROUP]: theirs; edges int32 [BG]; cuts int32 [BG, 2]: the bin of
+// the cut and how many are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges
+// and many are cleared before.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
-rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint4* operands,
+rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint2* operands,
        const float* ups, const float* products, const float* given_levels, const float* references,
        const int* wanted, const int* counted, const int* bases, const int* shifts,
        const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
-       float* estimates, u64* buckets, u64* edge, int* places, int* edges, int2* cuts,
+       float* estimates, u64* buckets, u64* edge, float* edge_estimates, int* edges, int2* cuts,
        const u32* planes, const int* sums_of_planes, const void* queries, const float* units,
        const int* factors, const u32* valid, const i64* length, i64 capacity, i64 kv_heads,
        float scale, float softcap, float octaves) {
     __shared__ u16 halves[LEVELS];
-    __shared__ uint4 asked[HALVES * QUADS * 256];
-    __shared__ u64 queues[8][QUEUE];
-    i64 bg = blockIdx.y, batch = bg / kv_heads;
-    int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 256, held = 0;
-    int start = (blockIdx.x * 8 + threadIdx.x / 32) * 32;
-    u64* queue = queues[threadIdx.x / 32];
-    for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
-    for (int i = threadIdx.x; i < HALVES * QUADS * 256; i += 256)
-        asked[i] = __ldcg(operands + bg * (HALVES * QUADS * 256) + i);
-    table += batch * row;
-    products += bg * row * GROUP;
-    list += bg * capacity;
-    kept += bg * capacity;
-    estimates += bg * capacity * GROUP;
-    buckets += bg * GROUP * BUCKETS;
-    float reference = references[bg], down[HALVES][2];
+    __shared__ uint2 asked[OPERANDS];
+    __shared__ Held queues[8][QUEUE];
+    u32 bg = blockIdx.y, batch = bg / u32(kv_heads);
+    int lane = threadIdx.x % 32, target = min(wanted[batch], counted[batch]);
+    // a block may begin late: all reads are begun before one is waited for
+    float level = threadIdx.x < LEVELS ? given_levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
+    uint2 parts[OPERANDS / 256];
 #pragma unroll
-    for (int i = 0; i < HALVES * 2; i++)
-        down[i / 2][i % 2] = 1 / __ldcg(ups + bg * HALVES * 8 + i / 2 * 8 + 2 * t + i % 2);
-    int target = min(wanted[batch], counted[batch]);
-    Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
-    __syncthreads();
-    Levels levels = levels_of(halves);
+    for (int i = 0; i < OPERANDS / 256; i++)
+        parts[i] = __ldcg(operands + bg * OPERANDS + i * 256 + threadIdx.x);
+    Work work = {
+        table + batch * row, logs, magnitudes, bg % u32(kv_heads) * head,
+        products + bg * row * GROUP, list + bg * capacity,
+        kept + bg * capacity, buckets + bg * (GROUP * BUCKETS), edge + bg * EDGE,
+        estimates + bg * capacity * GROUP, edge_estimates + bg * (EDGE * GROUP),
+        many + bg, edges + bg, capacity, references[bg], scale, softcap, octaves,
+    };
+#pragma unroll
+    for (int i = 0; i < COLUMNS * 2; i++) {
+        int h = head_of(i / 2, i % 2);
+        up[i / 2][i % 2] = h < GROUP ? __ldcg(ups + bg * GROUP + h) : 1.0f;
+    }
+    work.are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
+    work.asked = asked;
+    work.queue = queues[threadIdx.x / 32];
     after_previous();
     let_next_begin();
-    int n = counts[bg], first = start;
-    auto listed = [&](int i) { return i + lane < capacity ? list[i + lane] : 0; };
-    u64 mine = listed(start), entry = listed(start += step), least = 0;
-    bool good = n >= target && n <= capacity, is = good && first + lane < n;
-    auto voters = [&]() {
-        return Voters{table, head, bg, kv_heads, planes, sums_of_planes, queries, units, factors,
-                      valid + batch * row * 8, *length};
-    };
-    if (!good) {
-        least = target ? last_of_the_best(voters(), target) : ~0ull;
-        n = int(*length), start = first;
-    }
-    Exponentials sums[HALVES][2];
 
-    // a list that is one batch for each warp is taken as it lies; of a longer one, and where there is
-    // none, a warp puts candidates together
-    bool several = !good || n > step;
-    int id = is ? id_of(mine) : -1;
-    u64 block = is ? u64(table[id / TOKENS]) : 0;  // on its way while the cut is found
+    // a warp's entries: of the first 32 · warps every warps-th, and so on
+    int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, first = own, n = counts[bg];
+    auto listed = [&]() {
+        int at = first + lane * warps;
+        return at < capacity ? work.list[at] : 0;
+    };
+    auto is_listed = [&]() { return first + lane * warps < n; };
+    u64 entry = listed();
+    auto bins = bins_of<false, 256>(histogram + bg * BINS);
+    if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(level);
+#pragma unroll
+    for (int i = 0; i < OPERANDS / 256; i++) asked[i * 256 + threadIdx.x] = parts[i];
+#pragma unroll
+    for (int i = 0; i < COLUMNS * 2; i++) work.down[i / 2][i % 2] = 1 / up[i / 2][i % 2];
+    __syncthreads();
+    work.levels = levels_of(halves);
+    if (n < target || n > capacity) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {-1, 0};
+        Voters voters = {table + batch * row, head, bg, kv_heads, planes, sums_of_planes, queries, units,
+                         factors, valid + batch * row * 8, *length};
+        estimate_alone(work, voters, target);
+        return;
+    }
+    u64 block = is_listed() ? work.block_of(entry) : 0;
     Cut cut = {-1, 0};
-    if (good && n > target) cut = cut_of(histogram + bg * BINS, target);
-    are.bin = cut.bin;
-    if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = good ? int2{cut.bin, cut.above} : int2{-1, 0};
-    is = is && are.side(mine) >= 0;
-    if (several) {
-        u32 they = __ballot_sync(ALL, is);
-        if (is) queue[__popc(they & ((1u << lane) - 1))] = mine;
-        held = __popc(they);
-    }
-    for (bool begins = true;; begins = false) {
-        if (!begins || several) {
-            while (held < 32 && start < n) {
-                if (!good) entry = entry_alone(voters(), u32(start));
-                bool wanted_here = good ? start + lane < n && are.side(entry) >= 0 : entry >= least && entry;
-                u32 they = __ballot_sync(ALL, wanted_here);
-                if (wanted_here) queue[held + __popc(they & ((1u << lane) - 1))] = entry;
-                held += __popc(they);
-                start += step;
-                entry = listed(start);
-            }
-            if (held == 0) break;
-            __syncwarp();
-            is = lane < held;
-            mine = queue[lane];
-            u64 rest = queue[32 + lane];
-            __syncwarp();
-            queue[lane] = rest;
-            __syncwarp();
-            held = max(held - 32, 0);
-            block = is ? u64(table[id_of(mine) / TOKENS]) : 0;
+    if (n > target) cut = cut_of(bins, target);
+    work.are.bin = cut.bin;
+    if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+    estimate<true>(work, [&](int& held) {
+        while (held < ONCE && first < n) {
+            bool is = is_listed() && work.are.side(entry) >= 0;
+            if (is && first != own) block = work.block_of(entry);
+            put(held, is, entry, block, work);
+            first += 32 * warps;
+            if (first < n) entry = listed();
         }
-        id = is ? id_of(mine) : -1;
-        block = is ? block + bg % kv_heads * head : 0;
-        Codes codes[2];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++)  // of 16
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int from = pair * 16 + half * 8 + lane / 4;
-                const char* at = reinterpret_cast<const char*>(__shfl_sync(ALL, block, from));
-                int its = __shfl_sync(ALL, id, from), key = its % TOKENS;
-                const u32* signs = reinterpret_cast<const u32*>(at) + key * WORDS;
-                const u32* planes = reinterpret_cast<const u32*>(at + magnitudes) + key * (BITS * WORDS);
-#pragma unroll
-                for (int quad = 0; quad < QUADS; quad++) {
-                    int w = quad * 4 + t;
-                    bool has = its >= 0 && w < WORDS;
-                    codes[pair].signs[half][quad] = has ? __ldg(signs + w) : 0;
-                    codes[pair].planes[half][quad][0] = 0;
-#pragma unroll
-                    for (int p = 0; p < BITS; p++)
-                        codes[pair].planes[half][quad][p] = has ? __ldg(planes + p * WORDS + w) : 0;
-                }
-                codes[pair].logs[half] = its >= 0 ? reinterpret_cast<const u16*>(at + logs)[key] : 0;
-#pragma unroll
-                for (int i = 0; i < HALVES * 2; i++) {
-                    int h = i / 2 * 8 + 2 * t + i % 2;
-                    bool has = CENTRED && its >= 0 && h < GROUP;
-                    codes[pair].products[half][i / 2][i % 2] =
-                        has ? products[i64(its / TOKENS) * GROUP + h] : 0.0f;
-                }
-            }
-        u32 all = __ballot_sync(ALL, is);  // whose places follow each other
-        auto place = [&](int of) { return __popc(all & ((1u << of) - 1)); };
-        int base = lane == 0 && all ? atomicAdd(many + bg, __popc(all)) : 0;
-        base = __shfl_sync(ALL, base, 0);
-        bool on_edge = is && are.side(mine) == 0;
-        u32 edge_of_them = __ballot_sync(ALL, on_edge);
-        if (is) kept[base + place(lane)] = mine;
-        if (on_edge) {
-            int slot = atomicAdd(edges + bg, 1);
-            if (slot < EDGE) edge[bg * EDGE + slot] = mine, places[bg * EDGE + slot] = base + place(lane);
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const Codes& of = codes[pair];
-#pragma unroll
-            for (int set = 0; set < HALVES; set++) {
-                float c[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int quad = 0; quad < QUADS; quad++)
-#pragma unroll
-                    for (int i = 0; i < 8; i++) {
-                        u32 upper[2], lower[2];
-                        uint4 b = asked[((set * QUADS + quad) * 8 + i) * 32 + lane];
-                        decode(upper, of.signs[0][quad], of.planes[0][quad], i / 2, i % 2, levels);
-                        decode(lower, of.signs[1][quad], of.planes[1][quad], i / 2, i % 2, levels);
-                        mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
-                        mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.z, b.w);
-                    }
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    int log = of.logs[half], from = pair * 16 + half * 8 + lane / 4;
-                    float weight = log ? exp2f(float(log - 65535) * (octaves / 65536)) * reference : 0.0f;
-#pragma unroll
-                    for (int side = 0; side < 2; side++) {
-                        int h = set * 8 + 2 * t + side;
-                        if (h >= GROUP || !(all >> from & 1)) continue;
-                        float found = c[2 * half + side] * down[set][side] * weight;
-                        if (CENTRED) found += of.products[half][set][side];
-                        estimates[i64(base + place(from)) * GROUP + h] = found;
-                        if (edge_of_them >> from & 1) continue;
-                        sums[set][side].add(buckets + h * BUCKETS, capped(found, scale, softcap));
-                    }
-                }
-            }
-        }
-    }
-#pragma unroll
-    for (int set = 0; set < HALVES; set++)
-#pragma unroll
-        for (int side = 0; side < 2; side++)
-            sums[set][side].flush(buckets + (set * 8 + 2 * t + side) * BUCKETS);
+    });
 }

@@ -33,8 +33,8 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     u32 blocks = u32((tokens + TOKENS - 1) / TOKENS), warps = gridDim.x * 8;
     // warps in as many teams as there are groups; in a team every warp takes each so-many-th block,
     // for keys with high votes lie together
-    u32 teams = min(u32(groups), warps), team = u64(blockIdx.x * 8 + warp) * teams / warps;
-    u32 low = (u64(team) * warps + teams - 1) / teams, members = (u64(team + 1) * warps + teams - 1) / teams - low;
+    u32 teams = min(u32(groups), warps), team = (blockIdx.x * 8 + warp) * teams / warps;
+    u32 low = (team * warps + teams - 1) / teams, members = ((team + 1) * warps + teams - 1) / teams - low;
     u32 own = blockIdx.x * 8 + warp - low;
     u32 each = blocks > own ? (blocks - own + members - 1) / members : 0;  // blocks of a group
     u32 work = each * ((u32(groups) - team + teams - 1) / teams);

@@ -53,19 +53,21 @@ struct Exponentials {
         if (odd >= 0) atomicAdd(memory + odd, odd_sum);
     }
 
-    // All lanes call it: those of a column (lane % 4) add up what they have of their top bucket.
+    // All lanes call it: those of a head (lane % FIRST) add up what they have of their top bucket.
+    template <int FIRST>
     __device__ __forceinline__ void flush(u64* memory) {
-        flush(memory, even, even_sum);
-        flush(memory, odd, odd_sum);
+        flush<FIRST>(memory, even, even_sum);
+        flush<FIRST>(memory, odd, odd_sum);
     }
+    template <int FIRST>
     static __device__ __forceinline__ void flush(u64* memory, int bucket, u64 sum) {
         int top = bucket;
-        for (int step = 4; step < 32; step *= 2) top = max(top, __shfl_xor_sync(ALL, top, step));
+        for (int step = FIRST; step < 32; step *= 2) top = max(top, __shfl_xor_sync(ALL, top, step));
         if (bucket != top) {
             if (bucket >= 0) atomicAdd(memory + bucket, sum);
             sum = 0;
         }
-        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
-        if (threadIdx.x % 32 < 4 && top >= 0) atomicAdd(memory + top, sum);
+        for (int step = FIRST; step < 32; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
+        if (threadIdx.x % 32 < FIRST && top >= 0) atomicAdd(memory + top, sum);
     }
 };

@@ -10,15 +10,13 @@
 // its tables (M · 256 entries of 1 or 2 bytes), and clears what the step counts.
 // Limited by latency: query and rotation, sums over a warp; for tiers 2^16 comparisons per block.
 // Compile-time: D, GROUP, DTYPE (of queries), TABLE (0 none, 1 tiers, 2 dots).
-#include "common.cuh"
+#include "operands.cuh"
 
 constexpr int M = D / 8;
 constexpr int EACH = (D + 31) / 32;                  // coordinates of a lane
 constexpr int AHEAD = TABLE == 2 ? 4 : 1;            // rows of the rotation that a warp asks for at once
-constexpr int QUADS = (M + 15) / 16;                 // as in all.cu
 constexpr int STEPS = (M + 1) / 2;                   // as in weigh.cu
 constexpr int SETS = (GROUP + 3) / 4;                // of 4 query heads
-constexpr bool FOLDED = GROUP <= 4;                  // as in all.cu
 constexpr int TIERS = 6;                             // ops.coarse.TIERS
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1e300;                    // no finite query's norm is
@@ -26,11 +24,7 @@ constexpr double LARGEST = 1e300;                    // no finite query's norm i
 // Where float16 `part` (0 high, 1 low) of coordinate j of head h goes among a group's operands.
 __device__ __forceinline__ int place_of(int h, int j, int part) {
 #if TABLE == 0
-    // all.cu: a lane has bits b + 16 half + 0, 4, 8, 12 of its word at step 2 b + half
-    int word = j / 32, bit = j % 32, step = 2 * (bit % 4) + bit / 16, at = bit % 16 / 4;
-    int column = FOLDED ? h + 4 * part : h % 8, lane = column * 4 + word % 4;
-    int i = ((h / 8 * QUADS + word / 4) * 8 + step) * 32 + lane;
-    return FOLDED ? i * 4 + at : i * 8 + part * 4 + at;
+    return operand_of(h, j, part);
 #else
     // weigh.cu: a lane has two coordinates of each subspace; odd ones are in columns of their own
     int b = j / 8, lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 / 2;
@@ -38,8 +32,7 @@ __device__ __forceinline__ int place_of(int h, int j, int part) {
 #endif
 }
 
-constexpr int OPERANDS = TABLE ? SETS * STEPS * 32 * 4                        // of a group
-                               : (GROUP + 7) / 8 * QUADS * 8 * 32 * (FOLDED ? 4 : 8);
+constexpr int SIZE = TABLE ? SETS * STEPS * 32 * 4 : OPERANDS * 4;  // of a group
 
 struct Centroid {
     double similarity;
@@ -48,7 +41,7 @@ struct Centroid {
 
 // queries DTYPE [BG, GROUP, D]; rotation float32 [D, D]; references float32 [BG] of log weights, or
 // null; counts int64 [BG, M, 256]: keys per centroid, and limits int64 [B, TIERS], of tiers alone.
-// operands uint16 [BG, OPERANDS], 0 where nothing is written; ups, units float32 [BG, GROUP]: the
+// operands uint16 [BG, SIZE], 0 where nothing is written; ups, units float32 [BG, GROUP]: the
 // powers of two; of dots votes per unit of q·k. table uint8 or int16 [BG, SETS, M, 256, 4], a head
 // beside the other. cleared int32 [words]; wrong int32 [1], set to 1 where a query is not finite, or
 // null. largest, level (E|u|), most (codes.FACTOR): of dots.
@@ -111,7 +104,7 @@ turn(const void* queries, const float* rotation, const float* references, const 
     // what brings the norm, and so no coordinate further, to [2^13, 2^14)
     int exponent = min(max(int(__float_as_uint(fmaxf(norm, SMALLEST)) >> 23), 20), 230);
     float up = __uint_as_float(u32(254 + 13 - exponent) << 23);
-    operands += bg * OPERANDS;
+    operands += bg * SIZE;
 #if TABLE == 2
     float peak = 0;
     for (int j = lane; j < D; j += 32) peak = fmaxf(peak, fabsf(turned[j]));

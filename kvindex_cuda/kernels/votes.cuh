@@ -10,11 +10,8 @@
 // Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTRED, PLANES (digits of
 // r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85).
 #pragma once
-#include "common.cuh"
+#include "operands.cuh"
 
-constexpr int STRIDE = (D / 8 + 3) / 4 * 4;  // bytes of a key's signs
-constexpr int WORDS = STRIDE / 4;
-constexpr int QUADS = (WORDS + 3) / 4;       // groups of 4 words: one lane of a quad each
 constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
 constexpr int PARTS = PLANES / 2;
 constexpr int PAIRS = (D + 63) / 64;         // of a centre's coordinates, per lane

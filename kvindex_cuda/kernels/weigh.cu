@@ -81,14 +81,14 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, c
 // logarithm's step, and the largest one; wanted, counted int32 [B]; bases, shifts, many, kept,
 // histogram: of choose.cu; counts int32 [BG]: `many`, or 0 where all are candidates.
 // estimates float32 [BG, capacity, GROUP]; buckets uint64 [BG, GROUP, BUCKETS], cleared before: sums
-// over candidates above the edge; edge uint64 [BG, EDGE], places int32 [BG, EDGE], edges int32 [BG],
-// cuts int32 [BG, 2]: as of rerank.cu.
+// over candidates above the edge; edge uint64 [BG, EDGE], edge_estimates float32 [BG, EDGE, GROUP],
+// edges int32 [BG], cuts int32 [BG, 2]: as of rerank.cu.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const uint2* operands,
       const float* ups, const float* products, const float* given_levels, const float* references,
       const int* wanted, const int* counted, const int* bases, const int* shifts, const int* counts,
       const int* many, const u64* kept, const int* histogram, float* estimates, u64* buckets,
-      u64* edge, int* places, int* edges, int2* cuts, i64 capacity, i64 kv_heads, float scale,
+      u64* edge, float* edge_estimates, int* edges, int2* cuts, i64 capacity, i64 kv_heads, float scale,
       float softcap, float octaves, i64 top) {
     __shared__ u16 halves[LEVELS];
     __shared__ uint2 asked[SETS * STEPS * 32];
@@ -134,10 +134,10 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
     u64 entry = entry_at(start), block = block_of(entry);
     for (; start < n; start += step) {
         u64 next = entry_at(start + step), next_block = block_of(next);
-        int side = entry ? are.side(entry) : -1;
+        int side = entry ? are.side(entry) : -1, slot = EDGE;
         if (side == 0) {
-            int slot = atomicAdd(edges + bg, 1);
-            if (slot < EDGE) edge[bg * EDGE + slot] = entry, places[bg * EDGE + slot] = start + lane;
+            slot = atomicAdd(edges + bg, 1);
+            if (slot < EDGE) edge[bg * EDGE + slot] = entry;
         }
         u32 inside = __ballot_sync(ALL, side > 0);
         Key keys[2];
@@ -185,6 +185,7 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
             }
         }
         int row_of = (later ? 8 : 0) + lane / 4, id = later ? ids[1] : ids[0];
+        slot = __shfl_sync(ALL, slot, row_of);
 #pragma unroll
         for (int set = 0; set < SETS; set++)
 #pragma unroll
@@ -196,6 +197,7 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
                 sum *= down[set][side];
                 if (CENTRED) sum += products[i64(id / TOKENS) * GROUP + h];
                 estimates[i64(start + row_of) * GROUP + h] = sum;
+                if (slot < EDGE) edge_estimates[(bg * EDGE + slot) * GROUP + h] = sum;
                 if (inside >> row_of & 1)
                     sums[set][side].add(buckets + h * BUCKETS, capped(sum, scale, softcap));
             }
@@ -206,6 +208,6 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
 #pragma unroll
         for (int side = 0; side < 2; side++) {
             int h = set * 4 + t % 2 * 2 + side;
-            sums[set][side].flush(buckets + (h < GROUP ? h : 0) * BUCKETS);
+            sums[set][side].flush<2>(buckets + (h < GROUP ? h : 0) * BUCKETS);
         }
 }
