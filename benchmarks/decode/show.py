@@ -136,7 +136,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
     left.minorticks_off()
     left.grid(alpha=0.3)
     if left.lines:
-        left.legend()
+        left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     _bars(right, [point for point in points if point.get("stages")])
     figure.tight_layout()
     figure.savefig(out, dpi=150)
