@@ -28,11 +28,6 @@ def name_of(line: dict[str, Any], layers: int) -> str:
     return line["index"] + (f" ({line['layers']} of {layers} layers)" * (line["layers"] != layers))
 
 
-def over_exact(at: dict[str, float]) -> float:
-    """The error over that of exact search with as many rows, by layer where that was kept."""
-    return at.get("of_exact", at["error"] / at["error_exact"])
-
-
 def show(result: dict[str, Any]) -> None:
     """A table for each run, one line per index and arrival, and what failed."""
     console = Console(width=160)
@@ -76,7 +71,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
                 right.plot(line["bytes"]["scanned"], line["rows"][k]["error"], **style)
             elif "along" in line:
                 dotted = {"linestyle": ":"} if line["arrival"] == STALE else {}
-                errors = [over_exact(at) for at in line["along"].values()]
+                errors = [at["of_exact"] for at in line["along"].values()]
                 along.plot([int(n) for n in line["along"]], errors, **{**style, **dotted})
         title = title_of(run)
         left.set(xscale="log", yscale="log", ylabel="relative error of the attention output")

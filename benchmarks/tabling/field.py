@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.comparing.show import PIECES, STALE, WHOLE, middle_of, name_of, over_exact
+from benchmarks.comparing.show import PIECES, STALE, WHOLE, middle_of, name_of
 from benchmarks.tabling.parts import machine, table
 
 
@@ -30,7 +30,7 @@ def _at_once(run: dict[str, Any]) -> str:
                 *(f"{line['build_ms']:.0f}", f"{at['search_ms']:.2f}", *(cpu if on_gpu else ())),
                 *(f"{at['recall']:.3f}", f"{at['mass']:.3f}"),
                 *(f"{line['rows'][each]['error']:.3f}" for each in ks),
-                f"{over_exact(at):.2f}",
+                f"{at['of_exact']:.2f}",
             )
         )
     times = ("search, ms", "on the CPU") if on_gpu else ("search, ms",)
@@ -79,12 +79,12 @@ def _arrived(run: dict[str, Any], *lines: dict[str, Any] | None) -> tuple[str, .
     ends = ["" if each is None else _end(each["rows"][k]) for each in lines]
     if lines[1] is not None:
         before = next(iter(lines[1]["along"].values()))
-        ends[1] = f"{over_exact(before):.2f} → {ends[1]}"
+        ends[1] = f"{before['of_exact']:.2f} → {ends[1]}"
     return tuple(ends)
 
 
 def _end(at: dict[str, Any]) -> str:
-    return f"{over_exact(at):.2f} ({at['recall']:.2f})"
+    return f"{at['of_exact']:.2f} ({at['recall']:.2f})"
 
 
 def _short(run: dict[str, Any]) -> str:
