@@ -37,6 +37,10 @@ class BlockTable:
         """Whether there is room for `max_tokens`."""
         return self._numbers.shape[1] == self.addresses.shape[1]
 
+    def spare(self, length: int) -> int:
+        """Blocks held for tokens that come after the first `length`."""
+        return self.batch * (self._numbers.shape[1] - -(-length // BLOCK))
+
     def room(self, batch: int, length: int, count: int) -> None:
         """Make room for `count` tokens after `length` others of a batch of `batch`.
 

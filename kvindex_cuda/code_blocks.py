@@ -88,7 +88,17 @@ class CodeBlocks:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
         if not new:
             return
-        batch, count = _shape(new)
+        self._room(*_shape(new))
+
+    def make_room(self, tokens: int) -> None:
+        """Room for codes of so many tokens, so that no append until then takes memory.
+
+        Nothing before the first append, whose batch is not known. Raises as `reserve`.
+        """
+        if self._held and tokens > self._length:
+            self._room(len(self._held), tokens - self._length)
+
+    def _room(self, batch: int, count: int) -> None:
         need = -(-(self._length + count) // BLOCK)
         if need > self._most:
             got, allowed = self._length + count, self._most * BLOCK

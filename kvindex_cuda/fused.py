@@ -136,6 +136,12 @@ class Fused:
                 queries = torch.zeros(shape, dtype=g.dtype, device=g.device)
                 use.step.select(queries, replace(self._state, wanted=use.wanted))
 
+    def make_room(self, index: Any, tokens: int) -> None:
+        """As `ParisKV.make_room`: of rows, which may be refused, then of codes."""
+        if hasattr(index._store, "make_room"):
+            index._store.make_room(tokens)
+        self.codes.make_room(tokens)
+
     def search(self, index: Any, queries: Tensor, k: int) -> Hits:
         """As `ParisKV.search`: the group's candidates, reranked, the best `k`."""
         use, state = self._ready(index, k)

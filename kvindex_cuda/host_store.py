@@ -112,6 +112,16 @@ class HostStore:
         if count:
             self._table.room(batch, self._length, count)
 
+    def make_room(self, tokens: int) -> None:
+        """Pin now what rows of so many tokens need, so that no append until then pins any.
+
+        Nothing before the first append, whose batch is not known. Raises as `reserve`.
+        """
+        if self._lent_by is not None:
+            raise RuntimeError("host store: a repeated view cannot be appended to")
+        if self._table.batch and tokens > self._length:
+            self._table.room(self._table.batch, self._length, tokens - self._length)
+
     def write(self, rows: dict[str, Tensor]) -> None:
         """Copy `rows` to where `append` of the same will find them; `reserve` comes first."""
         self._written = rows["rows"]
@@ -128,7 +138,7 @@ class HostStore:
             self.write(rows)
         self._written, self._copied = None, self._writing
         self._length += encoded.shape[2]
-        if not self._table.full:
+        if not self._table.full and self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
     def gather(self, ids: Tensor) -> Rows:

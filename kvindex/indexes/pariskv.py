@@ -316,6 +316,19 @@ class ParisKV(BaseIndex):
         if self.attends:
             self.attend(queries, Near(g, batch, 1), k=k)
 
+    def make_room(self, tokens: int) -> None:
+        """Take now the memory that codes and rows need until the index holds `tokens` tokens.
+
+        Memory for rows on the host is pinned, which takes a driver so long that steps meanwhile
+        wait for it: whoever knows how long an answer may be has it done before the first token.
+        Only kernels with blocks of their own have this to do, and not for an empty index.
+        Raises ValueError for a number out of range or more than there can be, MemoryError beyond
+        the store's budget; what is held stays as it was.
+        """
+        check.at_least("tokens", tokens, 1)
+        if self._fused and len(self):
+            self._fused.make_room(self, tokens)
+
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
         budget.check_policy(self.config.group)
         asked, g = _Asked.of(self, queries), self.geometry

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import kvindex_adapters.hf as kvhf
+from kvindex.indexes.pariskv import ParisKV
 from kvindex_adapters.hf.generation import prefill
 from tests.adapters.tiny import VOCABULARY, build, prompt
 
@@ -248,6 +249,26 @@ def test_one_call(model, index, length):
 def test_one_call_refuses_what_is_more_than_one_answer(model, options, match):
     with pytest.raises(ValueError, match=match):
         kvhf.generate(model, Words(), "3 4 5", **options)
+
+
+@pytest.mark.parametrize("error", [None, MemoryError])
+@pytest.mark.parametrize("index", ["pariskv", "pariskv+sample"])
+def test_one_call_makes_room_for_its_answer_where_there_is_memory(model, index, error, monkeypatch):
+    asked = []
+
+    def make_room(self, tokens):
+        asked.append((len(self) > 0, tokens))
+        if error is not None:
+            raise error("none left")
+
+    monkeypatch.setattr(ParisKV, "make_room", make_room)
+    options = {key: value for key, value in REGIONS.items() if key not in ("index", "k")}
+    ids = prompt(1, 50)["input_ids"][0]
+    result = kvhf.generate(
+        model, Words(), ids, index=index, k=8, max_new_tokens=3, chunk=8, attach_options=options
+    )
+    assert len(result.answer_ids) == 3
+    assert asked == [(True, 53)] * model.config.num_hidden_layers
 
 
 def test_one_call_overrides_beams_of_the_models_own_configuration(model):

@@ -477,3 +477,25 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
 
 def test_what_the_sanitizers_run_runs(device):
     assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 20
+
+
+def test_room_for_an_answer_is_taken_before_it(device):
+    mine, theirs = pair(device)
+    mine.make_room(900)  # of an empty index nothing is known
+    tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300))
+        index.make_room(900)  # for plain torch there is nothing to do
+    tables = mine._codes.table.clone(), mine._store.table.clone()
+    assert [int((table != 0).sum(1).min()) for table in tables] == [4, 4]
+    for start in range(300, 900, 200):
+        for index in (mine, theirs):
+            index.append(*part(tokens, start, start + 200))
+    assert torch.equal(mine._codes.table, tables[0])
+    assert torch.equal(mine._store.table, tables[1])
+    assert_same(mine, theirs, queries)
+    with pytest.raises(ValueError, match="tokens: got 0, allowed is an integer of at least 1"):
+        mine.make_room(0)
+    with pytest.raises(ValueError, match="max_tokens: got"):
+        mine.make_room(10**9)
+    assert_same(mine, theirs, queries)

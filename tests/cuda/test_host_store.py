@@ -226,3 +226,39 @@ def test_rows_that_are_only_written_are_not_waited_for(monkeypatch):
     store.append(rows)
     store.wait()
     assert waited == [None, "first", "first", "second"]
+
+
+def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
+    allocator = FakeAllocator()
+    store, reference = host_store(allocator), Store(GEOMETRY)
+    store.make_room(2000)
+    assert allocator.calls == 0  # for a batch that is not known
+    first = tokens(300)
+    append(store, first), append(reference, first)
+    store.make_room(2000)
+    pinned, table = settled(store).pinned_bytes, store.table.clone()
+    for seed in range(1, 7):
+        piece = tokens(283, seed)
+        append(store, piece), append(reference, piece)
+        assert settled(store).pinned_bytes == pinned or len(store) > 2000 - 3 * 256
+    assert len(store) == 1998
+    assert torch.equal(store.table, table)
+    assert_same(store, reference)
+    store.make_room(1000)  # no more than there is
+    assert torch.equal(store.table, table)
+
+
+def test_room_beyond_the_limit_is_refused_and_changes_nothing():
+    budget = Budget()
+    store = append(host_store(budget=budget), tokens(300))
+    pinned, table = settled(store).pinned_bytes, store.table.clone()
+    budget.limit_bytes = pinned
+    with pytest.raises(MemoryError, match="the limit is"):
+        store.make_room(4000)
+    with pytest.raises(ValueError, match="max_tokens: got 5000 tokens, allowed are 4096"):
+        store.make_room(5000)
+    assert settled(store).pinned_bytes == pinned
+    assert torch.equal(store.table, table)
+    one = append(host_store(), tokens(5, batch=1))
+    with pytest.raises(RuntimeError, match="a repeated view cannot be appended to"):
+        one.repeated(2).make_room(10)

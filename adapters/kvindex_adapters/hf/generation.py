@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,8 @@ def generate(
     with context as cache, torch.no_grad():
         # generate() reads the last chunk: several queries, so the first answer token is exact
         prefill(model, ids, cache, stop=max(len(ids) - chunk, 0), chunk=chunk, report=on_progress)
+        if index is not None:
+            _make_room(cache, len(ids) + max_new_tokens)
         sequence = model.generate(
             input_ids=ids[None],
             attention_mask=torch.ones_like(ids[None]),
@@ -110,6 +112,16 @@ def generate(
         config=None if made is None else made.config,
         backend=None if made is None else getattr(made, "backend", "torch"),
     )
+
+
+def _make_room(cache: Any, tokens: int) -> None:
+    """Memory for the whole answer, before its first token, where there is as much."""
+    for made in cache.indexes():
+        while hasattr(made, "inner"):  # what wrappers are around has the memory
+            made = made.inner
+        if hasattr(made, "make_room"):
+            with suppress(MemoryError):  # the answer may be shorter
+                made.make_room(tokens)
 
 
 def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:
