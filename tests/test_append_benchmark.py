@@ -86,7 +86,7 @@ def test_layers_decode_and_go_back(monkeypatch):
 
 
 @emulated
-@pytest.mark.parametrize(("plan", "at_a_step"), [("at_once", 2), ("beside", 1)])
+@pytest.mark.parametrize(("plan", "at_a_step"), [("at_once", 2), ("beside", 1), ("room", 1)])
 def test_layers_update_their_windows_by_themselves(plan, at_a_step, monkeypatch):
     monkeypatch.setattr(layers, "LOCAL", 16)
     with emulator.emulated():

@@ -19,6 +19,7 @@ LOCAL = 256
 PLANS = {
     "at_once": "all layers at the end of the same step, on its stream",
     "beside": "a layer at a time, beside the steps: what a layer does by itself",
+    "room": "the same, memory for all updates taken before (index.make_room)",
 }
 
 
@@ -55,6 +56,9 @@ class Decoding:
             new = keys[:, :, tokens - LOCAL :]
             self.layers[-1].step(new.repeat_interleave(g.group_size, dim=1), new, new)
             index.prepare(k=self.layers[-1].k, tokens=tokens + 64 * UPDATE)
+            if plan == "room":
+                made: Any = index
+                made.make_room(tokens + 64 * UPDATE)
         shape = (UPDATE, layers, 1, g.kv_heads, 1, g.head_dim)
         self._new = torch.randn(shape, device=g.device).to(g.dtype)
         self._group, self._token = g.group_size, 0

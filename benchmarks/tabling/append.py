@@ -16,6 +16,7 @@ PARTS = {
 WORDS = {
     "at_once": "all layers at once, on the steps' stream",
     "beside": "as a layer does by itself",
+    "room": "the same, memory taken before",
 }
 
 
@@ -65,9 +66,10 @@ def layers(result: dict[str, Any]) -> str:
     """By how much steps of layers that update by themselves are longer than plain ones."""
     rows = []
     for part in result["layers"]:
-        for plan in ("at_once", "beside"):
+        for plan in ("at_once", "beside", "room"):
             for kind in ("plain", "updated", "pinning"):
-                if not (found := part[plan][kind])["steps"]:
+                found = part.get(plan, {}).get(kind)
+                if not found or not found["steps"]:
                     continue
                 plain = kind == "plain"
                 delay = "" if plain else f"{found['delay_median']:.1%}"
