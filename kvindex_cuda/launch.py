@@ -48,6 +48,11 @@ def source(file: str) -> str:
     return (SOURCES / file).read_text()
 
 
+def options(defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """What NVRTC is told for a kernel; CuPy adds the architecture and flags of its own."""
+    return (*OPTIONS, *(f"-D{key}={value}" for key, value in defines), f"-I{SOURCES}")
+
+
 def launch(
     file: str,
     name: str,
@@ -92,9 +97,9 @@ def launch(
 def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> _Kernel:
     """The kernel, compiled for and loaded on one device."""
     cupy = checked(device)
-    options = (*OPTIONS, *(f"-D{key}={value}" for key, value in defines), f"-I{SOURCES}")
     with cupy.cuda.Device(device):
-        function = cupy.RawModule(code=source(file), options=options).get_function(name)
+        module = cupy.RawModule(code=source(file), options=options(defines))
+        function = module.get_function(name)
     return _Kernel(name, function, device)
 
 
