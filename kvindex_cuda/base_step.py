@@ -28,7 +28,7 @@ MOST_SPLITS, AT_ONCE = 16, 4
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 MOST_HEADS = 16
-"""Query heads per KV head: their exponentials are summed in shared memory (`rerank.cu`)."""
+"""Query heads per KV head: each has a warp of `agree.cu`, whose blocks have 16."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     turn -> all -> agree -> attend
 
 One 16-bit log weight per key. What it reads, 67 bytes of each key at D = 128 and 3 bits, grows with
-the length, and its launches are two fewer than those of two stages: docs/cuda.md says up to which
+the length, and it has one launch fewer than two stages (`Step`): docs/cuda.md says up to which
 length that is worth it.
 """
 

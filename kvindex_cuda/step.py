@@ -84,10 +84,7 @@ class Step(BaseStep):
         self._list = torch.empty((groups, self.capacity), dtype=torch.int64, device=device)
 
     def select(self, queries: Tensor, state: State) -> None:
-        """The best `k` rows of each group: the first `found` of `ids`, in any order, with `scores`.
-
-        scores: what `group.agree` gives.
-        """
+        """As `BaseStep.select`."""
         g, L, kv = self.geometry, self.layout, self.geometry.kv_heads
         groups, row = self._groups, state.codes.shape[1]
         if self._products is None or self._products.shape[1] != row:

@@ -55,7 +55,7 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
 }
 
 // What the group agrees on for a row, whose larger values are better: the estimate of a single head,
-// else the logarithm of a share (kvindex/group.py); and its bin, −2 for what is no candidate.
+// else the logarithm of a share (kvindex/group.py); and the bin of its share.
 struct Agreed {
     float value;
     int bin;
@@ -89,7 +89,7 @@ constexpr bool EARLY = GROUP <= 4;  // whether registers hold the estimates from
 constexpr int SOME = EARLY ? EACH : GROUP <= 8 ? 4 : 1;  // entries whose estimates are held at once
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// Rows' ids as they were chosen, in shared memory or past what that holds, and their places in order.
+// Rows' ids as they were chosen, in shared memory or past what that holds, and their places by id.
 struct Chosen {
     const int *first, *places;
     const i64* all;
@@ -97,7 +97,8 @@ struct Chosen {
     __device__ __forceinline__ int place(int i) const { return i < ROWS ? places[i] : i; }
 };
 
-// The k best of `kept` (rerank.cu). Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is
+// The k best of `kept`. All that is read, but for the cache, is of rerank.cu (or weigh.cu, all.cu) and
+// of what that one reads. Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is
 // the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry.
 // Every block passes on what is among the k best of its own, and the last one of a group finishes;
 // a block that is alone keeps it.

@@ -28,7 +28,8 @@ struct Sampled {  // 32 keys
 // queries DTYPE [B, H, D]; turn float32 [D, D], the rotation transposed; references float32 [BG] of
 // the weights; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
 // [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
-// keys; factors int32 [256]; levels are float16, level is E|u|.
+// keys; factors int32 [256] of a weight's upper byte (ops.codes.log_factors), most the largest of
+// them; largest: of r; level: E|u| of a coordinate.
 // planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32, units
 // float32 [BG, 4 SETS]; operands uint16 [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and what that
 // leaves, for rerank.cu, 0 where nothing is written; ups float32 [BG, GROUP]; votes int32 [BG,

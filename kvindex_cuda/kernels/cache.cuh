@@ -25,10 +25,10 @@ __device__ __forceinline__ Set set_at(int id, const int* tags, const int* stamps
 }
 
 // Of one KV head, with `cached` rows of cache: ids [rows], below 2^31, each once; tags, stamps int32
-// [cached], aligned to 16 bytes; clock int32; lookups int32 [2], asked and found; slots int32 [rows]:
-// 2 slot + 1 where a row lies, 2 slot where it is to lie, −1 for nowhere, at the row's place. own: the set of a
-// thread's first row, asked for before. SOME: ids below 0 are no rows, and get −1. All THREADS of a
-// block call it.
+// [cached], aligned to 16 bytes; clock int32; lookups int32 [2], asked and found; slots int32 [rows],
+// at the row's place: 2 slot + 1 where it lies, 2 slot where it is to lie, −1 for nowhere. own: the
+// set of a thread's first row, asked for before. SOME: ids below 0 are no rows, and get −1. All
+// THREADS of a block call it.
 template <int THREADS, bool SOME = false, class Ids>
 __device__ __forceinline__ void look_up(Ids ids, int rows, const Set& own, int* tags, int* stamps,
                                         int* clock, int* lookups, int* slots, i64 cached) {

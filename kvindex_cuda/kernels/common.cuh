@@ -239,15 +239,10 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {  // all lanes
 #endif
 }
 
-// That what lies there will soon be read: from memory to L2, and on to L1.
+// That what lies there will soon be read: from memory to L2.
 __device__ __forceinline__ void to_l2(const void* address) {
 #ifndef EMULATED
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
-__device__ __forceinline__ void to_l1(const void* address) {
-#ifndef EMULATED
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 #endif
 }
 
@@ -286,9 +281,10 @@ __device__ __forceinline__ T warp_max(T x) {
 }
 
 // Kernels of a step overlap (programmatic dependent launch, from compute capability 9.0): all that
-// comes before `after_previous` runs while the kernel before still does, and may read only what
-// neither that one nor one before it in the step has written (of codes, tables and queries,
-// `ask` has waited for those who wrote them). `let_next_begin` comes after it, in every block.
+// comes before `after_previous` runs while the kernel before still does. It may write nothing, and
+// read only what that one does not write: as `let_next_begin` comes after `after_previous`, in every
+// block, all kernels before that one have ended. What these wrote in the same step is read from L2
+// (`__ldcg`).
 __device__ __forceinline__ void after_previous() {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,8 +1,8 @@
 // Codes of 16 keys times the heads of a group, on the matrix unit (paper, B.2.2, equation 10): for
 // rerank.cu and all.cu.
 //
-// Codes become float16 in registers, which hold the levels exactly (ops.codes.levels). Up to four heads
-// (FOLDED) a lane has the sums of one key, else of two.
+// Codes become float16 in registers, which hold the levels exactly (ops.codes.levels). Up to four
+// heads (FOLDED) a lane has the sums of one key, else of two.
 // Compile-time: D, BITS (of a magnitude), GROUP.
 #pragma once
 #include "levels.cuh"
@@ -51,8 +51,8 @@ __device__ __forceinline__ int log_of(const Tile& tile, int half) {
     return (FOLDED ? threadIdx.x % 4 >= 2 : half) ? tile.logs[1] : tile.logs[0];
 }
 
-// Sums of levels times operands, of heads `head_of(set, ·)`. asked: uint2 [OPERANDS], of ask.cu or
-// turn.cu.
+// Sums of levels times operands, of keys `key_of(·)` and heads `head_of(set, ·)`. asked: uint2
+// [OPERANDS], of ask.cu or turn.cu, in shared memory. All lanes of a warp call it.
 __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* asked,
                                          int set, const Levels& levels) {
     float c[4] = {0, 0, 0, 0};

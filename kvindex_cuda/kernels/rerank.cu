@@ -32,7 +32,6 @@ struct Work {
     u64 *kept, *buckets, *edge;
     float *estimates, *edge_estimates;
     int *many, *edges;
-    i64 capacity;
     float reference, scale, softcap, octaves;
     float down[COLUMNS][2];
     Candidates are;
@@ -163,8 +162,9 @@ __device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters
 // Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
 // weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes of each.
 // operands, ups, bases, shifts: of ask.cu; products float32 [BG, row, GROUP]; levels float32
-// [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu;
-// where the list does not hold the C best, what that one read makes them (exact.cuh).
+// [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
+// From planes to length: what scan.cu reads, of which the C best are found where its list does not
+// hold them (exact.cuh).
 // kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
 // many int32 [BG]; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
 // BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
@@ -196,7 +196,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
         products + bg * row * GROUP, list + bg * capacity,
         kept + bg * capacity, buckets + bg * (GROUP * BUCKETS), edge + bg * EDGE,
         estimates + bg * capacity * GROUP, edge_estimates + bg * (EDGE * GROUP),
-        many + bg, edges + bg, capacity, references[bg], scale, softcap, octaves,
+        many + bg, edges + bg, references[bg], scale, softcap, octaves,
     };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; i++) {

@@ -1,4 +1,5 @@
-// What rerank.cu and agree.cu share: candidates of a list, logits, sums of exponentials.
+// What agree.cu shares with those that estimate (rerank.cu, weigh.cu, all.cu): candidates of a list,
+// logits, sums of exponentials.
 // Compile-time: GROUP, SOFTCAP.
 #pragma once
 #include "common.cuh"
