@@ -73,6 +73,8 @@ CASES = {
     "g2-D80": (Case(q_heads=2, kv_heads=1, head_dim=80), 600, {}),
     "g8-D256": (Case(q_heads=8, kv_heads=1, head_dim=256, value_dim=64), 300, {}),
     "g12": (Case(q_heads=12, kv_heads=1, head_dim=64), 400, {}),
+    "g16": (Case(q_heads=16, kv_heads=1, head_dim=72), 400, {}),
+    "blocks": (Case(q_heads=4, kv_heads=1, head_dim=64), 6000, dict(beta=0.9)),  # of `agree`: two
     "g5-127": (Case(q_heads=5, kv_heads=1, head_dim=128), 600, dict(largest=85)),
     "g2-7": (Case(q_heads=4, kv_heads=2, head_dim=64), 600, dict(largest=5)),
     "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
@@ -165,13 +167,18 @@ def test_padded_tokens_and_hidden_rows_are_never_read(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("capacity", [None, 500, 90], ids=["edge", "full", "short"])
-def test_ties_go_to_the_lower_ids(device, capacity):
+@pytest.mark.parametrize(
+    ("count", "capacity", "options"),
+    [(1300, None, {}), (1300, 500, {}), (1300, 90, {}), (6000, None, dict(beta=0.8))],
+    ids=["edge", "full", "short", "blocks"],
+)
+def test_ties_go_to_the_lower_ids(device, count, capacity, options):
     """Nearly all keys are equal: a bin that shared memory cannot hold, or a list that overflows."""
     case = Case(q_heads=4, kv_heads=2, head_dim=64)
-    keys, values = case.tokens(1340)
+    keys, values = case.tokens(count + 40)
     keys[:, :, 5:] = keys[:, :, 5:6]
-    index, layout, state, _kept, k = setting(case, 1300, device=device, tokens=(keys, values))
+    tokens = keys, values
+    index, layout, state, _kept, k = setting(case, count, device=device, tokens=tokens, **options)
     queries = case.queries().to(device)
     got = run(index, layout, state, queries, k, device=device, capacity=capacity)
     hits, want = expected(index, queries, state, k)
