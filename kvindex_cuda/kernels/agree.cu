@@ -5,6 +5,7 @@
 // histogram, a cut, and an exact order in the cut's bin. Last, which of the rows lie in the cache
 // (kvindex_cuda/row_cache.py).
 // Limited by latency: a chain of dependent reads and barriers, with few blocks.
+// Longer than most files: it is one kernel, whose steps work on entries that stay in registers.
 // Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share).
 #include "cache.cuh"
 #include "shares.cuh"

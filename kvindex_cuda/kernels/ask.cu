@@ -218,7 +218,8 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {
                 int j = lane * 2 + i * 64;
-                group.queries[h][i] = j < D ? float2{raw[HELD ? h : 0][j], raw[HELD ? h : 0][j + 1]} : float2{0, 0};
+                const float* from = raw[HELD ? h : 0];
+                group.queries[h][i] = j < D ? float2{from[j], from[j + 1]} : float2{0, 0};
             }
 #endif
     if (blockIdx.x == 0) {

@@ -8,6 +8,7 @@
 // on, then to its selected rows, one ahead; the last split of a group merges.
 // Reads the rows once for all query heads; writes 4 (DV + 2) bytes per head and split.
 // Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
+// Longer than most files: it is one kernel, with what reads a row of each codec.
 // Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
 // GIVEN (whether the rows are those of a caller's hits: ids below 0 are none, weights on logits).
 #include "common.cuh"

@@ -42,7 +42,11 @@ __device__ __forceinline__ void look_up(Ids ids, int rows, const Set& own, int* 
             continue;
         }
         int4 four = i == int(threadIdx.x) ? own.tags : __ldcg(reinterpret_cast<const int4*>(tags + set));
-        slot = four.x == id ? set : four.y == id ? set + 1 : four.z == id ? set + 2 : four.w == id ? set + 3 : -1;
+        slot = four.x == id   ? set
+               : four.y == id ? set + 1
+               : four.z == id ? set + 2
+               : four.w == id ? set + 3
+                              : -1;
         if (slot >= 0) stamps[slot] = now;
         hits += slot >= 0;
         slot = slot >= 0 ? 2 * slot + 1 : -1;
