@@ -167,6 +167,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     auto edge_logit = [&](float estimate) { return capped(estimate, scale, softcap); };
     if (many <= 32) {  // as it mostly is: a warp for each head
         if (warp < GROUP) {
+            __syncwarp();  // `least` is 0 by now
             int better = 0;
             for (int j = 0; j < many; j++) better += __shfl_sync(ALL, my_edge, j) > my_edge;
             bool in = lane < many && better < rank;

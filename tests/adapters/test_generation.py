@@ -1,4 +1,7 @@
-"""generate() through an index gives what it gives with full attention, in every mode."""
+"""generate() through an index gives what it gives with full attention, in every mode.
+
+Longer than most files: a test for each mode, all of one small model.
+"""
 
 import pytest
 import torch
