@@ -260,9 +260,10 @@ __device__ __forceinline__ int vote_of(u64 entry) {
 }
 __device__ __forceinline__ int id_of(u64 entry) { return int(~u32(entry)); }
 
-// Unsigned integers that order as floats do; -0 as 0.
+// Unsigned integers that order as floats do, subnormal ones, too; -0 as 0.
 __device__ __forceinline__ u32 ordered(float x) {
-    u32 bits = __float_as_uint(x + 0.0f);
+    u32 bits = __float_as_uint(x);
+    if (bits == 0x80000000u) bits = 0;
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 

@@ -149,6 +149,14 @@ def test_any_scores(device, data):
 
 
 @on_devices
+def test_subnormal_scores_are_not_taken_for_zeros(device):
+    scores = torch.tensor([[-2.1e-44, -0.0, 1e-45, 0.0, -1e-45, 3e-39]]).to(device)
+    with on(device):
+        got = select.top_k(scores, 6)
+    same(got, reference.top_k(scores, 6))
+
+
+@on_devices
 def test_a_batch_equals_its_rows(device):
     scores, votes = drawn(4, 4, 3000).to(device), some_votes("tiers", 5, 4, 1, 2, 3000).to(device)
     limits = torch.tensor([100, 100, 100, 100])
