@@ -106,21 +106,21 @@ class HostStore:
         Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
         RuntimeError if no memory can be pinned.
         """
-        if self._lent_by is not None:
-            raise RuntimeError("host store: a repeated view cannot be appended to")
         batch, _, count, _ = rows["rows"].shape
-        if count:
-            self._table.room(batch, self._length, count)
+        self._room(batch, count)
 
     def make_room(self, tokens: int) -> None:
         """Pin now what rows of so many tokens need, so that no append until then pins any.
 
         Nothing before the first append, whose batch is not known. Raises as `reserve`.
         """
+        self._room(self._table.batch, tokens - self._length if self._table.batch else 0)
+
+    def _room(self, batch: int, count: int) -> None:
         if self._lent_by is not None:
             raise RuntimeError("host store: a repeated view cannot be appended to")
-        if self._table.batch and tokens > self._length:
-            self._table.room(self._table.batch, self._length, tokens - self._length)
+        if count > 0:
+            self._table.room(batch, self._length, count)
 
     def write(self, rows: dict[str, Tensor]) -> None:
         """Copy `rows` to where `append` of the same will find them; `reserve` comes first."""
