@@ -56,33 +56,26 @@ def found(ids: Ints, rows: int) -> Ints:
     """How many of each step's rows lie in a cache of so many slots, int64 `[T, L]`.
 
     ids: int64 `[T, L, k]` of L caches, distinct in a step; below 0 for none. As the kernels decide
-    (kernels/cache.cuh), and in their threads' order where several rows want a place in one set.
+    (kernels/cache.cuh) when a step's rows are looked up one after another; a GPU does so side by
+    side.
     """
-    T, L, _ = ids.shape
-    sets, cache = rows // WAYS, np.arange(L)[:, None]
+    T, L, k = ids.shape
+    sets, cache = rows // WAYS, np.arange(L)
     tags = np.full((L, sets, WAYS), -1, dtype=np.int64)
     stamps = np.zeros((L, sets, WAYS), dtype=np.int64)  # the step that used a slot last
     hits = np.zeros((T, L), dtype=np.int64)
     place = _hashed(ids) % sets
-    for step, (now, at) in enumerate(zip(ids, place, strict=True), start=1):
-        same = tags[cache, at] == now[..., None]  # [L, k, WAYS]
-        same &= now[..., None] >= 0
-        who, which, way = np.nonzero(same)
-        stamps[who, at[who, which], way] = step
-        hits[step - 1] = same.any(-1).sum(-1)
-        # the n-th of a set's rows that are not there takes its n-th oldest slot
-        missing = (now >= 0) & ~same.any(-1)
-        who, which = np.nonzero(missing)
-        where = at[who, which]
-        order = np.lexsort((which, where, who))
-        who, which, where = who[order], which[order], where[order]
-        starts = np.flatnonzero(np.diff(who * sets + where, prepend=-1))
-        nth = np.arange(len(who)) - np.repeat(starts, np.diff([*starts, len(who)]))
-        slot = stamps[who, where].argsort(-1, kind="stable")
-        slot = np.take_along_axis(slot, np.minimum(nth, WAYS - 1)[:, None], 1)[:, 0]
-        free = (nth < WAYS) & (stamps[who, where, slot] < step)  # else all serve this step
-        to = who[free], where[free], slot[free]
-        tags[to], stamps[to] = now[who, which][free], step
+    for step in range(T):
+        for row in range(k):
+            now, at = ids[step, :, row], place[step, :, row]
+            same = (tags[cache, at] == now[:, None]) & (now >= 0)[:, None]  # [L, WAYS]
+            hit, oldest = same.any(-1), stamps[cache, at].argmin(-1)
+            way = np.where(hit, same.argmax(-1), oldest)
+            free = hit | (stamps[cache, at, way] <= step)  # else all serve this step
+            some = np.flatnonzero(free & (now >= 0))
+            to = some, at[some], way[some]
+            tags[to], stamps[to] = now[some], step + 1
+            hits[step] += hit
     return hits
 
 

@@ -115,15 +115,16 @@ class BaseStep:
         self._kept = longs(groups, capacity)
         self._estimates = floats(groups, capacity, group)
         self._edge, self._edge_estimates = longs(groups, EDGE), floats(groups, EDGE, group)
-        self._cuts, self._slots = ints(groups, 2), ints(groups, k)
+        self._cuts = ints(groups, 2)
         self._finalists = longs(groups, capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
         # what counts, cleared by a step's first launch at once: 8-byte words first
-        sizes = [2 * group * BUCKETS, BINS, counted, *[1] * 6]
+        sizes = [2 * group * BUCKETS, BINS, counted, *[1] * 6, 3]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
         self._buckets, self._hist, self._counted, self.counts, self._many, self._edges = parts[:6]
-        self._filled, self._tickets = parts[6], parts[7:]
+        self._filled, self._tickets, self._told = parts[6], parts[7:9], parts[9]
+        self._tellers = 0  # blocks of a group that tell `agree` that they are done, if they do
         # of `attend`
         self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
         self._partial = floats(groups, self.splits, group, g.value_dim + 2)
@@ -132,7 +133,7 @@ class BaseStep:
     def __call__(self, queries: Tensor, state: State) -> Tensor:
         """Attention of queries `[B, H, D]` over the best `k` rows and the near ones: `output`."""
         self.select(queries, state)
-        return self.attend(queries, state)
+        return self.attend(queries, state, selected=True)
 
     @property
     def listed(self) -> Tensor:
@@ -151,10 +152,9 @@ class BaseStep:
         raise NotImplementedError
 
     def _agree(self, state: State) -> None:
-        """The best of the candidates, and which of their rows lie in the cache."""
+        """The best of the candidates."""
         g, kv, cache = self.geometry, self.geometry.kv_heads, state.cache
-        known = (cache.tags, cache.stamps, cache.clocks, cache.counts) if cache else (None,) * 4
-        cached = cache.rows if cache else 0
+        known = (cache.tags, cache.stamps, cache.rows) if cache else (None, None, 0)
         limits = state.wanted, state.counted
         softcap = g.softcap if g.softcap is not None else 0.0
         launch(
@@ -165,34 +165,30 @@ class BaseStep:
             *(self._estimates, self._buckets, *limits, self._bases, self._shifts, self.counts),
             *(self._kept, self._many, self._cuts, self._edge, self._edge_estimates, self._edges),
             *(self._finalists, self._filled, self._tickets[0]),
-            *(self.ids, self.scores, self.found, *known, self._slots, cached),
+            *(self.ids, self.scores, self.found, *known, self._told, self._tellers),
             *(self.k, self.capacity, kv, g.scale, softcap),
             overlap=True,
             **self._agreed,
         )
 
-    def attend(self, queries: Tensor, state: State, hits: Hits | None = None) -> Tensor:
+    def attend(
+        self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
+    ) -> Tensor:
         """Attention over the rows that `select` found, or those of `hits`, and the near rows.
 
-        hits: any number of rows, all of them tokens'.
+        hits: any number of rows, all of them tokens'; selected: whether `select` comes right
+        before, which tells each group's blocks when to begin.
         """
         g, kv = self.geometry, self.geometry.kv_heads
         softcap, cache = g.softcap if g.softcap is not None else 0.0, state.cache
-        ids, found, weights, slots, k = self.ids, self.found, None, self._slots, self.k
+        ids, found, weights, k = self.ids, self.found, None, self.k
         if hits is not None:
             ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
             weights = weights if weights is None else weights.contiguous()
             found = torch.full_like(self.found, k)
-            if cache:
-                slots = torch.empty_like(ids, dtype=torch.int32)
-                launch(
-                    "look_up.cu",
-                    "given",
-                    (self._groups,),
-                    (256,),
-                    *(ids, cache.tags, cache.stamps, cache.clocks, cache.counts, slots),
-                    *(cache.rows, k),
-                )
+        known: tuple[Tensor | int | None, ...] = (*[None] * 5, 0)
+        if cache:
+            known = cache.data, cache.tags, cache.stamps, cache.clocks, cache.counts, cache.rows
         launch(
             "attend.cu",
             "attend",
@@ -201,8 +197,8 @@ class BaseStep:
             *(queries, ids, found, state.rows, state.rows.shape[1]),
             *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
             *(state.near, state.shown, state.held, state.near.shape[2]),
-            *(cache.data if cache else None, slots, cache.rows if cache else 0),
-            *(weights, self._partial, self.output, self._tickets[1], k, kv, g.scale, softcap),
+            *(*known, weights, self._partial, self.output, self._tickets[1], self._told),
+            *(int(selected), k, kv, g.scale, softcap),
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
             overlap=hits is None,  # else what is near may just be being written
             **(self._defines | self._softcap | dict(DV=g.value_dim)),

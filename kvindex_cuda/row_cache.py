@@ -2,9 +2,9 @@
 
 Per KV head a table of `rows` slots in sets of 4, by a hash of the id. A selected row that lies in
 its set is read there; else it is fetched and takes the place of the set's row that was used
-longest ago, unless all four serve this very step. `agree` decides, for it knows all rows of the
-step, or `look_up.cu` where others chose them; `attend` reads and fills (kernels/cache.cuh,
-kernels/attend.cu). All at fixed addresses.
+longest ago, unless all four serve this very step. Rows of a step are looked up side by side: one
+may lose its place to another before it is found (kernels/cache.cuh), and is fetched. `attend`
+decides, reads and fills (kernels/attend.cu). All at fixed addresses.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ replayed while the index grows.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,10 @@ class Step(BaseStep):
         self._votes = self._defines | dict(CENTRED=int(centred), PLANES=planes)
         self._rerank = self._votes | self._softcap | dict(BITS=layout.magnitude_bits)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
-        self._turn = transform.rotation(g.head_dim, seed, device).T.contiguous()
+        odd = g.head_dim // (g.head_dim & -g.head_dim)
+        angles = torch.arange(odd, dtype=torch.float64) * (2 * math.pi / odd)
+        waves = (angles.cos() + angles.sin()).float().to(device)
+        self._turn = torch.cat([transform.rotation(g.head_dim, seed, device)[0], waves])
         self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
         self._factors = reference.log_factors(16, device)
         quads, sets, parts = -(-(layout.stride // 4) // 4), -(-group // 4), 1 if group <= 4 else 2
@@ -86,6 +90,7 @@ class Step(BaseStep):
     def select(self, queries: Tensor, state: State) -> None:
         """As `BaseStep.select`."""
         g, L, kv = self.geometry, self.layout, self.geometry.kv_heads
+        queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
         groups, row = self._groups, state.codes.shape[1]
         if self._products is None or self._products.shape[1] != row:
             shape = (groups, row, g.group_size)
@@ -107,14 +112,15 @@ class Step(BaseStep):
             **self._votes,
         )
         query = (self._planes, self._sums, queries, self._units, self._factors)
-        wide = g.head_dim > 128
+        scanners = (1 if g.head_dim > 128 else 2) * self._multiprocessors
         launch(
             "scan.cu",
             "scan",
-            ((1 if wide else 2) * self._multiprocessors,),
+            (scanners,),
             (256,),
             *(*codes, *query, *keys, self._thresholds, self._bases, self._shifts),
-            *(self.counts, self._list, self._hist, self._products, self.capacity, groups, kv),
+            *(self.counts, self._list, self._hist, self._products, self._told),
+            *(self.capacity, groups, kv),
             shared_bytes=8 * STAGES * self._stage(),
             overlap=True,
             **self._votes,
@@ -122,16 +128,18 @@ class Step(BaseStep):
         listed = (self._bases, self._shifts, self.counts, self._list, self._hist)
         softcap = g.softcap if g.softcap is not None else 0.0
         splits = max(1, 2 * self._multiprocessors // groups)
+        self._tellers = min(splits, -(-self.capacity // 128))
         launch(
             "rerank.cu",
             "rerank",
-            (min(splits, -(-self.capacity // 128)), groups),
+            (self._tellers, groups),
             (256,),
             *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
             *(self._levels, state.reference, *limits, *listed, self._kept, self._many),
             *(self._estimates, self._buckets, self._edge, self._edge_estimates, self._edges),
             self._cuts,
-            *(*query, *keys, self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
+            *(*query, *keys, self._told, 8 * scanners, self.capacity, kv, g.scale, softcap),
+            float(reference.OCTAVES),
             overlap=True,
             **self._rerank,
         )

@@ -1,6 +1,7 @@
 """The cache that benchmarks/hit_rate.py plays, against the kernels' own; and what it writes."""
 
 import json
+from dataclasses import MISSING, fields
 from itertools import count
 
 import pytest
@@ -10,9 +11,12 @@ import kvindex
 from benchmarks import hit_rate
 from benchmarks.hit_rate import found, rates, selected
 from benchmarks.tabling.hits import hit_rate as table_of
+from kvindex.geometry import Geometry
+from kvindex.protocol import Hits
 from kvindex_adapters.capture import Captured
-from kvindex_cuda.launch import launch
+from kvindex_cuda.layout import Layout
 from kvindex_cuda.row_cache import RowCache
+from kvindex_cuda.step import State, Step
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 
@@ -44,22 +48,31 @@ def test_the_second_half_of_each_layer_counts():
 @pytest.mark.parametrize("rows", [4, 16, 64, 256])
 def test_it_finds_what_the_kernel_finds(rows):
     draw = torch.Generator().manual_seed(rows)
-    steps, groups, k = 40, 3, 37
+    steps, groups, k, blocks = 40, 3, 37, 1024
     order = torch.rand(steps, groups, 300, generator=draw).argsort(-1)
-    ids = order[..., :k] * 977 % 262144
+    ids = order[..., :k] * 977 % (256 * blocks)
     ids[::3, 1, -4:] = -1
-    cache = RowCache(groups, 16, torch.device("cpu"), rows=rows)
-    got = []
+    geometry = Geometry.of(q_heads=groups, kv_heads=groups, head_dim=8)
+    step = Step(geometry, Layout(8, 3), batch=1, k=k, most=1)
+    assert 8 * step.splits >= k  # a warp for each row, and the emulator runs one after another
+    block = torch.zeros(groups, 256, 16)  # that all addresses lead to
+    cache = RowCache(groups, 64, torch.device("cpu"), rows=rows)
+    nothing = torch.zeros(1, dtype=torch.int64)
+    needed = {field.name: nothing for field in fields(State) if field.default is MISSING}
+    state = State(
+        **needed
+        | dict(near=torch.zeros(1, groups, 1, 16), shown=nothing.byte(), row_bytes=64)
+        | dict(rows=torch.full((1, blocks), block.data_ptr()), cache=cache)
+    )
+    got, queries = [], torch.zeros(1, groups, 8)
     with emulator.emulated():
         for now in ids:
-            before = cache.counts[:, 1].clone()
-            slots = torch.empty(groups, k, dtype=torch.int32)
-            known = cache.tags, cache.stamps, cache.clocks, cache.counts
-            launch(
-                *("look_up.cu", "given", (groups,), (256,), now.contiguous(), *known),
-                *(slots, cache.rows, k),
-            )
-            got.append((cache.counts[:, 1] - before).tolist())
+            before = cache.counts.clone()
+            step.attend(queries, state, Hits(now[None], torch.zeros(1, groups, k)))
+            asked, hits = (cache.counts - before).unbind(1)
+            assert torch.equal(asked, (now >= 0).sum(1).int())
+            got.append(hits.tolist())
+    assert cache.clocks.tolist() == [steps] * groups
     assert found(ids.numpy(), rows).tolist() == got
     assert max(map(max, got)) > 0
 

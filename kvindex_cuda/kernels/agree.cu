@@ -2,8 +2,7 @@
 //
 // Entries in the bin of the cut are put in order first: those of the C best join the candidates.
 // Then log softmax of each head, over all candidates; then, of the logarithms of shares, a
-// histogram, a cut, and an exact order in the cut's bin. Last, which of the rows lie in the cache
-// (kvindex_cuda/row_cache.py).
+// histogram, a cut, and an exact order in the cut's bin.
 // Limited by latency: a chain of dependent reads and barriers, with few blocks.
 // Longer than most files: it is one kernel, whose steps work on entries that stay in registers.
 // Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share).
@@ -90,31 +89,23 @@ constexpr bool EARLY = GROUP <= 4;  // whether registers hold the estimates from
 constexpr int SOME = EARLY ? EACH : GROUP <= 8 ? 4 : 1;  // entries whose estimates are held at once
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// Rows' ids as they were chosen, in shared memory or past what that holds, and their places by id.
-struct Chosen {
-    const int *first, *places;
-    const i64* all;
-    __device__ __forceinline__ int operator[](int i) const { return i < ROWS ? first[i] : int(all[i]); }
-    __device__ __forceinline__ int place(int i) const { return i < ROWS ? places[i] : i; }
-};
-
-// The k best of `kept`. All that is read, but for the cache, is of rerank.cu (or weigh.cu, all.cu) and
-// of what that one reads. Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is
-// the capacity or more, and blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry.
-// Every block passes on what is among the k best of its own, and the last one of a group finishes;
-// a block that is alone keeps it.
+// The k best of `kept`. All that is read is of rerank.cu (or weigh.cu, all.cu) and of what that one
+// reads. Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is the capacity or more, and
+// blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what
+// is among the k best of its own, and the last one of a group finishes; a block that is alone keeps
+// it.
 // finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
 // float32 [BG, k]: rows and what the group agrees on, by ids (past 2,048 in any order), the first
 // found int32 [BG].
-// Of a cache of `cached` rows (row_cache.py; 0 for none): tags, stamps int32 [BG, cached], clocks
-// int32 [BG], lookups int32 [BG, 2]; slots int32 [BG, k]: 2 slot + 1 where a row lies, 2 slot where
-// it is to lie, −1 for nowhere.
+// Of a cache of `cached` rows (row_cache.py; 0 for none), which `attend` will look into: tags, stamps
+// int32 [BG, cached]. told (common.cuh): `tellers` blocks of a group did, or 0 where the kernel before
+// tells nothing; and that the group has agreed.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 agree(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
       const int* bases, const int* shifts, const int* counts, const u64* kept, const int* kept_many,
       const int2* cuts, const u64* all_edge, const float* edge_estimates, const int* all_edges,
-      u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found, int* tags,
-      int* stamps, int* clocks, int* lookups, int* slots, i64 cached, i64 k, i64 capacity,
+      u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found,
+      const int* tags, const int* stamps, i64 cached, int* told, i64 tellers, i64 k, i64 capacity,
       i64 kv_heads, float scale, float softcap) {
     __shared__ float totals[GROUP];
     __shared__ __align__(16) int histogram[BINS];
@@ -135,8 +126,9 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     all_edge += bg * EDGE;
     buckets += bg * (GROUP * BUCKETS);
     kept += bg * capacity;
-    after_previous();
+    if (!tellers) after_previous();
     let_next_begin();
+    if (tellers) await(told + gridDim.x + bg, int(tellers));
     int first = blockIdx.y * (THREADS * EACH) + threadIdx.x;
     // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
     // (which only the first block does not wait for)
@@ -160,7 +152,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         load_sums(sums, buckets + warp * BUCKETS);
     }
     int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
-    if (int(blockIdx.y) >= blocks) return;
+    if (int(blockIdx.y) >= blocks) return after_previous();
     if (listed > target) are.bin = cut_at.x, rank -= cut_at.y;
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
@@ -275,7 +267,7 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         for (int i = 0; i < EACH; i++)
             if (words[i]) finalists[to++] = words[i];
         for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-        if (!last_block(tickets + bg, blocks)) return;
+        if (!last_block(tickets + bg, blocks)) return after_previous();
         last_many = __ldcg(filled + bg);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -348,12 +340,6 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     int rows = taken;
     if (threadIdx.x == 0) found[bg] = rows;
     // by their ids, so that whoever attends to them adds up in the same order in every run
-    int* in_order = reinterpret_cast<int*>(edge);
-    static_assert(sizeof(edge) >= ROWS * sizeof(int), "the edge is told apart before");
-    Chosen all = {chosen, in_order, ids};
-    tags += bg * cached, stamps += bg * cached;
-    Set own = {};
-    if (cached && int(threadIdx.x) < rows) own = set_at(all[threadIdx.x], tags, stamps, cached);
     for (int i = threadIdx.x; i < min(rows, ROWS); i += THREADS) {
         int id = chosen[i], place = 0;
 #pragma unroll 4
@@ -361,10 +347,9 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
             int4 four = *reinterpret_cast<const int4*>(chosen + j);
             place += (four.x < id) + (four.y < id) + (four.z < id) + (four.w < id);
         }
-        ids[place] = id, in_order[i] = place;
-        scores[place] = chosen_scores[i];
+        ids[place] = id, scores[place] = chosen_scores[i];
     }
-    if (cached)
-        look_up<THREADS>(all, rows, own, tags, stamps, clocks + bg, lookups + 2 * bg, slots + bg * k,
-                         cached);
+    __syncthreads();
+    if (threadIdx.x == 0) tell(told + 2 * gridDim.x + bg);
+    after_previous();
 }

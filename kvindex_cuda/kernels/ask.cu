@@ -1,23 +1,62 @@
 // Queries of a group made ready, and a threshold for their votes from a sample of the keys.
 //
-// q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded). Every block of
-// a group makes this for itself, then votes on its part of the sample: 32 keys in each of
-// SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds a
+// q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded), a head for each
+// warp. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
+// each of SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds a
 // vote that more than C of all keys are all but sure to reach (2 C where C is 2%).
-// Grid: (splits, BG), 256 threads. Reads 4 D² bytes of the rotation per block (from L2 after the
-// first) and (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 of codes per group; writes D PLANES / 8 bytes per
-// head for the scan, 4 D per head for the rerank, and clears what the step counts.
-// Limited by latency: three dependent reads (table, codes; rotation beside them; votes).
+// Grid: (splits, BG), 256 threads. Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group;
+// writes D PLANES / 8 bytes per head for the scan, 4 D per head for the rerank, and clears what the step
+// counts.
+// Limited by latency: three dependent reads (length, table, codes; the queries beside them), votes, and
+// the last block's threshold.
 // Longer than most files: it is one kernel, whose parts hand each other registers.
 // Compile-time: D, GROUP, DTYPE, CENTRED, PLANES.
 #include "votes.cuh"
 
 constexpr int SAMPLED = 4096;
-constexpr int FOURS = D / 4;               // columns of four coordinates
-constexpr int SLICES = 256 / FOURS;        // of a column of the rotation
-constexpr int AHEAD = 16;                  // rows of it that a thread asks for at once
+constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
+constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1e300;  // no finite query's norm is
+
+// R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
+// Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
+// [ODD], cos + sin of 2πi/ODD.
+__device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
+                                       const float* waves) {
+    constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // that a factor H mixes
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) x[w] *= signs[w];
+#pragma unroll
+    for (int step = 1; step < WORDS_OF; step *= 2)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++)
+            if (!(w & step)) {
+                float low = x[w], high = x[w + step];
+                x[w] = low + high, x[w + step] = low - high;
+            }
+#pragma unroll
+    for (int step = 1; step < (ORDER < 32 ? ORDER : 32); step *= 2)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            float other = __shfl_xor_sync(ALL, x[w], step);
+            x[w] = lane & step ? other - x[w] : x[w] + other;
+        }
+    if (ODD == 1) return;
+    float sums[PER_LANE] = {};
+#pragma unroll
+    for (int i = 0; i < ODD; i++)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            int word = ORDER >= 32 ? i * WORDS_OF + w % WORDS_OF : i * ORDER / 32;
+            float part = ORDER >= 32 ? x[word] : __shfl_sync(ALL, x[word], i * ORDER % 32 + lane % ORDER);
+            int own = (32 * w + lane) / ORDER;
+            if (own < ODD) sums[w] += waves[own * i % ODD] * part;
+        }
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
+}
 
 struct Sampled {  // 32 keys
     Signs signs;
@@ -25,8 +64,8 @@ struct Sampled {  // 32 keys
     u32 weights, valid;
 };
 
-// queries DTYPE [B, H, D]; turn float32 [D, D], the rotation transposed; references float32 [BG] of
-// the weights; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
+// queries DTYPE [B, H, D], aligned to 16 bytes; turn float32 [D + ODD]: signs and waves of `rotate`;
+// references float32 [BG] of the weights; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
 // [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
 // keys; factors int32 [256] of a weight's upper byte (ops.codes.log_factors), most the largest of
 // them; largest: of r; level: E|u| of a coordinate.
@@ -36,17 +75,15 @@ struct Sampled {  // 32 keys
 // SAMPLED]; tickets int32 [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared
 // int32 [words]; wrong int32 [1], set to 1 where a query is not finite, or null.
 extern "C" __global__ void __launch_bounds__(256)
-ask(const void* queries, const float4* turn, const float* references, const i64* table, i64 row,
+ask(const void* queries, const float* turn, const float* references, const i64* table, i64 row,
     i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
     const int* given_factors, u32* all_planes, int* all_sums, float* all_units, u16* operands,
     float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
     i64 words, int* wrong, i64 largest, float level, float most, i64 kv_heads) {
     __shared__ int factors[256];
-    __shared__ __align__(16) float directions[SETS][D][4];  // of a head: q/‖q‖, then ‖q‖ q̃
-    __shared__ float raw[CENTRED && HELD ? SETS * 4 : 1][D];
-    __shared__ float4 partial[4][256];
+    __shared__ __align__(16) float directions[SETS][D][4];  // ‖q‖ q̃
+    __shared__ float waves[ODD];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
-    __shared__ double norms[SETS * 4];
     __shared__ float units[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
     __shared__ __align__(16) int histogram[BINS];
@@ -58,122 +95,69 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
     // of a block that is drawn several times other keys each time; else any
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
-    auto draw = [&](Sampled& some, int i) {
+    auto draw = [&](Sampled& some, int i, i64 address) {
         i64 s = place(i);
-        const char* block = reinterpret_cast<const char*>(table[batch * row + s]) + head_offset;
+        const char* block = reinterpret_cast<const char*>(address) + head_offset;
         load<false>(some.signs, block, part(i));
         load(some.mean, block + CENTRE);
         some.weights = load_weights(block + WEIGHTS, part(i));
         some.valid = valid[(batch * row + s) * 8 + part(i)];
     };
-    int column = threadIdx.x % FOURS, slice = threadIdx.x / FOURS;
-    float4 entries[AHEAD];
+    float signs[PER_LANE];
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-        entries[i] = slice < SLICES && slice + i * SLICES < D
-                         ? turn[(slice + i * SLICES) * FOURS + column] : float4{0, 0, 0, 0};
+    for (int w = 0; w < PER_LANE; w++) signs[w] = w * 32 + lane < D ? turn[w * 32 + lane] : 0.0f;
+    if (threadIdx.x < ODD) waves[threadIdx.x] = turn[D + threadIdx.x];
     factors[threadIdx.x] = given_factors[threadIdx.x];
     for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+    for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
+    if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
+    __syncthreads();
     after_previous();
     let_next_begin();
     // all reads that wait for no other come first
-    auto read_query = [&](float (&x)[(D + 31) / 32], int h) {
+    auto read_query = [&](float (&x)[PER_LANE], int h) {
 #pragma unroll
-        for (int w = 0; w < (D + 31) / 32; w++) {
+        for (int w = 0; w < PER_LANE; w++) {
             int j = w * 32 + lane;
             x[w] = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
         }
     };
-    float plain[(D + 31) / 32], reference = references[bg];
+    float plain[PER_LANE], reference = references[bg];
     read_query(plain, warp);
+    Group group;
+    load_queries(group, queries);
     float share = float(wanted[batch]), all = float(counted[batch]);
     tokens = *length, blocks = (tokens + TOKENS - 1) / TOKENS;
-    Sampled some;
     int first = blockIdx.x * 8 + warp;
-    bool any = tokens > 0;
-    if (any && first < SAMPLED / 32) draw(some, first);
+    bool any = tokens > 0 && first < SAMPLED / 32;
+    i64 sampled_block = any ? table[batch * row + place(first)] : 0;
 
-    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(words);
-         i += gridDim.y * gridDim.x * 256)
-        cleared[i] = 0;
-    for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
-    for (int h = warp; h < SETS * 4; h += 8) {
-        double x[(D + 31) / 32], square = 0;
-        if (h >= 8) read_query(plain, h);
+    // the direction of a head, in the lanes of its warp, and its norm
+    auto rotated = [&](float (&x)[PER_LANE]) {
+        double square = 0;
 #pragma unroll
-        for (int w = 0; w < (D + 31) / 32; w++) {
-            int j = w * 32 + lane;
-            if (CENTRED && HELD && j < D) raw[h][j] = plain[w];
-            x[w] = plain[w];
-            square += x[w] * x[w];
-        }
+        for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
         double norm = sqrt(warp_sum(square));
         bool finite = norm < LARGEST;  // else the query is taken for zeros
         if (!finite && wrong && lane == 0) *wrong = 1;
         if (!finite) norm = 0;
         double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
-        if (lane == 0) norms[h] = norm, sums[h] = 0, units[h] = 0;
 #pragma unroll
-        for (int w = 0; w < (D + 31) / 32; w++)
-            if (w * 32 + lane < D)
-                directions[h / 4][w * 32 + lane][h % 4] = finite ? float(x[w] * inverse) : 0.0f;
-    }
-    __syncthreads();
-    // rotated, four heads at a time: a thread has four columns of a slice of the rows
-    float turned[SETS][(D * 4 + 255) / 256];
-#pragma unroll
-    for (int n = 0; n < SETS; n++) {
-        float4 found[4] = {};
-        auto add = [&](int i, float4 entry) {
-            float4 four = *reinterpret_cast<const float4*>(directions[n][i]);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float x = (&four.x)[e];
-                found[e].x += x * entry.x, found[e].y += x * entry.y;
-                found[e].z += x * entry.z, found[e].w += x * entry.w;
-            }
-        };
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-            if (slice < SLICES && slice + i * SLICES < D) add(slice + i * SLICES, entries[i]);
-        if (slice < SLICES)
-#pragma unroll 8
-            for (int i = slice + AHEAD * SLICES; i < D; i += SLICES) add(i, turn[i * FOURS + column]);
-        if (slice < SLICES)
-#pragma unroll
-            for (int e = 0; e < 4; e++) partial[e][slice * FOURS + column] = found[e];
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < (D * 4 + 255) / 256; i++) {
-            int at = i * 256 + threadIdx.x, e = at / D, j = at % D;
-            float sum = 0;
-            if (e < 4)
-                for (int s = 0; s < SLICES; s++)
-                    sum += reinterpret_cast<const float*>(partial[e] + s * FOURS)[j];
-            turned[n][i] = sum;
-        }
-        if (n + 1 < SETS) __syncthreads();
-    }
-#pragma unroll
-    for (int n = 0; n < SETS; n++)
-#pragma unroll
-        for (int i = 0; i < (D * 4 + 255) / 256; i++) {
-            int at = i * 256 + threadIdx.x;
-            if (at < D * 4) directions[n][at % D][at / D] = turned[n][i];
-        }
-    __syncthreads();
-
+        for (int w = 0; w < PER_LANE; w++) x[w] = finite ? float(x[w] * inverse) : 0.0f;
+        rotate(x, signs, waves);
+        return norm;
+    };
     // rounded, a digit of each coordinate to a word of its plane
-    for (int h = warp; h < GROUP; h += 8) {
-        float peak = 0, norm = float(fmin(norms[h], 1152921504606846976.0));  // transform.LONGEST
-        for (int j = lane; j < D; j += 32) peak = fmaxf(peak, fabsf(directions[h / 4][j][h % 4]));
+    auto round_head = [&](const float (&x)[PER_LANE], int h, double length_of_it) {
+        float peak = 0, norm = float(fmin(length_of_it, 1152921504606846976.0));  // transform.LONGEST
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) peak = fmaxf(peak, fabsf(x[w]));
         peak = warp_max(peak);
         double scale = peak > 0 ? double(largest) / double(peak) : 0.0;
         int sum = 0;
+#pragma unroll
         for (int w = 0; w < WORDS; w++) {
-            int j = w * 32 + lane;
-            float x = j < D ? directions[h / 4][j][h % 4] : 0.0f;
-            int r = int(rint(double(x) * scale));
+            int r = int(rint(double(x[w]) * scale));
             sum += r;
             u32 mine = 0, digits = (u32(r) + 0xaaaaaaaau) ^ 0xaaaaaaaau;  // to the base -2
 #pragma unroll
@@ -182,7 +166,7 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
                 if (lane == p) mine = plane;
             }
             if (lane < PLANES) planes[h][lane][w] = mine;
-            if (j < D) directions[h / 4][j][h % 4] = x * norm;
+            if (w * 32 + lane < D) directions[h / 4][w * 32 + lane][h % 4] = x[w] * norm;
         }
         sum = warp_sum(sum);
         if (lane == 0) {
@@ -194,6 +178,18 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
             exponent = min(max(exponent, 20), 230);
             scales[h] = __uint_as_float(u32(254 + 13 - exponent) << 23);
         }
+    };
+    double norm = warp < GROUP ? rotated(plain) : 0;
+    Sampled some;
+    if (any) draw(some, first, sampled_block);
+    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(words);
+         i += gridDim.y * gridDim.x * 256)
+        cleared[i] = 0;
+    if (warp < GROUP) round_head(plain, warp, norm);
+    for (int h = warp + 8; h < GROUP; h += 8) {
+        read_query(plain, h);
+        norm = rotated(plain);
+        round_head(plain, h, norm);
     }
     __syncthreads();
 
@@ -201,27 +197,14 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
         int p = i % PARTS, quad = i / PARTS % QUADS, n = i / PARTS / QUADS;
         return planes[n * 4 + of / 8][2 * p + of / 4 % 2][quad * 4 + of % 4];
     };
-    Group group;
-    group.all = queries;
 #pragma unroll
     for (int i = 0; i < SETS * QUADS * PARTS; i++) (&group.planes[0][0][0])[i] = fragment(i, lane);
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         for (int i = 0; i < 2; i++) group.less[n][i] = -sums[n * 4 + 2 * lane % 4 + i];
-        group.units[n] = units[n * 4 + lane % 4];
+        for (int i = 0; i < 2; i++) group.units[n][i] = units[n * 4 + 2 * lane % 4 + i];
     }
     set_powers(group);
-#if CENTRED
-    if (HELD)
-#pragma unroll
-        for (int h = 0; h < GROUP; h++)
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                int j = lane * 2 + i * 64;
-                const float* from = raw[HELD ? h : 0];
-                group.queries[h][i] = j < D ? float2{from[j], from[j + 1]} : float2{0, 0};
-            }
-#endif
     if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i < SETS * QUADS * PARTS * 32; i += 256)
             all_planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
@@ -233,13 +216,14 @@ ask(const void* queries, const float4* turn, const float* references, const i64*
     int* mine = votes + bg * SAMPLED;
     for (int i = first; i < SAMPLED / 32; i += gridDim.x * 8) {
         int vote = LEAST;
-        if (any) {
+        if (tokens > 0) {
             int offsets[SETS][2];
             offsets_of(offsets, some.mean, group, nullptr);
             vote = vote_of(some.signs, some.weights, group, offsets, factors);
             bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
             if (!in || !(some.valid >> own_key() & 1)) vote = LEAST;
-            if (i + gridDim.x * 8 < SAMPLED / 32) draw(some, i + gridDim.x * 8);
+            int next = i + gridDim.x * 8;
+            if (next < SAMPLED / 32) draw(some, next, table[batch * row + place(next)]);
         }
         mine[i * 32 + lane] = vote;
     }

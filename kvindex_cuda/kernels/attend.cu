@@ -11,7 +11,7 @@
 // Longer than most files: it is one kernel, with what reads a row of each codec.
 // Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
 // GIVEN (whether the rows are those of a caller's hits: ids below 0 are none, weights on logits).
-#include "common.cuh"
+#include "cache.cuh"
 
 constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
 constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts of keys in all lanes
@@ -24,34 +24,30 @@ struct Running {
     float peak[GROUP], total[GROUP], sum[CHUNKS - KEYS][GROUP][8];
 };
 
-// A row that was selected, and where in the cache it lies (odd) or is to lie; below 0 for neither.
-struct Selected {
-    i64 id;
-    int slot;
-};
-
-// A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; where it is to be
-// kept, or null; and what a head's logit gains, in the lane of its number.
+// A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; what a head's logit
+// gains, in the lane of its number; the slot of the cache where it is to be kept, or one of those
+// below; and of a row that LIES in the cache the stamp that was there before, in lane 0.
+constexpr int NOWHERE = -1, LIES = -2, LACKS = -3;
 struct Raw {
     uint4 words[CHUNKS][DTYPE == 0 ? 2 : 1];
-    char* keep;
     float weight;
+    int slot, before;
 };
-__device__ __forceinline__ void keep(const Raw& raw) {
+__device__ __forceinline__ void keep(const Raw& raw, char* place) {
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
         int chunk = threadIdx.x % 32 + 32 * j;
         if (CODEC && chunk < (D + DV) / 8) {
             uint4 word = raw.words[j][0];
-            reinterpret_cast<uint2*>(raw.keep)[chunk] = {word.x, word.y};
+            reinterpret_cast<uint2*>(place)[chunk] = {word.x, word.y};
             if (chunk % (D / 8) == 0 && chunk <= D / 8)
-                reinterpret_cast<u32*>(raw.keep + D + DV)[chunk > 0] = word.z;
+                reinterpret_cast<u32*>(place + D + DV)[chunk > 0] = word.z;
             continue;
         }
 #pragma unroll
         for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++)
             if (chunk < (D + DV) / 8)
-                reinterpret_cast<uint4*>(raw.keep)[chunk * (DTYPE == 0 ? 2 : 1) + i] = raw.words[j][i];
+                reinterpret_cast<uint4*>(place)[chunk * (DTYPE == 0 ? 2 : 1) + i] = raw.words[j][i];
     }
 }
 // coded: whether it is codes, then two scales.
@@ -162,24 +158,30 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
 
 // queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
 // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; near DTYPE [BG, room,
-// D + DV] and shown uint8 [B, room], of which the first *held count; cache DTYPE [BG, cached, D + DV]
-// and slots int32 [BG, k] of agree.cu, if `cached`. given float32 [BG, GROUP, k]: what logits gain
-// (−inf hides a row from a head), or null for nothing; only if GIVEN. partial float32 [BG, splits,
-// GROUP, PARTIAL]; tickets int32 [BG], 0 before and after; output DTYPE [BG, GROUP, DV].
+// D + DV] and shown uint8 [B, room], of which the first *held count. Of a cache of `cached` rows
+// (row_cache.py; 0 for none): cache, rows as they are stored; tags, stamps int32 [BG, cached],
+// aligned to 16 bytes; clocks int32 [BG]; lookups int32 [BG, 2], asked and found. given float32
+// [BG, GROUP, k]: what logits gain (−inf hides a row from a head), or null for nothing; only if
+// GIVEN. partial float32 [BG, splits, GROUP, PARTIAL]; tickets int32 [BG], 0 before and after;
+// output DTYPE [BG, GROUP, DV]. told (common.cuh): by how many the group has agreed, 0 for hits.
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
 attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
        i64 row_head, i64 row_bytes, const void* near, const u8* shown, const i64* held, i64 room,
-       char* cache, const int* slots, i64 cached, const float* given, float* partial, void* output,
-       int* tickets, i64 k, i64 kv_heads, float scale, float softcap) {
+       char* cache, int* tags, int* stamps, int* clocks, int* lookups, i64 cached,
+       const float* given, float* partial, void* output, int* tickets, const int* told,
+       i64 tellers, i64 k, i64 kv_heads, float scale, float softcap) {
     DYNAMIC_SHARED(memory);
     float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
     __shared__ float4 queries[2 * GROUP * (D / 8)];
     __shared__ float weights[MOST_SPLITS * GROUP];
     __shared__ __align__(16) float peaks[GROUP][8];
+    __shared__ int looked_up[2];  // rows that the cache lacked, and had
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int own = split * 8 + warp, step = splits * 8;
+    int own = split * 8 + warp, step = splits * 8, now = 0;
+    cache += bg * cached * row_bytes, tags += bg * cached, stamps += bg * cached;
+    if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
 #pragma unroll
     for (int h = 0; h < GROUP; h++) run.peak[h] = NEVER, run.total[h] = 0;
@@ -196,51 +198,77 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
-            after_previous();
+            if (tellers)
+                await(told + 2 * gridDim.y + bg, int(tellers));
+            else
+                after_previous();
             let_next_begin();
         }
-        // what does not wait for their number: the first, and which one a third is
-        auto selected = [&](int i) {
-            bool is = phase && i < k;
-            return Selected{is ? ids[bg * k + i] : 0, is && cached ? slots[bg * k + i] : -1};
-        };
-        Selected first = selected(own), second = selected(own + step), third = selected(own + 2 * step);
+        // what does not wait for their number: the first, and which ones the next are
+        auto selected = [&](int i) { return phase && i < k ? int(ids[bg * k + i]) : 0; };
+        auto tag_of = [&](int id) { return phase && cached ? ::tag_of(id, tags, cached) : 0; };
+        int first = selected(own), second = selected(own + step);
+        int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
         int rows_here = phase ? found[bg] : int(*held);
-        auto fetch = [&](Raw& raw, int i, Selected which) {
+        if (phase && cached) now = __ldcg(clocks + bg) + 1;
+        int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
+        auto stored = [&](int id) {
+            return reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
+                   bg % kv_heads * row_head + id % TOKENS * row_bytes;
+        };
+        auto begin = [&](Raw& raw, int i, int id, int tag) {
             if (i >= rows_here) return;
             const char* from = static_cast<const char*>(near) + (bg * room + i) * i64((D + DV) * SIZE);
-            raw.keep = nullptr;
+            raw.slot = NOWHERE;
             raw.weight = 0;
             if (phase) {
-                i64 id = which.id;
 #if GIVEN
                 if (id < 0) {
                     raw = Raw{};
+                    raw.slot = NOWHERE;
                     raw.weight = NEVER;
                     return;
                 }
                 if (given && lane < GROUP) raw.weight = given[(bg * GROUP + lane) * k + i];
 #endif
-                char* place = cache + (bg * cached + which.slot / 2) * row_bytes;
-                bool lies = which.slot >= 0 && which.slot % 2;
-                from = lies ? place
-                            : reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
-                                  bg % kv_heads * row_head + id % TOKENS * row_bytes;
-                if (which.slot >= 0 && !lies) raw.keep = place;
+                int slot = cached ? slot_of(id, tag, cached) : NOWHERE;
+                if (slot >= 0) {
+                    if (lane == 0) raw.before = atomicExch(stamps + slot, now);
+                    from = cache + slot * row_bytes;
+                    raw.slot = LIES;
+                } else {
+                    from = stored(id);
+                    if (cached) raw.slot = LACKS;
+                }
             }
             load(raw, from, CODEC && phase);
         };
+        // while a row is on its way: whether it is the right one, or where it is to be kept
+        auto settle = [&](Raw& raw, int i) {
+            if (raw.slot == NOWHERE) return;
+            int id = int(ids[bg * k + i]);
+            bool lies = raw.slot == LIES && __shfl_sync(ALL, raw.before, 0) != now;
+            int slot = NOWHERE;
+            if (lane == 0) {
+                atomicAdd(looked_up + lies, 1);
+                if (raw.slot == LACKS) slot = take_slot(id, now, tags, stamps, cached);
+            }
+            if (raw.slot == LIES && !lies) load(raw, stored(id), CODEC);
+            raw.slot = __shfl_sync(ALL, slot, 0);
+        };
         Raw next, after;
-        fetch(next, own, first);
-        fetch(after, own + step, second);
+        begin(next, own, first, first_tag);
+        begin(after, own + step, second, second_tag);
         for (int i = own; i < rows_here; i += step) {
-            Raw now = next;
-            if (phase && now.keep) keep(now);
+            if (phase && cached) settle(next, i);
+            Raw one = next;
+            if (phase && one.slot >= 0) keep(one, cache + one.slot * row_bytes);
             next = after;
-            fetch(after, i + 2 * step, third);
-            third = selected(i + 3 * step);
+            begin(after, i + 2 * step, third, third_tag);
+            third = fourth, third_tag = tag_of(third);
+            fourth = selected(i + 4 * step);
             if (phase || shown[batch * room + i])
-                take(run, now, CODEC && phase, queries, scale, softcap);
+                take(run, one, CODEC && phase, queries, scale, softcap);
         }
     }
 
@@ -285,8 +313,15 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         if (warp == 7 && lane < AT_ONCE) merge(lane, 0);
         if (from + AT_ONCE < GROUP) __syncthreads();
     }
-    if (!last_block(tickets + bg, splits)) return;
-    if (threadIdx.x == 0) tickets[bg] = 0;
+    bool last = last_block(tickets + bg, splits);
+    if (cached && threadIdx.x < 2)
+        atomicAdd(lookups + 2 * bg + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
+    after_previous();
+    if (!last) return;
+    if (threadIdx.x == 0) {
+        tickets[bg] = 0;
+        if (cached) clocks[bg] = now;  // which all blocks have read
+    }
     auto part_of = [&](int s, int h, int pair) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
                           : float2{NEVER, 0};

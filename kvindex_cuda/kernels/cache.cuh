@@ -1,5 +1,16 @@
-// The cache of rows (kvindex_cuda/row_cache.py): which of a step's rows lie in it, and places for
-// the others.
+// The cache of rows (kvindex_cuda/row_cache.py): where a row lies in it, and a place for one that
+// does not. Each warp looks its own rows up, and waits for no other.
+//
+// The slots of a set change hands by their stamps, the step that used them last; `now` is this one.
+// Whoever finds its row's tag puts `now` there and looks at what was there before. Whoever does not
+// takes the slot with the oldest stamp that is not `now`, by compare-and-swap, then writes its tag,
+// and its row once that has come. So in a step a slot passes once from an older stamp to `now`:
+//  - by the row that lies there: no swap that expects an older stamp succeeds any more, and nobody
+//    writes to what that row's warp reads, even if it began to read before it knew;
+//  - by another row: the first finds `now` instead of an older stamp (`ids` of a step are distinct,
+//    so that it was not itself), throws away what it has read, and is fetched, to be kept nowhere.
+//    A tag may therefore be read at any time of the step: the stamp says whether it still holds.
+// A row's id is in one slot at most: only its own warp gives it one, and only where no tag was its.
 #pragma once
 #include "common.cuh"
 
@@ -14,68 +25,33 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
     to_l2(stamps + set_of(id, cached));
 }
 
-// What a set holds.
-struct Set {
-    int4 tags, stamps;
-};
-__device__ __forceinline__ Set set_at(int id, const int* tags, const int* stamps, i64 cached) {
-    int first = set_of(id, cached);
-    return {__ldcg(reinterpret_cast<const int4*>(tags + first)),
-            __ldcg(reinterpret_cast<const int4*>(stamps + first))};
-}
+// Below, of one KV head with `cached` rows of cache: tags, stamps int32 [cached], aligned to 16
+// bytes; id: of a row, below 2^31.
 
-// Of one KV head, with `cached` rows of cache: ids [rows], below 2^31, each once; tags, stamps int32
-// [cached], aligned to 16 bytes; clock int32; lookups int32 [2], asked and found; slots int32 [rows],
-// at the row's place: 2 slot + 1 where it lies, 2 slot where it is to lie, −1 for nowhere. own: the
-// set of a thread's first row, asked for before. SOME: ids below 0 are no rows, and get −1. All
-// THREADS of a block call it.
-template <int THREADS, bool SOME = false, class Ids>
-__device__ __forceinline__ void look_up(Ids ids, int rows, const Set& own, int* tags, int* stamps,
-                                        int* clock, int* lookups, int* slots, i64 cached) {
-    int now = *clock + 1, hits = 0, none = 0, own_slot = -1;
-    int own_stamps[WAYS] = {own.stamps.x, own.stamps.y, own.stamps.z, own.stamps.w};
-    for (int i = threadIdx.x; i < rows; i += THREADS) {
-        int id = int(ids[i]), set = set_of(id, cached), slot = -1;
-        if (SOME && id < 0) {
-            slots[ids.place(i)] = -1;
-            none++;
-            continue;
-        }
-        int4 four = i == int(threadIdx.x) ? own.tags : __ldcg(reinterpret_cast<const int4*>(tags + set));
-        slot = four.x == id   ? set
-               : four.y == id ? set + 1
-               : four.z == id ? set + 2
-               : four.w == id ? set + 3
-                              : -1;
-        if (slot >= 0) stamps[slot] = now;
-        hits += slot >= 0;
-        slot = slot >= 0 ? 2 * slot + 1 : -1;
-        slots[ids.place(i)] = slot;
-        if (i == int(threadIdx.x)) own_slot = slot;
-    }
-    if (hits) atomicAdd(lookups + 1, hits);
-    if (none) atomicAdd(lookups, -none);
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows; i += THREADS) {
-        bool is_own = i == int(threadIdx.x);
-        int id = int(ids[i]), set = set_of(id, cached), place = ids.place(i);
-        if ((is_own ? own_slot : slots[place]) >= 0 || (SOME && id < 0)) continue;
-        for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
-            int way = 0, oldest = now;
+// Of the row's set, the tag of way lane % WAYS.
+__device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
+    return __ldcg(tags + set_of(id, cached) + threadIdx.x % WAYS);
+}
+// The slot whose tag is the row's, or −1. tag: each lane's of `tag_of`. All lanes call it.
+__device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
+    u32 same = __ballot_sync(ALL, tag == id);
+    return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
+}
+// A slot for a row whose set lacks it, or −1 where all serve this step. One lane calls it.
+__device__ __forceinline__ int take_slot(int id, int now, int* tags, int* stamps, i64 cached) {
+    int first = set_of(id, cached);
+    for (int attempt = 0; attempt < WAYS; attempt++) {  // others may be quicker
+        int4 four = __ldcg(reinterpret_cast<const int4*>(stamps + first));
+        int way = 0, oldest = now;
 #pragma unroll
-            for (int w = 0; w < WAYS; w++) {
-                int stamp = is_own && attempt == 0 ? own_stamps[w] : __ldcg(stamps + set + w);
-                if (now - stamp > now - oldest) way = w, oldest = stamp;
-            }
-            if (oldest == now) break;  // all serve this step
-            if (atomicCAS(stamps + set + way, oldest, now) != oldest) continue;
-            tags[set + way] = id;
-            slots[place] = 2 * (set + way);
-            break;
+        for (int w = 0; w < WAYS; w++) {
+            int stamp = w == 0 ? four.x : w == 1 ? four.y : w == 2 ? four.z : four.w;
+            if (now - stamp > now - oldest) way = w, oldest = stamp;
         }
+        if (oldest == now) break;
+        if (atomicCAS(stamps + first + way, oldest, now) != oldest) continue;
+        tags[first + way] = id;
+        return first + way;
     }
-    if (threadIdx.x == 0) {
-        *clock = now;
-        atomicAdd(lookups, rows);
-    }
+    return -1;
 }

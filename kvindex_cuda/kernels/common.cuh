@@ -133,9 +133,12 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u
 // c += a b for float16, a of 16 x 16 and b of 16 x 8 (PTX, mma.m16n8k16). Lane (row, t) holds of a
 // columns 2 t, 2 t + 1 (a0, a1) and 8 further (a2, a3) of rows `row` (a0, a2) and `row + 8`; of b
 // rows 2 t, 2 t + 1 and 8 further of column `row`; of c columns 2 t, 2 t + 1 of both rows.
+// BRAIN: of bfloat16.
+template <bool BRAIN = false>
 __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
                                            unsigned a3, unsigned b0, unsigned b1) {
 #ifdef EMULATED
+    auto from_float16 = [](u16 bits) { return BRAIN ? from_bfloat16(bits) : ::from_float16(bits); };
     int lane = threadIdx.x % 32;
     for (int t = 0; t < 4; t++)
         for (int part = 0; part < 2; part++) {
@@ -151,10 +154,16 @@ __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned 
             }
         }
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    if (BRAIN)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #endif
 }
 
@@ -314,6 +323,33 @@ static __device__ bool last_block(int* ticket, int blocks) {
     bool last = mine == blocks - 1;
     __syncthreads();
     return last;
+}
+
+// A kernel that has begun early may also wait for less than the end of the one before: for those of its
+// blocks or warps that work on the same group to `tell` that they are done. What these wrote before is
+// then visible, whatever L1 held. No one waits for ever, for a kernel begins when all blocks of the one
+// before have. `let_next_begin` may then come first; `after_previous` comes before the end all the same,
+// so that the end of a kernel is the end of all before it. told int32 [3, BG], cleared by a step's first
+// kernel: warps of the scan, blocks of the rerank, and whether the group has agreed.
+__device__ __forceinline__ void tell(int* counter) {  // one thread, after a barrier
+#ifdef EMULATED
+    atomicAdd(counter, 1);
+#else
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
+#endif
+}
+__device__ __forceinline__ void await(const int* counter, int tellers) {  // all threads of a block
+    if (threadIdx.x == 0) {
+#ifdef EMULATED
+        while (*static_cast<const volatile int*>(counter) < tellers) __nanosleep(20);
+#else
+        int told;
+        do
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(told) : "l"(counter) : "memory");
+        while (told < tellers);
+#endif
+    }
+    __syncthreads();
 }
 
 // Where this thread's `count` items go among those of all blocks: `filled` counts them. All

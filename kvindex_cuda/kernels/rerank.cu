@@ -170,7 +170,8 @@ __device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters
 // BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
 // edge_estimates float32 [BG, EDGE, GROUP]: theirs; edges int32 [BG]; cuts int32 [BG, 2]: the bin of
 // the cut and how many are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges
-// and many are cleared before.
+// and many are cleared before. told: of scan.cu, whose `scanners` warps it counts, and of this kernel's
+// blocks that are done (common.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint2* operands,
        const float* ups, const float* products, const float* given_levels, const float* references,
@@ -178,12 +179,12 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
        const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
        float* estimates, u64* buckets, u64* edge, float* edge_estimates, int* edges, int2* cuts,
        const u32* planes, const int* sums_of_planes, const void* queries, const float* units,
-       const int* factors, const u32* valid, const i64* length, i64 capacity, i64 kv_heads,
-       float scale, float softcap, float octaves) {
+       const int* factors, const u32* valid, const i64* length, int* told, i64 scanners, i64 capacity,
+       i64 kv_heads,        float scale, float softcap, float octaves) {
     __shared__ u16 halves[LEVELS];
     __shared__ uint2 asked[OPERANDS];
     __shared__ Held queues[8][QUEUE];
-    u32 bg = blockIdx.y, batch = bg / u32(kv_heads);
+    u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(kv_heads);
     int lane = threadIdx.x % 32, target = min(wanted[batch], counted[batch]);
     // a block may begin late: all reads are begun before one is waited for
     float level = threadIdx.x < LEVELS ? given_levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
@@ -206,8 +207,14 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     work.are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     work.asked = asked;
     work.queue = queues[threadIdx.x / 32];
-    after_previous();
     let_next_begin();
+    u32 teams = min(groups, u32(scanners));
+    await(told + bg, warps_of(bg % teams, teams, u32(scanners)));
+    auto done = [&]() {
+        __syncthreads();
+        if (threadIdx.x == 0) tell(told + groups + bg);
+        after_previous();
+    };
 
     // a warp's entries: of the first 32 · warps every warps-th, and so on
     int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, first = own, n = counts[bg];
@@ -230,6 +237,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
         Voters voters = {table + batch * row, head, bg, kv_heads, planes, sums_of_planes, queries, units,
                          factors, valid + batch * row * 8, *length};
         estimate_alone(work, voters, target);
+        done();
         return;
     }
     u64 block = is_listed() ? work.block_of(entry) : 0;
@@ -246,4 +254,5 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
             if (first < n) entry = listed();
         }
     });
+    done();
 }

@@ -15,12 +15,12 @@ constexpr int AT_ONCE = GROUP <= 8 && D <= 128 ? 4 : 2;       // times 32 keys w
 // planes, sums, units, thresholds, bases, shifts: of ask.cu; queries DTYPE [BG, GROUP, D]; factors
 // int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1]. counts int32 [BG]; list
 // uint64 [BG, capacity]; histogram int32 [BG, BINS]: of `bin_of`; products float32 [BG, row,
-// GROUP]: ⟨q, μ⟩ of each block.
+// GROUP]: ⟨q, μ⟩ of each block. told: warps that are done (common.cuh).
 extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1)
 scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, const void* queries,
      const float* units, const int* given_factors, const u32* valid, const i64* length,
      const int* thresholds, const int* bases, const int* shifts, int* counts, u64* list,
-     int* histogram, float* products, i64 capacity, i64 groups, i64 kv_heads) {
+     int* histogram, float* products, int* told, i64 capacity, i64 groups, i64 kv_heads) {
     DYNAMIC_SHARED(memory);
     __shared__ int factors[256];
     __shared__ u64 buffers[8][BUFFER];
@@ -34,7 +34,7 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     // warps in as many teams as there are groups; in a team every warp takes each so-many-th block,
     // for keys with high votes lie together
     u32 teams = min(u32(groups), warps), team = (blockIdx.x * 8 + warp) * teams / warps;
-    u32 low = (team * warps + teams - 1) / teams, members = ((team + 1) * warps + teams - 1) / teams - low;
+    u32 low = first_of(team, teams, warps), members = warps_of(team, teams, warps);
     u32 own = blockIdx.x * 8 + warp - low;
     u32 each = blocks > own ? (blocks - own + members - 1) / members : 0;  // blocks of a group
     u32 work = each * ((u32(groups) - team + teams - 1) / teams);
@@ -133,4 +133,8 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
         }
     }
     if (held) flush();
+    __syncthreads();  // so that one warp waits for the writes of all
+    if (threadIdx.x < 8)
+        for (team = (blockIdx.x * 8 + threadIdx.x) * teams / warps; team < u32(groups); team += teams)
+            tell(told + team);
 }

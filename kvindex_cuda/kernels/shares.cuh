@@ -61,7 +61,8 @@ struct Exponentials {
         flush<FIRST>(memory, odd, odd_sum);
     }
     template <int FIRST>
-    static __device__ __forceinline__ void flush(u64* memory, int bucket, u64 sum) {
+    static __device__ __noinline__ void flush(u64* memory, int bucket, u64 sum) {  // for four callers
+        if (!__any_sync(ALL, bucket >= 0)) return;
         int top = bucket;
         for (int step = FIRST; step < 32; step *= 2) top = max(top, __shfl_xor_sync(ALL, top, step));
         if (bucket != top) {

@@ -14,27 +14,51 @@
 
 constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
 constexpr int PARTS = PLANES / 2;
-constexpr int PAIRS = (D + 63) / 64;         // of a centre's coordinates, per lane
+constexpr int EIGHTS = (D + 31) / 32;        // coordinates of a centre and of a query, per lane
+constexpr int PIECES = 3 - DTYPE;            // bfloat16 numbers whose sum a query's coordinate is
 constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of four are multiplied by: bytes hold them
-constexpr bool HELD = GROUP * PAIRS <= 16;   // whether registers hold the queries
+constexpr bool HELD = SETS * EIGHTS * PIECES <= 8;  // whether registers hold the queries
 constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda/layout.py)
 constexpr int CENTRE = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block that make votes
 
 // What a warp needs of the query: planes as fragments, powers of four, -Σ r of the two heads that a
-// lane has in each set: 2 lane % 4 and 1 more; votes per unit of q·k of head lane % 4.
+// lane has in each set: 2 lane % 4 and 1 more; votes per unit of q·k of these; pieces (`piece_of`) of
+// head lane / 4 % 4 of a set.
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2];
     int less[SETS][2];
-    float units[SETS];
-    float2 queries[HELD && CENTRED ? GROUP : 1][PAIRS];
-    const void* all;    // the queries, DTYPE [GROUP, D]
+    float units[SETS][2];
+    uint4 queries[HELD && CENTRED ? SETS : 1][EIGHTS][PIECES];
+    const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
 };
 
-__device__ __forceinline__ float2 pair_of(const void* queries, int h, int i) {
-    int j = threadIdx.x % 32 * 2 + i * 64;
-    if (j >= D) return {0, 0};
-    return {element(queries, h * D + j), element(queries, h * D + j + 1)};
+// Piece `piece` of coordinates 32 i + 8 (lane % 4) to 7 more of a head, two in each word, 0 past D: what
+// the pieces before leave, cut off after 8 bits, so that their sum is exact.
+__device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int piece) {
+    int j = 32 * i + threadIdx.x % 4 * 8;
+    if (h >= GROUP || j >= D) return {0, 0, 0, 0};
+    if (DTYPE == 2) return *reinterpret_cast<const uint4*>(static_cast<const u16*>(queries) + h * D + j);
+    uint4 words;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        float x = element(queries, h * D + j + e);
+#pragma unroll
+        for (int p = 0; p < piece; p++) x -= __uint_as_float(__float_as_uint(x) & 0xffff0000u);
+        u32 bits = __float_as_uint(x) >> 16;
+        (&words.x)[e / 2] = e % 2 ? (&words.x)[e / 2] | bits << 16 : bits;
+    }
+    return words;
+}
+__device__ __forceinline__ void load_queries(Group& group, const void* queries) {
+    group.all = queries;
+    if (CENTRED && HELD)
+#pragma unroll
+        for (int n = 0; n < SETS; n++)
+#pragma unroll
+            for (int i = 0; i < EIGHTS * PIECES; i++)
+                group.queries[HELD ? n : 0][i / PIECES][i % PIECES] =
+                    piece_of(queries, n * 4 + threadIdx.x % 32 / 4 % 4, i / PIECES, i % PIECES);
 }
 
 // Right factors of the second product: of head t in rows 4 t and column t for one key, in rows 16 +
@@ -54,7 +78,7 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
                                      const int* sums, const float* units, i64 bg) {
     int lane = threadIdx.x % 32;
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
-    group.all = static_cast<const char*>(queries) + bg * (GROUP * D * SIZE);
+    load_queries(group, static_cast<const char*>(queries) + bg * (GROUP * D * SIZE));
 #pragma unroll
     for (int i = 0; i < SETS * QUADS * PARTS; i++)
         (&group.planes[0][0][0])[i] = planes[(bg * (SETS * QUADS * PARTS) + i) * 32 + lane];
@@ -62,27 +86,20 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
     for (int n = 0; n < SETS; n++) {
         const int* two = sums + bg * SETS * 4 + n * 4 + 2 * lane % 4;
         group.less[n][0] = -two[0], group.less[n][1] = -two[1];
-        group.units[n] = units[bg * SETS * 4 + n * 4 + lane % 4];
+        for (int i = 0; i < 2; i++) group.units[n][i] = units[bg * SETS * 4 + n * 4 + 2 * lane % 4 + i];
     }
     set_powers(group);
-#if CENTRED
-    if (HELD)
-#pragma unroll
-        for (int h = 0; h < GROUP; h++)
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) group.queries[h][i] = pair_of(group.all, h, i);
-#endif
 }
 
-// Coordinates of a centre, two in each word.
+// Coordinates of a centre, as `piece_of` has a query's: all rows of a left factor.
 struct Mean {
-    u32 pairs[PAIRS];
+    uint4 eights[EIGHTS];
 };
 __device__ __forceinline__ void load(Mean& mean, const char* centre) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        int j = threadIdx.x % 32 * 2 + i * 64;
-        mean.pairs[i] = CENTRED && j < D ? reinterpret_cast<const u32*>(centre)[j / 2] : 0;
+    for (int i = 0; i < EIGHTS; i++) {
+        int j = 32 * i + threadIdx.x % 4 * 8;
+        mean.eights[i] = CENTRED && j < D ? *reinterpret_cast<const uint4*>(centre + 2 * j) : uint4{0, 0, 0, 0};
     }
 }
 
@@ -91,39 +108,26 @@ __device__ __forceinline__ void load(Mean& mean, const char* centre) {
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
     int lane = threadIdx.x % 32;
-    bool second = lane & 1, later = lane & 2;
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
-        int h = n * 4 + lane % 4;
-        int offset = h < GROUP ? 0 : LEAST;
-#if CENTRED
-        float dots[4] = {};
+        float dots[4] = {0, 0, 0, 0}, more[4] = {0, 0, 0, 0};  // two chains, for latency
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++) {
-            float x = __uint_as_float(mean.pairs[i] << 16);
-            float y = __uint_as_float(mean.pairs[i] & 0xffff0000u);
+        for (int i = 0; i < (CENTRED ? EIGHTS : 0); i++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                if (n * 4 + e >= GROUP) continue;
-                float2 q = HELD ? group.queries[HELD ? n * 4 + e : 0][i]
-                                : pair_of(group.all, n * 4 + e, i);
-                dots[e] += q.x * x + q.y * y;
+            for (int piece = 0; piece < PIECES; piece++) {
+                uint4 a = mean.eights[i], b = HELD ? group.queries[HELD ? n : 0][i][piece]
+                                                   : piece_of(group.all, n * 4 + lane / 4 % 4, i, piece);
+                mma_halves<true>(dots, a.x, a.x, a.y, a.y, b.x, b.y);
+                mma_halves<true>(more, a.z, a.z, a.w, a.w, b.z, b.w);
             }
-        }
-        // over the lanes, each keeping its own head
-        float a = (second ? dots[1] : dots[0]) + __shfl_xor_sync(ALL, second ? dots[0] : dots[1], 1);
-        float b = (second ? dots[3] : dots[2]) + __shfl_xor_sync(ALL, second ? dots[2] : dots[3], 1);
-        float dot = (later ? b : a) + __shfl_xor_sync(ALL, later ? a : b, 2);
-        for (int step = 4; step < 32; step *= 2) dot += __shfl_xor_sync(ALL, dot, step);
-        if (h < GROUP) {
-            if (products && lane < 4) products[h] = dot;
-            float votes = fminf(fmaxf(dot * group.units[n], -1073741824.0f), 1073741824.0f);
-            offset = __float2int_rn(votes);
-        }
-#endif
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            offsets[n][i] = __shfl_sync(ALL, offset, lane / 4 * 4 + 2 * lane % 4 + i);
+        for (int i = 0; i < 2; i++) {
+            int h = n * 4 + 2 * lane % 4 + i;
+            float dot = dots[i] + more[i];
+            if (CENTRED && products && lane < 2 && h < GROUP) products[h] = dot;
+            float votes = fminf(fmaxf(dot * group.units[n][i], -1073741824.0f), 1073741824.0f);
+            offsets[n][i] = h >= GROUP ? LEAST : CENTRED ? __float2int_rn(votes) : 0;
+        }
     }
 }
 
@@ -205,4 +209,13 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Gr
             }
     }
     return max(later ? best[1] : best[0], __shfl_xor_sync(ALL, later ? best[0] : best[1], 1));
+}
+
+// Warps of the scan in teams, one for each group or so many as there are warps: the first of a team, and
+// how many it has.
+__device__ __forceinline__ u32 first_of(u32 team, u32 teams, u32 warps) {
+    return (team * warps + teams - 1) / teams;
+}
+__device__ __forceinline__ u32 warps_of(u32 team, u32 teams, u32 warps) {
+    return first_of(team + 1, teams, warps) - first_of(team, teams, warps);
 }

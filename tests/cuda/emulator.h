@@ -1,9 +1,8 @@
 // Runs CUDA C++ kernels on a CPU: what they may use of CUDA, for g++ -std=c++17.
 //
 // Idea: each thread of a block is a fiber, a stack of its own on the one OS thread, that gives way
-// at barriers, warp collectives and `__nanosleep`; blocks run one after another. Those of a
-// cooperative launch are there at once: when in one all wait or rest, the next has its turn. What
-// goes next follows `order`: warp by warp, each as far as it gets, so that a missing barrier shows.
+// at barriers, warp collectives and `__nanosleep`; blocks run one after another. Which fiber goes
+// next follows `order`: warp by warp, each as far as it gets, so that a missing barrier shows.
 // Shared memory starts as 0xA5 in every block. Mistakes end the launch with a message.
 // Subnormal float32 are 0, as operands and as results, for CuPy compiles with -ftz=true; but not
 // where a kernel has doubles (`flushed` is false), which a GPU never flushes and a CPU only with the others.
@@ -87,9 +86,7 @@ namespace emulator {
 
 constexpr int THREADS = 1024, PAGE = 4096, STACK = 64 * 1024, GARBAGE = 0xA5;
 constexpr long long POLLS = 8'000'000;  // without a barrier or an exit: some seconds
-constexpr int ROUNDS = 4'000;  // of a cooperative grid, without an exit or an atomic change
-constexpr int GUARDS = 8'192;  // stacks with a page without access below: each counts as a mapping,
-                               // of which a process has 65,530 for all the libraries it loads
+constexpr size_t SHARED = 227 * 1024;   // per block, compute capability 9.0
 
 enum Order { FORWARD, BACKWARD, RANDOM };
 enum State { READY, RESTING, AT_WARP, AT_BLOCK, DONE };
@@ -112,6 +109,7 @@ struct Thread {
     unsigned mask;
     void (*combine)();
     void* part;
+    ucontext_t start;
     void* jump[5];
 };
 
@@ -119,36 +117,20 @@ struct Warp {
     unsigned live, waiting;  // lanes that have not exited; that wait for others in a collective
 };
 
-struct Copy {
-    void* to;
-    const void* from;
-    size_t bytes;
-    void* barrier;
-};
-
-struct Block {
-    Thread threads[THREADS];
-    Warp warps[THREADS / 32];
-    int live, arrived, agreed, last_arrived, last_agreed, resting, copying;
-    Copy copies[256];  // that nobody has waited for
-    char *stacks, *memory, *shared;  // dynamic shared memory; the other, while another block runs
-};
-
-static Block* block;  // whose turn it is
-static Thread* current;
+static Thread threads[THREADS], *current;
+static Warp warps[THREADS / 32];
 static void* scheduler[5];
-static ucontext_t start;
-static int count, guards, stalled;
-static bool released, failed, running, flushed, cooperative;
+static int count, live, arrived, agreed, last_arrived, last_agreed, resting;
+static bool released, failed, running, flushed;
 static long long polls;
 static Order order;
 static unsigned long long seed;
 static void (*body)();
 static void** arguments;
-static char* message;
+static char *stacks, *memory, *end, *message;  // at `end` of `memory` a page without access begins
 static char handler_stack[64 * 1024];
 static long long now;
-static size_t message_bytes, memory_bytes, block_bytes;
+static size_t message_bytes, memory_bytes;
 
 inline unsigned draw(unsigned below) {  // xorshift64*
     seed ^= seed >> 12, seed ^= seed << 25, seed ^= seed >> 27;
@@ -163,18 +145,13 @@ __attribute__((noipa)) static void pause() {
     if (!__builtin_setjmp(current->jump)) __builtin_longjmp(scheduler, 1);
 }
 
-static void fiber();
-
 __attribute__((noipa)) static void resume(Thread& thread) {
     current = &thread;
     threadIdx = thread.index;
     if (__builtin_setjmp(scheduler)) return;
     if (!thread.fresh) __builtin_longjmp(thread.jump, 1);
     thread.fresh = false;
-    start.uc_stack.ss_sp = block->stacks + (current - block->threads) * size_t(STACK + PAGE) + PAGE;
-    start.uc_stack.ss_size = STACK;
-    makecontext(&start, fiber, 0);
-    setcontext(&start);
+    setcontext(&thread.start);
 }
 
 static void note(const char* format, va_list values) {
@@ -203,9 +180,9 @@ static void report(const char* format, ...) {
 
 // Lets others run first.
 inline void rest(const char* operation, Site site) {
-    if (++polls > POLLS && !cooperative) fail(site, "%s: polls for what never comes", operation);
-    current->state = RESTING, current->operation = operation, current->site = site;
-    block->resting++;
+    if (++polls > POLLS) fail(site, "%s: polls for what never comes", operation);
+    current->state = RESTING;
+    resting++;
     pause();
 }
 
@@ -214,7 +191,7 @@ inline void rest(const char* operation, Site site) {
 static void release() {
     Thread* first = nullptr;
     for (int i = 0; i < count; i++) {
-        Thread& thread = block->threads[i];
+        Thread& thread = threads[i];
         if (thread.state != AT_BLOCK) continue;
         if (!first) first = &thread;
         if (thread.operation != first->operation || thread.site.line != first->site.line)
@@ -223,16 +200,16 @@ static void release() {
                           thread.site.file, thread.site.line, blockIdx.x, blockIdx.y, blockIdx.z);
     }
     for (int i = 0; i < count; i++)
-        if (block->threads[i].state == AT_BLOCK) block->threads[i].state = READY;
-    block->last_arrived = block->arrived, block->last_agreed = block->agreed;
-    block->arrived = block->agreed = 0, polls = 0;
+        if (threads[i].state == AT_BLOCK) threads[i].state = READY;
+    last_arrived = arrived, last_agreed = agreed;
+    arrived = agreed = 0, polls = 0;
     released = true;
 }
 
 static void barrier(const char* operation, bool predicate, Site site) {
     current->state = AT_BLOCK, current->operation = operation, current->site = site;
-    block->arrived++, block->agreed += predicate;
-    if (block->arrived == block->live) release();
+    arrived++, agreed += predicate;
+    if (arrived == live) release();
     pause();
 }
 
@@ -243,7 +220,7 @@ __attribute__((noinline)) void combine_all(Warp& warp, int first, unsigned mask,
     Part* parts[32] = {};
     for (int lane = 0; lane < 32; lane++) {
         if (!(mask >> lane & 1)) continue;
-        Thread& other = block->threads[first + lane];
+        Thread& other = threads[first + lane];
         if (other.mask != mask || other.combine != current->combine ||
             other.operation != current->operation)
             return;
@@ -253,20 +230,20 @@ __attribute__((noinline)) void combine_all(Warp& warp, int first, unsigned mask,
     combine(parts, mask);
     polls = 0;
     for (int lane = 0; lane < 32; lane++)
-        if (mask >> lane & 1) block->threads[first + lane].state = READY;
+        if (mask >> lane & 1) threads[first + lane].state = READY;
 }
 
 // Waits for the lanes of `mask`; the last to come runs `combine` on what each brought.
 template <class Part>
 void collective(const char* operation, Site site, unsigned mask, Part& part,
                 void (*combine)(Part* const*, unsigned)) {
-    int own = int(current - block->threads), first = own & ~31;
+    int own = int(current - threads), first = own & ~31;
     if (!(mask >> (own - first) & 1))
         fail(site, "%s: mask %#x does not name the calling lane %d", operation, mask, own - first);
     current->state = AT_WARP, current->operation = operation, current->site = site;
     current->mask = mask, current->part = &part;
     current->combine = reinterpret_cast<void (*)()>(combine);
-    Warp& warp = block->warps[own / 32];
+    Warp& warp = warps[own / 32];
     if (unsigned gone = mask & ~warp.live) {
         int lane = __builtin_ctz(gone);
         fail(site, "%s: mask %#x names lane %d, which has %s", operation, mask, lane,
@@ -278,17 +255,15 @@ void collective(const char* operation, Site site, unsigned mask, Part& part,
 }
 
 static void leave() {
-    int own = int(current - block->threads), first = own & ~31;
-    for (int i = first; i < first + 32 && i < count; i++) {
-        Thread& other = block->threads[i];
-        if (other.state == AT_WARP && other.mask >> (own - first) & 1)
-            fail(other.site, "lane %d exited while lane %d waits for it in %s with mask %#x",
-                 own - first, i - first, other.operation, other.mask);
-    }
-    block->warps[own / 32].live &= ~(1u << (own - first));
+    int own = int(current - threads), first = own & ~31;
+    for (int i = first; i < first + 32 && i < count; i++)
+        if (threads[i].state == AT_WARP && threads[i].mask >> (own - first) & 1)
+            fail(threads[i].site, "lane %d exited while lane %d waits for it in %s with mask %#x",
+                 own - first, i - first, threads[i].operation, threads[i].mask);
+    warps[own / 32].live &= ~(1u << (own - first));
     current->state = DONE;
-    block->live--, polls = stalled = 0;
-    if (block->live && block->arrived == block->live) release();
+    live--, polls = 0;
+    if (live && arrived == live) release();
     pause();
 }
 
@@ -299,18 +274,16 @@ static void fiber() {
     }
 }
 
-static void deadlock(const char* what) {
+static void deadlock() {
     char text[600];
     int used = 0, groups = 0;
     for (int i = 0; i < count; i++) {
-        Thread& thread = block->threads[i];
+        Thread& thread = threads[i];
         int same = 0, before = 0;
-        for (int j = 0; j < count; j++) {
-            Thread& other = block->threads[j];
-            if (other.state == thread.state && other.operation == thread.operation &&
-                other.site.line == thread.site.line && other.mask == thread.mask)
+        for (int j = 0; j < count; j++)
+            if (threads[j].state == thread.state && threads[j].operation == thread.operation &&
+                threads[j].site.line == thread.site.line && threads[j].mask == thread.mask)
                 same++, before += j < i;
-        }
         if (thread.state == DONE || before || ++groups > 4) continue;
         used += snprintf(text + used, sizeof text - used, "%s%d at %.20s (%.32s:%d",
                          used ? ", " : "", same, thread.operation, thread.site.file,
@@ -319,8 +292,8 @@ static void deadlock(const char* what) {
             used += snprintf(text + used, sizeof text - used, ", mask %#x", thread.mask);
         used += snprintf(text + used, sizeof text - used, ")");
     }
-    report("%s block (%u, %u, %u): threads wait: %s; %d exited", what, blockIdx.x, blockIdx.y,
-           blockIdx.z, text, count - block->live);
+    report("deadlock in block (%u, %u, %u): threads wait: %s; %d exited", blockIdx.x, blockIdx.y,
+           blockIdx.z, text, count - live);
 }
 
 // ---- blocks ------------------------------------------------------------------------------------
@@ -338,7 +311,7 @@ static bool advance(int warp) {
             if (ran && draw(4) == 0) return true;  // another warp's turn
         }
         for (int i = 0; i < lanes; i++) {
-            Thread& thread = block->threads[first + turn[i]];
+            Thread& thread = threads[first + turn[i]];
             if (thread.state != READY) continue;
             resume(thread);
             if (failed || released) return true;
@@ -348,29 +321,17 @@ static bool advance(int warp) {
     return ran;
 }
 
-static void begin_block() {
-    memset(__start_shared, GARBAGE, __stop_shared - __start_shared);
-    memset(block->memory, GARBAGE, memory_bytes);
-    block->live = count, block->arrived = block->agreed = block->resting = block->copying = 0;
-    polls = 0;
-    for (int i = 0; i <= (count - 1) / 32; i++) block->warps[i] = {};
-    for (int i = 0; i < count; i++) {
-        block->threads[i].state = READY, block->threads[i].mask = 0;
-        block->warps[i / 32].live |= 1u << i % 32;
-    }
-}
-
-static void wake() {
-    for (int i = 0; block->resting && i < count; i++)
-        if (block->threads[i].state == RESTING) block->threads[i].state = READY, block->resting--;
-}
-
-// Until all threads of the block have exited; of a cooperative grid, until none goes on.
 static void run_block() {
+    memset(__start_shared, GARBAGE, __stop_shared - __start_shared);
+    memset(memory, GARBAGE, memory_bytes);
+    live = count, arrived = agreed = 0, resting = 0, polls = 0;
     int last = (count - 1) / 32, turn[THREADS / 32];
-    for (int i = 0; i <= last; i++) turn[i] = order == BACKWARD ? last - i : i;
-    wake();
-    while (block->live) {
+    for (int i = 0; i <= last; i++) turn[i] = order == BACKWARD ? last - i : i, warps[i] = {};
+    for (int i = 0; i < count; i++) {
+        threads[i].state = READY, threads[i].mask = 0;
+        warps[i / 32].live |= 1u << i % 32;
+    }
+    while (live) {
         bool ran = false;
         released = false;
         if (order == RANDOM)
@@ -379,9 +340,9 @@ static void run_block() {
             ran |= advance(turn[i]);
             if (failed) return;
         }
-        if (!ran && !block->resting) return deadlock("deadlock in");
-        if (!ran && cooperative) return;
-        if (!cooperative) wake();
+        if (!ran && !resting) return deadlock();
+        for (int i = 0; resting && i < count; i++)
+            if (threads[i].state == RESTING) threads[i].state = READY, resting--;
     }
 }
 
@@ -395,67 +356,29 @@ static void on_signal(int number, siginfo_t* about, void*) {
     __builtin_longjmp(scheduler, 1);
 }
 
-// What a block has: stacks, and dynamic shared memory that ends at a page without access.
-static void make(Block& made) {
-    size_t each = STACK + PAGE;
-    void* found = mmap(nullptr, block_bytes + PAGE, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+// Memory that ends at a page without access.
+static char* guarded(size_t bytes) {
+    bytes = (bytes + PAGE - 1) / PAGE * PAGE;
+    void* found = mmap(nullptr, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                       -1, 0);
     if (found == MAP_FAILED) abort();
-    made.stacks = static_cast<char*>(found);
-    made.memory = made.stacks + block_bytes - memory_bytes;
-    made.shared = static_cast<char*>(malloc(__stop_shared - __start_shared));
-    madvise(found, block_bytes, MADV_NOHUGEPAGE);  // of a stack little is used
-    mprotect(made.stacks + block_bytes, PAGE, PROT_NONE);
-    for (int i = 0; i < count; i++) {
-        if (guards++ < GUARDS) mprotect(made.stacks + i * each, PAGE, PROT_NONE);
-        made.threads[i].fresh = true;
-        made.threads[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y,
-                                 i / blockDim.x / blockDim.y};
-    }
-}
-
-// Static shared memory is at one address in all blocks.
-static void enter(Block& next) {
-    size_t bytes = __stop_shared - __start_shared;
-    if (block != &next) {
-        memcpy(block->shared, __start_shared, bytes);
-        memcpy(__start_shared, next.shared, bytes);
-    }
-    block = &next;
+    char* end = static_cast<char*>(found) + bytes;
+    mprotect(end, PAGE, PROT_NONE);
+    return end;
 }
 
 static void run_grid() {
-    size_t blocks = size_t(gridDim.x) * gridDim.y * gridDim.z, present = cooperative ? blocks : 1;
+    size_t blocks = size_t(gridDim.x) * gridDim.y * gridDim.z;
     unsigned* turn = static_cast<unsigned*>(malloc(blocks * sizeof(unsigned)));
-    auto made = static_cast<Block*>(calloc(present, sizeof(Block)));
-    for (size_t i = 0; i < present; i++) make(made[i]);
     for (size_t i = 0; i < blocks; i++) turn[i] = order == BACKWARD ? blocks - 1 - i : i;
-    block = made, guards = stalled = 0;
-    bool begun = false;
-    for (size_t left = blocks; left && !failed; begun = true) {
-        if (order == RANDOM)
-            for (size_t i = blocks - 1; i > 0; i--) std::swap(turn[i], turn[draw(i + 1)]);
-        left = 0;
-        for (size_t i = 0; i < blocks && !failed; i++) {
-            Block& next = made[cooperative ? turn[i] : 0];
-            if (begun && !next.live) continue;
-            unsigned row = turn[i] / gridDim.x;
-            blockIdx = {turn[i] % gridDim.x, row % gridDim.y, row / gridDim.y};
-            enter(next);
-            if (!begun) begin_block();
-            run_block();
-            left += next.live > 0;
-        }
-        if (left && !failed && ++stalled > ROUNDS) {
-            char text[100];
-            snprintf(text, sizeof text, "%zu of %zu blocks wait for what never comes, the last:",
-                     left, blocks);
-            deadlock(text);
-        }
+    if (order == RANDOM)
+        for (size_t i = blocks - 1; i > 0; i--) std::swap(turn[i], turn[draw(i + 1)]);
+    for (size_t i = 0; i < blocks && !failed; i++) {
+        unsigned row = turn[i] / gridDim.x;
+        blockIdx = {turn[i] % gridDim.x, row % gridDim.y, row / gridDim.y};
+        run_block();
     }
-    for (size_t i = 0; i < present; i++)
-        munmap(made[i].stacks, block_bytes + PAGE), free(made[i].shared);
-    free(made), free(turn);
+    free(turn);
 }
 
 // What says whether subnormal numbers are flushed to zero, and the bits of it that do.
@@ -473,14 +396,28 @@ static size_t control() { return _mm_getcsr(); }
 static void set_control(size_t word) { _mm_setcsr(unsigned(word)); }
 #endif
 
-static void run(const unsigned* grid, const unsigned* threads, size_t shared_bytes) {
+static void run(const unsigned* grid, const unsigned* block, size_t shared_bytes) {
+    if (!end) end = guarded(SHARED);
     size_t given = control();
     if (flushed) set_control(given | FLUSH);  // contexts that are made from here on have it
-    getcontext(&start);
-    gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads[0], threads[1], threads[2]};
+    gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
     count = int(blockDim.x * blockDim.y * blockDim.z);
     memory_bytes = (shared_bytes + 15) / 16 * 16;
-    block_bytes = count * size_t(STACK + PAGE) + (memory_bytes + PAGE - 1) / PAGE * PAGE;
+    memory = end - memory_bytes;
+    size_t stacks_bytes = count * size_t(STACK + PAGE);
+    stacks = guarded(stacks_bytes) - stacks_bytes;
+    for (int i = 0; i < count; i++) {
+        Thread& thread = threads[i];
+        char* stack = stacks + i * size_t(STACK + PAGE);
+        mprotect(stack, PAGE, PROT_NONE);
+        getcontext(&thread.start);
+        thread.start.uc_stack.ss_sp = stack + PAGE;
+        thread.start.uc_stack.ss_size = STACK;
+        makecontext(&thread.start, fiber, 0);
+        thread.fresh = true;
+        thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y,
+                        i / blockDim.x / blockDim.y};
+    }
     struct sigaction act = {}, segv, bus;
     act.sa_sigaction = on_signal;
     act.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
@@ -494,9 +431,11 @@ static void run(const unsigned* grid, const unsigned* threads, size_t shared_byt
     set_control(given);
     sigaction(SIGSEGV, &segv, nullptr), sigaction(SIGBUS, &bus, nullptr);
     sigaltstack(&before, nullptr);
+    munmap(stacks, stacks_bytes + PAGE);  // each guard page counts as a mapping, of which a process
+                                          // has 65,530 for all the libraries that tests load
 }
 
-inline char* dynamic_shared() { return block->memory; }
+inline char* dynamic_shared() { return memory; }
 
 // ---- the entry ---------------------------------------------------------------------------------
 
@@ -521,11 +460,10 @@ struct Entry<kernel> {
     }
 
     static int launch(void** passed, const unsigned* grid, const unsigned* block,
-                      size_t shared_bytes, int order_, unsigned long long seed_,
-                      bool cooperative_, char* message_, size_t message_bytes_) {
+                      size_t shared_bytes, int order_, unsigned long long seed_, char* message_,
+                      size_t message_bytes_) {
         arguments = passed, order = Order(order_), seed = seed_ * 2 + 1;
-        cooperative = cooperative_, failed = false;
-        message = message_, message_bytes = message_bytes_;
+        message = message_, message_bytes = message_bytes_, failed = false;
         body = [] { call(std::index_sequence_for<P...>()); };
         run(grid, block, shared_bytes);
         return failed;
@@ -556,22 +494,22 @@ UNDEFINED(type_mismatch_v1, "null pointer or misaligned address", void*)
 inline void __syncthreads(SITE) { emulator::barrier("__syncthreads", false, site); }
 inline int __syncthreads_or(int predicate, SITE) {
     emulator::barrier("__syncthreads_or", predicate, site);
-    return emulator::block->last_agreed > 0;
+    return emulator::last_agreed > 0;
 }
 inline int __syncthreads_and(int predicate, SITE) {
     emulator::barrier("__syncthreads_and", predicate, site);
-    return emulator::block->last_agreed == emulator::block->last_arrived;
+    return emulator::last_agreed == emulator::last_arrived;
 }
 inline int __syncthreads_count(int predicate, SITE) {
     emulator::barrier("__syncthreads_count", predicate, site);
-    return emulator::block->last_agreed;
+    return emulator::last_agreed;
 }
 
 namespace emulator {
 
 constexpr unsigned FULL = 0xffffffffu;
 
-inline int lane() { return int(current - block->threads) & 31; }
+inline int lane() { return int(current - threads) & 31; }
 
 struct Nothing {};
 
@@ -869,8 +807,7 @@ namespace emulator {
 template <class T>
 const T* in_global(const T* address, Site site) {
     auto at = reinterpret_cast<const char*>(address);
-    if ((at >= __start_shared && at < __stop_shared) ||
-        (at >= block->memory && at < block->memory + memory_bytes))
+    if ((at >= __start_shared && at < __stop_shared) || (at >= memory && at < end))
         fail(site, "a load from global memory of an address in shared memory");
     return address;
 }
@@ -895,9 +832,8 @@ namespace emulator {
 template <class T, class F>
 T atomic(const char* operation, Site site, T* address, F change) {
     if ((order == RANDOM && draw(2)) || ++polls % 1024 == 0) rest(operation, site);
-    T before = *address, after = change(before);
-    if (memcmp(&before, &after, sizeof(T))) stalled = 0;
-    *address = after;
+    T before = *address;
+    *address = change(before);
     return before;
 }
 
@@ -946,30 +882,40 @@ ATOMIC_CAS(unsigned long long)
 inline void __nanosleep(unsigned, SITE) { emulator::rest("__nanosleep", site); }
 inline long long clock64() { return emulator::now++; }
 [[noreturn]] inline void __trap(SITE) { emulator::fail(site, "__trap"); }
-
 // ---- copies that a barrier in shared memory waits for (common.cuh) -----------------------------
+
+namespace emulator {
+
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+    void* barrier;
+};
+static Copy copies[256];
+static int copying;
+
+}  // namespace emulator
 
 // The bytes come when they are waited for; until then garbage is there.
 inline void emulated_copy(void* to, const void* from, size_t bytes, void* barrier, SITE) {
-    emulator::Block& block = *emulator::block;
-    if (block.copying == 256) emulator::fail(site, "copy: 256 that nobody waits for");
+    if (emulator::copying == 256) emulator::fail(site, "copy: 256 that nobody waits for");
     if ((reinterpret_cast<size_t>(to) | reinterpret_cast<size_t>(from) | bytes) % 16)
         emulator::fail(site, "copy: %p to %p, %zu bytes: not aligned", from, to, bytes);
     memset(to, emulator::GARBAGE, bytes);
-    block.copies[block.copying++] = {to, from, bytes, barrier};
+    emulator::copies[emulator::copying++] = {to, from, bytes, barrier};
 }
 
 // barrier: how many phases are over.
 inline void emulated_wait(unsigned long long* barrier, unsigned parity, SITE) {
     if ((*barrier & 1) != parity) return;
-    emulator::Block& block = *emulator::block;
     int found = 0, kept = 0;
-    for (int i = 0; i < block.copying; i++) {
-        emulator::Copy& copy = block.copies[i];
+    for (int i = 0; i < emulator::copying; i++) {
+        emulator::Copy& copy = emulator::copies[i];
         if (copy.barrier == barrier) memcpy(copy.to, copy.from, copy.bytes), found++;
-        else block.copies[kept++] = copy;
+        else emulator::copies[kept++] = copy;
     }
-    block.copying = kept;
+    emulator::copying = kept;
     if (!found) emulator::fail(site, "wait: for a phase that nothing was copied in");
     ++*barrier;
 }

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from math import prod
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -34,20 +33,16 @@ FLAGS = (
 LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024, 227 * 1024
 """Grid, block, threads of a block, bytes of dynamic shared memory (compute capability 9.0)."""
 
-RESIDENT = 132, 32, 2048, 228 * 1024
-"""Multiprocessors of an H100; what one holds: blocks, threads, bytes of shared memory, of which
-each block takes 1,024 for the system."""
-
 ENTRY = """
 #line 1 "entry"
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 EXPORTED const char* emulated_signature() {{ return emulator::Entry<{name}>::signature; }}
 EXPORTED int emulated_launch(void** arguments, const unsigned* grid, const unsigned* block,
                              size_t shared_bytes, int order, unsigned long long seed,
-                             int cooperative, char* message, size_t message_bytes) {{
+                             char* message, size_t message_bytes) {{
     emulator::flushed = {flushed};
     return emulator::Entry<{name}>::launch(arguments, grid, block, shared_bytes, order, seed,
-                                           cooperative, message, message_bytes);
+                                           message, message_bytes);
 }}
 """
 
@@ -185,7 +180,7 @@ def _opened(library: Path) -> ctypes.CDLL:
     opened.emulated_signature.restype = ctypes.c_char_p
     opened.emulated_launch.argtypes = (
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
-        *(ctypes.c_ulonglong, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t),
+        *(ctypes.c_ulonglong, ctypes.c_char_p, ctypes.c_size_t),
     )
     return opened
 
@@ -200,7 +195,6 @@ def _run(
     arguments: list[Any],
     shared_bytes: int,
     overlap: bool = False,
-    cooperative: bool = False,
 ) -> None:
     kinds = library.emulated_signature().decode()
     if len(arguments) != len(kinds):
@@ -213,25 +207,17 @@ def _run(
     for dims, limit in zip(sizes, LIMITS[:2], strict=True):
         if any(not 0 < size <= most for size, most in zip(dims, limit, strict=True)):
             raise RuntimeError(f"{name}: got dimensions {dims}, allowed are {limit}")
-    if (threads := prod(sizes[1])) > LIMITS[2]:
+    if (threads := sizes[1][0] * sizes[1][1] * sizes[1][2]) > LIMITS[2]:
         raise RuntimeError(f"{name}: got {threads} threads in a block, allowed are {LIMITS[2]}")
     if not 0 <= shared_bytes <= LIMITS[3]:
         raise RuntimeError(f"{name}: got {shared_bytes} bytes of shared memory, of {LIMITS[3]}")
-    if cooperative:
-        places, blocks_each, threads_each, bytes_each = RESIDENT
-        fit = min(blocks_each, threads_each // threads, bytes_each // (shared_bytes + 1024))
-        if (blocks := prod(sizes[0])) > places * fit:
-            raise RuntimeError(
-                f"{name}: got {blocks} cooperative blocks of {threads} threads and {shared_bytes} "
-                f"bytes of shared memory, allowed are {places * fit}"
-            )
     passed = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     message = ctypes.create_string_buffer(1024)
     with _one_at_a_time:
         failed = library.emulated_launch(
             passed,
             *((ctypes.c_uint * 3)(*dims) for dims in sizes),
-            *(shared_bytes, order, seed, cooperative, message, len(message)),
+            *(shared_bytes, order, seed, message, len(message)),
         )
     if failed:
         raise RuntimeError(f"{name}: {message.value.decode()}")

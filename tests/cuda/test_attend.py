@@ -94,13 +94,14 @@ class Attending:
         keys, values = both
         asked = queries.double()[:, :, None]
         logits = cap((asked * keys).sum(-1), g.scale, g.softcap)
-        hidden = torch.cat([hits.ids < 0, torch.zeros_like(hits.ids[..., :NEAR], dtype=bool)], -1)
-        hidden[..., K + 4] = True
+        k = hits.ids.shape[-1]
+        hidden = torch.nn.functional.pad(hits.ids < 0, (0, NEAR))
+        hidden[..., k + 4] = True
         bias = torch.zeros_like(logits).masked_fill(
             hidden.repeat_interleave(g.group_size, 1), float("-inf")
         )
         if hits.log_weight is not None:
-            bias[..., :K] += hits.log_weight
+            bias[..., :k] += hits.log_weight
         logits = logits + bias
         shares = logits.softmax(-1)
         # products, their sum in any order, scale, tanh, weight, the maximum taken off
@@ -203,29 +204,97 @@ def test_a_subnormal_float16_is_its_number_to_the_bit(device):
     assert torch.equal(output[0, 0].cpu().view(torch.int16), numbers)
 
 
+def cached(one, rows):
+    """Give a step's state a cache of so many rows, which it returns."""
+    cache = RowCache(one.step._groups, one.store.row_bytes, one.state.near.device, rows=rows)
+    cache.data.fill_(0xFF)
+    one.state = replace(one.state, cache=cache)
+    return cache
+
+
+def assert_kept(one, cache):
+    """Each tag is there once, and where it lies is its row, as it is stored."""
+    g = one.geometry
+    used = g.head_dim + g.value_dim
+    used = used * 2 if one.state.codec == "plain" else used + 8
+    rows = one.bytes.flatten(0, 1)
+    for group, tags in enumerate(cache.tags.tolist()):
+        at = {tag: slot for slot, tag in enumerate(tags) if tag >= 0}
+        assert len(at) == sum(tag >= 0 for tag in tags)
+        assert torch.equal(cache.data[group, [*at.values()], :used], rows[group, [*at], :used])
+
+
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("rows", NAMES)
-def test_a_cache_keeps_rows_as_they_are_stored(rows, device):
+def test_a_cache_keeps_rows_as_they_are_stored(rows, given, device):
     case = CASES["g3-D80-Dv24-float16"]
     one, queries = Attending(case, rows, device), case.queries().to(device)
-    groups, size = case.batch * case.kv_heads, one.store.row_bytes
-    cache = RowCache(groups, size, torch.device(device), rows=64)
-    one.state = replace(one.state, cache=cache)
-    cache.data.fill_(0xFF)
-    hits = one.hits(case, device, weighted=False)
+    cache = cached(one, 1024)
+    hits = one.hits(case, device, weighted=given)
     one.step.ids.copy_(hits.ids.flatten(0, 1))
-    one.step.found.copy_((hits.ids >= 0).sum(-1).flatten())
+    some = (hits.ids >= 0).sum(-1).flatten()
+    one.step.found.copy_(some)
     wanted = one.wanted(queries, hits)
-    slots = torch.arange(K, device=device).expand(groups, -1)
-    used = one.geometry.head_dim + one.geometry.value_dim
-    used = used * 2 if rows == "plain" else used + 8
+    more = (hits,) if given else ()
     with emulating(device):
-        one.step._slots.copy_(2 * slots)  # to be kept there
-        assert_near(one.step.attend(queries, one.state), wanted)
-        at = hits.ids[..., : K - 5, None].expand(-1, -1, -1, size)
-        kept = one.bytes.gather(2, at).flatten(0, 1)
-        assert torch.equal(cache.data[:, : K - 5, :used], kept[..., :used])
+        assert_near(one.step.attend(queries, one.state, *more), wanted)
+        assert cache.counts.tolist() == [[n, 0] for n in some.tolist()]
+        tags = [{tag for tag in row if tag >= 0} for row in cache.tags.tolist()]
+        assert tags == [{i for i in row if i >= 0} for row in hits.ids.flatten(0, 1).tolist()]
+        assert_kept(one, cache)
         for block in range(3 * case.batch):
             one.store._table._block(block).fill_(0xFF)  # what is read now was kept
-        one.step._slots.copy_(2 * slots + 1)
-        assert_near(one.step.attend(queries, one.state), wanted)
+        assert_near(one.step.attend(queries, one.state, *more), wanted)
+    assert cache.counts.tolist() == [[2 * n, n] for n in some.tolist()]
+    assert cache.clocks.tolist() == [2] * len(some)
+
+
+ONE = Case(q_heads=2, kv_heads=1, head_dim=8, value_dim=8)
+
+
+def chosen(rows, device):
+    ids = torch.tensor([[rows]], device=device)
+    return Hits(ids, torch.zeros(ids.shape, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_whose_slot_is_taken_in_the_same_step_is_fetched(device):
+    """A warp has read the tag of a row to come when it takes that row's slot for another."""
+    one, queries = Attending(ONE, "plain", device), ONE.queries().to(device)
+    cache = cached(one, 4)
+    one.step.splits = 1  # so that a warp has every eighth row
+    with emulating(device):
+        for rows in [7], [20], [300], [599], [8, *[-1] * 15, 7]:
+            hits = chosen(rows, device)
+            assert_near(one.step.attend(queries, one.state, hits), one.wanted(queries, hits))
+        assert cache.counts.tolist() == [[6, 0]]
+        assert sorted(cache.tags[0].tolist()) == [8, 20, 300, 599]  # it is not kept
+        assert_kept(one, cache)
+        one.step.attend(queries, one.state, chosen([599, 8, 20, 7], device))
+    assert cache.counts.tolist() == [[10, 3]]
+    assert sorted(cache.tags[0].tolist()) == [7, 8, 20, 599]
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+@pytest.mark.parametrize("order", emulator.ORDERS)
+def test_rows_may_look_for_places_in_any_order(order):
+    """More rows in a set than it has slots, step after step, by warps that come in any order."""
+    one, queries = Attending(ONE, "plain", "cpu"), ONE.queries()
+    cache = cached(one, 4)
+    lost = 0
+    for seed in range(30):
+        rows = torch.randperm(7, generator=torch.Generator().manual_seed(seed))[:5].tolist()
+        here, before = set(cache.tags[0].tolist()) & set(rows), cache.counts[0].tolist()
+        hits = chosen([*rows, -1], "cpu")
+        with emulator.emulated(order=order, seed=seed):
+            output = one.step.attend(queries, one.state, hits)
+        assert_near(output, one.wanted(queries, hits))
+        asked, found = (cache.counts[0] - torch.tensor(before)).tolist()
+        assert asked == 5
+        assert 0 <= found <= len(here)
+        lost += len(here) - found
+        assert_kept(one, cache)
+        assert cache.clocks.tolist() == [seed + 1]
+        assert set(cache.tags[0, cache.stamps[0] > seed].tolist()) <= set(rows)
+    assert lost  # so that it was tried

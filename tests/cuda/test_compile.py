@@ -125,7 +125,6 @@ DEFINES = {
         LEARN | dict(DTYPE=1, WIDE=0),
         LEARN | dict(DTYPE=0),
     ],
-    "look_up.cu": [{}],
     "rerank.cu": [
         RERANK,
         RERANK | dict(GROUP=8),

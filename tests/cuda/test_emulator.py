@@ -15,22 +15,11 @@ from tests.cuda.emulator import ORDERS, available, compile_text, emulated
 pytestmark = pytest.mark.skipif(not available(), reason="needs g++ to compile the emulator")
 
 
-def run(
-    text,
-    grid,
-    block,
-    *arguments,
-    shared_bytes=0,
-    cooperative=False,
-    name="kernel",
-    defines=(),
-    **settings,
-):
+def run(text, grid, block, *arguments, shared_bytes=0, name="kernel", defines=(), **settings):
     """Passes arguments as `kvindex_cuda.launch.launch` does."""
     passed = [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments]
     passed = [0 if part is None else part for part in passed]
-    launch = compile_text(text, name, defines, **settings)
-    launch(grid, block, passed, shared_bytes, False, cooperative)
+    compile_text(text, name, defines, **settings)(grid, block, passed, shared_bytes)
 
 
 @pytest.fixture(params=ORDERS)
@@ -380,112 +369,6 @@ def test_spinning_on_another_thread_of_the_block(order):
         out = torch.zeros(101, dtype=torch.int32)
         run(text, (1,), (100,), out, order=order, defines=(("TEACHER", teacher),))
         assert out.all()
-
-
-MEETINGS = """
-typedef unsigned long long u64;
-__device__ void meet(u64* counter, u64 until) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(counter, 1ull);
-        while (*(volatile u64*)counter < until) __nanosleep(20);
-        __threadfence();
-    }
-    __syncthreads();
-}
-extern "C" __global__ void kernel(u64* counters, int* words, const int4* given, long long* out,
-                                  long long group, long long asked) {
-    const int GARBAGE = 0xa5a5a5a5;
-    __shared__ int own[64];
-    __shared__ __align__(16) int4 copied;
-    __shared__ u64 arrival;
-    DYNAMIC_SHARED(memory);
-    int* dynamic = (int*)memory;
-    int i = threadIdx.x, block = blockIdx.x;
-    if (__syncthreads_or(own[i] != GARBAGE || dynamic[i] != GARBAGE)) __trap();
-    if (i == 0) arrival = 0, emulated_copy(&copied, given + block, 16, &arrival);
-    own[i] = 1000 * block + i;
-    dynamic[63 - i] = -own[i];
-    long long sum = 0;
-    for (int meeting = 0; meeting < 5; meeting++) {
-        int* written = words + meeting % 2 * gridDim.x;
-        if (i == 0) written[block] = (meeting + 1) * (block + 1);
-        if (block == LEAVES && meeting == 3) return;
-        meet(counters + block / group, asked * (meeting + 1));
-        for (int j = 0; j < group; j++) sum += __ldcg(written + block / group * group + j);
-    }
-    if (i == 0) emulated_wait(&arrival, 0);
-    __syncthreads();
-    if (own[63 - i] != 1000 * block + 63 - i || dynamic[i] != -own[63 - i]) __trap();
-    out[block * 64 + i] = sum + copied.y;
-}
-"""
-
-
-def meetings(blocks, group, asked=None, leaves=-1, cooperative=True, **settings):
-    """Blocks in groups meet five times, and sum what those of their group wrote before."""
-    counters, words = torch.zeros(blocks, dtype=torch.long), torch.zeros(2 * blocks).int()
-    given = torch.arange(4 * blocks, dtype=torch.int32)
-    out = torch.zeros(blocks, 64, dtype=torch.long)
-    arguments = counters, words, given, out, group, group if asked is None else asked
-    defines = (("LEAVES", leaves),)
-    settings |= {"shared_bytes": 256, "cooperative": cooperative, "defines": defines}
-    run(MEETINGS, (blocks,), (64,), *arguments, **settings)
-    sums = 15 * (torch.arange(blocks) + 1).view(-1, group).sum(1).repeat_interleave(group)
-    assert torch.equal(out, (sums + 4 * torch.arange(blocks) + 1)[:, None].expand(-1, 64))
-
-
-def test_blocks_of_a_cooperative_launch_meet(order):
-    meetings(12, 4, order=order)
-    meetings(6, 1, order=order, cooperative=False)
-
-
-def test_several_hundred_blocks_meet():
-    meetings(528, 132)
-
-
-@pytest.mark.parametrize("wrong", [{"asked": 5}, {"leaves": 2}])
-def test_a_block_that_others_wait_for_in_vain_shows(wrong, order):
-    left = "4 of 4" if "asked" in wrong else "3 of 4"
-    message = f"{left} blocks wait for what never comes.* 1 at __nanosleep .text.cu:8"
-    for _ in range(2):  # and leaves nothing behind
-        with pytest.raises(RuntimeError, match=message):
-            meetings(4, 4, order=order, **wrong)
-
-
-def test_blocks_that_meet_without_a_cooperative_launch_show():
-    with pytest.raises(RuntimeError, match="__nanosleep: polls for what never comes"):
-        meetings(4, 4, cooperative=False)
-
-
-def test_mistakes_in_a_cooperative_launch_end_it_with_a_message(order):
-    text = """extern "C" __global__ void kernel(int* out) {
-        if (blockIdx.x == 1) BODY;
-        while (atomicAdd(out, 0) == 0) __nanosleep(20);
-    }"""
-    bodies = {
-        "deadlock in block .1, 0, 0.": "threadIdx.x < 9 ? __syncwarp() : __syncthreads()",
-        "illegal address": "((volatile char*)out)[1ll << 50] = 1",
-        "3 of 3 blocks wait for what never comes": "",
-    }
-    for message, body in bodies.items():
-        out = torch.zeros(1, dtype=torch.int32)
-        with pytest.raises(RuntimeError, match=message):
-            run(text.replace("BODY", body), (3,), (64,), out, order=order, cooperative=True)
-
-
-def test_a_cooperative_launch_that_does_not_fit_is_refused():
-    text = """extern "C" __global__ void kernel(unsigned long long* out) {
-        if (threadIdx.x == 0) atomicAdd(out, 1ull);
-    }"""
-    for threads, shared_bytes, most in ((1024, 0, 264), (1, 0, 4224), (64, 100 * 1024, 264)):
-        out = torch.zeros(1, dtype=torch.long)
-        run(text, (most,), (threads,), out, shared_bytes=shared_bytes, cooperative=True)
-        assert out == most
-        message = f"got {most + 1} cooperative blocks of {threads} threads and {shared_bytes} bytes"
-        with pytest.raises(RuntimeError, match=f"{message} of shared memory, allowed are {most}"):
-            run(text, (most + 1,), (threads,), out, shared_bytes=shared_bytes, cooperative=True)
 
 
 def test_arguments_are_checked():

@@ -377,7 +377,9 @@ def layers_of(device, case, indexes, steps=6):
 def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monkeypatch):
     case, calls = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim), []
     attend = Step.attend
-    monkeypatch.setattr(Step, "attend", lambda *given: calls.append(given) or attend(*given))
+    monkeypatch.setattr(
+        Step, "attend", lambda *given, **how: calls.append(given) or attend(*given, **how)
+    )
     name, options = "pariskv" + wrapper, OPTIONS | dict(rows=rows, device=device)
     indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]
     assert indexes[0].attends == (value_dim == 64)

@@ -71,6 +71,8 @@ CASES = {
     "g1-B2": (Case(q_heads=2, kv_heads=2, head_dim=64, batch=2), 700, {}),
     "g3-D96": (Case(q_heads=3, kv_heads=1, head_dim=96), 600, {}),
     "g2-D80": (Case(q_heads=2, kv_heads=1, head_dim=80), 600, {}),
+    "g3-D120": (Case(q_heads=3, kv_heads=1, head_dim=120, dtype=torch.float16), 600, {}),
+    "g1-D192": (Case(q_heads=1, kv_heads=1, head_dim=192), 400, {}),
     "g8-D256": (Case(q_heads=8, kv_heads=1, head_dim=256, value_dim=64), 300, {}),
     "g12": (Case(q_heads=12, kv_heads=1, head_dim=64), 400, {}),
     "g16": (Case(q_heads=16, kv_heads=1, head_dim=72), 400, {}),
@@ -205,6 +207,21 @@ def test_a_zero_query_and_a_single_key_give_numbers(device):
     assert [len(row) for row in ids] == [k, k]
     want = expected(index, queries, state, k)[1]
     torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_may_begin_anywhere(device):
+    """Kernels read 16 bytes of a query at once."""
+    case, count, options = CASES["bfloat16"]
+    index, layout, state, _kept, k = setting(case, count, device=device, **options)
+    queries = case.queries().to(device)
+    shifted = queries.new_zeros(queries.numel() + 1)[1:].view(queries.shape)
+    shifted.copy_(queries)
+    assert shifted.data_ptr() % 16
+    want, ids = run(index, layout, state, queries, k, device=device)
+    got, its = run(index, layout, state, shifted, k, device=device)
+    assert its == ids
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
