@@ -65,7 +65,8 @@ struct Sampled {  // 32 keys
 };
 
 // queries DTYPE [B, H, D], aligned to 16 bytes; turn float32 [D + ODD]: signs and waves of `rotate`;
-// references float32 [BG] of the weights; table int64 [B, row]: addresses of blocks, of KV head g at g · head; valid uint32
+// references float32 [BG] of the weights; table int64 [B, row]: addresses of blocks, of KV head g
+// at g · head; valid uint32
 // [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
 // keys; factors int32 [256] of a weight's upper byte (ops.codes.log_factors), most the largest of
 // them; largest: of r; level: E|u| of a coordinate.
@@ -148,8 +149,8 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
         return norm;
     };
     // rounded, a digit of each coordinate to a word of its plane
-    auto round_head = [&](const float (&x)[PER_LANE], int h, double length_of_it) {
-        float peak = 0, norm = float(fmin(length_of_it, 1152921504606846976.0));  // transform.LONGEST
+    auto round_head = [&](const float (&x)[PER_LANE], int h, double given_norm) {
+        float peak = 0, norm = float(fmin(given_norm, 1152921504606846976.0));  // transform.LONGEST
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) peak = fmaxf(peak, fabsf(x[w]));
         peak = warp_max(peak);

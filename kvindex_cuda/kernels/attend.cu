@@ -163,7 +163,8 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
 // aligned to 16 bytes; clocks int32 [BG]; lookups int32 [BG, 2], asked and found. given float32
 // [BG, GROUP, k]: what logits gain (−inf hides a row from a head), or null for nothing; only if
 // GIVEN. partial float32 [BG, splits, GROUP, PARTIAL]; tickets int32 [BG], 0 before and after;
-// output DTYPE [BG, GROUP, DV]. told (common.cuh): by how many the group has agreed, 0 for hits.
+// output DTYPE [BG, GROUP, DV]. tellers: 1 where `agree` comes
+// right before, which says in told (common.cuh) that the group has agreed; else 0.
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
 attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
        i64 row_head, i64 row_bytes, const void* near, const u8* shown, const i64* held, i64 room,

@@ -292,9 +292,9 @@ __device__ __forceinline__ T warp_max(T x) {
 
 // Kernels of a step overlap (programmatic dependent launch, from compute capability 9.0): all that
 // comes before `after_previous` runs while the kernel before still does. It may write nothing, and
-// read only what that one does not write: as `let_next_begin` comes after `after_previous`, in every
-// block, all kernels before that one have ended. What these wrote in the same step is read from L2
-// (`__ldcg`).
+// read only what that one does not write: where `let_next_begin` comes after `after_previous`, in
+// every block, all kernels before that one have ended. What these wrote in the same step is read from
+// L2 (`__ldcg`).
 __device__ __forceinline__ void after_previous() {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -328,9 +328,11 @@ static __device__ bool last_block(int* ticket, int blocks) {
 // A kernel that has begun early may also wait for less than the end of the one before: for those of its
 // blocks or warps that work on the same group to `tell` that they are done. What these wrote before is
 // then visible, whatever L1 held. No one waits for ever, for a kernel begins when all blocks of the one
-// before have. `let_next_begin` may then come first; `after_previous` comes before the end all the same,
-// so that the end of a kernel is the end of all before it. told int32 [3, BG], cleared by a step's first
-// kernel: warps of the scan, blocks of the rerank, and whether the group has agreed.
+// before have. `let_next_begin` may then come first: when the next kernel begins, `ask` and what came
+// before it are sure to have ended, for the scan waits for that, and no other. `after_previous` comes
+// before the end all the same, so that the end of a kernel is the end of all before it. told int32
+// [3, BG], cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the
+// group has agreed.
 __device__ __forceinline__ void tell(int* counter) {  // one thread, after a barrier
 #ifdef EMULATED
     atomicAdd(counter, 1);

@@ -180,7 +180,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
        float* estimates, u64* buckets, u64* edge, float* edge_estimates, int* edges, int2* cuts,
        const u32* planes, const int* sums_of_planes, const void* queries, const float* units,
        const int* factors, const u32* valid, const i64* length, int* told, i64 scanners, i64 capacity,
-       i64 kv_heads,        float scale, float softcap, float octaves) {
+       i64 kv_heads, float scale, float softcap, float octaves) {
     __shared__ u16 halves[LEVELS];
     __shared__ uint2 asked[OPERANDS];
     __shared__ Held queues[8][QUEUE];

@@ -339,7 +339,7 @@ class Counted(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_a_call_of_the_index_launches_the_six_kernels_and_nothing_else(device, monkeypatch):
+def test_a_call_of_the_index_launches_its_kernels_and_nothing_else(device, monkeypatch):
     monkeypatch.setattr(ParisKV, "_defers", True)
     index, near, queries = attending(device)
     index.prepare(k=20, tokens=300)

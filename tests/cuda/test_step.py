@@ -210,6 +210,25 @@ def test_a_zero_query_and_a_single_key_give_numbers(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_centres_meet_queries_as_in_float32(dtype, device):
+    """Matrix units take queries as bfloat16: what one such number leaves out must be in others."""
+    case = Case(q_heads=8, kv_heads=2, head_dim=96, dtype=dtype)
+    index, layout, state, _kept, k = setting(case, 600, device=device)
+    sizes = dict(batch=1, k=k, most=int(state.wanted.max()), multiprocessors=4)
+    step = Step(index.geometry, layout, **sizes, **options_of("votes", index.config))
+    queries = case.queries().to(device)
+    with emulator.emulated() if device == "cpu" else nullcontext():
+        step.select(queries, state)
+    centres, asked = index._learnt["centres"].double(), queries.double().view(1, 2, 4, 96)
+    want = torch.einsum("bgsd,bghd->bgsh", centres, asked)
+    terms = torch.einsum("bgsd,bghd->bgsh", centres.abs(), asked.abs())
+    got = step._products.view(1, 2, -1, 4)[:, :, : want.shape[2]].double()
+    assert want.shape[2] == 3
+    assert ((got - want).abs() <= 8 * torch.finfo(torch.float32).eps * terms).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_queries_may_begin_anywhere(device):
     """Kernels read 16 bytes of a query at once."""
     case, count, options = CASES["bfloat16"]
