@@ -19,7 +19,7 @@ from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
 from kvindex_cuda.row_cache import RowCache
 
-BINS, EDGE, BUCKETS = 2048, 1024, 256
+BINS, EDGE, BUCKETS, APART = 2048, 1024, 256, 32
 """As in the kernels' sources."""
 
 MOST_SPLITS, AT_ONCE = 16, 4
@@ -118,12 +118,15 @@ class BaseStep:
         self._cuts = ints(groups, 2)
         self._finalists = longs(groups, capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
-        # what counts, cleared by a step's first launch at once: 8-byte words first
-        sizes = [2 * group * BUCKETS, BINS, counted, *[1] * 6, 3]
+        # what counts, cleared by a step's first launch at once: 8-byte words first, counters last,
+        # each in a line of memory of its own
+        sizes = [2 * group * BUCKETS, BINS, counted, 9 * APART]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
-        self._buckets, self._hist, self._counted, self.counts, self._many, self._edges = parts[:6]
-        self._filled, self._tickets, self._told = parts[6], parts[7:9], parts[9]
+        self._buckets, self._hist, self._counted = parts[:3]
+        counters = parts[3].view(9, groups, APART)[..., 0]
+        self.counts, self._many, self._edges, self._filled = counters[:4]
+        self._tickets, self._told = counters[4:6], counters[6:]
         self._tellers = 0  # blocks of a group that tell `agree` that they are done, if they do
         # of `attend`
         self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))

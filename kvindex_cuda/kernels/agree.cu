@@ -94,7 +94,7 @@ static_assert(GROUP <= THREADS / 32, "a warp for each head");
 // blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what
 // is among the k best of its own, and the last one of a group finishes; a block that is alone keeps
 // it.
-// finalists uint64 [BG, capacity]; filled, tickets int32 [BG], cleared before. ids int64, scores
+// finalists uint64 [BG, capacity]; filled, tickets int32 [BG] APART, cleared before. ids int64, scores
 // float32 [BG, k]: rows and what the group agrees on, by ids (past 2,048 in any order), the first
 // found int32 [BG].
 // Of a cache of `cached` rows (row_cache.py; 0 for none), which `attend` will look into: tags, stamps
@@ -128,11 +128,11 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
     kept += bg * capacity;
     if (!tellers) after_previous();
     let_next_begin();
-    if (tellers) await(told + gridDim.x + bg, int(tellers));
+    if (tellers) await(told + (gridDim.x + bg) * APART, int(tellers));
     int first = blockIdx.y * (THREADS * EACH) + threadIdx.x;
     // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
     // (which only the first block does not wait for)
-    int n = kept_many[bg], many = all_edges[bg], listed = counts[bg];
+    int n = kept_many[bg * APART], many = all_edges[bg * APART], listed = counts[bg * APART];
     int2 cut_at = cuts[bg];
     int known = blockIdx.y ? n : int(min(capacity, i64(THREADS * EACH)));
     u64 words[EACH];
@@ -262,13 +262,13 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
             if (bin_at(i) < cut.bin) words[i] = 0;
             count += words[i] != 0;
         }
-        int to = room_for<THREADS>(count, filled + bg);
+        int to = room_for<THREADS>(count, filled + bg * APART);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
             if (words[i]) finalists[to++] = words[i];
         for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-        if (!last_block(tickets + bg, blocks)) return after_previous();
-        last_many = __ldcg(filled + bg);
+        if (!last_block(tickets + bg * APART, blocks)) return after_previous();
+        last_many = __ldcg(filled + bg * APART);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int at = i * THREADS + threadIdx.x;
@@ -350,6 +350,6 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
         ids[place] = id, scores[place] = chosen_scores[i];
     }
     __syncthreads();
-    if (threadIdx.x == 0) tell(told + 2 * gridDim.x + bg);
+    if (threadIdx.x == 0) tell(told + (2 * gridDim.x + bg) * APART);
     after_previous();
 }

@@ -18,7 +18,7 @@ constexpr int VOTE = 2;   // of an entry: its bin lies above that of the cut, 1
 // logs, magnitudes, centre: of the layout; operands, ups: of turn.cu; levels float32 [LEVELS];
 // references float32 [BG]; valid uint32 [B, row, 8], a bit per token; length int64 [1].
 // kept uint64 [BG, capacity]: an entry for each key in order, 0 for none; estimates float32 [BG,
-// capacity, GROUP]; many, counts int32 [BG]: keys, and more than there are candidates; buckets
+// capacity, GROUP]; many, counts int32 [BG] APART: keys, and more than there are candidates; buckets
 // uint64 [BG, GROUP, BUCKETS], cleared before. Keys past the capacity are not seen.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, i64 centre,
@@ -55,7 +55,8 @@ all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magn
     after_previous();
     let_next_begin();
     for (int i = threadIdx.x; i < OPERANDS; i += 256) asked[i] = __ldcg(operands + bg * OPERANDS + i);
-    if (blockIdx.x == 0 && threadIdx.x == 0) many[bg] = int(tokens), counts[bg] = 2147483647;
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        many[bg * APART] = int(tokens), counts[bg * APART] = 2147483647;
     float down[COLUMNS][2], peak[COLUMNS][2], total[COLUMNS][2];
 #pragma unroll
     for (int set = 0; set < COLUMNS; set++)

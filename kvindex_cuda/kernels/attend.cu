@@ -162,7 +162,7 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
 // (row_cache.py; 0 for none): cache, rows as they are stored; tags, stamps int32 [BG, cached],
 // aligned to 16 bytes; clocks int32 [BG]; lookups int32 [BG, 2], asked and found. given float32
 // [BG, GROUP, k]: what logits gain (−inf hides a row from a head), or null for nothing; only if
-// GIVEN. partial float32 [BG, splits, GROUP, PARTIAL]; tickets int32 [BG], 0 before and after;
+// GIVEN. partial float32 [BG, splits, GROUP, PARTIAL]; tickets int32 [BG] APART, 0 before and after;
 // output DTYPE [BG, GROUP, DV]. tellers: 1 where `agree` comes
 // right before, which says in told (common.cuh) that the group has agreed; else 0.
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
@@ -200,7 +200,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
             if (tellers)
-                await(told + 2 * gridDim.y + bg, int(tellers));
+                await(told + (2 * gridDim.y + bg) * APART, int(tellers));
             else
                 after_previous();
             let_next_begin();
@@ -314,13 +314,13 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         if (warp == 7 && lane < AT_ONCE) merge(lane, 0);
         if (from + AT_ONCE < GROUP) __syncthreads();
     }
-    bool last = last_block(tickets + bg, splits);
+    bool last = last_block(tickets + bg * APART, splits);
     if (cached && threadIdx.x < 2)
         atomicAdd(lookups + 2 * bg + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
     after_previous();
     if (!last) return;
     if (threadIdx.x == 0) {
-        tickets[bg] = 0;
+        tickets[bg * APART] = 0;
         if (cached) clocks[bg] = now;  // which all blocks have read
     }
     auto part_of = [&](int s, int h, int pair) {

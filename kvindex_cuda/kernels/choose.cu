@@ -16,7 +16,7 @@ constexpr int VOTE = 2;  // of an entry of tiers: all are alike
 #if !WIDE
 // votes, totals, pieces: of count.cu; valid uint32 [B, row, 8]; length int64 [1]; wanted, counted
 // int32 [B]: C of each head, valid keys. kept uint64 [BG, capacity]: entries, in any order, the first
-// many int32 [BG], cleared before.
+// many int32 [BG] APART, cleared before.
 extern "C" __global__ void __launch_bounds__(256, GROUP <= 8 ? 3 : 1)
 heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, const i64* length,
       const int* wanted, const int* counted, u64* kept, int* many, i64 row, i64 capacity, i64 kv_heads) {
@@ -109,7 +109,7 @@ heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, 
             int own = 0;
 #pragma unroll
             for (int i = 0; i < KEYS; i++) own += in[i];
-            int to = room_for<256>(own, many + bg);
+            int to = room_for<256>(own, many + bg * APART);
 #pragma unroll
             for (int i = 0; i < KEYS; i++)
                 if (in[i]) kept[to++] = entry_of(VOTE, int(start) + first + i * 32 + lane);
@@ -150,7 +150,7 @@ group(const int* votes, const int* totals, const u32* tops, const i64* length, c
             if (found[i] < base) found[i] = LEAST;
             own += found[i] != LEAST;
         }
-        int to = room_for<256>(own, many + bg);
+        int to = room_for<256>(own, many + bg * APART);
 #pragma unroll
         for (int i = 0; i < KEYS; i++)
             if (found[i] != LEAST) {

@@ -16,6 +16,8 @@ typedef unsigned long long u64;
 
 constexpr int TOKENS = 256;  // of a block of codes or rows, and of a segment (host_store.BLOCK)
 constexpr int BINS = 2048;   // of a histogram of a list
+constexpr int APART = 32;    // int32 from a group's counter to the next's ("[BG] APART"): atomics of
+                             // different groups to one line of memory wait for each other
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int LEAST = -2147483647 - 1;
 #define NEVER __int_as_float(int(0xff800000u))  // -inf, which NVRTC has no name for
@@ -331,7 +333,7 @@ static __device__ bool last_block(int* ticket, int blocks) {
 // before have. `let_next_begin` may then come first: when the next kernel begins, `ask` and what came
 // before it are sure to have ended, for the scan waits for that, and no other. `after_previous` comes
 // before the end all the same, so that the end of a kernel is the end of all before it. told int32
-// [3, BG], cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the
+// [3, BG] APART, cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the
 // group has agreed.
 __device__ __forceinline__ void tell(int* counter) {  // one thread, after a barrier
 #ifdef EMULATED

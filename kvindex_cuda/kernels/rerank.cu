@@ -166,9 +166,9 @@ __device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters
 // From planes to length: what scan.cu reads, of which the C best are found where its list does not
 // hold them (exact.cuh).
 // kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
-// many int32 [BG]; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
+// many int32 [BG] APART; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
 // BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
-// edge_estimates float32 [BG, EDGE, GROUP]: theirs; edges int32 [BG]; cuts int32 [BG, 2]: the bin of
+// edge_estimates float32 [BG, EDGE, GROUP]: theirs; edges int32 [BG] APART; cuts int32 [BG, 2]: the bin of
 // the cut and how many are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges
 // and many are cleared before. told: of scan.cu, whose `scanners` warps it counts, and of this kernel's
 // blocks that are done (common.cuh).
@@ -197,7 +197,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
         products + bg * row * GROUP, list + bg * capacity,
         kept + bg * capacity, buckets + bg * (GROUP * BUCKETS), edge + bg * EDGE,
         estimates + bg * capacity * GROUP, edge_estimates + bg * (EDGE * GROUP),
-        many + bg, edges + bg, references[bg], scale, softcap, octaves,
+        many + bg * APART, edges + bg * APART, references[bg], scale, softcap, octaves,
     };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; i++) {
@@ -209,15 +209,16 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     work.queue = queues[threadIdx.x / 32];
     let_next_begin();
     u32 teams = min(groups, u32(scanners));
-    await(told + bg, warps_of(bg % teams, teams, u32(scanners)));
+    await(told + bg * APART, warps_of(bg % teams, teams, u32(scanners)));
     auto done = [&]() {
         __syncthreads();
-        if (threadIdx.x == 0) tell(told + groups + bg);
+        if (threadIdx.x == 0) tell(told + (groups + bg) * APART);
         after_previous();
     };
 
     // a warp's entries: of the first 32 · warps every warps-th, and so on
-    int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, first = own, n = counts[bg];
+    int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, first = own;
+    int n = counts[bg * APART];
     auto listed = [&]() {
         int at = first + lane * warps;
         return at < capacity ? work.list[at] : 0;

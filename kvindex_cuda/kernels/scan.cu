@@ -13,7 +13,7 @@ constexpr int AT_ONCE = GROUP <= 8 && D <= 128 ? 4 : 2;       // times 32 keys w
 // ask.cu, some 2 C.
 // Dynamic shared memory: 8 STAGES STAGE bytes.
 // planes, sums, units, thresholds, bases, shifts: of ask.cu; queries DTYPE [BG, GROUP, D]; factors
-// int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1]. counts int32 [BG]; list
+// int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1]. counts int32 [BG] APART; list
 // uint64 [BG, capacity]; histogram int32 [BG, BINS]: of `bin_of`; products float32 [BG, row,
 // GROUP]: ⟨q, μ⟩ of each block. told: warps that are done (common.cuh).
 extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1)
@@ -76,7 +76,7 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     };
     auto flush = [&]() {
         __syncwarp();
-        int start = lane == 0 ? atomicAdd(counts + bg, held) : 0;
+        int start = lane == 0 ? atomicAdd(counts + bg * APART, held) : 0;
         start = __shfl_sync(ALL, start, 0);
         for (int i = lane; i < held; i += 32) {
             u64 entry = buffer[i];
@@ -136,5 +136,5 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     __syncthreads();  // so that one warp waits for the writes of all
     if (threadIdx.x < 8)
         for (team = (blockIdx.x * 8 + threadIdx.x) * teams / warps; team < u32(groups); team += teams)
-            tell(told + team);
+            tell(told + team * APART);
 }

@@ -79,10 +79,10 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, c
 // layout; operands uint2 [BG, SETS, STEPS, 32], ups float32 [BG, GROUP]: of turn.cu; products float32
 // [BG, row, GROUP]: of count.cu; levels float32 [LEVELS]; references float32 [BG]; octaves, top: of a
 // logarithm's step, and the largest one; wanted, counted int32 [B]; bases, shifts, many, kept,
-// histogram: of choose.cu; counts int32 [BG]: `many`, or 0 where all are candidates.
+// histogram: of choose.cu; counts int32 [BG] APART: `many`, or 0 where all are candidates.
 // estimates float32 [BG, capacity, GROUP]; buckets uint64 [BG, GROUP, BUCKETS], cleared before: sums
 // over candidates above the edge; edge uint64 [BG, EDGE], edge_estimates float32 [BG, EDGE, GROUP],
-// edges int32 [BG], cuts int32 [BG, 2]: as of rerank.cu.
+// edges int32 [BG] APART, cuts int32 [BG, 2]: as of rerank.cu.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const uint2* operands,
       const float* ups, const float* products, const float* given_levels, const float* references,
@@ -115,11 +115,11 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
         int h = i / 2 * 4 + t % 2 * 2 + i % 2;
         down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(ups + bg * GROUP + h) : 0.0f;
     }
-    int n = many[bg];
+    int n = many[bg * APART];
     Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     __syncthreads();
     Levels levels = levels_of(halves);
-    if (counts[bg] > target) {
+    if (counts[bg * APART] > target) {
         Cut cut = cut_of(histogram + bg * BINS, target);
         are.bin = cut.bin;
         if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
@@ -136,7 +136,7 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
         u64 next = entry_at(start + step), next_block = block_of(next);
         int side = entry ? are.side(entry) : -1, slot = EDGE;
         if (side == 0) {
-            slot = atomicAdd(edges + bg, 1);
+            slot = atomicAdd(edges + bg * APART, 1);
             if (slot < EDGE) edge[bg * EDGE + slot] = entry;
         }
         u32 inside = __ballot_sync(ALL, side > 0);
