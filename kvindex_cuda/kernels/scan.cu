@@ -69,15 +69,17 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
 
     Group group;
     u32 bg = team, s = own;
-    int threshold = 0, base = 0, shift = 0;
+    int threshold = 0;
     auto enter = [&]() {
         load(group, queries, planes, sums, units, bg);
-        threshold = thresholds[bg], base = bases[bg], shift = shifts[bg];
+        threshold = thresholds[bg];
     };
     auto flush = [&]() {
         __syncwarp();
         int start = lane == 0 ? atomicAdd(counts + bg * APART, held) : 0;
+        int base = bases[bg], shift = shifts[bg];
         start = __shfl_sync(ALL, start, 0);
+#pragma unroll 1
         for (int i = lane; i < held; i += 32) {
             u64 entry = buffer[i];
             if (start + i < capacity) list[bg * capacity + start + i] = entry;
@@ -132,7 +134,6 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
             if (item + 1 < work) enter();
         }
     }
-    if (held) flush();
     __syncthreads();  // so that one warp waits for the writes of all
     if (threadIdx.x < 8)
         for (team = (blockIdx.x * 8 + threadIdx.x) * teams / warps; team < u32(groups); team += teams)

@@ -3,10 +3,10 @@
 // vote = f · Σ_j s_j r_j + offset of the key's segment, the largest over the heads of the group.
 // Σ s r = 2 Σ b r − Σ r for sign bits b, and Σ b r is the sum over the bit planes of r of 2^p
 // times a count of common bits, which the matrix unit makes for 16 keys, 128 bits and 8 columns at
-// a time: 2 planes of 4 heads. Signs go in as they are stored; nothing is unpacked. Counts of the
-// planes' pairs follow each other as bytes of a register, a shift between two, and are then what a
-// second product takes as they lie, with the powers of four. To the base -2 each odd plane counts
-// -2 times what the even one before it does, so that both take the same powers.
+// a time: 2 planes of 4 heads. Signs go in as they are stored; nothing is unpacked. Counts are then what
+// a second product takes as they lie, each with its power of four (three counts of four in a register's
+// bytes take a third of these products, and shifts, which cost more). To the base -2 each odd plane
+// counts -2 times what the even one before it does, so that both take the same powers.
 // Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTRED, PLANES (digits of
 // r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85).
 #pragma once
@@ -22,11 +22,11 @@ constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda
 constexpr int CENTRE = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block that make votes
 
-// What a warp needs of the query: planes as fragments, powers of four, -Σ r of the two heads that a
-// lane has in each set: 2 lane % 4 and 1 more; votes per unit of q·k of these; pieces (`piece_of`) of
-// head lane / 4 % 4 of a set.
+// What a warp needs of the query: planes as fragments; powers of four, for the first key of a product and
+// the second; -Σ r of the two heads that a lane has in each set: 2 lane % 4 and 1 more; votes per unit of
+// q·k of these; pieces (`piece_of`) of head lane / 4 % 4 of a set.
 struct Group {
-    u32 planes[SETS][QUADS][PARTS], powers[2];
+    u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
     float units[SETS][2];
     uint4 queries[HELD && CENTRED ? SETS : 1][EIGHTS][PIECES];
@@ -61,16 +61,16 @@ __device__ __forceinline__ void load_queries(Group& group, const void* queries) 
                     piece_of(queries, n * 4 + threadIdx.x % 32 / 4 % 4, i / PIECES, i % PIECES);
 }
 
-// Right factors of the second product: of head t in rows 4 t and column t for one key, in rows 16 +
+// Right factors of the second products: of head t in rows 4 t and column t for one key, in rows 16 +
 // 4 t and column 4 + t for the other.
 __device__ __forceinline__ void set_powers(Group& group) {
     int lane = threadIdx.x % 32;
-    u32 powers = 0;
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) powers = powers << 8 | u32(DOUBLE << (2 * p));
     bool own = lane % 4 == lane / 4 % 4, second = lane >= 16;
-    group.powers[0] = own && !second ? powers : 0;
-    group.powers[1] = own && second ? powers : 0;
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        group.powers[0][p] = own && !second ? DOUBLE << (2 * p) : 0;
+        group.powers[1][p] = own && second ? DOUBLE << (2 * p) : 0;
+    }
 }
 
 // queries: DTYPE [BG, GROUP, D]; planes, sums, units: of ask.cu.
@@ -187,15 +187,13 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Gr
             for (int i = 0; i < 4; i++) dots[half][i] = DOUBLE == 2 && i < 2 ? group.less[n][i] : 0;
 #pragma unroll
             for (int quad = 0; quad < QUADS; quad++) {
-                int c[4] = {0, 0, 0, 0};
 #pragma unroll
                 for (int p = 0; p < PARTS; p++) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) c[i] = int(u32(c[i]) << 8);
+                    int c[4] = {0, 0, 0, 0};
                     mma_bits(c, signs.rows[2 * half][quad], signs.rows[2 * half + 1][quad],
                              group.planes[n][quad][p]);
+                    mma_bytes(dots[half], c[0], c[1], c[2], c[3], group.powers[0][p], group.powers[1][p]);
                 }
-                mma_bytes(dots[half], c[0], c[1], c[2], c[3], group.powers[0], group.powers[1]);
             }
         }
 #pragma unroll
