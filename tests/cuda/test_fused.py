@@ -386,7 +386,8 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     assert not indexes[1].attends
     (got, mine), (want, theirs) = layers_of(device, case, indexes)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-    assert len(calls) == (6 if value_dim == 64 else 0)
+    replayed = torch.device(device).type == "cuda" and not wrapper  # after two and a captured one
+    assert len(calls) == (0 if value_dim != 64 else 3 if replayed else 6)
     assert float(mine.rows_read) == float(theirs.rows_read)
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
 
