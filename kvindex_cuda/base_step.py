@@ -125,7 +125,7 @@ class BaseStep:
         parts = torch.split(self._cleared, [groups * size for size in sizes])
         self._buckets, self._hist, self._counted = parts[:3]
         counters = parts[3].view(9, groups, APART)[..., 0]
-        self.counts, self._many, self._edges, self._filled = counters[:4]
+        self.counts, self._many, self._edges, self._filled = counters[:4].unbind()
         self._tickets, self._told = counters[4:6], counters[6:]
         self._tellers = 0  # blocks of a group that tell `agree` that they are done, if they do
         # of `attend`
