@@ -126,7 +126,7 @@ class BaseStep:
         self._buckets, self._hist, self._counted = parts[:3]
         counters = parts[3].view(9, groups, APART)[..., 0]
         self.counts, self._many, self._edges, self._filled = counters[:4].unbind()
-        self._tickets, self._told = counters[4:6], counters[6:]
+        self._tickets, self._told = counters[4:6].unbind(), counters[6:]
         self._tellers = 0  # blocks of a group that tell `agree` that they are done, if they do
         # of `attend`
         self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
