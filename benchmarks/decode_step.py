@@ -149,7 +149,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
     result["check"] = check(setting, processors)
     say(f"checked: {result['check']}")
     try:
-        result["ceilings"] = ceilings(timed, "cuda")
+        result["ceilings"] = ceilings(timed, "cuda", record=setting.record)
         _free()
         say(str({name: round(part["GB_s"]) for name, part in result["ceilings"].items()}))
         rows = row_pools(setting, min(max(given.tokens), ROWS))

@@ -17,7 +17,14 @@ from benchmarks.decode.floors import Bytes, ceilings, stage_bytes
 from benchmarks.decode.rivals import dense, layers_of_dense
 from benchmarks.decode.setting import D, G, H, Setting, synthetic
 from benchmarks.decode.stages import measure, public, staged
-from benchmarks.decode.timing import Clock, Launches, OutOfTimeError, quartiles, read_all
+from benchmarks.decode.timing import (
+    Clock,
+    Launches,
+    OutOfTimeError,
+    quartiles,
+    read_all,
+    read_pieces,
+)
 from benchmarks.decode.workload import Pool, Workload, row_pools, sequences_of
 from kvindex.geometry import Geometry
 from kvindex_cuda import launch as launching
@@ -99,7 +106,7 @@ def test_bytes_grow_with_the_batch_alone_but_for_the_rotation():
     setting = Setting(WHOLE)
     one, eight = (stage_bytes(setting, 2**17, batch, 4000) for batch in (1, 8))
     for name in one:
-        shared = 4 * 128**2 if name == "ask" else 0
+        shared = 4 * (128 + 1) if name == "ask" else 0
         assert eight[name].device - shared == 8 * (one[name].device - shared)
         assert eight[name].host == 8 * one[name].host
 
@@ -329,10 +336,15 @@ def test_everything_is_read_once_at_the_ceiling():
             total = torch.full((1,), 5, dtype=torch.int32)
             read_all(data, total, 3, loads)
             assert (int(total) - 5 - int(data.sum(dtype=torch.int64))) % 2**32 == 0
-        found = ceilings(Once(), "cpu", shrink=2**16)
+            some = torch.full((1,), 5, dtype=torch.int32)
+            read_pieces(data, some, 528, 1040, 3)
+            first = data[: data.nbytes // 1040 * 260].view(-1, 260)[:, :128]
+            assert (int(some) - 5 - int(first.sum(dtype=torch.int64))) % 2**32 == 0
+        found = ceilings(Once(), "cpu", shrink=2**16, record=(4608, 17408))
     assert found["read"]["bytes"] == 2**16
     assert found["read"]["GB_s"] == pytest.approx(2**16 / 10e3)  # the first was the fastest
     assert found["copy"]["bytes"] == 2**17
+    assert found["pieces"]["bytes"] == 3 * 4608
     assert found["pinned"]["bytes"] == 2**14
 
 

@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.decode.setting import Setting
-from benchmarks.decode.timing import Timed, read_all
+from benchmarks.decode.timing import Timed, read_all, read_pieces
 from kvindex_cuda import step as steps
+from kvindex_cuda.base_step import APART
 from kvindex_cuda.layout import BLOCK, SubspaceLayout
 
 SECTOR = 32
@@ -48,12 +50,13 @@ def stage_bytes(
         4 if setting.index.config.largest < 8 else 6 if setting.index.config.largest < 32 else 8
     )
     row = (g.head_dim + g.value_dim) * size
-    cleared = 4 * (2 * group * steps.BUCKETS + steps.BINS + 6)
+    cleared = 4 * (2 * group * steps.BUCKETS + steps.BINS + 9 * APART)
 
     def sectors(count: int) -> int:
         return -(-count // SECTOR) * SECTOR
 
-    asked = 4 * g.head_dim**2 + heads * g.head_dim * (size + 4 + planes / 8) + groups * cleared
+    turn = 4 * (g.head_dim + g.head_dim // (g.head_dim & -g.head_dim))  # signs and waves
+    asked = turn + heads * g.head_dim * (size + 4 + planes / 8) + groups * cleared
     part = sectors(32 * width) + sectors(32) + sectors(2 * g.head_dim) + SECTOR
     sampled = steps.SAMPLED // 32 * part + 8 * steps.SAMPLED
     key = sectors(width) + sectors(layout.magnitude_bits * width) + sectors(2)
@@ -83,7 +86,7 @@ def others(setting: Setting, tokens: int, batch: int, listed: float) -> dict[str
     S, M, width, sets = -(-tokens // BLOCK), g.head_dim // 8, layout.stride, -(-group // 4)
     centre = S * (2 * g.head_dim + 4 * group) if setting.index.config.centre else 0
     turned = groups * group * g.head_dim * (size + 4) + 4 * g.head_dim**2
-    turned += groups * 4 * (2 * group * steps.BUCKETS + steps.BINS + 6)
+    turned += groups * 4 * (2 * group * steps.BUCKETS + steps.BINS + 9 * APART)
     entries = M * 256 * 4 * sets * dict(all=0, tiers=1, dots=2)[kind]
     counts = M * 256 * 8 if kind == "tiers" else 0
     span = layout.span if isinstance(layout, SubspaceLayout) else 2
@@ -102,10 +105,13 @@ def others(setting: Setting, tokens: int, batch: int, listed: float) -> dict[str
     }
 
 
-def ceilings(timed: Timed, device: str, shrink: int = 1) -> dict[str, Any]:
+def ceilings(
+    timed: Timed, device: str, shrink: int = 1, record: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """Reading alone (the best of some grids), copying on the device, copying to it: GB/s.
 
-    shrink: divides the sizes, for tests.
+    shrink: divides the sizes, for tests; record: bytes that the scan reads of a record, and of the
+    record: also reading those alone, as it does.
     """
     drawn = dict(dtype=torch.int32, device=device)
     data = torch.randint(-(2**31), 2**31 - 1, (READ_BYTES // shrink // 4,), **drawn)
@@ -120,6 +126,8 @@ def ceilings(timed: Timed, device: str, shrink: int = 1) -> dict[str, Any]:
             if not best or times["median_us"] < best["median_us"]:
                 best = {**times, "grid": blocks, "loads": loads}
     found = {"read": {**best, "bytes": data.nbytes, "GB_s": data.nbytes / best["median_us"] / 1e3}}
+    if record:
+        found["pieces"] = _pieces(timed, data, total, *record)
     other = torch.empty(COPY_BYTES // shrink // 4, dtype=torch.int32, device=device)
     times = timed(lambda: other.copy_(data[: len(other)]), 1)
     moved = 2 * other.nbytes
@@ -133,3 +141,16 @@ def ceilings(timed: Timed, device: str, shrink: int = 1) -> dict[str, Any]:
         "GB_s": host.nbytes / times["median_us"] / 1e3,
     }
     return found
+
+
+def _pieces(timed: Timed, data: Tensor, total: Tensor, piece: int, apart: int) -> dict[str, Any]:
+    """Reading the first `piece` bytes of records of `apart` bytes."""
+    records = data.nbytes // apart
+    first = data[: records * apart // 4].view(records, apart // 4)[:, :128]
+    total.zero_()
+    read_pieces(data, total, piece, apart)
+    if int(total) & 0xFFFFFFFF != int(first.sum(dtype=torch.int64)) & 0xFFFFFFFF:
+        raise SystemExit("the kernel that reads pieces does not: its sum is wrong")
+    times = timed(partial(read_pieces, data, total, piece, apart), 1)
+    sizes = {"piece": piece, "apart": apart, "bytes": records * piece}
+    return {**times, **sizes, "GB_s": records * piece / times["median_us"] / 1e3}

@@ -60,6 +60,15 @@ class Setting:
         beside = dict(votes=weights, dots=weights, tiers=0, all=planes + 2)
         return layout.stride + beside[self.kind]
 
+    @property
+    def record(self) -> tuple[int, int] | None:
+        """Bytes that `scan` reads of a block's record of a KV head, and of the record."""
+        index: Any = self.index
+        if self.kind != "votes":
+            return None
+        layout, centre = self.layout, 2 * self.geometry.head_dim
+        return layout.centre + (centre if index.config.centre else 0), layout.head_bytes
+
     def candidates(self, tokens: int) -> int:
         """`C`, of a head or of the group; all keys of one stage."""
         index: Any = self.index

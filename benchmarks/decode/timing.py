@@ -144,3 +144,14 @@ def read_all(data: Tensor, total: Tensor, blocks: int = 2112, loads: int = 4) ->
     """Read a contiguous tensor once, adding its 32-bit words to `total`, int32 `[1]`."""
     words = data.nbytes // 16
     launching.launch("ceiling.cu", "total", (blocks,), (512,), data, words, total, LOADS=loads)
+
+
+def read_pieces(data: Tensor, total: Tensor, piece: int, apart: int, blocks: int = 264) -> None:
+    """Read the first `piece` bytes of records of `apart` bytes as the scan does.
+
+    total: int32 `[1]`, to which the 32-bit words of each record's first 512 bytes are added.
+    """
+    shape = (blocks,), (256,)
+    records = data.nbytes // apart
+    given = data, records, apart, piece, total
+    launching.launch("ceiling.cu", "pieces", *shape, *given, shared_bytes=16 * piece, LOADS=4)

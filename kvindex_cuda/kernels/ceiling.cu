@@ -1,7 +1,7 @@
-// The rate at which memory can be read at all: what a share of the read-only ceiling refers to
-// (benchmarks/decode/timing.py).
+// The rate at which memory can be read at all, what a share of the read-only ceiling refers to
+// (benchmarks/decode/timing.py), and that of reading as the scan does and doing nothing else.
 //
-// Neighbouring lanes load neighbouring words of 16 bytes, LOADS of them in flight per thread, and
+// `total`: neighbouring lanes load neighbouring words of 16 bytes, LOADS of them in flight per thread, and
 // sum them so that no load can be left out. Grid: any. Reads 16 bytes per word, once; writes one
 // sum per warp.
 // Compile-time: LOADS.
@@ -23,4 +23,37 @@ total(const uint4* data, i64 count, u32* sum) {
     for (; i < count; i += apart) mine += data[i].x + data[i].y + data[i].z + data[i].w;
     mine = warp_sum(mine);
     if (threadIdx.x % 32 == 0) atomicAdd(sum, mine);
+}
+
+// `pieces`: of each of `count` records of `apart` bytes the first `piece`, by copies to shared memory, two
+// ahead of each warp, as scan.cu reads codes. Grid: any. Dynamic shared memory: 16 `piece` bytes.
+// sum uint32 [1], added to: of the 4-byte parts of each record's first 512 bytes; piece at least so many,
+// and a multiple of 16 as `apart` is.
+extern "C" __global__ void __launch_bounds__(256)
+pieces(const char* data, i64 count, i64 apart, i64 piece, u32* sum) {
+    DYNAMIC_SHARED(memory);
+    __shared__ u64 barriers[8][2];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    i64 warps = gridDim.x * 8, first = blockIdx.x * 8 + warp;
+    char* stages = memory + warp * 2 * piece;
+    u32 mine = 0;
+    if (lane == 0) begin_barrier(&barriers[warp][0]), begin_barrier(&barriers[warp][1]);
+    __syncwarp();
+    auto fetch = [&](i64 record, int stage) {
+        if (record >= count) return;
+        if (lane == 0) expect(&barriers[warp][stage], u32(piece));
+        copy(stages + stage * piece, data + record * apart, u32(piece), &barriers[warp][stage]);
+    };
+    fetch(first, 0);
+    fetch(first + warps, 1);
+    for (i64 record = first, n = 0; record < count; record += warps, n++) {
+        int stage = n % 2;
+        wait(&barriers[warp][stage], n / 2 % 2);
+        uint4 word = reinterpret_cast<const uint4*>(stages + stage * piece)[lane];
+        mine += word.x + word.y + word.z + word.w;
+        __syncwarp();
+        fetch(record + 2 * warps, stage);
+    }
+    mine = warp_sum(mine);
+    if (lane == 0) atomicAdd(sum, mine);
 }
