@@ -34,16 +34,13 @@ from benchmarks.decode.correctness import check
 from benchmarks.decode.faiss_rivals import gpu_library, rivals
 from benchmarks.decode.floors import ceilings
 from benchmarks.decode.rivals import dense, layers_of_dense
-from benchmarks.decode.setting import NEAR, D, G, H, K, Setting
+from benchmarks.decode.setting import NEAR, D, G, H, K, Setting, geometry, measurable
 from benchmarks.decode.show import found_by, joined, plot, show, spread
 from benchmarks.decode.stages import measure
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
 from benchmarks.decode.workload import ROWS, Pool, Workload, row_pools, sequences_of
-from kvindex.geometry import Geometry
-from kvindex.indexes.pariskv import ParisKV
 from kvindex_adapters.machine import describe
 from kvindex_cuda import launch as launching
-from kvindex_cuda.fused import serves
 from kvindex_cuda.layout import BLOCK
 
 TOKENS = (32_768, 131_072, 1_048_576)
@@ -80,13 +77,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
             if value < low:
                 parser.error(f"{name}: got {value}, allowed is at least {low}")
     try:
-        index = Setting(geometry("cpu"), found.index).index
-    except (KeyError, TypeError, ValueError) as error:
-        parser.error(f"index: {error}")
-    if type(index) is not ParisKV or not serves(index):
-        parser.error(f"index: got {found.index!r}, allowed is one that the fused kernels serve")
-    if index.config.one_stage:
-        parser.error(f"index: got {found.index!r}, allowed is preset=scan for one stage")
+        measurable(found.index)
+    except ValueError as error:
+        parser.error(str(error))
     if not 0 <= found.hit_rate <= 1:
         parser.error(f"hit-rate: got {found.hit_rate}, allowed is 0 to 1")
     if not found.seconds > 0:
@@ -103,11 +96,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if found.draw is None and not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and torch sees none; --draw draws a result")
     return found
-
-
-def geometry(device: str) -> Geometry:
-    """Of the layer that is measured."""
-    return Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16, device=device)
 
 
 def keep(result: dict[str, Any], given: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <math.h>
 #include <sys/mman.h>
 #include <type_traits>
@@ -881,6 +882,13 @@ ATOMIC_CAS(unsigned long long)
 
 inline void __nanosleep(unsigned, SITE) { emulator::rest("__nanosleep", site); }
 inline long long clock64() { return emulator::now++; }
+namespace emulator {
+inline unsigned long long globaltimer() {  // %globaltimer, for stamps (benchmarks/stamps.py)
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
+}
+}  // namespace emulator
 [[noreturn]] inline void __trap(SITE) { emulator::fail(site, "__trap"); }
 // ---- copies that a barrier in shared memory waits for (common.cuh) -----------------------------
 
