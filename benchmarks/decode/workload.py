@@ -123,14 +123,15 @@ class RowPool:
 def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPool]:
     """The same random rows of so many tokens on the `host`, as codes there, on the `device`.
 
-    Those as codes by the codec's name. options: for `HostStore`.
+    Of whole blocks, for layers begin with another one each and read them in a circle. Those as
+    codes by the codec's name. options: for `HostStore`.
     """
-    g = setting.geometry
+    g, tokens = setting.geometry, -(-tokens // BLOCK) * BLOCK
     stores = {
         name: HostStore(g, rows=name, max_tokens=tokens, budget=Budget(), **options)
         for name in NAMES
     }
-    S = -(-tokens // BLOCK)
+    S = tokens // BLOCK
     shape = (S, g.kv_heads, BLOCK, stores["plain"].row_bytes)
     device = torch.empty(shape, dtype=torch.uint8, device=g.device)
     draw = torch.Generator(g.device).manual_seed(2)
@@ -142,13 +143,8 @@ def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPoo
         rows = stores["plain"].join(*drawn)
         for store in stores.values():
             store.append(rows if store.rows == "plain" else store.join(*drawn))
-        whole = count // BLOCK * BLOCK
-        first = start // BLOCK
-        encoded = rows["rows"][0]
-        part = encoded[:, :whole].unflatten(1, (-1, BLOCK)).transpose(0, 1)
-        device[first : first + whole // BLOCK] = part
-        if whole < count:
-            device[first + whole // BLOCK, :, : count - whole] = encoded[:, whole:]
+        first, blocks = start // BLOCK, rows["rows"][0].unflatten(1, (-1, BLOCK)).transpose(0, 1)
+        device[first : first + len(blocks)] = blocks
     pools = {}
     for name, store in stores.items():
         store.wait()
