@@ -22,6 +22,10 @@ from kvindex_cuda.row_cache import RowCache
 BINS, EDGE, BUCKETS, APART = 2048, 1024, 256, 32
 """As in the kernels' sources."""
 
+COUNTERS = 9
+"""Of each group, in lines of memory of their own: what is listed, kept, at the edge, passed on; two
+tickets; three that tell."""
+
 MOST_SPLITS, AT_ONCE = 16, 4
 """Of `attend.cu`."""
 
@@ -120,11 +124,11 @@ class BaseStep:
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
         # what counts, cleared by a step's first launch at once: 8-byte words first, counters last,
         # each in a line of memory of its own
-        sizes = [2 * group * BUCKETS, BINS, counted, 9 * APART]
+        sizes = [2 * group * BUCKETS, BINS, counted, COUNTERS * APART]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
         self._buckets, self._hist, self._counted = parts[:3]
-        counters = parts[3].view(9, groups, APART)[..., 0]
+        counters = parts[3].view(COUNTERS, groups, APART)[..., 0]
         self.counts, self._many, self._edges, self._filled = counters[:4].unbind()
         self._tickets, self._told = counters[4:6].unbind(), counters[6:]
         self._tellers = 0  # blocks of a group that tell `agree` that they are done, if they do

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.decode.setting import Setting
 from benchmarks.decode.timing import Timed, read_all, read_pieces
 from kvindex_cuda import step as steps
-from kvindex_cuda.base_step import APART
+from kvindex_cuda.base_step import APART, COUNTERS
 from kvindex_cuda.layout import BLOCK, SubspaceLayout
 
 SECTOR = 32
@@ -50,7 +50,7 @@ def stage_bytes(
         4 if setting.index.config.largest < 8 else 6 if setting.index.config.largest < 32 else 8
     )
     row = (g.head_dim + g.value_dim) * size
-    cleared = 4 * (2 * group * steps.BUCKETS + steps.BINS + 9 * APART)
+    cleared = 4 * (2 * group * steps.BUCKETS + steps.BINS + COUNTERS * APART)
 
     def sectors(count: int) -> int:
         return -(-count // SECTOR) * SECTOR
@@ -86,7 +86,7 @@ def others(setting: Setting, tokens: int, batch: int, listed: float) -> dict[str
     S, M, width, sets = -(-tokens // BLOCK), g.head_dim // 8, layout.stride, -(-group // 4)
     centre = S * (2 * g.head_dim + 4 * group) if setting.index.config.centre else 0
     turned = groups * group * g.head_dim * (size + 4) + 4 * g.head_dim**2
-    turned += groups * 4 * (2 * group * steps.BUCKETS + steps.BINS + 9 * APART)
+    turned += groups * 4 * (2 * group * steps.BUCKETS + steps.BINS + COUNTERS * APART)
     entries = M * 256 * 4 * sets * dict(all=0, tiers=1, dots=2)[kind]
     counts = M * 256 * 8 if kind == "tiers" else 0
     span = layout.span if isinstance(layout, SubspaceLayout) else 2
