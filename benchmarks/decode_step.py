@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.decode import options
 from benchmarks.decode.correctness import check
 from benchmarks.decode.faiss_rivals import gpu_library, rivals
 from benchmarks.decode.floors import ceilings
 from benchmarks.decode.rivals import dense, layers_of_dense
-from benchmarks.decode.setting import NEAR, D, G, H, K, Setting, geometry, measurable
+from benchmarks.decode.setting import NEAR, D, G, H, K, Setting, geometry
 from benchmarks.decode.show import found_by, joined, plot, show, spread
 from benchmarks.decode.stages import measure
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
@@ -51,17 +52,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument(
-        "--index", default=Setting.spec, help="a ParisKV, as kvindex.create takes it"
-    )
-    parser.add_argument(
-        "--hit-rate",
-        type=float,
-        default=Setting.hit_rate,
-        help="of the caches of rows",
-    )
+    options.add(parser)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
     parser.add_argument("--faiss", type=Path, help="a folder that holds faiss with a GPU part")
     parser.add_argument("--json", type=Path)
@@ -70,18 +62,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--draw", type=Path, nargs="+", help="show and draw these results; measure nothing"
     )
     found = parser.parse_args(given)
-    least = dict(tokens=4096, batch=1, layers=1, replays=50)
-    for name, low in least.items():
-        values = getattr(found, name)
-        for value in values if isinstance(values, (list, tuple)) else [values]:
-            if value < low:
-                parser.error(f"{name}: got {value}, allowed is at least {low}")
-    try:
-        measurable(found.index)
-    except ValueError as error:
-        parser.error(str(error))
-    if not 0 <= found.hit_rate <= 1:
-        parser.error(f"hit-rate: got {found.hit_rate}, allowed is 0 to 1")
+    options.check(parser, found, tokens=4096, batch=1, layers=1, replays=50)
     if not found.seconds > 0:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
     if found.faiss is not None and not (found.faiss / "faiss").is_dir():
@@ -158,9 +139,9 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
             for point in points:
                 need = 4 * G * D * tokens * point["batch"]
                 rate = result["ceilings"]["read"]["GB_s"]
-                options = dict(replays=given.replays, GB_s=rate, left_s=clock.left)
+                limits = dict(replays=given.replays, GB_s=rate, left_s=clock.left)
                 free = torch.cuda.mem_get_info()[0]
-                layers, why = layers_of_dense(need, free, given.layers, **options)
+                layers, why = layers_of_dense(need, free, given.layers, **limits)
                 try:
                     if layers:
                         point |= dense(setting, tokens, point["batch"], layers, timed)

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from benchmarks.beside.show import show
 from benchmarks.beside.trees import Answers, Tree, at_once, in_turn
-from benchmarks.decode.setting import Setting, measurable
+from benchmarks.decode import options
 
 PLACES = ("device", "cached", "host")
 """Of rows; `cached`: on the host, with a cache on the device."""
@@ -48,11 +48,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", nargs="+", choices=PLACES, default=[*PLACES])
-    parser.add_argument("--hit-rate", type=float, default=Setting.hit_rate, help="of the caches")
-    parser.add_argument(
-        "--index", default=Setting.spec, help="a ParisKV, as kvindex.create takes it"
-    )
-    parser.add_argument("--replays", type=int, default=50, help="of a graph, in a tree's turn")
+    options.add(parser)
     parser.add_argument("--dense", action="store_true", help="dense attention, too, once a length")
     parser.add_argument(
         "--seconds", type=float, default=120, help="for one part of a tree, which is ended then"
@@ -68,17 +64,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"trees: got {pair!r}, allowed is a checkout; it lacks {missing}")
         trees[name] = Path(folder)
     found.trees = trees
-    for name, low in dict(tokens=4096, batch=1, rounds=1, replays=10).items():
-        values = getattr(found, name)
-        for value in values if isinstance(values, list) else [values]:
-            if value < low:
-                parser.error(f"{name}: got {value}, allowed is at least {low}")
-    try:
-        measurable(found.index)
-    except ValueError as error:
-        parser.error(str(error))
-    if not 0 <= found.hit_rate <= 1:
-        parser.error(f"hit-rate: got {found.hit_rate}, allowed is 0 to 1")
+    options.check(parser, found, tokens=4096, batch=1, rounds=1, replays=10)
     if not found.seconds > 0:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
     if not found.json.parent.is_dir():

@@ -32,8 +32,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.beside.worker import Bench
+from benchmarks.decode import options
 from benchmarks.decode.correctness import sound
-from benchmarks.decode.setting import Setting, measurable
 from benchmarks.decode.timing import captured, read_all
 from benchmarks.side_by_side import PLACES
 from benchmarks.stamps import Launched, Point, Stamped, launched
@@ -45,22 +45,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--rows", choices=PLACES, default="cached", help="where they lie")
-    parser.add_argument("--hit-rate", type=float, default=Setting.hit_rate, help="of the caches")
-    parser.add_argument(
-        "--index", default=Setting.spec, help="a ParisKV, as kvindex.create takes it"
-    )
-    parser.add_argument("--replays", type=int, default=50)
+    options.add(parser)
     parser.add_argument("--json", type=Path, required=True)
     found = parser.parse_args(given)
-    for name, low in dict(tokens=4096, replays=10).items():
-        if (value := getattr(found, name)) < low:
-            parser.error(f"{name}: got {value}, allowed is at least {low}")
-    try:
-        measurable(found.index)
-    except ValueError as error:
-        parser.error(str(error))
-    if not 0 <= found.hit_rate <= 1:
-        parser.error(f"hit-rate: got {found.hit_rate}, allowed is 0 to 1")
+    options.check(parser, found, tokens=4096, replays=10)
     if not found.json.parent.is_dir():
         parser.error(f"json: got {found.json}, allowed is a file in a folder that exists")
     if not torch.cuda.is_available():

@@ -102,6 +102,13 @@ def test_bytes_of_the_scan_are_what_the_index_says_a_search_reads(setting):
     assert found - beside == 2 * 1024 * index.bytes_per_key()["scanned"]
 
 
+def test_a_record_is_what_the_scan_copies_of_one():
+    layout = Setting(WHOLE).layout
+    assert Setting(WHOLE).record == (256 * (16 + 1) + 2 * 128, 256 * (16 + 1 + 2 + 48) + 2 * 128)
+    assert layout.head_bytes == Setting(WHOLE).record[1]
+    assert Setting(WHOLE, "pariskv:preset=scan").record is None
+
+
 def test_bytes_grow_with_the_batch_alone_but_for_the_rotation():
     setting = Setting(WHOLE)
     one, eight = (stage_bytes(setting, 2**17, batch, 4000) for batch in (1, 8))

@@ -11,9 +11,7 @@ from torch import Tensor
 
 import kvindex
 from kvindex.geometry import Geometry
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.ops.coarse import TIERS, ceil_share
-from kvindex_cuda.fused import serves
 from kvindex_cuda.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.serving import STEPS, kind_of, layout_of, options_of, room_of
 
@@ -102,18 +100,6 @@ class Setting:
 def geometry(device: str) -> Geometry:
     """Of the layer that is measured."""
     return Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16, device=device)
-
-
-def measurable(spec: str) -> None:
-    """Raises ValueError, in words for the option `index`, unless fused kernels serve it."""
-    try:
-        index = Setting(geometry("cpu"), spec).index
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"index: {error}") from error
-    if type(index) is not ParisKV or not serves(index):
-        raise ValueError(f"index: got {spec!r}, allowed is one that the fused kernels serve")
-    if index.config.one_stage:
-        raise ValueError(f"index: got {spec!r}, allowed is preset=scan for one stage")
 
 
 def synthetic(geometry: Geometry, sequence: int, start: int, count: int) -> Tensor:
