@@ -25,7 +25,7 @@ from kvindex_cuda.layout import Layout
 
 __all__ = ["BINS", "BUCKETS", "MOST_HEADS", "PLANES", "SAMPLED", "State", "Step", "words_of"]
 
-SAMPLED, STAGES = 4096, 2
+SAMPLED, WARPS, STAGES = 4096, 8, 2
 """As in the kernels' sources."""
 
 PLANES = {4: 5, 6: 21, 8: 85}
@@ -117,11 +117,11 @@ class Step(BaseStep):
             "scan.cu",
             "scan",
             (scanners,),
-            (256,),
+            (32 * WARPS,),
             *(*codes, *query, *keys, self._thresholds, self._bases, self._shifts),
             *(self.counts, self._list, self._hist, self._products, self._told),
             *(self.capacity, groups, kv),
-            shared_bytes=8 * STAGES * self._stage(),
+            shared_bytes=WARPS * STAGES * self._stage(),
             overlap=True,
             **self._votes,
         )
@@ -138,7 +138,7 @@ class Step(BaseStep):
             *(self._levels, state.reference, *limits, *listed, self._kept, self._many),
             *(self._estimates, self._buckets, self._edge, self._edge_estimates, self._edges),
             self._cuts,
-            *(*query, *keys, self._told, 8 * scanners, self.capacity, kv, g.scale, softcap),
+            *(*query, *keys, self._told, WARPS * scanners, self.capacity, kv, g.scale, softcap),
             float(reference.OCTAVES),
             overlap=True,
             **self._rerank,
@@ -146,7 +146,7 @@ class Step(BaseStep):
         self._agree(state)
 
     def _stage(self) -> int:
-        """Bytes of a block that `scan` copies to shared memory, and of its valid bits."""
+        """Bytes of a block that `scan` copies to shared memory."""
         L = self.layout
         scanned = L.centre + (2 * L.head_dim if self._votes["CENTRED"] else 0)
-        return -(-(scanned + 32) // 128) * 128
+        return -(-scanned // 128) * 128

@@ -81,7 +81,7 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
     const int* given_factors, u32* all_planes, int* all_sums, float* all_units, u16* operands,
     float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
     i64 words, int* wrong, i64 largest, float level, float most, i64 kv_heads) {
-    __shared__ int factors[256];
+    __shared__ FACTORS int factors[256];
     __shared__ __align__(16) float directions[SETS][D][4];  // ‖q‖ q̃
     __shared__ float waves[ODD];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
@@ -99,7 +99,7 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
     auto draw = [&](Sampled& some, int i, i64 address) {
         i64 s = place(i);
         const char* block = reinterpret_cast<const char*>(address) + head_offset;
-        load<false>(some.signs, block, part(i));
+        load(some.signs, block, part(i));
         load(some.mean, block + CENTRE);
         some.weights = load_weights(block + WEIGHTS, part(i));
         some.valid = valid[(batch * row + s) * 8 + part(i)];
@@ -219,8 +219,8 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
         int vote = LEAST;
         if (tokens > 0) {
             int offsets[SETS][2];
-            offsets_of(offsets, some.mean, group, nullptr);
-            vote = vote_of(some.signs, some.weights, group, offsets, factors);
+            offsets_of<false>(offsets, some.mean, group, nullptr);
+            vote = vote_of(some.signs, some.weights, group, offsets, shared_place(factors));
             bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
             if (!in || !(some.valid >> own_key() & 1)) vote = LEAST;
             int next = i + gridDim.x * 8;

@@ -35,21 +35,21 @@ pieces(const char* data, i64 count, i64 apart, i64 piece, u32* sum) {
     __shared__ u64 barriers[8][2];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 warps = gridDim.x * 8, first = blockIdx.x * 8 + warp;
-    char* stages = memory + warp * 2 * piece;
+    Shared stages = shared_place(memory) + u32(warp * 2 * piece), barrier = shared_place(barriers[warp]);
     u32 mine = 0;
-    if (lane == 0) begin_barrier(&barriers[warp][0]), begin_barrier(&barriers[warp][1]);
+    if (lane == 0) begin_barrier(barrier), begin_barrier(barrier + 8);
     __syncwarp();
     auto fetch = [&](i64 record, int stage) {
         if (record >= count) return;
-        if (lane == 0) expect(&barriers[warp][stage], u32(piece));
-        copy(stages + stage * piece, data + record * apart, u32(piece), &barriers[warp][stage]);
+        if (lane == 0) expect(barrier + 8 * stage, u32(piece));
+        copy(stages + u32(stage * piece), data + record * apart, u32(piece), barrier + 8 * stage);
     };
     fetch(first, 0);
     fetch(first + warps, 1);
     for (i64 record = first, n = 0; record < count; record += warps, n++) {
         int stage = n % 2;
-        wait(&barriers[warp][stage], n / 2 % 2);
-        uint4 word = reinterpret_cast<const uint4*>(stages + stage * piece)[lane];
+        wait(barrier + 8 * stage, n / 2 % 2);
+        uint4 word = load_from<uint4>(stages + u32(stage * piece + 16 * lane));
         mine += word.x + word.y + word.z + word.w;
         __syncwarp();
         fetch(record + 2 * warps, stage);

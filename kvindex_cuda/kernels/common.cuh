@@ -180,20 +180,82 @@ __device__ __forceinline__ int mad(int a, int b, int c) {
 #endif
 }
 
+// A place in shared memory as a number. The compiler makes that of a pointer anew wherever it is used;
+// of this one it does not know what it is.
+#ifdef EMULATED
+typedef u64 Shared;
+#else
+typedef u32 Shared;
+#endif
+__device__ __forceinline__ Shared shared_place(const void* address) {
+#ifdef EMULATED
+    return reinterpret_cast<u64>(address);
+#else
+    Shared place = u32(__cvta_generic_to_shared(address));
+    asm volatile("" : "+r"(place));
+    return place;
+#endif
+}
+__device__ constexpr bool is_shared(Shared) { return true; }
+__device__ constexpr bool is_shared(const char*) { return false; }
+
+// What lies at a place, of 4 or 16 bytes.
+template <class T>
+__device__ __forceinline__ T load_from(const char* place) {
+    return *reinterpret_cast<const T*>(place);
+}
+template <class T>
+__device__ __forceinline__ T load_from(Shared place) {
+#ifdef EMULATED
+    return *reinterpret_cast<const T*>(place);
+#else
+    if constexpr (sizeof(T) == 16) {
+        T words;
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(place));
+        return words;
+    } else {
+        u32 word;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(place));
+        return T(word);
+    }
+#endif
+}
+
+__device__ __forceinline__ u64 load_pair(Shared place) {
+#ifdef EMULATED
+    return *reinterpret_cast<const u64*>(place);
+#else
+    u64 pair;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(pair) : "r"(place));
+    return pair;
+#endif
+}
+__device__ __forceinline__ void store_pair(Shared place, u32 low, u32 high) {
+#ifdef EMULATED
+    *reinterpret_cast<u64*>(place) = u64(high) << 32 | low;
+#else
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(place), "r"(low), "r"(high));
+#endif
+}
+
+// A place with some of its last bits set, which are 0.
+__device__ __forceinline__ const char* with_bits(const char* place, u32 bits) { return place + bits; }
+__device__ __forceinline__ Shared with_bits(Shared place, u32 bits) { return place | bits; }
+
 // Rows of 16 bytes from shared memory as the matrix instructions take them (PTX, ldmatrix .x4): lane
-// l gives the address of row l % 8 of matrix l / 8; lane (row, t) gets word t of `row` of each.
-__device__ __forceinline__ void load_rows(u32 (&words)[4], const void* address) {
+// l gives the place of row l % 8 of matrix l / 8; lane (row, t) gets word t of `row` of each.
+__device__ __forceinline__ void load_rows(u32 (&words)[4], Shared place) {
 #ifdef EMULATED
     int lane = threadIdx.x % 32;
     for (int i = 0; i < 4; i++) {
-        u64 from = __shfl_sync(ALL, reinterpret_cast<u64>(address), i * 8 + lane / 4);
+        u64 from = __shfl_sync(ALL, place, i * 8 + lane / 4);
         words[i] = reinterpret_cast<const u32*>(from)[lane % 4];
     }
 #else
-    u32 from = u32(__cvta_generic_to_shared(address));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(from) : "memory");
+                 : "r"(place));
 #endif
 }
 
@@ -206,44 +268,46 @@ __device__ __forceinline__ void load_rows(u32 (&words)[4], const void* address) 
 #else
 #define ASYNCHRONOUS 0
 #endif
-__device__ __forceinline__ void begin_barrier(u64* barrier) {  // one lane
+__device__ __forceinline__ void begin_barrier(Shared barrier) {  // one lane
 #ifdef EMULATED
-    *barrier = 0;
+    *reinterpret_cast<u64*>(barrier) = 0;
 #elif ASYNCHRONOUS
     asm volatile("mbarrier.init.shared.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;"
-                 :: "r"(u32(__cvta_generic_to_shared(barrier))) : "memory");
+                 :: "r"(barrier) : "memory");
 #endif
 }
-__device__ __forceinline__ void expect(u64* barrier, u32 bytes) {  // one lane
+__device__ __forceinline__ void expect(Shared barrier, u32 bytes) {  // one lane
 #if !defined(EMULATED) && ASYNCHRONOUS
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 :: "r"(u32(__cvta_generic_to_shared(barrier))), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes)
+                 : "memory");
 #endif
 }
 // All lanes call it. The copy is not kept in L2: evict_first, as CUTLASS spells the policy.
-__device__ __forceinline__ void copy(void* to, const void* from, u32 bytes, u64* barrier) {
+__device__ __forceinline__ void copy(Shared to, const void* from, u32 bytes, Shared barrier) {
 #ifdef EMULATED
-    if (threadIdx.x % 32 == 0) emulated_copy(to, from, bytes, barrier);
+    auto pointer = [](Shared place) { return reinterpret_cast<void*>(place); };
+    if (threadIdx.x % 32 == 0) emulated_copy(pointer(to), from, bytes, pointer(barrier));
 #elif ASYNCHRONOUS
     if (threadIdx.x % 32 == 0)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                      "[%0], [%1], %2, [%3], %4;"
-                     :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes),
-                        "r"(u32(__cvta_generic_to_shared(barrier))), "l"(0x12F0000000000000ull)
+                     :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(0x12F0000000000000ull)
                      : "memory");
 #else
-    for (u32 i = threadIdx.x % 32; i < bytes / 16; i += 32)
-        static_cast<uint4*>(to)[i] = __ldcs(static_cast<const uint4*>(from) + i);
+    for (u32 i = threadIdx.x % 32; i < bytes / 16; i += 32) {
+        uint4 words = __ldcs(static_cast<const uint4*>(from) + i);
+        store_pair(to + i * 16, words.x, words.y), store_pair(to + i * 16 + 8, words.z, words.w);
+    }
 #endif
 }
-__device__ __forceinline__ void wait(u64* barrier, u32 parity) {  // all lanes
+__device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // all lanes
 #ifdef EMULATED
-    emulated_wait(barrier, parity);
+    emulated_wait(reinterpret_cast<u64*>(barrier), parity);
 #elif ASYNCHRONOUS
-    u32 at = u32(__cvta_generic_to_shared(barrier)), done;
+    u32 done;
     do
         asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n\t"
-                     "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+                     "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     while (!done);
 #else
     __syncwarp();

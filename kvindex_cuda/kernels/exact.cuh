@@ -27,10 +27,11 @@ __device__ __forceinline__ u64 entry_of(const Voters& of, const Group& group, u3
     const char* codes = reinterpret_cast<const char*>(of.table[s]) + of.bg % of.kv_heads * of.head;
     Mean mean;
     load(mean, codes + CENTRE);
-    offsets_of(offsets, mean, group, nullptr);
+    offsets_of<false>(offsets, mean, group, nullptr);
     Signs signs;
-    load<false>(signs, codes, part);
-    int vote = vote_of(signs, load_weights(codes + WEIGHTS, part), group, offsets, of.factors);
+    load(signs, codes, part);
+    const char* factors = reinterpret_cast<const char*>(of.factors);
+    int vote = vote_of(signs, load_weights(codes + WEIGHTS, part), group, offsets, factors);
     bool is = first + own_key() < of.tokens && of.valid[i64(s) * 8 + part] >> own_key() & 1;
     return is ? entry_of(vote, int(first) + own_key()) : 0;
 }

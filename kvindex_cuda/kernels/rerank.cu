@@ -3,8 +3,8 @@
 //
 // A warp multiplies 16 candidates with the heads of its group (product.cuh). Entries of the list are
 // dealt to warps like cards, so that each has its share of them and of the candidates among them,
-// however the scan wrote them; what a warp's are is put together before codes are read, and those of
-// the next 16 are on their way while 16 are multiplied.
+// however the scan wrote them. A warp reads up to 32 HANDS of its own at once, then where their blocks
+// are, and puts the candidates together; then codes, of the next 16 while 16 are multiplied.
 // Sums that all candidates enter are kept as integers, so that the order in which the scan wrote
 // its list leaves no trace: the same ids from run to run.
 // Limited by the latency of scattered reads: counts, list and histogram, asked for at once; addresses
@@ -15,12 +15,14 @@
 #include "product.cuh"
 #include "shares.cuh"
 
-constexpr int ONCE = 16;   // candidates of a warp at a time
-constexpr int QUEUE = 48;  // entries that a warp holds back: 15 and 32 more
+constexpr int ONCE = 16;  // candidates of a warp at a time
+constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
+constexpr int QUEUE = 32 * HANDS;  // candidates that a warp puts together
 
-// An entry, and where its block is.
+// A candidate: its codes' block, its id, and, if it lies on the edge, where among its entries, else −1.
 struct __align__(16) Held {
-    u64 entry, block;
+    u64 block;
+    int id, slot;
 };
 
 // What the warps of a block work on, of one group: as the kernel gets it, or in shared memory.
@@ -42,68 +44,62 @@ struct Work {
     __device__ __forceinline__ u64 block_of(u64 entry) const {
         return u64(table[id_of(entry) / TOKENS]) + head_offset;
     }
+    __device__ __forceinline__ int slot_of(u64 entry) const {
+        return are.side(entry) ? -1 : atomicAdd(edges, 1);
+    }
+    // To the queue's place `at`.
+    __device__ __forceinline__ void put(int at, u64 entry, u64 block, int slot) const {
+        queue[at] = {block, id_of(entry), slot};
+        if (slot >= 0 && slot < EDGE) edge[slot] = entry;
+    }
 };
 
-// Candidates of a warp: how many there are, the place of the first in `kept`, which of them lie on the
-// edge and where among its entries (in the lane of their number), and what a lane multiplies.
+// Up to ONCE candidates, as the queue has them from a place on: what a lane multiplies.
 struct Batch {
-    int many, first, slot;
-    u32 edge;
     Tile tile;
     float products[COLUMNS][ROWS][2];
 };
 
-// From the queue, whose last they are, and on their way.
-__device__ __forceinline__ void begin(Batch& next, int& held, const Work& of) {
+// The first of `many` from `here` on, on their way.
+__device__ __forceinline__ void begin(Batch& next, const Held* here, int many, const Work& of) {
     int lane = threadIdx.x % 32;
-    next.many = min(held, ONCE);
-    held -= next.many;
-    const Held* here = of.queue + held;
-    u64 entry = here[lane % ONCE].entry;
-    bool is = lane < next.many, on_edge = is && of.are.side(entry) == 0;
-    next.first = lane == 0 && next.many ? atomicAdd(of.many, next.many) : 0;
-    next.slot = on_edge ? atomicAdd(of.edges, 1) : 0;
-    next.edge = __ballot_sync(ALL, on_edge);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (half * 8 + lane / 4 >= next.many) continue;
+        if (half * 8 + lane / 4 >= many) continue;
         Held one = here[half * 8 + lane / 4];
         const char* block = reinterpret_cast<const char*>(one.block);
-        load<false>(next.tile, half, block, id_of(one.entry) % TOKENS, of.logs, of.magnitudes);
+        load<false>(next.tile, half, block, one.id % TOKENS, of.logs, of.magnitudes);
     }
 #pragma unroll
     for (int half = 0; half < ROWS; half++)
 #pragma unroll
         for (int i = 0; i < COLUMNS * 2; i++) {
             int h = head_of(i / 2, i % 2);
-            bool has = CENTRED && key_of(half) < next.many && h < GROUP;
-            i64 segment = has ? id_of(here[key_of(half)].entry) / TOKENS : 0;
+            bool has = CENTRED && key_of(half) < many && h < GROUP;
+            i64 segment = has ? here[key_of(half)].id / TOKENS : 0;
             next.products[i / 2][half][i % 2] = has ? of.products[segment * GROUP + h] : 0.0f;
         }
-    next.first = __shfl_sync(ALL, next.first, 0);
-    if (is) of.kept[next.first + lane] = entry;
-    if (on_edge && next.slot < EDGE) of.edge[next.slot] = entry;
-    __syncwarp();
 }
 
-__device__ __forceinline__ void finish(const Batch& now, Exponentials (&sums)[COLUMNS][2], const Work& of) {
+// first: of `here`, in `kept`.
+__device__ __forceinline__ void finish(const Batch& now, const Held* here, int many, int first,
+                                       Exponentials (&sums)[COLUMNS][2], const Work& of) {
 #pragma unroll
     for (int set = 0; set < COLUMNS; set++) {
         float both[ROWS][2];
         multiply(both, now.tile, of.asked, set, of.levels);
 #pragma unroll
         for (int half = 0; half < ROWS; half++) {
-            int key = key_of(half), log = log_of(now.tile, half), slot = __shfl_sync(ALL, now.slot, key);
-            bool on_edge = now.edge >> key & 1;
+            int key = key_of(half), log = log_of(now.tile, half), slot = here[min(key, many - 1)].slot;
             float weight = log ? exp2f(float(log - 65535) * (of.octaves / 65536)) * of.reference : 0.0f;
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 int h = head_of(set, side);
-                if (h >= GROUP || key >= now.many) continue;
+                if (h >= GROUP || key >= many) continue;
                 float found = both[half][side] * of.down[set][side] * weight;
                 if (CENTRED) found += now.products[set][half][side];
-                of.estimates[i64(now.first + key) * GROUP + h] = found;
-                if (!on_edge)
+                of.estimates[i64(first + key) * GROUP + h] = found;
+                if (slot < 0)
                     sums[set][side].add(of.buckets + h * BUCKETS, capped(found, of.scale, of.softcap));
                 else if (slot < EDGE)
                     of.edge_estimates[slot * GROUP + h] = found;
@@ -112,26 +108,33 @@ __device__ __forceinline__ void finish(const Batch& now, Exponentials (&sums)[CO
     }
 }
 
-// Batch after batch: gather(held) puts entries into the queue until there are ONCE or no more. AHEAD:
-// whether one is on its way while another is multiplied.
-template <bool AHEAD, class Gather>
-__device__ __forceinline__ void estimate(const Work& of, Gather gather) {
+// Batch after batch: gather() fills the queue and says how many there are, 0 for no more; keep(first) writes
+// these to `kept`, from there on. AHEAD: whether one batch is on its way while another is multiplied.
+template <bool AHEAD, class Gather, class Keep>
+__device__ __forceinline__ void estimate(const Work& of, Gather gather, Keep keep) {
     Exponentials sums[COLUMNS][2];
-    int held = 0;
-    auto turn = [&](Batch& next, const Batch& now) {
-        gather(held);
+    while (int held = gather()) {
+        int first = threadIdx.x % 32 == 0 ? atomicAdd(of.many, held) : 0;
         __syncwarp();
-        begin(next, held, of);
-        if (now.many) finish(now, sums, of);
-        return next.many;
-    };
-    Batch even, odd;  // two, for to copy one is to wait for it
-    even.many = odd.many = 0;
-    if (AHEAD)
-        while (turn(even, odd) && turn(odd, even)) {
+        Batch even, odd;  // two, for to copy one is to wait for it
+        auto start = [&](Batch& next, int at) {
+            if (at < held) begin(next, of.queue + at, held - at, of);
+        };
+        auto end = [&](const Batch& now, int at) {
+            if (at < held) finish(now, of.queue + at, held - at, first + at, sums, of);
+        };
+        start(even, 0);
+        first = __shfl_sync(ALL, first, 0);
+        keep(first);
+        for (int at = 0; at < held; at += 2 * ONCE) {
+            if (AHEAD) start(odd, at + ONCE);
+            end(even, at);
+            start(AHEAD ? even : odd, at + (AHEAD ? 2 : 1) * ONCE);
+            end(odd, at + ONCE);
+            if (!AHEAD) start(even, at + 2 * ONCE);
         }
-    else
-        while (turn(odd, even)) finish(odd, sums, of);
+        __syncwarp();
+    }
 #pragma unroll
     for (int set = 0; set < COLUMNS; set++)
 #pragma unroll
@@ -139,23 +142,26 @@ __device__ __forceinline__ void estimate(const Work& of, Gather gather) {
             sums[set][side].flush<FOLDED ? 2 : 4>(of.buckets + head_of(set, side) * BUCKETS);
 }
 
-// What a lane has of 32 entries goes to the queue, if it `is` wanted.
-__device__ __forceinline__ void put(int& held, bool is, u64 entry, u64 block, const Work& of) {
-    u32 they = __ballot_sync(ALL, is);
-    if (is) of.queue[held + __popc(they & ((1u << threadIdx.x % 32) - 1))] = {entry, block};
-    held += __popc(they);
-}
+__device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
 // The C best without the scan's list (exact.cuh): all entries from the C-th on.
 __device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters, int target) {
     u64 least = target ? last_of_the_best(voters, target) : ~0ull;
-    u32 first = (blockIdx.x * 8 + threadIdx.x / 32) * 32;
-    estimate<false>(of, [&](int& held) {
-        for (; held < ONCE && first < voters.tokens; first += gridDim.x * 256) {
-            u64 entry = entry_alone(voters, first);
+    u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, they = 0;
+    u64 entry = 0;
+    auto gather = [&]() {
+        int held = 0;
+        for (; !held && next < voters.tokens; next += gridDim.x * 256) {
+            entry = entry_alone(voters, next);
             bool is = entry && entry >= least;
-            put(held, is, entry, is ? of.block_of(entry) : 0, of);
+            they = __ballot_sync(ALL, is);
+            held = __popc(they);
+            if (is) of.put(__popc(they & lower_lanes()), entry, of.block_of(entry), -1);
         }
+        return held;
+    };
+    estimate<false>(of, gather, [&](int first) {
+        if (they >> threadIdx.x % 32 & 1) of.kept[first + __popc(they & lower_lanes())] = entry;
     });
 }
 
@@ -217,14 +223,16 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     };
 
     // a warp's entries: of the first 32 · warps every warps-th, and so on
-    int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, first = own;
+    int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
     int n = counts[bg * APART];
-    auto listed = [&]() {
-        int at = first + lane * warps;
-        return at < capacity ? work.list[at] : 0;
+    auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // i-th hand
+    u64 entries[HANDS];
+    entries[0] = place_of(0) < capacity ? work.list[place_of(0)] : 0;
+    auto load_hands = [&](int from) {
+#pragma unroll
+        for (int i = 0; i < HANDS; i++)
+            if (i >= from) entries[i] = place_of(i) < n ? work.list[place_of(i)] : 0;
     };
-    auto is_listed = [&]() { return first + lane * warps < n; };
-    u64 entry = listed();
     auto bins = bins_of<false, 256>(histogram + bg * BINS);
     if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(level);
 #pragma unroll
@@ -241,19 +249,53 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
         done();
         return;
     }
-    u64 block = is_listed() ? work.block_of(entry) : 0;
+    u64 block = place_of(0) < n ? work.block_of(entries[0]) : 0;
+    if (own + 32 * warps < n) load_hands(1);
     Cut cut = {-1, 0};
     if (n > target) cut = cut_of(bins, target);
     work.are.bin = cut.bin;
     if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
-    estimate<true>(work, [&](int& held) {
-        while (held < ONCE && first < n) {
-            bool is = is_listed() && work.are.side(entry) >= 0;
-            if (is && first != own) block = work.block_of(entry);
-            put(held, is, entry, block, work);
-            first += 32 * warps;
-            if (first < n) entry = listed();
+    u32 they[HANDS];
+    auto gather = [&]() {
+        int held = 0;
+        for (; !held && next < n; next += QUEUE * warps) {
+            bool more = next + 32 * warps < n;  // than one hand
+            if (next != own) load_hands(0);
+#pragma unroll
+            for (int i = 0; i < HANDS; i++) {
+                they[i] = 0;
+                if (i == 0 || more)
+                    they[i] = __ballot_sync(ALL, place_of(i) < n && work.are.side(entries[i]) >= 0);
+                held += __popc(they[i]);
+            }
+            u64 blocks[HANDS];
+            int slots[HANDS];
+#pragma unroll
+            for (int i = 0; i < HANDS; i++) {
+                if (i && !more) continue;
+                bool is = they[i] >> lane & 1, known = i == 0 && next == own;
+                blocks[i] = known ? block : is ? work.block_of(entries[i]) : 0;
+                slots[i] = is ? work.slot_of(entries[i]) : -1;
+            }
+            int at = 0;
+#pragma unroll
+            for (int i = 0; i < HANDS; i++) {
+                if (i && !more) continue;
+                int to = at + __popc(they[i] & lower_lanes());
+                if (they[i] >> lane & 1) work.put(to, entries[i], blocks[i], slots[i]);
+                at += __popc(they[i]);
+            }
         }
+        return held;
+    };
+    estimate<true>(work, gather, [&](int first) {
+#pragma unroll
+        for (int i = 0; i < HANDS; i++) {
+            if (they[i] >> lane & 1) work.kept[first + __popc(they[i] & lower_lanes())] = entries[i];
+            first += __popc(they[i]);
+            entries[i] = 0;  // no register is left for it
+        }
+        block = 0;
     });
     done();
 }

@@ -24,12 +24,12 @@ constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block tha
 
 // What a warp needs of the query: planes as fragments; powers of four, for the first key of a product and
 // the second; -Σ r of the two heads that a lane has in each set: 2 lane % 4 and 1 more; votes per unit of
-// q·k of these; pieces (`piece_of`) of head lane / 4 % 4 of a set.
+// q·k of these; pieces (`half_of`) of head lane / 4 % 4 of a set.
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
     float units[SETS][2];
-    uint4 queries[HELD && CENTRED ? SETS : 1][EIGHTS][PIECES];
+    uint2 queries[HELD && CENTRED ? SETS : 1][EIGHTS][PIECES];
     const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
 };
 
@@ -50,6 +50,13 @@ __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int
     }
     return words;
 }
+// Half of its words, for a product whose upper rows are words 0 and 2 of a centre's and whose lower ones
+// are 1 and 3: what one half of the columns makes with these, the other makes with those.
+__device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int piece) {
+    int lane = threadIdx.x % 32;
+    uint4 all = piece_of(queries, n * 4 + lane / 4 % 4, i, piece);
+    return lane < 16 ? uint2{all.x, all.z} : uint2{all.y, all.w};
+}
 __device__ __forceinline__ void load_queries(Group& group, const void* queries) {
     group.all = queries;
     if (CENTRED && HELD)
@@ -58,7 +65,7 @@ __device__ __forceinline__ void load_queries(Group& group, const void* queries) 
 #pragma unroll
             for (int i = 0; i < EIGHTS * PIECES; i++)
                 group.queries[HELD ? n : 0][i / PIECES][i % PIECES] =
-                    piece_of(queries, n * 4 + threadIdx.x % 32 / 4 % 4, i / PIECES, i % PIECES);
+                    half_of(queries, n, i / PIECES, i % PIECES);
 }
 
 // Right factors of the second products: of head t in rows 4 t and column t for one key, in rows 16 +
@@ -91,40 +98,42 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
     set_powers(group);
 }
 
-// Coordinates of a centre, as `piece_of` has a query's: all rows of a left factor.
+// Coordinates of a centre, as `piece_of` has a query's.
 struct Mean {
     uint4 eights[EIGHTS];
 };
-__device__ __forceinline__ void load(Mean& mean, const char* centre) {
+template <class Place>  // in memory or in shared memory
+__device__ __forceinline__ void load(Mean& mean, Place centre) {
 #pragma unroll
     for (int i = 0; i < EIGHTS; i++) {
         int j = 32 * i + threadIdx.x % 4 * 8;
-        mean.eights[i] = CENTRED && j < D ? *reinterpret_cast<const uint4*>(centre + 2 * j) : uint4{0, 0, 0, 0};
+        mean.eights[i] = CENTRED && j < D ? load_from<uint4>(centre + 2 * j) : uint4{0, 0, 0, 0};
     }
 }
 
-// ⟨q, μ⟩ in votes for this lane's two heads in each set, LEAST where there is none; and as it is,
-// to products [GROUP], unless that is null.
+// ⟨q, μ⟩ in votes for this lane's two heads in each set, LEAST where there is none; and, if it is KEPT, as
+// it is, to products: of the lane's heads, those of a set 4 after those of the one before.
+template <bool KEPT>
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
-    int lane = threadIdx.x % 32;
+    bool later = threadIdx.x & 2;  // of a lane's four sums the later two are its own
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
-        float dots[4] = {0, 0, 0, 0}, more[4] = {0, 0, 0, 0};  // two chains, for latency
+        float dots[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int i = 0; i < (CENTRED ? EIGHTS : 0); i++)
 #pragma unroll
             for (int piece = 0; piece < PIECES; piece++) {
-                uint4 a = mean.eights[i], b = HELD ? group.queries[HELD ? n : 0][i][piece]
-                                                   : piece_of(group.all, n * 4 + lane / 4 % 4, i, piece);
-                mma_halves<true>(dots, a.x, a.x, a.y, a.y, b.x, b.y);
-                mma_halves<true>(more, a.z, a.z, a.w, a.w, b.z, b.w);
+                uint4 a = mean.eights[i];
+                uint2 b = HELD ? group.queries[HELD ? n : 0][i][piece] : half_of(group.all, n, i, piece);
+                mma_halves<true>(dots, a.x, a.y, a.z, a.w, b.x, b.y);
             }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int h = n * 4 + 2 * lane % 4 + i;
-            float dot = dots[i] + more[i];
-            if (CENTRED && products && lane < 2 && h < GROUP) products[h] = dot;
+            int h = n * 4 + 2 * threadIdx.x % 4 + i;
+            float dot = later ? dots[2 + i] : dots[i];
+            dot += __shfl_xor_sync(ALL, dot, 2);
+            if (CENTRED && KEPT && threadIdx.x % 32 < 2 && h < GROUP) products[n * 4 + i] = dot;
             float votes = fminf(fmaxf(dot * group.units[n][i], -1073741824.0f), 1073741824.0f);
             offsets[n][i] = h >= GROUP ? LEAST : CENTRED ? __float2int_rn(votes) : 0;
         }
@@ -135,30 +144,31 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
 struct Signs {
     u32 rows[4][QUADS];
 };
-template <bool SHARED>  // whether `signs`, of the block's 32 `part`-th keys, is in shared memory
-__device__ __forceinline__ void load(Signs& found, const char* signs, int part) {
+template <class Place>
+__device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // of a block's 32 `part`-th keys
     int lane = threadIdx.x % 32, t = lane % 4;
     signs += part * (32 * STRIDE);
-    if (SHARED && WORDS == 4) {
+    if constexpr (WORDS == 4 && is_shared(Place())) {
         u32 words[4];
         load_rows(words, signs + lane * 16);
 #pragma unroll
         for (int i = 0; i < 4; i++) found.rows[i][0] = words[i];
         return;
     }
-    const u32* mine = reinterpret_cast<const u32*>(signs) + lane / 4 * WORDS + t;
+    Place mine = signs + (lane / 4 * WORDS + t) * 4;
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int quad = 0; quad < QUADS; quad++) {
             bool has = QUADS * 4 == WORDS || quad * 4 + t < WORDS;
-            found.rows[i][quad] = has ? mine[i * 8 * WORDS + quad * 4] : 0;
+            found.rows[i][quad] = has ? load_from<u32>(mine + (i * 8 * WORDS + quad * 4) * 4) : 0;
         }
 }
 
 // Weights of the keys of `rows`, as they lie (layout.places).
-__device__ __forceinline__ u32 load_weights(const char* weights, int part) {
-    return reinterpret_cast<const u32*>(weights)[part * 8 + threadIdx.x % 32 / 4];
+template <class Place>
+__device__ __forceinline__ u32 load_weights(Place weights, int part) {
+    return load_from<u32>(weights + (part * 8 + threadIdx.x % 32 / 4) * 4);
 }
 
 // The key whose vote a lane gets, of 32.
@@ -166,17 +176,17 @@ __device__ __forceinline__ int own_key() {
     return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
 }
 
-// The group's vote of `own_key`. factors: int32 [256], by weight.
+// The group's vote of `own_key`. factors: int32 [256], by weight, aligned to 1,024 bytes (FACTORS).
+#define FACTORS __align__(1024)
+template <class Place>
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Group& group,
-                                       const int (&offsets)[SETS][2], const int* factors) {
+                                       const int (&offsets)[SETS][2], Place factors) {
     bool later = threadIdx.x & 1, upper = threadIdx.x & 2;  // which 16 keys, which 8 of them
-    weights = upper ? weights >> 6 : weights << 2;
+    weights = __funnelshift_l(weights, weights, upper ? 26 : 2);
     int factor[2], best[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 at = (half ? weights >> 16 : weights) & 255 * 4;  // bytes from the first
-        factor[half] = *reinterpret_cast<const int*>(reinterpret_cast<const char*>(factors) + at);
-    }
+    for (int half = 0; half < 2; half++)
+        factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
     // of each half, of one key even planes of two heads and odd ones
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
