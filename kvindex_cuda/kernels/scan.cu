@@ -11,7 +11,9 @@ constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;   // with more heads no r
 // less of it is left for L1, and the rerank, which follows on the same multiprocessors, takes 6 µs longer at
 // 1M tokens.
 constexpr int DEPTH = AT_ONCE + 5;
-constexpr int MOST_BINNED = 65535 / WARPS;  // entries of a warp that its block's histogram has room for
+#ifndef BINNED
+#define BINNED 65535  // entries that a block's histogram has room for; fewer in tests
+#endif
 
 // Where it reaches the threshold, a vote and its id go to `held`, and the next ones behind it; no branch.
 __device__ __forceinline__ void hold(Shared& held, int vote, int threshold, u32 id) {
@@ -104,7 +106,7 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     auto flush = [&]() {
         int mine = int(held - buffer) / 256, all = warp_sum(mine);
         int start = lane == 0 ? atomicAdd(counts + bg * APART, all) : 0;
-        bool at_home = bg == home && binned + all <= MOST_BINNED;
+        bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
         start = __shfl_sync(ALL, start, 0);
 #pragma unroll 1

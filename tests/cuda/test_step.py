@@ -14,7 +14,7 @@ from kvindex.ops.attention import attend
 from kvindex_cuda.layout import BLOCK, Layout
 from kvindex_cuda.row_cache import RowCache
 from kvindex_cuda.serving import STEPS, kind_of, layout_of, options_of, room_of
-from kvindex_cuda.step import State, Step, words_of
+from kvindex_cuda.step import BINS, State, Step, words_of
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
 from tests.helpers import Case, left_padding
@@ -94,14 +94,33 @@ POISONED = ("ids", "_cleared", "_edge", "_finalists", "_kept", "_list", "_sample
 POISONED += ("_pieces", "_votes")
 
 
-def run(index, layout, state, queries, k, *, device="cpu", order="forward", capacity=None):
-    """A step with poisoned outputs: its output, and the ids of each group, ascending."""
-    kind, sizes = kind_of(index), dict(batch=len(queries), k=k, multiprocessors=4)
+def run(
+    index,
+    layout,
+    state,
+    queries,
+    k,
+    *,
+    device="cpu",
+    order="forward",
+    capacity=None,
+    multiprocessors=4,
+    votes=None,
+    look=None,
+):
+    """A step with poisoned outputs: its output, and the ids of each group, ascending.
+
+    votes: definitions for the kernels that vote; look: is given the step when it is done.
+    """
+    kind = kind_of(index)
+    sizes = dict(batch=len(queries), k=k, multiprocessors=multiprocessors)
     most = room_of(kind, int(state.length), max(1, int(state.wanted.max())))
     options = options_of(kind, index.config) | sizes
     step = STEPS[kind](index.geometry, layout, most=most, **options)
     if capacity:
         step.capacity = capacity
+    if votes:
+        step._votes |= votes
     for part in (step.output, step._estimates, step.scores, step._partial):
         part.fill_(float("nan"))
     for name in POISONED:
@@ -109,6 +128,8 @@ def run(index, layout, state, queries, k, *, device="cpu", order="forward", capa
             part.fill_(0x5A5A5A5A)
     with emulator.emulated(order=order, seed=1) if device == "cpu" else nullcontext():
         output = step(queries, state)
+    if look:
+        look(step)
     found = step.found.tolist()
     ids = [row[:n].tolist() for row, n in zip(step.ids, found, strict=True)]
     assert ids == [sorted(row) for row in ids]  # so that outputs are the same from run to run
@@ -151,6 +172,31 @@ def test_a_step_selects_and_attends_as_the_reference(name, device):
     index, layout, state, _kept, k = setting(case, count, device=device, **options)
     queries = case.queries().to(device)
     got = run(index, layout, state, queries, k, device=device)
+    hits, want = expected(index, queries, state, k)
+    assert_close(got, want, hits, missing=0.01)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "options",
+    [dict(multiprocessors=1), dict(votes=dict(BINNED=160)), dict(votes=dict(BINNED=0))],
+    ids=["more than a warp reads at once", "a histogram that fills", "none"],
+)
+def test_a_long_list(device, options):
+    case, count, index_options = CASES["blocks"]
+    index, layout, state, _kept, k = setting(case, count, device=device, **index_options)
+    queries = case.queries().to(device)
+
+    def counted(step):  # as `bin_of` in common.cuh
+        for group, n in enumerate(step.counts.tolist()):
+            votes = (step._list[group, :n] >> 32) + 2**31
+            votes = torch.where(votes >= 2**31, votes - 2**32, votes)
+            base, shift = int(step._bases[group]), int(step._shifts[group])
+            bins = (votes - base >> shift).clamp(0, BINS - 1)
+            want = torch.bincount(bins, minlength=BINS)
+            assert step._hist.view(-1, BINS)[group].tolist() == want.tolist()
+
+    got = run(index, layout, state, queries, k, device=device, look=counted, **options)
     hits, want = expected(index, queries, state, k)
     assert_close(got, want, hits, missing=0.01)
 
