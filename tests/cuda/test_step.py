@@ -179,7 +179,7 @@ def test_a_step_selects_and_attends_as_the_reference(name, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "options",
-    [dict(multiprocessors=1), dict(votes=dict(BINNED=160)), dict(votes=dict(BINNED=0))],
+    [dict(multiprocessors=1), dict(votes=dict(BINNED=800)), dict(votes=dict(BINNED=0))],
     ids=["more than a warp reads at once", "a histogram that fills", "none"],
 )
 def test_a_long_list(device, options):
