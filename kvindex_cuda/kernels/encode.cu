@@ -42,7 +42,8 @@ constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
 constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
-constexpr u32 GROUPS = TOKENS / GROUP;                // of a block
+constexpr int PAIRS = (M + 15) / 16;                  // of bytes 8 apart
+constexpr double LONGEST = 1152921504606846976.0;     // transform.LONGEST
 constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
 
 // A turned key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
@@ -75,13 +76,14 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(ALL, x, 2);
 }
 
-// Eight coordinates as they lie in memory.
+// Eight coordinates as they lie in memory. LAST: nobody reads them again.
+template <bool LAST>
 __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #if WIDE
     const uint4* wide = reinterpret_cast<const uint4*>(at);
 #pragma unroll
     for (int r = 0; r < HELD / 4; r++) {
-        uint4 all = __ldcs(wide + r);
+        uint4 all = LAST ? __ldcs(wide + r) : wide[r];
         words[4 * r] = all.x, words[4 * r + 1] = all.y;
         words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
     }
@@ -287,35 +289,132 @@ __device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
         for (int c = 0; c < C; c++) reinterpret_cast<u32*>(to)[c] = row[c];
 }
 
-// What a warp needs now and then of its block of keys: no registers are left for it.
-struct Aside {
+// A segment of a head, of which a block of threads codes the keys: what they need of it now and
+// then, for no registers are left for it.
+struct Segment {
+    const char* keys;  // of token 0, which may come before the first that is there
+    const u8* flags;   // likewise, or null
     char* block;
+    u16* centre;  // or null
+    u8* known;    // or null: nobody asks
     float reference, inverted;
-    u32 next, last;  // groups of keys: of the warp's share, those that are left
+    u32 from, to;  // tokens that are there
+    u32 unit;      // its number, of all
+    bool fresh;    // whether its centre is made here
 };
+
+// Sums of a warp's 32 keys, to `sums` [C * 32]. Of the left factor, the four lanes of a row have the
+// same coordinates of 8 keys, in pairs; the right one adds up a column for either of a pair. Products
+// are exact, sums float32.
+__device__ __forceinline__ void add_up(float* sums, const char* keys, i64 step, const u8* flags) {
+    int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
+    u32 b = DTYPE == 1 ? 0x3c00 : 0x3f80;
+    if (byte % 2) b <<= 16;
+    float found[PAIRS][4][4] = {};
+    keys += t * step + byte * 8 * BYTES;
+#pragma unroll
+    for (int i = 0; i < GROUP; i += 8) {
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++) {
+            u32 words[4][HELD] = {};  // key t: two bytes 8 apart; key t + 4
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int place = pair * 16 + j % 2 * 8;
+                if (place >= M || (M % 8 && place + byte >= M)) continue;
+                if (flags && !flags[i + j / 2 * 4 + t]) continue;
+                load<false>(words[j], keys + (i + j / 2 * 4) * step + place * 8 * BYTES);
+            }
+            u32 parts[4][PARTS][4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) split(parts[j], words[j]);
+#pragma unroll
+            for (int p = PARTS - 1; p >= 0; p--)
+#pragma unroll
+                for (int r = 0; r < 4; r++)
+                    if (DTYPE == 1)
+                        mma_halves(found[pair][r], parts[0][p][r], parts[1][p][r], parts[2][p][r],
+                                   parts[3][p][r], b, b);
+                    else
+                        mma_bfloats(found[pair][r], parts[0][p][r], parts[1][p][r], parts[2][p][r],
+                                    parts[3][p][r], b, b);
+        }
+    }
+    if (t) return;
+#pragma unroll
+    for (int i = 0; i < PAIRS * 2; i++)
+        if (i * 8 + byte < C * 4)
+#pragma unroll
+            for (int r = 0; r < 4; r += 2) {
+                float(&one)[4] = found[i / 2][r], (&two)[4] = found[i / 2][r + 1];
+                int side = i % 2 * 2;
+                reinterpret_cast<float4*>(sums)[(i * 8 + byte) * 2 + r / 2] = {
+                    one[side], one[side + 1], two[side], two[side + 1]};
+            }
+}
+
+// The mean of coordinate d of a segment's n valid keys, of the warps' sums. All lanes call it.
+static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, i64 step,
+                              const Segment& own, int* wrong) {
+    double total = 0;
+    for (int w = 0; w < WARPS; w++) total += sums[w][d];
+    bool odd = !(fabs(total) <= 3.4e38);  // a key that is not finite, or sums beyond float32's range
+    if (__any_sync(ALL, odd)) {
+        total = 0;
+        for (int i = 0; i < TOKENS; i++) {
+            if (d >= D || (own.flags && !own.flags[i])) continue;
+            const char* at = own.keys + i * step + d * BYTES;
+            float x = DTYPE == 0 ? *reinterpret_cast<const float*>(at) : 0;
+            if (DTYPE == 1) x = from_float16(*reinterpret_cast<const u16*>(at));
+            if (DTYPE == 2) x = from_bfloat16(*reinterpret_cast<const u16*>(at));
+            if (!(fabsf(x) <= 3.402823466e38f)) *wrong = 1;
+            total += x;
+        }
+    }
+    return to_bfloat16(float(fmin(fmax(total / max(n, 1), -LONGEST), LONGEST)));
+}
 
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centres
 // bfloat16 [B, G, S, D], strides cb, cg, cs, or null; references float32 [B, G]; table int64
 // [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
 // [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
 // levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
-// start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; scale: 1 by
-// the largest |u| that is told apart; root: 1 / √D.
+// start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; fresh, stale:
+// segments whose centres are made, and the first that is not again; known bool [B, kb], or null;
+// wrong int32 [1], or null without them; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-encode(const void* data, const u8* valid, const u16* centres, const float* references,
+encode(const void* data, const u8* valid, u16* centres, const float* references,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
        i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
        i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre,
-       float scale, float root) {
+       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, float scale, float root) {
     __shared__ uint4 flip[C * 4];
-    __shared__ float4 bases[WARPS][C * 8];  // minus the centre after the matrix unit
-    __shared__ __align__(16) u16 means[WARPS][C * 32];
+    __shared__ float4 bases[C * 8];  // minus the centre after the matrix unit
+    __shared__ __align__(16) float sums[WARPS][C * 32];
+    __shared__ __align__(16) u16 means[C * 32];
     __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
     __shared__ float edges[CELLS], levels[LEVELS];
-    __shared__ Aside aside[WARPS];
+    __shared__ Segment segments[2];  // this one and the next
     __shared__ u8 indices[2 * CELLS];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
 
+    i64 step = sn * BYTES;
+    u32 units = u32(blocks * kv_heads * batches);
+    auto plan = [&](u32 unit, Segment& found) {
+        found.unit = unit, found.fresh = false;
+        if (unit >= units) return;
+        i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
+        i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
+        i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
+        found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
+        found.flags = valid ? valid + batch * vb + offset : nullptr;
+        found.block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
+        found.centre = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
+        found.known = known && g == 0 ? known + batch * kb + s : nullptr;
+        found.reference = references[bg], found.inverted = 1.0f / found.reference;
+        found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
+        found.fresh = s >= fresh && s < stale;
+    };
+    if (threadIdx.x == 0) plan(blockIdx.x, segments[0]);
     for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
     if (ODD > 1)
         for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
@@ -332,33 +431,47 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
     Exchange exchange = exchange_of(t);
     u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
 
-    // a warp's share of all groups of keys: parts of blocks, or whole ones, that lie together
-    i64 step = sn * BYTES;
-    u32 groups = u32(blocks * kv_heads * batches) * GROUPS, warps = gridDim.x * WARPS;
-    u32 own = blockIdx.x * WARPS + warp;
-    if (lane == 0) aside[warp].next = u32(u64(groups) * own / warps);
-    if (lane == 0) aside[warp].last = u32(u64(groups) * (own + 1) / warps);
-    __syncwarp();
-    for (;;) {
-        u32 next = aside[warp].next, last = aside[warp].last;
-        if (next >= last) return;
-        u32 at = next / GROUPS, part = next % GROUPS, parts = min(GROUPS - part, last - next);
-        i64 s = u32(start) / TOKENS + at % u32(blocks);
-        i64 g = at / u32(blocks) % u32(kv_heads), batch = at / u32(blocks) / u32(kv_heads);
-        i64 offset = s * TOKENS - start;  // of the block's first token among the keys
-        u32 from = u32(max(-offset, i64(part * GROUP)));
-        u32 to = u32(min(count - offset, i64((part + parts) * GROUP)));
-        char* block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
-        const u16* mean = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
-        float reference = references[batch * kv_heads + g];
+    for (u32 turn = 0; segments[turn].unit < units; turn ^= 1) {
+        const Segment& own = segments[turn];
+        u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
+        if (own.fresh) {
+            const u8* flags = own.flags ? own.flags + warp * GROUP : nullptr;
+            add_up(sums[warp], own.keys + warp * GROUP * step, step, flags);
+        }
+        // all keys of the segment before are coded, all of this one added up
+        int n = __syncthreads_count(own.fresh && (!own.flags || own.flags[threadIdx.x]));
+        for (int c = warp; c < C; c += WARPS) {
+            int d = c * 32 + lane;
+            u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
+            if (own.fresh) {
+                x = mean_of(sums, d, n, step, own, wrong);
+                if (!own.centre) x = 0;
+                if (own.centre && d < D) own.centre[d] = x;
+                if (own.known && d == 0) *own.known = n > 0;
+            }
+            means[d] = x;
+            if (d < D && own.from < own.to) reinterpret_cast<u16*>(own.block + centre)[d] = x;
+            __syncwarp();
+            uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
+            u32 pairs[4] = {all.x, all.y, all.z, all.w};
+            float turned[2][4] = {};
+            multiply<false>(turned, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
+#pragma unroll
+            for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
+                if (lane < 4)
+                    bases[c * 8 + n * 4 + t] = {0 - turned[n][0], 0 - turned[n][1],
+                                                0 - turned[n][2], 0 - turned[n][3]};
+        }
+        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + gridDim.x, segments[turn ^ 1]);
+        __syncthreads();
+        if (from >= to) continue;
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
-        const char* first = static_cast<const char*>(data) +
-                            (batch * sb + g * sg + offset * sn + t * 8) * BYTES;
+        const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
         from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
-        const u8* flags = valid ? valid + batch * vb + offset : nullptr;
+        const u8* flags = own.flags;
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
@@ -370,38 +483,14 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
 #pragma unroll
             for (int c = 0; c < C; c++)
                 if (M % 4 == 0 || c * 4 + t < M)
-                    load(held[c], key + c * 32 * BYTES);
+                    load<true>(held[c], key + c * 32 * BYTES);
                 else
 #pragma unroll
                     for (int r = 0; r < HELD; r++) held[c][r] = 0;
         };
-        char* out = block + (t ? magnitudes + (t - 1) * STRIDE : 0);
+        char* out = own.block + (t ? magnitudes + (t - 1) * STRIDE : 0);
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
-        if (AHEAD && from < to) fetch(from / HALF);
-
-        __syncwarp();
-        if (lane == 0) aside[warp] = {block, reference, 1.0f / reference, next + parts, last};
-        for (int i = lane; i < C * 32; i += 32) {
-            u16 x = mean && i < D ? mean[i] : 0;
-            means[warp][i] = x;
-            if (part == 0 && i < D) reinterpret_cast<u16*>(block + centre)[i] = x;
-        }
-        __syncwarp();
-        if (from >= to) continue;
-        uint4 bfloats = DTYPE == 1 ? factors(0x3f80) : b;
-#pragma unroll 1
-        for (int c = 0; c < C; c++) {
-            uint4 all = reinterpret_cast<const uint4*>(means[warp])[c * 4 + t];
-            u32 pairs[4] = {all.x, all.y, all.z, all.w};
-            float sums[2][4] = {};
-            multiply<false>(sums, pairs, bfloats, flip[c * 4 + t]);
-#pragma unroll
-            for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
-                if (lane < 4)
-                    bases[warp][c * 8 + n * 4 + t] = {0 - sums[n][0], 0 - sums[n][1],
-                                                      0 - sums[n][2], 0 - sums[n][3]};
-        }
-        __syncwarp();
+        if (AHEAD) fetch(from / HALF);
 
         float mine = 0;
 #pragma unroll 1
@@ -412,7 +501,7 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
             for (int c = 0; c < C; c++) {
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    float4 less = bases[warp][c * 8 + n * 4 + t];
+                    float4 less = bases[c * 8 + n * 4 + t];
                     y[c][n][0] = less.x, y[c][n][1] = less.y;
                     y[c][n][2] = less.z, y[c][n][3] = less.w;
                 }
@@ -423,6 +512,12 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
             }
             if (AHEAD && (half + 1) * HALF < to) fetch(half + 1);
+            const Segment& next = segments[turn ^ 1];
+            if (half % 4 == 2 && next.fresh) {
+                const char* key = next.keys + (warp * GROUP + lane) * step;
+#pragma unroll
+                for (int i = 0; i < D * BYTES; i += 128) to_l2(key + i);
+            }
             finish(y, hartley);
 
             float squares = 0, longer = 1;
@@ -475,11 +570,11 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
                 u32 plane = w * 4 + t;  // 0 of signs
                 char* to_row = out + key * width;
                 if (w)
-                    to_row = aside[warp].block + magnitudes + (key * BITS + plane - 1) * STRIDE;
+                    to_row = own.block + magnitudes + (key * BITS + plane - 1) * STRIDE;
                 if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
             }
             aligned = quad_sum(aligned) * inverse;
-            float norm = fminf(length * longer * root, 1152921504606846976.0f);  // LONGEST
+            float norm = fminf(length * longer * root, float(LONGEST));
             float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
             if (half % 4 == t) mine = weight;
             if (half % 4 < 3 && (half + 1) * HALF < to) continue;
@@ -487,18 +582,17 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
             // weights of up to 32 keys, one of each lane
             u32 id = half / 4 * GROUP + t * HALF + lane / 4;
             int code = 0;
-            const Aside& kept = aside[warp];
             if (mine > 0) {  // ops.codes.log_codes; the exponent apart, for precision's sake
-                u32 ratio = __float_as_uint(fmaxf(mine * kept.inverted, 6.103515625e-05f));
+                u32 ratio = __float_as_uint(fmaxf(mine * own.inverted, 6.103515625e-05f));
                 double power = int(ratio >> 23) - 127;
                 power += log2f(__uint_as_float((ratio & 0x7fffff) | 0x3f800000));
                 power = fmax(rint(power * STEPS + 65535.0), 1.0);
-                code = mine < kept.reference ? min(int(power), 65535) : 65535;
+                code = mine < own.reference ? min(int(power), 65535) : 65535;
             }
             if (id >= from && id < to) {
-                u8* upper = reinterpret_cast<u8*>(kept.block + weights);
+                u8* upper = reinterpret_cast<u8*>(own.block + weights);
                 upper[half / 4 * GROUP + lane] = u8(code >> 8);  // layout.places
-                reinterpret_cast<u16*>(kept.block + logs)[id] = u16(code);
+                reinterpret_cast<u16*>(own.block + logs)[id] = u16(code);
             }
         }
     }
