@@ -42,7 +42,7 @@ constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
 constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
-constexpr int PAIRS = (M + 15) / 16;                  // of bytes 8 apart
+constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
 constexpr double LONGEST = 1152921504606846976.0;     // transform.LONGEST
 constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
     const uint4* wide = reinterpret_cast<const uint4*>(at);
 #pragma unroll
     for (int r = 0; r < HELD / 4; r++) {
-        uint4 all = LAST ? __ldcs(wide + r) : wide[r];
+        uint4 all = LAST ? __ldcs(wide + r) : __ldg(wide + r);
         words[4 * r] = all.x, words[4 * r + 1] = all.y;
         words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
     }
@@ -127,9 +127,9 @@ __device__ __forceinline__ u32 factor(u32 unit) {
 // Both of its halves for either n. A shuffle hides from the compiler which are the same: of one
 // register in two pairs it makes copies, again and again.
 __device__ __forceinline__ uint4 factors(u32 unit) {
-    u32 b = factor(unit), same[3];
-    for (int i = 0; i < 3; i++) same[i] = __shfl_sync(ALL, b, threadIdx.x % 32);
-    return {b, same[0], same[1], same[2] ^ 0x80008000u};
+    u32 b = factor(unit);
+    u32 y = __shfl_sync(ALL, b, threadIdx.x % 32), z = __shfl_xor_sync(ALL, b, 0);
+    return {b, y, z, __shfl_up_sync(ALL, b, 0) ^ 0x80008000u};
 }
 
 // The lane's byte of a key, float16 or bfloat16, added to what the matrix unit leaves.
@@ -303,53 +303,41 @@ struct Segment {
     bool fresh;    // whether its centre is made here
 };
 
-// Sums of a warp's 32 keys, to `sums` [C * 32]. Of the left factor, the four lanes of a row have the
-// same coordinates of 8 keys, in pairs; the right one adds up a column for either of a pair. Products
-// are exact, sums float32.
+// Sums of a warp's 32 keys, to `sums` [C * 32]. The left factor has a byte of four keys in two rows
+// as it lies in memory: words 0 and 2 in one, 1 and 3 in the other. The right one adds up each
+// coordinate of such a row in a column of its own. Products are exact, sums float32. MASKED: whether
+// there are flags.
+template <bool MASKED>
 __device__ __forceinline__ void add_up(float* sums, const char* keys, i64 step, const u8* flags) {
     int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
-    u32 b = DTYPE == 1 ? 0x3c00 : 0x3f80;
-    if (byte % 2) b <<= 16;
-    float found[PAIRS][4][4] = {};
+    u32 one = (DTYPE == 1 ? 0x3c00u : 0x3f80u) << byte % 2 * 16;
+    u32 b0 = byte & 2 ? 0 : one, b1 = byte & 2 ? one : 0;
+    float found[TILES][4] = {};
     keys += t * step + byte * 8 * BYTES;
 #pragma unroll
-    for (int i = 0; i < GROUP; i += 8) {
+    for (int i = 0; i < GROUP; i += 4) {
+        bool in = !MASKED || flags[i + t];
 #pragma unroll
-        for (int pair = 0; pair < PAIRS; pair++) {
-            u32 words[4][HELD] = {};  // key t: two bytes 8 apart; key t + 4
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int place = pair * 16 + j % 2 * 8;
-                if (place >= M || (M % 8 && place + byte >= M)) continue;
-                if (flags && !flags[i + j / 2 * 4 + t]) continue;
-                load<false>(words[j], keys + (i + j / 2 * 4) * step + place * 8 * BYTES);
-            }
-            u32 parts[4][PARTS][4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) split(parts[j], words[j]);
+        for (int tile = 0; tile < TILES; tile++) {
+            u32 words[HELD] = {}, parts[PARTS][4];
+            if (in && (tile * 8 + 8 <= M || tile * 8 + byte < M))
+                load<false>(words, keys + i * step + tile * 64 * BYTES);
+            split(parts, words);
 #pragma unroll
             for (int p = PARTS - 1; p >= 0; p--)
-#pragma unroll
-                for (int r = 0; r < 4; r++)
-                    if (DTYPE == 1)
-                        mma_halves(found[pair][r], parts[0][p][r], parts[1][p][r], parts[2][p][r],
-                                   parts[3][p][r], b, b);
-                    else
-                        mma_bfloats(found[pair][r], parts[0][p][r], parts[1][p][r], parts[2][p][r],
-                                    parts[3][p][r], b, b);
+                if (DTYPE == 1)
+                    mma_halves(found[tile], parts[p][0], parts[p][1], parts[p][2], parts[p][3], b0,
+                               b1);
+                else
+                    mma_bfloats(found[tile], parts[p][0], parts[p][1], parts[p][2], parts[p][3], b0,
+                                b1);
         }
     }
-    if (t) return;
 #pragma unroll
-    for (int i = 0; i < PAIRS * 2; i++)
-        if (i * 8 + byte < C * 4)
-#pragma unroll
-            for (int r = 0; r < 4; r += 2) {
-                float(&one)[4] = found[i / 2][r], (&two)[4] = found[i / 2][r + 1];
-                int side = i % 2 * 2;
-                reinterpret_cast<float4*>(sums)[(i * 8 + byte) * 2 + r / 2] = {
-                    one[side], one[side + 1], two[side], two[side + 1]};
-            }
+    for (int tile = 0; tile < TILES; tile++)
+        if (t < 2 && tile * 8 + byte < C * 4)
+            reinterpret_cast<float4*>(sums)[(tile * 8 + byte) * 2 + t] = {
+                found[tile][0], found[tile][1], found[tile][2], found[tile][3]};
 }
 
 // The mean of coordinate d of a segment's n valid keys, of the warps' sums. All lanes call it.
@@ -435,11 +423,14 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         const Segment& own = segments[turn];
         u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
         if (own.fresh) {
-            const u8* flags = own.flags ? own.flags + warp * GROUP : nullptr;
-            add_up(sums[warp], own.keys + warp * GROUP * step, step, flags);
+            const char* keys = own.keys + warp * GROUP * step;
+            if (valid)
+                add_up<true>(sums[warp], keys, step, own.flags + warp * GROUP);
+            else
+                add_up<false>(sums[warp], keys, step, nullptr);
         }
         // all keys of the segment before are coded, all of this one added up
-        int n = __syncthreads_count(own.fresh && (!own.flags || own.flags[threadIdx.x]));
+        int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
@@ -471,11 +462,10 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
         from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
-        const u8* flags = own.flags;
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
-            if (flags && !flags[id]) {
+            if (valid && !own.flags[id]) {
 #pragma unroll
                 for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
                 return;
