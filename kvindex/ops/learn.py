@@ -72,9 +72,9 @@ def reference(
     """`reference`: 16 to 32 times the largest of the first norms `[B, G, N]`, a power of 2, float32
     `[B, G]`; 0 where no valid key has a norm yet.
 
-    The first are those of `SEEN` ids from that of the first valid key with a norm on, as far as they
-    come at once; of keys as they come: what a centre leaves of a few alike keys says nothing of
-    those to come.
+    The first are those of `SEEN` ids, from that of the first valid key with a norm on, as far as
+    they come at once; of keys as they come: what a centre leaves of a few alike keys says nothing
+    of those to come.
     """
     largest = norms.new_zeros(norms.shape[:2])
     if norms.numel():

@@ -16,8 +16,8 @@ FLIPPED = 1e-4
 """Share of codes that may differ: coordinates at an edge (`test_encode.py` looks at each)."""
 
 TIPPED = 1e-4
-"""Share of centres' coordinates that a sum in float32 may round to the number beside the reference's
-(`test_encode.py` looks at how near they are); keys of their segments are not compared."""
+"""Share of centres' coordinates that sums in float32 may round to the number beside the
+reference's (`test_encode.py` looks at how near they are); keys of their segments are not compared."""
 
 
 def pair(device, case=CASE, **options):

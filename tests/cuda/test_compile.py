@@ -43,7 +43,7 @@ ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0)
-LEARN = dict(DTYPE=2, WIDE=1, LANES=0)
+LEARN = dict(DTYPE=2, WIDE=1)
 TURN = STEP | dict(TABLE=0)
 ALL = STEP | dict(BITS=3, CENTRED=1, SOFTCAP=0)
 COUNT = STEP | dict(WIDE=0, CENTRED=0)
@@ -121,7 +121,6 @@ DEFINES = {
     "hold.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
     "learn.cu": [
         LEARN,
-        LEARN | dict(LANES=16),
         LEARN | dict(DTYPE=1, WIDE=0),
         LEARN | dict(DTYPE=0),
     ],

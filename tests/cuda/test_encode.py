@@ -19,9 +19,9 @@ rounding is off by 2^-24 of it at most (2^-23 in the matrix unit, which truncate
 16 here, the reference has D; they add up like their square root."""
 
 SUMMED = 2.0**-16
-"""Of a mean, per mean of |x|. A warp sums 32 keys of a coordinate in 8 products, of float32 in 3 parts
-each, of 4 numbers and the sum so far: 120 at most, each off by 2^-23 of what they add up to; the
-rest is in double."""
+"""Of a mean, per mean of |x|. A warp sums 32 keys of a coordinate in 8 products, of float32 in 3
+parts each, of 4 numbers and the sum so far: 120 numbers, each cut off by 2^-23 of their sum at
+most; the rest is in double."""
 
 GARBAGE = 0xA5
 
