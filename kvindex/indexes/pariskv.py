@@ -182,8 +182,9 @@ class ParisKV(BaseIndex):
             return super()._prepared(keys, valid)
         begun = self._writer.learn(keys, valid, self._learnt, start=len(self))
         fill = self._writer.codes(keys, valid, begun, start=len(self))
-        self._codes.reserve(fill)
-        self._codes.write(fill)  # beyond the last token, where nobody looks
+        blocks: Any = self._codes
+        blocks.reserve(fill)
+        blocks.write(fill)  # beyond the last token, where nobody looks
         if self._check is not False:
             wrong = begun.wrong[0] != 0
             if self._defers:

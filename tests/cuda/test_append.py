@@ -17,7 +17,7 @@ FLIPPED = 1e-4
 
 TIPPED = 1e-4
 """Share of centres' coordinates that sums in float32 may round to the number beside the
-reference's (`test_encode.py` looks at how near they are); keys of their segments are not compared."""
+reference's (`test_encode.py` looks at how near they are); their segments' keys are not compared."""
 
 
 def pair(device, case=CASE, **options):
