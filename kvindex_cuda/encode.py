@@ -185,7 +185,7 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 def _resident(D: int, size: int, wide: bool) -> int:
     """Blocks of a multiprocessor, as registers allow. size: bytes of a coordinate."""
     held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
-    return 3 if wide and held <= 16 and odd <= 3 else 2 if D <= 128 else 1
+    return 4 if wide and held <= 16 and odd <= 3 else 2 if D <= 128 else 1
 
 
 def _wide(keys: Tensor) -> bool:

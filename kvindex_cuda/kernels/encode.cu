@@ -1,23 +1,28 @@
-// Keys to codes in blocks, in one pass: centre off, normalise, rotate, code, log weight (paper, A.1
-// to A.3; ops/{transform,codes}.py with block = D, kvindex_cuda/layout.py).
+// Keys to codes in blocks: centre off, normalise, rotate, code, log weight (paper, A.1 to A.3;
+// ops/{transform,codes}.py with block = D, kvindex_cuda/layout.py). Centres of segments whose keys are
+// all here are made on the way (ops/learn.py), so that keys come from memory once.
 //
 // Idea: R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit does four of H's stages of 8 keys at
 // a time, on keys as they come: entries of H are ±1, float32 is the sum of 3 bfloat16, all exact,
-// and the sum starts at minus the centre's, which the warp has turned before. The other stages are
-// sums in registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole
-// bytes of coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
+// and the sum starts at minus the centre's, which is turned before. The other stages are sums in
+// registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole bytes of
+// coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
 // A level's index: of |u|'s cell, one of equal ones that hold an edge at most, and of which side of
 // the edge it is on. Up to 3 bits the tables are the registers of a warp's lanes, and a level, a
 // float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
 //
-// Grid: as many blocks as there is room for, 8 warps; a warp takes its share of the keys, 8 at a
-// time, and loads the next 8 while it codes. Reads a key once, 2 D bytes of centre per 256; writes
-// (1 + BITS) STRIDE + 3 bytes per key and 2 D per 256.
+// Grid: as many blocks as there is room for, 8 warps; a block takes every gridDim.x-th segment of a
+// head, a warp 32 keys of it. A fresh segment's keys are added up first, which the matrix unit does
+// with ones on the other side (an instruction for 256 coordinates), and read again from L1 or L2 to be
+// coded; before the last of them are, the next segment's are sent for. From memory a key is read once,
+// 2 D bytes of a centre that is given per 256; written are (1 + BITS) STRIDE + 3 bytes per key and
+// 2 D per 256, of a fresh segment 4 D.
 // Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
-// 16-bit keys): 1,310 instructions of a warp per 16 keys, 20.5 cycles of an SM per key, .74 ms for
-// the 8.4 million keys of 8 heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the
-// measured rate of reading; shuffles, shared memory and keys take that pipe some 19 cycles per key.
-// So neither is full (ncu: two thirds of the one, .7 of the other); warps wait for shuffles most.
+// 16-bit keys): 1,430 instructions of a warp per 16 keys, 1,290 of them to code and 150 for centres and
+// what a segment needs; 22.4 cycles of an SM per key, .81 ms for the 8.4 million keys of 8 heads on
+// 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading; shuffles,
+// shared memory and keys take that pipe some 21 cycles per key. Warps wait for shuffles most, so that
+// more of them help: 32 on an SM, with keys in no register before they are needed.
 // Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
@@ -37,13 +42,14 @@ constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill
 constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
 constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
 constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
-constexpr bool AHEAD = C * HELD <= 16;                // whether registers hold the next keys
+constexpr bool AHEAD = C * HELD <= 16 && RESIDENT < 4;  // whether registers hold the next keys
+constexpr int LOADS = RESIDENT < 4 ? 8 : 4;           // of four keys, in flight to be added up
 constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
 constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
 constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
-constexpr double LONGEST = 1152921504606846976.0;     // transform.LONGEST
+constexpr float LONGEST = 1152921504606846976.0f;     // transform.LONGEST
 constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
 
 // A turned key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
@@ -314,7 +320,7 @@ __device__ __forceinline__ void add_up(float* sums, const char* keys, i64 step, 
     u32 b0 = byte & 2 ? 0 : one, b1 = byte & 2 ? one : 0;
     float found[TILES][4] = {};
     keys += t * step + byte * 8 * BYTES;
-#pragma unroll
+#pragma unroll(LOADS)
     for (int i = 0; i < GROUP; i += 4) {
         bool in = !MASKED || flags[i + t];
 #pragma unroll
@@ -358,7 +364,8 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
             total += x;
         }
     }
-    return to_bfloat16(float(fmin(fmax(total / max(n, 1), -LONGEST), LONGEST)));
+    float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));  // a product, as a rule
+    return to_bfloat16(fminf(fmaxf(mean, -LONGEST), LONGEST));
 }
 
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centres
@@ -441,7 +448,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                 if (own.known && d == 0) *own.known = n > 0;
             }
             means[d] = x;
-            if (d < D && own.from < own.to) reinterpret_cast<u16*>(own.block + centre)[d] = x;
+            if (d < D) reinterpret_cast<u16*>(own.block + centre)[d] = x;
             __syncwarp();
             uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
             u32 pairs[4] = {all.x, all.y, all.z, all.w};
@@ -564,7 +571,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                 if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
             }
             aligned = quad_sum(aligned) * inverse;
-            float norm = fminf(length * longer * root, float(LONGEST));
+            float norm = fminf(length * longer * root, LONGEST);
             float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
             if (half % 4 == t) mine = weight;
             if (half % 4 < 3 && (half + 1) * HALF < to) continue;
