@@ -35,6 +35,20 @@ class Fresh:
     known: Tensor | None
     wrong: Tensor
 
+    def check(self, batch: int, start: int, count: int) -> None:
+        """Raises ValueError if `count` keys from id `start` on do not hold them, for others."""
+        inside = -(-start // BLOCK), (start + count) // BLOCK
+        if not inside[0] <= self.first <= inside[1] - self.count:
+            last = self.first + self.count
+            raise ValueError(f"fresh: got {self.first} to {last}, allowed is in {inside}")
+        of_shape("wrong", of_type("wrong", self.wrong, torch.int32), 1)
+        if self.known is None:
+            return
+        most = max(-(-(start + count) // BLOCK), self.known.shape[-1])
+        of_shape("known", of_type("known", self.known, torch.bool), batch, most)
+        if not self.known.is_contiguous():
+            raise ValueError(f"known: got strides {self.known.stride()}, allowed are dense ones")
+
 
 class Encoder:
     """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
@@ -102,16 +116,13 @@ class Encoder:
                 raise ValueError(f"centres: got strides {centres.stride()}, allowed are dense rows")
             centres = given
         if fresh and fresh.count:
-            inside = -(-start // BLOCK), (start + N) // BLOCK
-            if not inside[0] <= fresh.first <= inside[1] - fresh.count:
-                last = fresh.first + fresh.count
-                raise ValueError(f"fresh: got {fresh.first} to {last}, allowed is in {inside}")
+            fresh.check(B, start, N)
         if valid is not None:
             valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         keys = rows(keys, 1)
         steps = (0, 0, 0) if centres is None else centres.stride()[:3]
         units = (stop - first) * G * B
-        known = None if fresh is None else fresh.known
+        known = fresh.known if fresh else None
         wide = _wide(keys)
         resident = _resident(D, keys.element_size(), wide)
         launch(

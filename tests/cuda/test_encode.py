@@ -25,6 +25,7 @@ most; the rest is in double."""
 
 GARBAGE = 0xA5
 
+WHOLE, TOLD = torch.zeros(1, 2, BLOCK, 64), torch.zeros(1, dtype=torch.int32)
 SPARSE = torch.zeros(1, 2, 2, 128, dtype=torch.bfloat16)[..., ::2]
 
 
@@ -460,6 +461,11 @@ def test_a_matrix_that_is_no_rotation_is_refused():
         (
             dict(fresh=Fresh(0, 0, None, torch.zeros(1)), centres=SPARSE),
             r"centres: got strides .*, allowed are dense rows",
+        ),
+        (dict(start=0, keys=WHOLE, fresh=Fresh(0, 1, None, torch.zeros(1))), "wrong: got torch.fl"),
+        (
+            dict(keys=WHOLE, fresh=Fresh(0, 1, torch.ones(1, 0, dtype=torch.bool), TOLD)),
+            r"known: got shape \(1, 0\), allowed is \(1, 1\)",
         ),
         ({}, "encode: got tensors on cpu, allowed is a CUDA device"),
     ],
