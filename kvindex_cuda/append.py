@@ -1,8 +1,9 @@
-"""What `ParisKV.append` does with keys on a GPU: one kernel learns, one writes codes to blocks."""
+"""What `ParisKV.append` does with keys on a GPU: two kernels, and keys come from memory once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,28 @@ from torch import Tensor
 
 from kvindex_cuda.arguments import CODES, of_type, rows
 from kvindex_cuda.code_blocks import Fill
-from kvindex_cuda.encode import WIDEST, Encoder
+from kvindex_cuda.encode import WIDEST, Encoder, Fresh
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK
-from kvindex_cuda.learn import TALL, THREADS, flags_of, wide
+from kvindex_cuda.learn import THREADS, flags_of, shared_bytes, wide, windows
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What is learnt once keys are appended and, of some of it, coded.
+
+    learnt: `centres`, `known` and `reference` as `kvindex.ops.learn` gives them, but for `fresh`:
+    segments whose centres, and whether they have one, come with their codes; wrong: int32 `[1]`,
+    then not 0 where a valid key is not finite.
+    """
+
+    learnt: dict[str, Tensor]
+    fresh: Fresh
+
+    @property
+    def wrong(self) -> Tensor:
+        """As above."""
+        return self.fresh.wrong
 
 
 class Writer:
@@ -30,13 +49,13 @@ class Writer:
 
     def learn(
         self, keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """What is learnt once keys `[B, G, N, D]` are appended, and whether one is not finite.
+    ) -> Begun:
+        """What keys `[B, G, N, D]` teach before they are coded: a reference, centres of edges.
 
-        `centres`, `known` and `reference` as `kvindex.ops.learn` gives them, in one pass; the
-        flag, bool `[]`, is for valid keys. `learnt` stays as it is, but for the centres of
-        segments that no valid key has begun, which nobody reads: centres grow in place.
-        Raises ValueError for wrong dtypes or shapes.
+        A segment is at an edge where the keys do not hold it whole, where it has been begun
+        before, and where one that has only begun leans on it. Others are learnt by `codes`.
+        `learnt` stays as it is, but for the centres of segments that no valid key has begun,
+        which nobody reads: centres grow in place. Raises ValueError for wrong dtypes or shapes.
         """
         B, G, N, D = of_type("keys", keys, *CODES).shape
         given, flags = rows(keys, 1), flags_of(valid, B, N)
@@ -54,31 +73,31 @@ class Writer:
             known = torch.empty((B, stop), dtype=torch.bool, device=keys.device)
         state = torch.zeros(1 + B * G, dtype=torch.int32, device=keys.device)
         wrong, reference = state[:1], state[1:].view(torch.float32).view(B, G)
-        lanes = 1 << (D // 8 - 1).bit_length()
+        leave = max(-(-start // BLOCK), before)
+        left = max((start + N) // BLOCK - ((start + N) % BLOCK > 0) - leave, 0)
         launch(
             "learn.cu",
             "learn",
-            (stop - begin, G, B),
+            (stop - begin - left + windows(N), G, B),
             (THREADS,),
             *(given, flags, old, held, centres, known, learnt.get("reference"), reference, wrong),
             *(N, D, before, *(_row(part) for part in (old, centres)), start, BLOCK, begin),
+            *(stop, leave, left),
             *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
-            shared_bytes=8 * D * (1 + min(TALL, THREADS // lanes)),
+            shared_bytes=shared_bytes(D),
             DTYPE=CODES[keys.dtype],
             WIDE=int(wide(given)),
-            LANES=lanes,
         )
         found = {"reference": reference}
         if centres is not None and known is not None:
             found |= {"centres": centres[:, :, :stop], "known": known}
-        return found, wrong[0] != 0
+        return Begun(found, Fresh(leave, left, known, wrong))
 
-    def codes(
-        self, keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int
-    ) -> Fill:
-        """Codes of keys `[B, G, N, D]`, for `CodeBlocks.append` to have written."""
-        centres, reference = learnt.get("centres"), learnt["reference"]
-        write = partial(self._encode, keys, centres, reference, start=start, valid=valid)
+    def codes(self, keys: Tensor, valid: Tensor | None, begun: Begun, *, start: int) -> Fill:
+        """Codes of keys `[B, G, N, D]`, for `CodeBlocks` to have written, and the rest learnt."""
+        learnt = begun.learnt
+        given = keys, learnt.get("centres"), learnt["reference"]
+        write = partial(self._encode, *given, start=start, valid=valid, fresh=begun.fresh)
         return Fill(keys.shape[0], keys.shape[2], write)
 
     def _centres(self, old: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -127,7 +127,7 @@ class CodeBlocks:
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
         """What a kernel writes, where `append` of the same will find it; `reserve` comes first."""
-        if isinstance(new, Fill):
+        if isinstance(new, Fill) and self._written is not new:
             new.write(self.table)
             self._written = new
 

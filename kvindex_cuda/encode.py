@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,11 +15,39 @@ from kvindex_cuda.layout import BLOCK, Layout
 
 MOST_BITS, WIDEST = 7, 256
 
-WARPS, GROUP = 8, 32
-"""Of the kernel: warps of a block; keys that a warp takes, at least."""
+WARPS = 8
+"""Of a block of the kernel."""
 
 ROOM = 2.0**-10
 """The largest size of a coordinate that is told apart lies above the last edge by this share."""
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Segments whose centres the kernel makes: `count` from `first` on, which the keys hold whole.
+
+    known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 `[1]`, set
+    to 1 where a valid key of one is not finite.
+    """
+
+    first: int
+    count: int
+    known: Tensor | None
+    wrong: Tensor
+
+    def check(self, batch: int, start: int, count: int) -> None:
+        """Raises ValueError if `count` keys from id `start` on do not hold them, for others."""
+        inside = -(-start // BLOCK), (start + count) // BLOCK
+        if not inside[0] <= self.first <= inside[1] - self.count:
+            last = self.first + self.count
+            raise ValueError(f"fresh: got {self.first} to {last}, allowed is in {inside}")
+        of_shape("wrong", of_type("wrong", self.wrong, torch.int32), 1)
+        if self.known is None:
+            return
+        most = max(-(-(start + count) // BLOCK), self.known.shape[-1])
+        of_shape("known", of_type("known", self.known, torch.bool), batch, most)
+        if not self.known.is_contiguous():
+            raise ValueError(f"known: got strides {self.known.stride()}, allowed are dense ones")
 
 
 class Encoder:
@@ -54,6 +84,7 @@ class Encoder:
         *,
         start: int,
         valid: Tensor | None = None,
+        fresh: Fresh | None = None,
     ) -> None:
         """Write codes of keys `[B, G, N, D]`, the first of which has the id `start`, to blocks.
 
@@ -62,7 +93,10 @@ class Encoder:
 
         centres: bfloat16 `[B, G, S, D]`, one for each block of 256 ids, or None for zeros;
         reference: float32 `[B, G]`; table: int64 `[B, S]`, addresses of blocks; valid: bool
-        `[B, N]`. Raises ValueError for wrong dtypes or shapes, ids beyond the table.
+        `[B, N]`; fresh: segments of which `centres` are written as `ops.learn.centres` makes them,
+        but for rounding (sums are in float32, a warp's 32 keys at a time), then used.
+        Raises ValueError for wrong dtypes or shapes, ids beyond the table, fresh segments that the
+        keys do not hold whole or whose centres have no dense rows.
         """
         L, D = self.layout, self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
@@ -77,18 +111,24 @@ class Encoder:
             )
         if centres is not None:
             of_type("centres", centres, torch.bfloat16)
-            centres = rows(of_shape("centres", centres, B, G, centres.shape[2], D), 1)
+            given = rows(of_shape("centres", centres, B, G, centres.shape[2], D), 1)
+            if fresh and given is not centres:
+                raise ValueError(f"centres: got strides {centres.stride()}, allowed are dense rows")
+            centres = given
+        if fresh and fresh.count:
+            fresh.check(B, start, N)
         if valid is not None:
             valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         keys = rows(keys, 1)
         steps = (0, 0, 0) if centres is None else centres.stride()[:3]
-        groups = (stop - first) * G * B * BLOCK // GROUP
+        units = (stop - first) * G * B
+        known = fresh.known if fresh else None
         wide = _wide(keys)
         resident = _resident(D, keys.element_size(), wide)
         launch(
             "encode.cu",
             "encode",
-            (busy(keys.device, 1, groups, WARPS, resident) if N and groups else 0,),
+            (busy(keys.device, 1, units, 1, resident) if N and units else 0,),
             (32 * WARPS,),
             *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
             *(self._hartley, self._tables, N, start),
@@ -98,6 +138,8 @@ class Encoder:
             *steps,
             table.shape[1],
             *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.centre),
+            *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
+            *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
             *(1 / self.largest, D**-0.5),
             D=D,
             BITS=L.magnitude_bits,
@@ -154,7 +196,7 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 def _resident(D: int, size: int, wide: bool) -> int:
     """Blocks of a multiprocessor, as registers allow. size: bytes of a coordinate."""
     held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
-    return 3 if wide and held <= 16 and odd <= 3 else 2 if D <= 128 else 1
+    return 4 if wide and held <= 16 and odd <= 3 else 2 if D <= 128 else 1
 
 
 def _wide(keys: Tensor) -> bool:

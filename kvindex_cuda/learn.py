@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvindex.ops.learn import HEADROOM, LEAN
-from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows
+from kvindex.ops.learn import HEADROOM, LEAN, SEEN
+from kvindex_cuda.arguments import CODES, of_shape, of_type, rows
 from kvindex_cuda.launch import launch
 
-__all__ = ["HEADROOM", "LEAN", "centres", "reference"]
+__all__ = ["HEADROOM", "LEAN", "SEEN", "centres", "reference"]
 
 THREADS, TALL, WIDEST = 256, 32, 1024
 """As in `learn.cu`; the largest head dimension whose sums fit shared memory."""
@@ -42,11 +42,11 @@ def centres(
         (S, G, B),
         (THREADS,),
         *(given, flags, old, held, found, known, None, None, None, N, D, before, before, S),
-        *(start, every, 0, *given.stride()[:3], 0 if flags is None else flags.stride(0)),
-        shared_bytes=8 * D * (1 + min(TALL, THREADS * 8 // D)),
+        *(start, every, 0, S, S, 0),
+        *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
+        shared_bytes=shared_bytes(D),
         DTYPE=CODES[keys.dtype],
         WIDE=int(wide(given)),
-        LANES=0,
     )
     return {"centres": found, "known": known}
 
@@ -74,19 +74,27 @@ def reference(
         of_shape("reference", of_type("reference", old, torch.float32), B, G)
         old = old.contiguous()
     found = norms.new_zeros((B, G)) if old is None else old.clone()
-    splits = busy(norms.device, B * G, N, 16 * THREADS)
     launch(
         "learn.cu",
         "reference",
-        (splits if N else 0, B * G),
+        (windows(N), B * G),
         (THREADS,),
         *(norms.contiguous(), flags, old, found, N),
         *(0 if flags is None else flags.stride(0), G),
         DTYPE=0,
         WIDE=1,
-        LANES=0,
     )
     return {"reference": found}
+
+
+def windows(count: int) -> int:
+    """Blocks that look for the largest norm of so many keys' first ones."""
+    return -(-min(count, SEEN) // THREADS)
+
+
+def shared_bytes(dim: int) -> int:
+    """Dynamic shared memory of `learn`."""
+    return 8 * dim * (1 + min(TALL, THREADS * 8 // dim))
 
 
 def flags_of(valid: Tensor | None, batch: int, count: int) -> Tensor | None:

@@ -20,7 +20,8 @@ WHOLE = Geometry.of(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 def test_bytes_of_a_million_keys():
     found = encode.bytes_of(WHOLE, 2**20)
     keys, centres = 2**23 * 256, 4096 * 8 * 256
-    assert found["learn"] == keys + centres
+    assert found["learn"] == 4096 * 8 * 256  # what a reference is of
+    assert encode.bytes_of(WHOLE, 5000)["learn"] == (4096 + 5000 % 256 + 256) * 8 * 256
     assert found["encode"] == keys + 2 * centres + 2**23 * 67  # signs, 3 planes, weight twice
 
 
@@ -47,7 +48,7 @@ def test_kernels_are_timed_alone_together_and_in_pieces():
         found = encode.measure(SMALL, 600, 256, timed, 100.0)
     for name in ("learn", "encode", "in_one_go", "in_pieces"):
         assert found[name]["of_reading"] == pytest.approx(found[name]["bytes"] / 2e3 / 100)
-    assert found["in_pieces"]["bytes"] == found["encode"]["bytes"] > found["learn"]["bytes"]
+    assert found["in_pieces"]["bytes"] == found["encode"]["bytes"]
 
 
 @pytest.mark.parametrize("plan", update.PLANS)

@@ -12,6 +12,7 @@ from benchmarks.decode.setting import synthetic
 from benchmarks.decode.timing import Timed, Times
 from kvindex.geometry import Geometry
 from kvindex.ops import codes
+from kvindex.ops.learn import SEEN
 from kvindex_cuda.code_blocks import Fill
 from kvindex_cuda.layout import BLOCK, Layout
 
@@ -23,6 +24,10 @@ CHECKED = (8000, 12_345, 256)
 FLIPPED = 1e-4
 """Share of coordinates that rounding may put on the other side of an edge
 (tests/cuda/test_encode.py looks at each of them)."""
+
+TIPPED = 1e-3
+"""Share of centres' coordinates that sums in float32 may round to the number beside the
+reference's (the same test looks at how near they are)."""
 
 
 def index_of(geometry: Geometry, backend: str = "cuda", store: str = "device") -> Any:
@@ -59,23 +64,42 @@ def check(geometry: Geometry) -> dict[str, Any]:
         for index in (mine, theirs):
             index.append(some, some)
         start += count
-    wrong = [name for name, t in theirs._learnt.items() if not torch.equal(mine._learnt[name], t)]
+    wrong = [
+        name
+        for name, t in theirs._learnt.items()
+        if name != "centres" and not torch.equal(mine._learnt[name], t)
+    ]
+    got, want = (index._learnt["centres"] for index in (mine, theirs))
+    apart = got != want
+    size = want.float().abs()
+    near = (got.float() - want.float()).abs() <= 2.0**-7 * size + 2.0**-16 * size.amax()
+    tipped = int(apart.sum()) / apart.numel()
+    if tipped > TIPPED or not near.all():
+        wrong.append("centres")
     flipped = sum(
         int(codes.unpack(mine._codes[name] ^ theirs._codes[name]).sum())
         for name in ("signs", "magnitudes")
     ) / len(keys.flatten())
     if wrong or flipped > FLIPPED:
         raise SystemExit(f"append is wrong: learnt {wrong} differ, {flipped:.2%} of codes")
-    return {"tokens": list(CHECKED), "flipped": flipped, "learnt": "equal"}
+    learnt = f"{tipped:.1e} of centres rounded another way" if tipped else "equal"
+    return {"tokens": list(CHECKED), "flipped": flipped, "learnt": learnt}
 
 
 def bytes_of(geometry: Geometry, tokens: int) -> dict[str, int]:
-    """Bytes that must move: `learn` reads keys, `encode` reads them and writes codes."""
+    """Bytes that must move: `encode` reads keys and writes centres twice, and codes; `learn` reads
+    the first keys, and a last segment that has only begun with the one that it leans on.
+    """
     g, layout = geometry, Layout(geometry.head_dim, 3)
-    read = tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
+    of_key = g.kv_heads * g.head_dim * g.dtype.itemsize
+    begun = tokens % BLOCK
+    edge = min(tokens, begun + BLOCK) if begun else 0
     centres = -(-tokens // BLOCK) * g.kv_heads * 2 * g.head_dim
     written = tokens * g.kv_heads * (layout.stride * 4 + 3)
-    return {"learn": read + centres, "encode": read + 2 * centres + written}
+    return {
+        "learn": (min(tokens, SEEN) + edge) * of_key,
+        "encode": tokens * of_key + 2 * centres + written,
+    }
 
 
 def measure(
@@ -90,11 +114,12 @@ def measure(
         learnt: dict[str, Tensor] = {}
         for start in range(0, tokens, size):
             some = keys[:, :, start : start + size]
-            learnt, _ = writer.learn(some, None, learnt, start=start)
-            writer.codes(some, None, learnt, start=start).write(blocks.table)
+            begun = writer.learn(some, None, learnt, start=start)
+            writer.codes(some, None, begun, start=start).write(blocks.table)
+            learnt = begun.learnt
 
-    learnt, _ = writer.learn(keys, None, {}, start=0)
-    write = writer.codes(keys, None, learnt, start=0).write
+    begun = writer.learn(keys, None, {}, start=0)
+    write = writer.codes(keys, None, begun, start=0).write
     must = bytes_of(geometry, tokens)
     runs = {
         "learn": (lambda: writer.learn(keys, None, {}, start=0), must["learn"]),

@@ -180,13 +180,18 @@ class ParisKV(BaseIndex):
         """As `BaseIndex._prepared`; where kernels write codes, they look at keys as they learn."""
         if not self._writer:
             return super()._prepared(keys, valid)
-        learnt, wrong = self._writer.learn(keys, valid, self._learnt, start=len(self))
+        begun = self._writer.learn(keys, valid, self._learnt, start=len(self))
+        fill = self._writer.codes(keys, valid, begun, start=len(self))
+        blocks: Any = self._codes
+        blocks.reserve(fill)
+        blocks.write(fill)  # beyond the last token, where nobody looks
         if self._check is not False:
+            wrong = begun.wrong[0] != 0
             if self._defers:
                 self._defer("keys", wrong, "a finite number")
             elif bool(wrong):
                 return super()._prepared(keys, valid)  # which says what is wrong
-        return learnt, self._writer.codes(keys, valid, learnt, start=len(self))
+        return begun.learnt, fill
 
     def _learnt_before(self, length: int) -> Codes:
         if not self.config.centre or not self._learnt:

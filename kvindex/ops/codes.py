@@ -16,7 +16,7 @@ from torch import Tensor
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 12
-"""Range of logarithmic weights: 4 to 5 above the largest key of the first append, for keys to
+"""Range of logarithmic weights: 4 to 5 above the largest of the first keys, for keys to
 come; 7 below it, for keys that lie close to a centre far from zero."""
 
 FACTOR = 2**15 - 1

@@ -20,6 +20,10 @@ HEADROOM = 5
 """Powers of 2 from the largest norm (rounded down) to the reference: room for norms that drift
 (docs/drift.md)."""
 
+SEEN = 4096
+"""Tokens that a reference is of, from the first one with a norm on
+(docs/decisions/0021-a-reference-of-the-first-tokens.md)."""
+
 
 def centres(
     keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int, every: int
@@ -65,13 +69,19 @@ def _rounded(centres: Tensor) -> Tensor:
 def reference(
     norms: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """`reference`: 16 to 32 times the largest of the norms `[B, G, N]`, a power of 2, float32
+    """`reference`: 16 to 32 times the largest of the first norms `[B, G, N]`, a power of 2, float32
     `[B, G]`; 0 where no valid key has a norm yet.
 
-    Of keys as they come: what a centre leaves of a few alike keys says nothing of those to come.
+    The first are those of `SEEN` ids, from that of the first valid key with a norm on, as far as
+    they come at once; of keys as they come: what a centre leaves of a few alike keys says nothing
+    of those to come.
     """
-    norms = norms * _real(norms[:, 0], valid)[:, None]
-    largest = norms.amax(-1) if norms.numel() else norms.new_zeros(norms.shape[:2])
+    largest = norms.new_zeros(norms.shape[:2])
+    if norms.numel():
+        real = _real(norms[:, 0], valid)[:, None] & (norms > 0)
+        ids = torch.arange(norms.shape[2], device=norms.device)
+        seen = real & (ids < real.int().argmax(-1, keepdim=True) + SEEN)
+        largest = torch.where(seen, norms, 0.0).amax(-1)
     found = torch.where(largest > 0, torch.exp2(torch.log2(largest).floor() + HEADROOM), 0.0)
     old = learnt.get("reference", torch.zeros_like(found))
     return {"reference": torch.where(old > 0, old, found)}

@@ -1,23 +1,28 @@
-// Keys to codes in blocks, in one pass: centre off, normalise, rotate, code, log weight (paper, A.1
-// to A.3; ops/{transform,codes}.py with block = D, kvindex_cuda/layout.py).
+// Keys to codes in blocks: centre off, normalise, rotate, code, log weight (paper, A.1 to A.3;
+// ops/{transform,codes}.py with block = D, kvindex_cuda/layout.py). Centres of segments whose keys are
+// all here are made on the way (ops/learn.py), so that keys come from memory once.
 //
 // Idea: R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit does four of H's stages of 8 keys at
 // a time, on keys as they come: entries of H are ±1, float32 is the sum of 3 bfloat16, all exact,
-// and the sum starts at minus the centre's, which the warp has turned before. The other stages are
-// sums in registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole
-// bytes of coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
+// and the sum starts at minus the centre's, which is turned before. The other stages are sums in
+// registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole bytes of
+// coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
 // A level's index: of |u|'s cell, one of equal ones that hold an edge at most, and of which side of
 // the edge it is on. Up to 3 bits the tables are the registers of a warp's lanes, and a level, a
 // float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
 //
-// Grid: as many blocks as there is room for, 8 warps; a warp takes its share of the keys, 8 at a
-// time, and loads the next 8 while it codes. Reads a key once, 2 D bytes of centre per 256; writes
-// (1 + BITS) STRIDE + 3 bytes per key and 2 D per 256.
+// Grid: as many blocks as there is room for, 8 warps; a block takes every gridDim.x-th segment of a
+// head, a warp 32 keys of it. A fresh segment's keys are added up first, which the matrix unit does
+// with ones on the other side (an instruction for 256 coordinates), and read again from L1 or L2 to be
+// coded; before the last of them are, the next segment's are sent for. From memory a key is read once,
+// 2 D bytes of a centre that is given per 256; written are (1 + BITS) STRIDE + 3 bytes per key and
+// 2 D per 256, of a fresh segment 4 D.
 // Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
-// 16-bit keys): 1,310 instructions of a warp per 16 keys, 20.5 cycles of an SM per key, .74 ms for
-// the 8.4 million keys of 8 heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the
-// measured rate of reading; shuffles, shared memory and keys take that pipe some 19 cycles per key.
-// So neither is full (ncu: two thirds of the one, .7 of the other); warps wait for shuffles most.
+// 16-bit keys): 1,430 instructions of a warp per 16 keys, 1,290 of them to code and 150 for centres and
+// what a segment needs; 22.4 cycles of an SM per key, .81 ms for the 8.4 million keys of 8 heads on
+// 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading; shuffles,
+// shared memory and keys take that pipe some 21 cycles per key. Warps wait for shuffles most, so that
+// more of them help: 32 on an SM, with keys in no register before they are needed.
 // Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
@@ -37,12 +42,14 @@ constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill
 constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
 constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
 constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
-constexpr bool AHEAD = C * HELD <= 16;                // whether registers hold the next keys
+constexpr bool AHEAD = C * HELD <= 16 && RESIDENT < 4;  // whether registers hold the next keys
+constexpr int LOADS = RESIDENT < 4 ? 8 : 4;           // of four keys, in flight to be added up
 constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
 constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
-constexpr u32 GROUPS = TOKENS / GROUP;                // of a block
+constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
+constexpr float LONGEST = 1152921504606846976.0f;     // transform.LONGEST
 constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
 
 // A turned key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
@@ -75,13 +82,14 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(ALL, x, 2);
 }
 
-// Eight coordinates as they lie in memory.
+// Eight coordinates as they lie in memory. LAST: nobody reads them again.
+template <bool LAST>
 __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #if WIDE
     const uint4* wide = reinterpret_cast<const uint4*>(at);
 #pragma unroll
     for (int r = 0; r < HELD / 4; r++) {
-        uint4 all = __ldcs(wide + r);
+        uint4 all = LAST ? __ldcs(wide + r) : __ldg(wide + r);
         words[4 * r] = all.x, words[4 * r + 1] = all.y;
         words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
     }
@@ -125,9 +133,9 @@ __device__ __forceinline__ u32 factor(u32 unit) {
 // Both of its halves for either n. A shuffle hides from the compiler which are the same: of one
 // register in two pairs it makes copies, again and again.
 __device__ __forceinline__ uint4 factors(u32 unit) {
-    u32 b = factor(unit), same[3];
-    for (int i = 0; i < 3; i++) same[i] = __shfl_sync(ALL, b, threadIdx.x % 32);
-    return {b, same[0], same[1], same[2] ^ 0x80008000u};
+    u32 b = factor(unit);
+    u32 y = __shfl_sync(ALL, b, threadIdx.x % 32), z = __shfl_xor_sync(ALL, b, 0);
+    return {b, y, z, __shfl_up_sync(ALL, b, 0) ^ 0x80008000u};
 }
 
 // The lane's byte of a key, float16 or bfloat16, added to what the matrix unit leaves.
@@ -287,35 +295,121 @@ __device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
         for (int c = 0; c < C; c++) reinterpret_cast<u32*>(to)[c] = row[c];
 }
 
-// What a warp needs now and then of its block of keys: no registers are left for it.
-struct Aside {
+// A segment of a head, of which a block of threads codes the keys: what they need of it now and
+// then, for no registers are left for it.
+struct Segment {
+    const char* keys;  // of token 0, which may come before the first that is there
+    const u8* flags;   // likewise, or null
     char* block;
+    u16* centre;  // or null
+    u8* known;    // or null: nobody asks
     float reference, inverted;
-    u32 next, last;  // groups of keys: of the warp's share, those that are left
+    u32 from, to;  // tokens that are there
+    u32 unit;      // its number, of all
+    bool fresh;    // whether its centre is made here
 };
+
+// Sums of a warp's 32 keys, to `sums` [C * 32]. The left factor has a byte of four keys in two rows
+// as it lies in memory: words 0 and 2 in one, 1 and 3 in the other. The right one adds up each
+// coordinate of such a row in a column of its own. Products are exact, sums float32. MASKED: whether
+// there are flags.
+template <bool MASKED>
+__device__ __forceinline__ void add_up(float* sums, const char* keys, i64 step, const u8* flags) {
+    int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
+    u32 one = (DTYPE == 1 ? 0x3c00u : 0x3f80u) << byte % 2 * 16;
+    u32 b0 = byte & 2 ? 0 : one, b1 = byte & 2 ? one : 0;
+    float found[TILES][4] = {};
+    keys += t * step + byte * 8 * BYTES;
+#pragma unroll(LOADS)
+    for (int i = 0; i < GROUP; i += 4) {
+        bool in = !MASKED || flags[i + t];
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            u32 words[HELD] = {}, parts[PARTS][4];
+            if (in && (tile * 8 + 8 <= M || tile * 8 + byte < M))
+                load<false>(words, keys + i * step + tile * 64 * BYTES);
+            split(parts, words);
+#pragma unroll
+            for (int p = PARTS - 1; p >= 0; p--)
+                if (DTYPE == 1)
+                    mma_halves(found[tile], parts[p][0], parts[p][1], parts[p][2], parts[p][3], b0,
+                               b1);
+                else
+                    mma_bfloats(found[tile], parts[p][0], parts[p][1], parts[p][2], parts[p][3], b0,
+                                b1);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+        if (t < 2 && tile * 8 + byte < C * 4)
+            reinterpret_cast<float4*>(sums)[(tile * 8 + byte) * 2 + t] = {
+                found[tile][0], found[tile][1], found[tile][2], found[tile][3]};
+}
+
+// The mean of coordinate d of a segment's n valid keys, of the warps' sums. All lanes call it.
+static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, i64 step,
+                              const Segment& own, int* wrong) {
+    double total = 0;
+    for (int w = 0; w < WARPS; w++) total += sums[w][d];
+    bool odd = !(fabs(total) <= 3.4e38);  // a key that is not finite, or sums beyond float32's range
+    if (__any_sync(ALL, odd)) {
+        total = 0;
+        for (int i = 0; i < TOKENS; i++) {
+            if (d >= D || (own.flags && !own.flags[i])) continue;
+            const char* at = own.keys + i * step + d * BYTES;
+            float x = DTYPE == 0 ? *reinterpret_cast<const float*>(at) : 0;
+            if (DTYPE == 1) x = from_float16(*reinterpret_cast<const u16*>(at));
+            if (DTYPE == 2) x = from_bfloat16(*reinterpret_cast<const u16*>(at));
+            if (!(fabsf(x) <= 3.402823466e38f)) *wrong = 1;
+            total += x;
+        }
+    }
+    float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));  // a product, as a rule
+    return to_bfloat16(fminf(fmaxf(mean, -LONGEST), LONGEST));
+}
 
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centres
 // bfloat16 [B, G, S, D], strides cb, cg, cs, or null; references float32 [B, G]; table int64
 // [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
 // [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
 // levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
-// start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; scale: 1 by
-// the largest |u| that is told apart; root: 1 / √D.
+// start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; fresh, stale:
+// segments whose centres are made, and the first that is not again; known bool [B, kb], or null;
+// wrong int32 [1], or null without them; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-encode(const void* data, const u8* valid, const u16* centres, const float* references,
+encode(const void* data, const u8* valid, u16* centres, const float* references,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
        i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
        i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre,
-       float scale, float root) {
+       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, float scale, float root) {
     __shared__ uint4 flip[C * 4];
-    __shared__ float4 bases[WARPS][C * 8];  // minus the centre after the matrix unit
-    __shared__ __align__(16) u16 means[WARPS][C * 32];
+    __shared__ float4 bases[C * 8];  // minus the centre after the matrix unit
+    __shared__ __align__(16) float sums[WARPS][C * 32];
+    __shared__ __align__(16) u16 means[C * 32];
     __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
     __shared__ float edges[CELLS], levels[LEVELS];
-    __shared__ Aside aside[WARPS];
+    __shared__ Segment segments[2];  // this one and the next
     __shared__ u8 indices[2 * CELLS];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
 
+    i64 step = sn * BYTES;
+    u32 units = u32(blocks * kv_heads * batches);
+    auto plan = [&](u32 unit, Segment& found) {
+        found.unit = unit, found.fresh = false;
+        if (unit >= units) return;
+        i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
+        i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
+        i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
+        found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
+        found.flags = valid ? valid + batch * vb + offset : nullptr;
+        found.block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
+        found.centre = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
+        found.known = known && g == 0 ? known + batch * kb + s : nullptr;
+        found.reference = references[bg], found.inverted = 1.0f / found.reference;
+        found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
+        found.fresh = s >= fresh && s < stale;
+    };
+    if (threadIdx.x == 0) plan(blockIdx.x, segments[0]);
     for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
     if (ODD > 1)
         for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
@@ -332,37 +426,53 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
     Exchange exchange = exchange_of(t);
     u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
 
-    // a warp's share of all groups of keys: parts of blocks, or whole ones, that lie together
-    i64 step = sn * BYTES;
-    u32 groups = u32(blocks * kv_heads * batches) * GROUPS, warps = gridDim.x * WARPS;
-    u32 own = blockIdx.x * WARPS + warp;
-    if (lane == 0) aside[warp].next = u32(u64(groups) * own / warps);
-    if (lane == 0) aside[warp].last = u32(u64(groups) * (own + 1) / warps);
-    __syncwarp();
-    for (;;) {
-        u32 next = aside[warp].next, last = aside[warp].last;
-        if (next >= last) return;
-        u32 at = next / GROUPS, part = next % GROUPS, parts = min(GROUPS - part, last - next);
-        i64 s = u32(start) / TOKENS + at % u32(blocks);
-        i64 g = at / u32(blocks) % u32(kv_heads), batch = at / u32(blocks) / u32(kv_heads);
-        i64 offset = s * TOKENS - start;  // of the block's first token among the keys
-        u32 from = u32(max(-offset, i64(part * GROUP)));
-        u32 to = u32(min(count - offset, i64((part + parts) * GROUP)));
-        char* block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
-        const u16* mean = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
-        float reference = references[batch * kv_heads + g];
+    for (u32 turn = 0; segments[turn].unit < units; turn ^= 1) {
+        const Segment& own = segments[turn];
+        u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
+        if (own.fresh) {
+            const char* keys = own.keys + warp * GROUP * step;
+            if (valid)
+                add_up<true>(sums[warp], keys, step, own.flags + warp * GROUP);
+            else
+                add_up<false>(sums[warp], keys, step, nullptr);
+        }
+        // all keys of the segment before are coded, all of this one added up
+        int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
+        for (int c = warp; c < C; c += WARPS) {
+            int d = c * 32 + lane;
+            u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
+            if (own.fresh) {
+                x = mean_of(sums, d, n, step, own, wrong);
+                if (!own.centre) x = 0;
+                if (own.centre && d < D) own.centre[d] = x;
+                if (own.known && d == 0) *own.known = n > 0;
+            }
+            means[d] = x;
+            if (d < D) reinterpret_cast<u16*>(own.block + centre)[d] = x;
+            __syncwarp();
+            uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
+            u32 pairs[4] = {all.x, all.y, all.z, all.w};
+            float turned[2][4] = {};
+            multiply<false>(turned, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
+#pragma unroll
+            for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
+                if (lane < 4)
+                    bases[c * 8 + n * 4 + t] = {0 - turned[n][0], 0 - turned[n][1],
+                                                0 - turned[n][2], 0 - turned[n][3]};
+        }
+        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + gridDim.x, segments[turn ^ 1]);
+        __syncthreads();
+        if (from >= to) continue;
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
-        const char* first = static_cast<const char*>(data) +
-                            (batch * sb + g * sg + offset * sn + t * 8) * BYTES;
+        const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
         from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
-        const u8* flags = valid ? valid + batch * vb + offset : nullptr;
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
-            if (flags && !flags[id]) {
+            if (valid && !own.flags[id]) {
 #pragma unroll
                 for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
                 return;
@@ -370,38 +480,14 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
 #pragma unroll
             for (int c = 0; c < C; c++)
                 if (M % 4 == 0 || c * 4 + t < M)
-                    load(held[c], key + c * 32 * BYTES);
+                    load<true>(held[c], key + c * 32 * BYTES);
                 else
 #pragma unroll
                     for (int r = 0; r < HELD; r++) held[c][r] = 0;
         };
-        char* out = block + (t ? magnitudes + (t - 1) * STRIDE : 0);
+        char* out = own.block + (t ? magnitudes + (t - 1) * STRIDE : 0);
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
-        if (AHEAD && from < to) fetch(from / HALF);
-
-        __syncwarp();
-        if (lane == 0) aside[warp] = {block, reference, 1.0f / reference, next + parts, last};
-        for (int i = lane; i < C * 32; i += 32) {
-            u16 x = mean && i < D ? mean[i] : 0;
-            means[warp][i] = x;
-            if (part == 0 && i < D) reinterpret_cast<u16*>(block + centre)[i] = x;
-        }
-        __syncwarp();
-        if (from >= to) continue;
-        uint4 bfloats = DTYPE == 1 ? factors(0x3f80) : b;
-#pragma unroll 1
-        for (int c = 0; c < C; c++) {
-            uint4 all = reinterpret_cast<const uint4*>(means[warp])[c * 4 + t];
-            u32 pairs[4] = {all.x, all.y, all.z, all.w};
-            float sums[2][4] = {};
-            multiply<false>(sums, pairs, bfloats, flip[c * 4 + t]);
-#pragma unroll
-            for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
-                if (lane < 4)
-                    bases[warp][c * 8 + n * 4 + t] = {0 - sums[n][0], 0 - sums[n][1],
-                                                      0 - sums[n][2], 0 - sums[n][3]};
-        }
-        __syncwarp();
+        if (AHEAD) fetch(from / HALF);
 
         float mine = 0;
 #pragma unroll 1
@@ -412,7 +498,7 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
             for (int c = 0; c < C; c++) {
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    float4 less = bases[warp][c * 8 + n * 4 + t];
+                    float4 less = bases[c * 8 + n * 4 + t];
                     y[c][n][0] = less.x, y[c][n][1] = less.y;
                     y[c][n][2] = less.z, y[c][n][3] = less.w;
                 }
@@ -423,6 +509,12 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
             }
             if (AHEAD && (half + 1) * HALF < to) fetch(half + 1);
+            const Segment& next = segments[turn ^ 1];
+            if (half % 4 == 2 && next.fresh) {
+                const char* key = next.keys + (warp * GROUP + lane) * step;
+#pragma unroll
+                for (int i = 0; i < D * BYTES; i += 128) to_l2(key + i);
+            }
             finish(y, hartley);
 
             float squares = 0, longer = 1;
@@ -475,11 +567,11 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
                 u32 plane = w * 4 + t;  // 0 of signs
                 char* to_row = out + key * width;
                 if (w)
-                    to_row = aside[warp].block + magnitudes + (key * BITS + plane - 1) * STRIDE;
+                    to_row = own.block + magnitudes + (key * BITS + plane - 1) * STRIDE;
                 if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
             }
             aligned = quad_sum(aligned) * inverse;
-            float norm = fminf(length * longer * root, 1152921504606846976.0f);  // LONGEST
+            float norm = fminf(length * longer * root, LONGEST);
             float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
             if (half % 4 == t) mine = weight;
             if (half % 4 < 3 && (half + 1) * HALF < to) continue;
@@ -487,18 +579,17 @@ encode(const void* data, const u8* valid, const u16* centres, const float* refer
             // weights of up to 32 keys, one of each lane
             u32 id = half / 4 * GROUP + t * HALF + lane / 4;
             int code = 0;
-            const Aside& kept = aside[warp];
             if (mine > 0) {  // ops.codes.log_codes; the exponent apart, for precision's sake
-                u32 ratio = __float_as_uint(fmaxf(mine * kept.inverted, 6.103515625e-05f));
+                u32 ratio = __float_as_uint(fmaxf(mine * own.inverted, 6.103515625e-05f));
                 double power = int(ratio >> 23) - 127;
                 power += log2f(__uint_as_float((ratio & 0x7fffff) | 0x3f800000));
                 power = fmax(rint(power * STEPS + 65535.0), 1.0);
-                code = mine < kept.reference ? min(int(power), 65535) : 65535;
+                code = mine < own.reference ? min(int(power), 65535) : 65535;
             }
             if (id >= from && id < to) {
-                u8* upper = reinterpret_cast<u8*>(kept.block + weights);
+                u8* upper = reinterpret_cast<u8*>(own.block + weights);
                 upper[half / 4 * GROUP + lane] = u8(code >> 8);  // layout.places
-                reinterpret_cast<u16*>(kept.block + logs)[id] = u16(code);
+                reinterpret_cast<u16*>(own.block + logs)[id] = u16(code);
             }
         }
     }

@@ -1,13 +1,15 @@
 // What an index learns of tokens as they come: centres of segments, a reference for weights
 // (ops/learn.py).
 //
-// Sums of a segment are in double and in a fixed order, so that two runs learn the same.
-// Compile-time: DTYPE (of the keys), WIDE (whether each key begins at a multiple of 16 bytes), LANES
-// (of a warp, a power of 2, that share a key where `learn` looks at norms; else 0).
+// Sums of a segment are in double and in a fixed order, so that two runs learn the same. Where keys are
+// coded next, segments that an append covers whole are left to `encode.cu`, which makes their centres
+// as it codes them.
+// Compile-time: DTYPE (of the keys), WIDE (whether each key begins at a multiple of 16 bytes).
 #include "common.cuh"
 
 constexpr int LEAN = 16;      // learn.LEAN
 constexpr int HEADROOM = 5;   // learn.HEADROOM
+constexpr int SEEN = 4096;    // learn.SEEN
 constexpr int THREADS = 256;
 constexpr int TALL = 32;  // keys that a block reads at once, at most
 constexpr double LONGEST = 1152921504606846976.0;  // transform.LONGEST
@@ -56,9 +58,8 @@ struct Keys {
 };
 
 struct Found {
-    int count;       // of valid keys
-    double longest;  // of the thread's squared norms
-    bool wrong;      // whether one of them is not finite
+    int count;   // of valid keys
+    bool wrong;  // whether one that this thread has seen is not finite
 };
 
 // Σ of the valid keys `from` to `to` in `totals` [D]: a thread takes 8 coordinates of every `tall`-th
@@ -66,12 +67,11 @@ struct Found {
 static __device__ Found sum_of(double* totals, double* parts, const Keys& keys, i64 batch, i64 head,
                                i64 from, i64 to, int dim) {
     __shared__ int found;
-    int M = dim / 8, across = LANES ? LANES : M;
-    int tall = min(THREADS / across, TALL), byte = threadIdx.x % across, row = threadIdx.x / across;
-    bool own = row < tall && byte < M;
+    int M = dim / 8, tall = min(THREADS / M, TALL), byte = threadIdx.x % M, row = threadIdx.x / M;
+    bool own = row < tall;
     i64 base = batch * keys.sb + head * keys.sg + byte * 8;
     double sums[8] = {};
-    Found result = {0, 0, false};
+    Found result = {0, false};
     if (threadIdx.x == 0) found = 0;
     for (i64 first = from; first < to; first += AHEAD * tall) {
         Eight loaded[AHEAD] = {};
@@ -83,22 +83,12 @@ static __device__ Found sum_of(double* totals, double* parts, const Keys& keys, 
             if (in) loaded[k] = fetched(keys.data, base + i * keys.sn), result.count++;
         }
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            double squares = 0;
+        for (int k = 0; k < AHEAD; k++)
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                double x = coordinate(loaded[k], j);
-                sums[j] += x;
-                if (LANES) squares = fma(x, x, squares);
-            }
-            if (!LANES) continue;
-#pragma unroll
-            for (int step = 1; step < LANES; step *= 2)
-                squares += __shfl_xor_sync(ALL, squares, step);
-            result.longest = squares > result.longest ? squares : result.longest;
-            result.wrong |= !(squares <= 1.7976931348623157e308);  // floats' squares sum to less
-        }
+            for (int j = 0; j < 8; j++) sums[j] += coordinate(loaded[k], j);
     }
+    for (int j = 0; j < 8; j++)  // sums of finite floats are finite
+        result.wrong |= !(fabs(sums[j]) <= 1.7976931348623157e308);
     __syncthreads();
     if (own)
         for (int j = 0; j < 8; j++) parts[row * dim + byte * 8 + j] = sums[j];
@@ -123,60 +113,105 @@ __device__ __forceinline__ float reference_of(float norm) {
     return ldexpf(1.0f, int(floorf(float(log2(double(norm))))) + HEADROOM);
 }
 
-// The block's share of the largest norm; a power of two grows with the norm, so that each block's
-// own is a candidate: their maximum, as bits of positive floats, is the answer. All threads call it.
-static __device__ void refer(double longest, float* answer) {
+// Of the SEEN keys from the first one on that has a norm, the `part`-th THREADS: a power of two grows
+// with the norm, so that each block's own is a candidate, and their maximum, as bits of positive
+// floats, the answer. real(i): whether key i has one; norm(i). All threads call it.
+template <class Real, class Norm>
+static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* answer) {
+    constexpr int EACH = SEEN / THREADS;
+    __shared__ u32 first;
     __shared__ double tops[THREADS / 32];
+    if (threadIdx.x == 0) first = u32(count);
+    __syncthreads();
+    for (i64 from = 0; from < count; from += SEEN) {
+        i64 i = from + threadIdx.x * EACH, to = min(i + EACH, count);
+        while (i < to && !real(i)) i++;
+        if (i < to) atomicMin(&first, u32(i));
+        __syncthreads();
+        bool found = first < u32(count);
+        __syncthreads();
+        if (found) break;
+    }
+    i64 i = first + part * THREADS + threadIdx.x;
+    double longest = part < EACH && i < count && real(i) ? norm(i) : 0.0;
     longest = warp_max(longest);
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = longest;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int i = 1; i < THREADS / 32; i++) longest = fmax(longest, tops[i]);
-        float norm = float(fmin(sqrt(longest), LONGEST));
-        if (norm > 0) atomicMax(reinterpret_cast<u32*>(answer), __float_as_uint(reference_of(norm)));
-    }
-    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < THREADS / 32; i++) longest = fmax(longest, tops[i]);
+    float top = float(fmin(longest, LONGEST));
+    if (top > 0) atomicMax(reinterpret_cast<u32*>(answer), __float_as_uint(reference_of(top)));
 }
 
-// Grid: (S - begin, G, B), THREADS threads, 8 (1 + min(TALL, THREADS / lanes of a key)) D bytes of
-// dynamic shared memory. A block makes a segment's centre, and looks at its keys' norms; where the
-// last segment has only begun, the block of the one before makes both. Reads the keys once, writes
-// 2 D bytes per segment, 1 with the first head; what is known already is copied.
-// Limited by the bus: a million keys of 8 heads at D = 128 take .79 ms on an H200, .60 of the rate
-// of reading (benchmarks/results/append.json); a conversion to double per coordinate, 16 a cycle
-// and SM, .3 ms of it by count.
+// Grid: (segments + windows, G, B), THREADS threads, 8 (1 + min(TALL, 2048 / D)) D bytes of dynamic
+// shared memory. A block makes a segment's centre and looks whether its keys are finite; where the last
+// segment has only begun, the block of the one before makes both. What is known already is copied.
+// `windows` more blocks look at THREADS of the first keys each, for a reference. Reads the keys of
+// its segments once and at most SEEN more of each head, writes 2 D bytes per segment, 1 with the
+// first head. Limited by the bus where it has all segments: a million keys of 8 heads at D = 128 took
+// .79 ms on an H200, norms included, .60 of the rate of reading.
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; old
 // bfloat16 [B, G, old_row, D], `before` of them learnt; held bool [B, before]; centres bfloat16
 // [B, G, row, D], or null: no centres; it may be old, from `begin` on: a block reads no other's.
 // known bool [B, S]; given float32 [B, G], references, or null; answer float32 [B, G]: zeros;
-// wrong int32 [1]: set where a valid key is not finite. start: id of the first key; every: tokens
-// of a segment.
+// wrong int32 [1], or null: set where a valid key is not finite. start: id of the first key; every:
+// tokens of a segment. Segments: those from `begin` to S but for `left` of them from `leave` on.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* centres, u8* known,
       const float* given, float* answer, int* wrong, i64 count, i64 dim, i64 before, i64 old_row,
-      i64 row, i64 start, i64 every, i64 begin, i64 sb, i64 sg, i64 sn, i64 vb) {
+      i64 row, i64 start, i64 every, i64 begin, i64 S, i64 leave, i64 left, i64 sb, i64 sg, i64 sn,
+      i64 vb) {
     DYNAMIC_SHARED(space);
     double *totals = reinterpret_cast<double*>(space), *parts = totals + dim;
     Keys keys = {data, valid, count, sb, sg, sn, vb};
-    i64 S = begin + gridDim.x, G = gridDim.y, batch = blockIdx.z, head = blockIdx.y;
-    i64 bg = batch * G + head, s = begin + blockIdx.x;
-    i64 first = start / every, stop = (start + count + every - 1) / every;
+    i64 G = gridDim.y, batch = blockIdx.z, head = blockIdx.y, bg = batch * G + head;
+    i64 s = begin + blockIdx.x, first = start / every, stop = (start + count + every - 1) / every;
+    if (s >= leave) s += left;
     bool begun = stop * every > start + count && stop > 1;  // the last segment is, and can lean
     if (centres && blockIdx.x == 0 && head == 0)
         for (i64 i = threadIdx.x; i < begin; i += THREADS)
             known[batch * S + i] = held[batch * before + i];
+    if (s >= S) {
+        if (given && given[bg] > 0) {
+            if (threadIdx.x == 0 && s == S) answer[bg] = given[bg];
+            return;
+        }
+        i64 base = batch * sb + head * sg;
+        auto real = [&](i64 i) {
+            if (valid && !valid[batch * vb + i]) return false;
+            for (int d = 0; d < dim; d += 8) {
+                Eight x = fetched(data, base + i * sn + d);
+                for (u32 word : x.words)
+                    if (word & (DTYPE == 0 ? 0x7fffffffu : 0x7fff7fffu)) return true;
+            }
+            return false;
+        };
+        auto norm = [&](i64 i) {
+            double squares = 0;
+#pragma unroll 4
+            for (int d = 0; d < dim; d += 8) {
+                Eight x = fetched(data, base + i * sn + d);
+                for (int j = 0; j < 8; j++) {
+                    double y = coordinate(x, j);
+                    squares = fma(y, y, squares);
+                }
+            }
+            return sqrt(squares);
+        };
+        refer(s - S, count, real, norm, answer + bg);
+        return;
+    }
     // the last one's centre needs the one before: its block does it, unless that is an old one
     if (begun && s == stop - 1 && stop - 2 >= first) return;
     int knows = 0;
-    double longest = 0;
     for (;; s++) {
         bool had = centres && s < before && held[batch * before + s], here = s >= first && s < stop;
         int n = 0;
-        if (here && (LANES || !had)) {
+        if (here && (wrong || !had)) {
             i64 from = max(s * every - start, i64(0)), to = min((s + 1) * every - start, count);
             Found found = sum_of(totals, parts, keys, batch, head, from, to, int(dim));
-            n = found.count, longest = fmax(longest, found.longest);
-            if (LANES && found.wrong) *wrong = 1;
+            n = found.count;
+            if (wrong && found.wrong) *wrong = 1;
         }
         u16* mine = centres + (bg * row + s) * dim;
         const u16* earlier = old + (bg * old_row + s) * dim;
@@ -197,27 +232,19 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
             knows = n > 0;
         }
         if (centres && head == 0 && threadIdx.x == 0) known[batch * S + s] = u8(knows);
-        if (!begun || s != stop - 2 || s < first) break;
+        if (!begun || s != stop - 2 || s < first) return;
         __syncthreads();
-    }
-    if (!LANES) return;
-    if (given && given[bg] > 0) {
-        if (threadIdx.x == 0 && blockIdx.x == 0) answer[bg] = given[bg];
-    } else {
-        refer(longest, answer + bg);
     }
 }
 
-// Grid: (splits, BG), THREADS threads. Reads 4 bytes per norm, once.
+// Grid: (windows, BG), THREADS threads. Reads 4 bytes per norm of the first SEEN.
 // norms float32 [BG, N]; valid as above; old float32 [BG] or null; found float32 [BG]: old, or 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
 reference(const float* norms, const u8* valid, const float* old, float* found, i64 count, i64 vb,
           i64 kv_heads) {
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     if (old && old[bg] > 0) return;
-    float top = 0;
-    i64 stride = i64(gridDim.x) * THREADS;
-    for (i64 i = i64(blockIdx.x) * THREADS + threadIdx.x; i < count; i += stride)
-        if (!valid || valid[batch * vb + i]) top = fmaxf(top, norms[bg * count + i]);
-    refer(double(top) * top, found + bg);
+    auto norm = [&](i64 i) { return double(norms[bg * count + i]); };
+    auto real = [&](i64 i) { return (!valid || valid[batch * vb + i]) && norm(i) > 0; };
+    refer(blockIdx.x, count, real, norm, found + bg);
 }

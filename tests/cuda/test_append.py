@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from kvindex.ops import codes
+from kvindex.ops.learn import SEEN
 from kvindex_cuda import launch
+from kvindex_cuda.layout import BLOCK
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -12,6 +14,11 @@ OPTIONS = dict(preset="fast", lists="group")
 
 FLIPPED = 1e-4
 """Share of codes that may differ: coordinates at an edge (`test_encode.py` looks at each)."""
+
+TIPPED = 1e-2
+"""Share of centres' coordinates that sums in float32 may round to the number beside the
+reference's (`test_encode.py` looks at how near they are), most of float32 keys; their segments'
+keys are not compared."""
 
 
 def pair(device, case=CASE, **options):
@@ -34,26 +41,40 @@ def assert_same(mine, theirs):
     assert len(mine) == len(theirs)
     assert mine._learnt.keys() == theirs._learnt.keys()
     for name, learnt in theirs._learnt.items():
-        assert torch.equal(mine._learnt[name], learnt), name
+        if name != "centres":
+            assert torch.equal(mine._learnt[name], learnt), name
     real = torch.ones((mine._batch, len(mine)), dtype=torch.bool, device=mine.geometry.device)
-    real = real if mine.valid is None else mine.valid
+    real = (real if mine.valid is None else mine.valid)[:, None].expand(
+        -1, mine.geometry.kv_heads, -1
+    )
+    if "centres" in theirs._learnt:
+        real = real & ~tipped(mine._learnt["centres"], theirs._learnt["centres"], len(mine))
     differ = 0
     for name in ("signs", "magnitudes"):
         flips = mine._codes[name] ^ theirs._codes[name]
-        differ += int(codes.unpack(flips).transpose(1, 2)[real].sum())
-    total = int(real.sum()) * mine.geometry.kv_heads * mine.geometry.head_dim
-    assert differ <= FLIPPED * total + 4
+        differ += int(codes.unpack(flips)[real].sum())
+    assert differ <= FLIPPED * int(real.sum()) * mine.geometry.head_dim + 4
     logs = [
-        (index._codes["fractions"].int() | index._codes["weights"].int() << 8).transpose(1, 2)[real]
+        (index._codes["fractions"].int() | index._codes["weights"].int() << 8)[real]
         for index in (mine, theirs)
     ]
     assert int(((logs[0] - logs[1]).abs() > 1).sum()) <= differ  # a level is another
     if "centres" in theirs._learnt:
         for b, held in enumerate(mine._codes._held):
             where = torch.cat([mine._codes._fields(run)["centre"] for run in held])
-            centres = theirs._learnt["centres"][b].transpose(0, 1)
+            centres = mine._learnt["centres"][b].transpose(0, 1)
             raw = centres.contiguous().view(torch.uint8).view(where[: len(centres)].shape)
             assert torch.equal(where[: len(centres)], raw)
+
+
+def tipped(mine, theirs, tokens):
+    """Tokens bool `[B, G, N]` whose segment's centre is another, by no more than roundings."""
+    apart = mine != theirs
+    assert int(apart.sum()) <= TIPPED * apart.numel() + 2
+    size = theirs.float().abs()
+    off = (mine.float() - theirs.float()).abs()
+    assert (off <= 2.0**-7 * size + 2.0**-16 * size.amax())[apart].all()
+    return apart.any(-1).repeat_interleave(BLOCK, dim=-1)[..., :tokens]
 
 
 def assert_searches_alike(mine, theirs, queries, k=20):
@@ -146,7 +167,8 @@ def test_strides_do_not_matter(device):
     assert_same(*both)
 
 
-def test_an_append_is_two_kernels(device, monkeypatch):
+@pytest.mark.parametrize("count", [1, 256, 700])
+def test_an_append_is_two_kernels(count, device, monkeypatch):
     index, names = pair(device)[0], []
     run = launch.LOADERS[device]
 
@@ -155,8 +177,9 @@ def test_an_append_is_two_kernels(device, monkeypatch):
         return run(*which)
 
     monkeypatch.setitem(launch.LOADERS, device, load)
-    index.append(*tokens_of(CASE, 700, device))
-    assert names == ["learn", "encode"]
+    for _ in range(2):
+        index.append(*tokens_of(CASE, count, device))
+    assert names == ["learn", "encode"] * 2
 
 
 def test_what_was_never_written_is_never_read(device, monkeypatch):
@@ -177,19 +200,53 @@ def test_what_was_never_written_is_never_read(device, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [(0, 0, 0, 0), (1, 1, 299, 63)], ids=str)
+@pytest.mark.parametrize(
+    "place", [(0, 0, 0, 0), (1, 1, 255, 63), (0, 1, 299, 5), (1, 0, 643, 63)], ids=str
+)
 def test_keys_that_are_not_finite_change_nothing(wrong, place, device):
+    """In a segment that is learnt as it is coded, in one that another leans on, at the end."""
     both = pair(device, check=True)
-    tokens = tokens_of(CASE, 600, device)
-    append(both, *part(tokens, 0, 300))
-    keys = tokens[0][:, :, 300:].clone()
+    tokens = tokens_of(CASE, 900, device)
+    append(both, *part(tokens, 0, 256))
+    keys = tokens[0][:, :, 256:].clone()
     keys[place] = wrong
     for index in both:
         with pytest.raises(ValueError, match="keys: got"):
-            index.append(keys, tokens[1][:, :, 300:])
+            index.append(keys, tokens[1][:, :, 256:])
     assert_same(*both)
-    append(both, *part(tokens, 300, 600))
+    append(both, *part(tokens, 256, 900))
     assert_searches_alike(*both, CASE.queries().to(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_whose_sums_have_no_float32_are_finite(dtype, device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=16, dtype=dtype)
+    mine, theirs = pair(device, case, check=True)
+    keys, values = tokens_of(case, 512, device)
+    keys[:, :, 100:140, 3] = 3e38
+    keys[:, :, 300:, 5] = -3e38
+    append((mine, theirs), keys, values)
+    assert torch.equal(mine._learnt["centres"], theirs._learnt["centres"])
+
+
+def test_a_reference_is_of_the_first_tokens(device):
+    """Padding and zeros before them; longer keys behind them, seen or not."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=16, batch=4)
+    keys, values = tokens_of(case, SEEN + 1000, device)
+    keys[1, 1, :700] = 0
+    keys[3] = 0
+    for place in (SEEN - 1, SEEN + 299, SEEN + 300, SEEN + 700):
+        keys[0 if place < SEEN else 1, :, place] *= 2.0 ** (place % 7 + 5)
+    keys[2, :, SEEN + 300 + 55] *= 2.0**20
+    valid = left_padding([0, 300, 355, 0], SEEN + 1000).to(device)
+    both = pair(device, case)
+    append(both, keys, values, valid=valid)
+    found = both[0]._learnt["reference"]
+    assert torch.equal(found, both[1]._learnt["reference"])
+    assert (found > 0).tolist() == [[True, True], [True, True], [True, True], [False, False]]
+    append(both, *tokens_of(case, 100, device, seed=1))
+    assert torch.equal(both[0]._learnt["reference"][:3], found[:3])
+    assert torch.equal(both[0]._learnt["reference"], both[1]._learnt["reference"])
 
 
 def test_invalid_keys_may_be_anything_and_unchecked_ones_pass(device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvindex.ops import codes, learn, transform
-from kvindex_cuda.encode import Encoder
+from kvindex_cuda.encode import Encoder, Fresh
 from kvindex_cuda.layout import BLOCK, Layout, places
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on
@@ -18,7 +18,15 @@ ROUNDED = 2.0**-20
 rounding is off by 2^-24 of it at most (2^-23 in the matrix unit, which truncates). There are some
 16 here, the reference has D; they add up like their square root."""
 
+SUMMED = 2.0**-16
+"""Of a mean, per mean of |x|. A warp sums 32 keys of a coordinate in 8 products, of float32 in 3
+parts each, of 4 numbers and the sum so far: 120 numbers, each cut off by 2^-23 of their sum at
+most; the rest is in double."""
+
 GARBAGE = 0xA5
+
+WHOLE, TOLD = torch.zeros(1, 2, BLOCK, 64), torch.zeros(1, dtype=torch.int32)
+SPARSE = torch.zeros(1, 2, 2, 128, dtype=torch.bfloat16)[..., ::2]
 
 
 def table_of(blocks):
@@ -174,6 +182,109 @@ def test_what_invalid_keys_hold_does_not_matter(device):
     _, want, _ = filled(case, index, keys, pieces=[300], valid=valid, device=device)
     _, got, _ = filled(case, index, spoilt, pieces=[300], valid=valid, device=device)
     assert torch.equal(got, want)
+
+
+def fresh_case(case, count, start, device, pads=None):
+    """Keys `[B, G, N, D]` from id `start` on, flags, an `Encoder`, references."""
+    keys = keys_of(case, count).to(device)
+    valid = None if pads is None else left_padding(pads, count).to(device)
+    index = case.index("pariskv", device=device)
+    encode = Encoder(Layout(case.head_dim, 3), index._rotation, index._levels)
+    references = torch.full((case.batch, case.kv_heads), 64.0, device=device)
+    return keys, valid, encode, references
+
+
+def made(case, encode, keys, valid, references, *, start, fresh, device):
+    """Blocks, centres, which of them are known, and whether a key is wrong."""
+    S = -(-(start + keys.shape[2]) // BLOCK)
+    blocks = room(case, encode.layout, S * BLOCK, device)
+    shape = (case.batch, case.kv_heads, S, case.head_dim)
+    centres = case.tensor(7, *shape).bfloat16().to(device)
+    known = torch.zeros((case.batch, S), dtype=torch.bool, device=device)
+    wrong = torch.zeros(1, dtype=torch.int32, device=device)
+    with on(device):
+        which = Fresh(*fresh, known, wrong)
+        where = dict(start=start, valid=valid, fresh=which)
+        encode(keys, centres, references, table_of(blocks), **where)
+    return blocks, centres, known, int(wrong)
+
+
+def assert_means(got, keys, valid, first):
+    """Each a rounding of some number no further from the mean than `SUMMED` allows."""
+    count = got.shape[2]
+    some = slice(first, first + count * BLOCK)
+    real = torch.ones_like(keys[:, 0, :, 0]) if valid is None else valid.double()
+    real = real[:, None, some, None].double().unflatten(2, (count, BLOCK))
+    split = keys[:, :, some].double().unflatten(2, (count, BLOCK))
+    split = torch.where(real > 0, split, 0.0)
+    counts = real.sum(3).clamp_min(1)
+    mean, size = split.sum(3) / counts, split.abs().sum(3) / counts
+    low, high = ((mean + side * SUMMED * size).bfloat16() for side in (-1, 1))
+    assert ((low <= got) & (got <= high)).all()
+    return int((got != mean.bfloat16()).sum())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [8, 64, 80, 96, 120, 128, 192, 256])
+def test_centres_of_whole_segments_are_made_on_the_way(dim, dtype, device):
+    """Codes are those of the same centres given; other segments' are as they were."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
+    for pads in (None, [0, 700]):
+        keys, valid, encode, references = fresh_case(case, 900, 100, device, pads)
+        given = encode, keys, valid, references
+        where = dict(start=100, device=device)  # segments 1 to 2 are whole, 0 and 3 are not
+        blocks, centres, known, wrong = made(case, *given, fresh=(1, 2), **where)
+        want, old, _, _ = made(case, *given, fresh=(0, 0), **where)
+        assert wrong == 0
+        assert torch.equal(centres[:, :, ::3], old[:, :, ::3])
+        tips = assert_means(centres[:, :, 1:3], keys, valid, BLOCK - 100)
+        assert tips <= 2 + 1e-2 * centres.numel()
+        with pytest.raises(AssertionError):  # a comparison that can fail
+            assert_means(centres[:, :, 1:3], keys, valid, BLOCK - 99)
+        assert known.tolist() == [
+            [False, True, True, False],
+            [False, pads is None, pads is None, False],
+        ]
+        with on(device):
+            encode(keys, centres, references, table_of(want), start=100, valid=valid)
+        assert torch.equal(blocks, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_key_that_is_not_finite_is_told_of(wrong, dtype, device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=80, batch=2, dtype=dtype)
+    keys, valid, encode, references = fresh_case(case, 512, 0, device, [0, 40])
+    where = dict(start=0, fresh=(0, 2), device=device)
+    for place, told in (((1, 0, 39, 3), 0), ((1, 0, 40, 3), 1), ((0, 1, 511, 79), 1)):
+        spoilt = keys.clone()
+        spoilt[place] = wrong
+        assert made(case, encode, spoilt, valid, references, **where)[3] == told
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_no_order_of_threads_changes_a_centre(monkeypatch):
+    case = Case(q_heads=2, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    keys, valid, encode, references = fresh_case(case, 1024, 0, "cpu")
+    given, where = (encode, keys, valid, references), dict(start=0, fresh=(0, 4), device="cpu")
+    want = made(case, *given, **where)
+    for order in ("backward", "random"):
+        monkeypatch.setitem(globals(), "on", lambda _, order=order: emulator.emulated(order=order))
+        got = made(case, *given, **where)
+        assert all(map(torch.equal, got[:3], want[:3]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_block_of_threads_takes_several_segments(device):
+    case, S = Case(q_heads=8, kv_heads=8, head_dim=8), 13 if device == "cpu" else 1000
+    keys, valid, encode, references = fresh_case(case, BLOCK, 0, device)
+    one = made(case, encode, keys, valid, references, start=0, fresh=(0, 1), device=device)
+    many = keys.repeat(1, 1, S, 1)
+    got = made(case, encode, many, valid, references, start=0, fresh=(0, S), device=device)
+    assert torch.equal(got[0], one[0].expand_as(got[0]))
+    assert torch.equal(got[1], one[1].expand_as(got[1]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -346,6 +457,16 @@ def test_a_matrix_that_is_no_rotation_is_refused():
         (dict(reference=torch.zeros(1, 3)), "reference: got shape"),
         (dict(table=torch.zeros(1, 2)), "table: got torch.float32"),
         (dict(valid=torch.ones(1, 39, dtype=torch.bool)), "valid: got shape"),
+        (dict(fresh=Fresh(0, 1, None, torch.zeros(1))), r"fresh: got 0 to 1, allowed is in \(0, 0"),
+        (
+            dict(fresh=Fresh(0, 0, None, torch.zeros(1)), centres=SPARSE),
+            r"centres: got strides .*, allowed are dense rows",
+        ),
+        (dict(start=0, keys=WHOLE, fresh=Fresh(0, 1, None, torch.zeros(1))), "wrong: got torch.fl"),
+        (
+            dict(keys=WHOLE, fresh=Fresh(0, 1, torch.ones(1, 0, dtype=torch.bool), TOLD)),
+            r"known: got shape \(1, 0\), allowed is \(1, 1\)",
+        ),
         ({}, "encode: got tensors on cpu, allowed is a CUDA device"),
     ],
     ids=lambda part: ",".join(part) if isinstance(part, dict) else "",

@@ -139,6 +139,23 @@ def test_a_reference_is_the_references(count, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("begin", [0, 1, 255, 4095, 4096, 9000])
+def test_a_reference_is_of_the_first_norms(begin, device):
+    """From the first valid one on that is not 0; the longest is the last seen, or just not."""
+    norms = torch.zeros(2, 3, begin + learn.SEEN + 2)
+    norms[:, :, begin:] = 1
+    norms[:, 0, begin + learn.SEEN - 1] = 100
+    norms[:, 1, begin + learn.SEEN] = 100
+    norms[1, :, : begin + 300] = 50
+    valid = left_padding([0, begin], norms.shape[2])
+    norms, valid = norms.to(device), valid.to(device)
+    with on(device):
+        got = learn.reference(norms, valid, {})
+    same(got, reference.reference(norms, valid, {}))
+    assert got["reference"].tolist() == [[2048.0, 32.0, 32.0], [2048.0, 1024.0, 1024.0]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_references_edges(device):
     """Powers of two and their neighbours; zero, tiny and the longest norms; what is learnt."""
     powers = torch.arange(-120, 61).double().exp2().float()  # the GPU's exp2 gives no subnormals
@@ -187,8 +204,13 @@ def test_wrong_tensors_are_refused(change, message):
 
 
 def test_names_and_constants_are_the_references():
-    assert (learn.LEAN, learn.HEADROOM) == (reference.LEAN, reference.HEADROOM)
+    assert (learn.LEAN, learn.HEADROOM, learn.SEEN) == (
+        reference.LEAN,
+        reference.HEADROOM,
+        reference.SEEN,
+    )
     found = dict(re.findall(r"constexpr int (\w+) = (\d+);", launch.source("learn.cu")))
     assert int(found["LEAN"]) == learn.LEAN
     assert int(found["HEADROOM"]) == learn.HEADROOM
+    assert int(found["SEEN"]) == learn.SEEN
     assert int(found["THREADS"]) == learn.THREADS

@@ -92,3 +92,22 @@ def test_reference_is_learnt_where_it_is_not_and_not_of_padding():
     ]
     empty = learn.reference(norms[:, :, :0], None, got)
     assert torch.equal(empty["reference"], got["reference"])
+
+
+def test_reference_is_of_the_first_tokens_that_have_a_norm():
+    norms = torch.zeros(3, 2, 3 * learn.SEEN)
+    norms[0, 0, 0], norms[0, 0, learn.SEEN - 1], norms[0, 0, learn.SEEN] = 1, 2, 4
+    norms[0, 1, -1] = 1  # nothing before
+    norms[1] = 8
+    norms[1, :, 100 + learn.SEEN :] = 16
+    norms[2] = 8
+    valid = torch.ones(3, 3 * learn.SEEN, dtype=torch.bool)
+    valid[1, :100] = False
+    valid[2] = False
+    got = learn.reference(norms, valid, {})["reference"]
+    assert got.tolist() == [[64.0, 32.0], [256.0, 256.0], [0.0, 0.0]]
+    for b in range(3):
+        row = slice(b, b + 1)
+        assert torch.equal(learn.reference(norms[row], valid[row], {})["reference"], got[row])
+    later = learn.reference(norms, None, {"reference": got})["reference"]
+    assert later.tolist() == [[64.0, 32.0], [256.0, 256.0], [256.0, 256.0]]
