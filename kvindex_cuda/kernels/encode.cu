@@ -42,8 +42,11 @@ constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill
 constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
 constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
 constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
-constexpr bool AHEAD = C * HELD <= 16 && RESIDENT < 4;  // whether registers hold the next keys
-constexpr int LOADS = RESIDENT < 4 ? 8 : 4;           // of four keys, in flight to be added up
+constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, of a lane's byte of coordinates
+constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
+constexpr bool STAGED = WIDE && ROW <= 256 && 256 * ROW * RESIDENT <= 200 << 10;  // keys go there
+constexpr bool AHEAD = !STAGED && C * HELD <= 16 && RESIDENT < 4;  // registers hold the next keys
+constexpr int LOADS = STAGED || RESIDENT > 3 ? 4 : 8;  // of four keys, in flight to be added up
 constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
@@ -98,6 +101,13 @@ __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #pragma unroll
     for (int r = 0; r < HELD; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
 #endif
+}
+
+// The r-th four words of a lane's byte of coordinates.
+__device__ __forceinline__ void of_stage(u32 (&words)[HELD], int r, Shared at) {
+    uint4 all = load_from<uint4>(at);
+    words[4 * r] = all.x, words[4 * r + 1] = all.y;
+    words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
 }
 
 // As pairs of 16-bit numbers, the most significant part first; of float32 each is exact.
@@ -303,31 +313,35 @@ struct Segment {
     char* block;
     u16* centre;  // or null
     u8* known;    // or null: nobody asks
+    i64 head;     // where the head begins in a block
     float reference, inverted;
     u32 from, to;  // tokens that are there
     u32 unit;      // its number, of all
     bool fresh;    // whether its centre is made here
 };
 
+// Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
+// lanes that read at once, of two keys or of four, find them in different banks.
+__device__ __forceinline__ u32 placed(u32 chunk, u32 key) {
+    return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
+}
+
 // Sums of a warp's 32 keys, to `sums` [C * 32]. The left factor has a byte of four keys in two rows
 // as it lies in memory: words 0 and 2 in one, 1 and 3 in the other. The right one adds up each
-// coordinate of such a row in a column of its own. Products are exact, sums float32. MASKED: whether
-// there are flags.
-template <bool MASKED>
-__device__ __forceinline__ void add_up(float* sums, const char* keys, i64 step, const u8* flags) {
+// coordinate of such a row in a column of its own. Products are exact, sums float32.
+// read(words, i, tile): byte `tile * 8 + lane / 4` of key `i + lane % 4`, zeros for an invalid one.
+template <class Read>
+__device__ __forceinline__ void add_up(float* sums, const Read& read) {
     int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
     u32 one = (DTYPE == 1 ? 0x3c00u : 0x3f80u) << byte % 2 * 16;
     u32 b0 = byte & 2 ? 0 : one, b1 = byte & 2 ? one : 0;
     float found[TILES][4] = {};
-    keys += t * step + byte * 8 * BYTES;
 #pragma unroll(LOADS)
     for (int i = 0; i < GROUP; i += 4) {
-        bool in = !MASKED || flags[i + t];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             u32 words[HELD] = {}, parts[PARTS][4];
-            if (in && (tile * 8 + 8 <= M || tile * 8 + byte < M))
-                load<false>(words, keys + i * step + tile * 64 * BYTES);
+            if (tile * 8 + 8 <= M || tile * 8 + byte < M) read(words, i, tile);
             split(parts, words);
 #pragma unroll
             for (int p = PARTS - 1; p >= 0; p--)
@@ -388,28 +402,58 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     __shared__ __align__(16) u16 means[C * 32];
     __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
     __shared__ float edges[CELLS], levels[LEVELS];
-    __shared__ Segment segments[2];  // this one and the next
+    __shared__ Segment segments[3];  // this one, the next, and the one after it
     __shared__ u8 indices[2 * CELLS];
+    DYNAMIC_SHARED(memory);  // if STAGED, each warp's 32 keys
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+    Shared stage = shared_place(memory) + warp * GROUP * ROW;
 
     i64 step = sn * BYTES;
     u32 units = u32(blocks * kv_heads * batches);
+    // One thread plans a segment while the one two before it is coded, and ends that when what it
+    // sent for has come.
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.fresh = false;
+        found.from = found.to = 0;
         if (unit >= units) return;
         i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
         i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
         i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
+        copy_piece<8>(shared_place(&found.block), table + batch * row + s);
+        copy_piece<4>(shared_place(&found.reference), references + bg);
+        found.head = g * head;
         found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
         found.flags = valid ? valid + batch * vb + offset : nullptr;
-        found.block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
         found.centre = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
         found.known = known && g == 0 ? known + batch * kb + s : nullptr;
-        found.reference = references[bg], found.inverted = 1.0f / found.reference;
         found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
         found.fresh = s >= fresh && s < stale;
     };
-    if (threadIdx.x == 0) plan(blockIdx.x, segments[0]);
+    auto planned = [&](Segment& found) {
+        if (found.unit >= units) return;
+        found.block += found.head, found.inverted = 1.0f / found.reference;
+    };
+    // Eight of the warp's keys, on their way to shared memory; zeros for those that are not there.
+    auto send = [&](const Segment& segment, u32 h) {
+        constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // keys at a time
+        u32 first = lane / PADDED, chunk = lane % PADDED, from = segment.from, to = segment.to;
+        if (D * BYTES < ROW && chunk * 16 >= D * BYTES) return;
+        const char* key = segment.keys + (warp * GROUP + h * HALF + first) * step + chunk * 16;
+#pragma unroll
+        for (int j = 0; j < HALF; j += ROWS, key += ROWS * step) {
+            u32 id = warp * GROUP + h * HALF + j + first;
+            bool in = id - from < to - from;
+            if (valid && in) in = segment.flags[id];
+            copy_piece<16>(stage + (h * HALF + j + first) * ROW + placed(chunk, j + first) * 16, key,
+                           in);
+        }
+    };
+    if (threadIdx.x < 2) {
+        Segment& found = segments[threadIdx.x];
+        plan(blockIdx.x + threadIdx.x * gridDim.x, found);
+        pieces_wait();
+        planned(found);
+    }
     for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
     if (ODD > 1)
         for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
@@ -426,18 +470,40 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     Exchange exchange = exchange_of(t);
     u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
 
-    for (u32 turn = 0; segments[turn].unit < units; turn ^= 1) {
+    if (STAGED)
+        for (u32 h = 0; h < GROUP / HALF; h++) send(segments[0], h);
+    for (u32 turn = 0; segments[turn].unit < units; turn = turn < 2 ? turn + 1 : 0) {
         const Segment& own = segments[turn];
+        const Segment& next = segments[turn < 2 ? turn + 1 : 0];
+        Segment& later = segments[turn ? turn - 1 : 2];
         u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
-        if (own.fresh) {
-            const char* keys = own.keys + warp * GROUP * step;
+        pieces_wait();
+        __syncwarp();
+        if (own.fresh && STAGED) {
+            Shared keys = stage + t * ROW;
+            add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+#pragma unroll
+                for (int r = 0; r < HELD / 4; r++)
+                    of_stage(words, r, keys + i * ROW + tile * 8 * CHUNKS * 16 +
+                                           placed(lane / 4 * CHUNKS + r, t) * 16);
+            });
+        } else if (own.fresh) {
+            const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
+            const u8* flags = valid ? own.flags + warp * GROUP + t : nullptr;
+            auto read = [&](u32 (&words)[HELD], int i, int tile) {
+                load<false>(words, keys + i * step + tile * 64 * BYTES);
+            };
             if (valid)
-                add_up<true>(sums[warp], keys, step, own.flags + warp * GROUP);
+                add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+                    if (flags[i]) read(words, i, tile);
+                });
             else
-                add_up<false>(sums[warp], keys, step, nullptr);
+                add_up(sums[warp], read);
         }
         // all keys of the segment before are coded, all of this one added up
         int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
+        if (threadIdx.x == WARPS * 32 - 1 && own.unit != blockIdx.x)
+            planned(segments[turn < 2 ? turn + 1 : 0]);
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
@@ -460,9 +526,8 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                     bases[c * 8 + n * 4 + t] = {0 - turned[n][0], 0 - turned[n][1],
                                                 0 - turned[n][2], 0 - turned[n][3]};
         }
-        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + gridDim.x, segments[turn ^ 1]);
         __syncthreads();
-        if (from >= to) continue;
+        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + 2 * gridDim.x, later);
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
@@ -472,27 +537,41 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
-            if (valid && !own.flags[id]) {
+            Shared row = stage + (half % 4 * HALF + lane / 4) * ROW;
+            if (!STAGED && valid && !own.flags[id]) {
 #pragma unroll
                 for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
                 return;
             }
 #pragma unroll
             for (int c = 0; c < C; c++)
-                if (M % 4 == 0 || c * 4 + t < M)
-                    load<true>(held[c], key + c * 32 * BYTES);
-                else
+                if (M % 4 == 0 || c * 4 + t < M) {
+                    if (!STAGED) load<true>(held[c], key + c * 32 * BYTES);
+                    constexpr int OVER = 8 / (4 * CHUNKS);  // values of c of which 128 bytes are
+#pragma unroll
+                    for (int r = 0; STAGED && r < HELD / 4; r++)
+                        of_stage(held[c], r,
+                                 row + c / OVER * 128 +
+                                     placed((c % OVER * 4 + t) * CHUNKS + r, lane / 4) * 16);
+                } else {
 #pragma unroll
                     for (int r = 0; r < HELD; r++) held[c][r] = 0;
+                }
         };
         char* out = own.block + (t ? magnitudes + (t - 1) * STRIDE : 0);
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
-        if (AHEAD) fetch(from / HALF);
+        if (AHEAD && from < to) fetch(from / HALF);
 
         float mine = 0;
 #pragma unroll 1
-        for (u32 half = from / HALF; half * HALF < to; half++) {
-            if (!AHEAD) fetch(half);
+        for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
+            bool some = (half + 1) * HALF > from && half * HALF < to;
+            if (!AHEAD && some) fetch(half);
+            if (STAGED && next.from < next.to) {
+                __syncwarp();  // the keys that lay there are read
+                send(next, half % 4);
+            }
+            if (!some) continue;
             Turned y;
 #pragma unroll
             for (int c = 0; c < C; c++) {
@@ -509,8 +588,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
             }
             if (AHEAD && (half + 1) * HALF < to) fetch(half + 1);
-            const Segment& next = segments[turn ^ 1];
-            if (half % 4 == 2 && next.fresh) {
+            if (!STAGED && half % 4 == 2 && next.fresh) {
                 const char* key = next.keys + (warp * GROUP + lane) * step;
 #pragma unroll
                 for (int i = 0; i < D * BYTES; i += 128) to_l2(key + i);

@@ -928,4 +928,40 @@ inline void emulated_wait(unsigned long long* barrier, unsigned parity, SITE) {
     ++*barrier;
 }
 
+// ---- copies that a thread waits for itself (common.cuh) ----------------------------------------
+
+namespace emulator {
+
+struct Piece {
+    void* to;
+    const void* from;
+    size_t bytes;
+    bool in;
+};
+static Piece pieces[THREADS][64];
+static int piecing[THREADS];
+
+}  // namespace emulator
+
+// As `emulated_copy`; zeros unless `in`.
+inline void emulated_piece(void* to, const void* from, size_t bytes, bool in, SITE) {
+    int thread = int(emulator::current - emulator::threads);
+    if (emulator::piecing[thread] == 64) emulator::fail(site, "piece: 64 that nobody waits for");
+    if ((reinterpret_cast<size_t>(to) | reinterpret_cast<size_t>(from)) % bytes)
+        emulator::fail(site, "piece: %p to %p, %zu bytes: not aligned", from, to, bytes);
+    if (in) emulator::in_global(static_cast<const char*>(from), site);
+    memset(to, emulator::GARBAGE, bytes);
+    emulator::pieces[thread][emulator::piecing[thread]++] = {to, from, bytes, in};
+}
+
+inline void emulated_pieces_wait() {
+    int thread = int(emulator::current - emulator::threads);
+    for (int i = 0; i < emulator::piecing[thread]; i++) {
+        emulator::Piece& piece = emulator::pieces[thread][i];
+        if (piece.in) memcpy(piece.to, piece.from, piece.bytes);
+        else memset(piece.to, 0, piece.bytes);
+    }
+    emulator::piecing[thread] = 0;
+}
+
 #undef SITE
