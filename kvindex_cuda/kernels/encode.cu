@@ -103,6 +103,14 @@ __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #endif
 }
 
+// A place that the compiler keeps in a register.
+__device__ __forceinline__ Shared hidden(Shared place) {
+#ifndef EMULATED
+    asm volatile("" : "+r"(place));
+#endif
+    return place;
+}
+
 // The r-th four words of a lane's byte of coordinates.
 __device__ __forceinline__ void of_stage(u32 (&words)[HELD], int r, Shared at) {
     uint4 all = load_from<uint4>(at);
@@ -317,12 +325,14 @@ struct Segment {
     float reference, inverted;
     u32 from, to;  // tokens that are there
     u32 unit;      // its number, of all
+    u32 after;     // where the next one lies
     bool fresh;    // whether its centre is made here
+    bool whole;    // whether all keys are there
 };
 
 // Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
 // lanes that read at once, of two keys or of four, find them in different banks.
-__device__ __forceinline__ u32 placed(u32 chunk, u32 key) {
+__device__ constexpr u32 placed(u32 chunk, u32 key) {
     return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
 }
 
@@ -414,7 +424,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     // sent for has come.
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.fresh = false;
-        found.from = found.to = 0;
+        found.from = found.to = 0, found.keys = nullptr;
         if (unit >= units) return;
         i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
         i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
@@ -428,26 +438,40 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         found.known = known && g == 0 ? known + batch * kb + s : nullptr;
         found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
         found.fresh = s >= fresh && s < stale;
+        found.whole = !valid && found.to - found.from == TOKENS;
     };
     auto planned = [&](Segment& found) {
         if (found.unit >= units) return;
         found.block += found.head, found.inverted = 1.0f / found.reference;
     };
     // Eight of the warp's keys, on their way to shared memory; zeros for those that are not there.
-    auto send = [&](const Segment& segment, u32 h) {
-        constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // keys at a time
-        u32 first = lane / PADDED, chunk = lane % PADDED, from = segment.from, to = segment.to;
-        if (D * BYTES < ROW && chunk * 16 >= D * BYTES) return;
-        const char* key = segment.keys + (warp * GROUP + h * HALF + first) * step + chunk * 16;
+    // at: where this lane's first piece lies, which is moved on.
+    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // keys at a time
+    Shared to_stage = hidden(stage + lane / PADDED * ROW + placed(lane % PADDED, lane / PADDED) * 16);
+    auto first_of = [&](const Segment& segment) {
+        return segment.keys + (warp * GROUP + lane / PADDED) * step + lane % PADDED * 16;
+    };
+    auto send = [&](const Segment& segment, u32 h, const char*& at) {
+        Shared even = to_stage + h * (HALF * ROW), odd = even;
+        constexpr u32 BIT = placed(0, 2);  // of a piece's number, in which these two differ
+        if (ROWS == 2) odd += BIT * 16 - 2 * (hidden(placed(lane % PADDED, lane / PADDED)) & BIT) * 16;
+        if (segment.whole) {
 #pragma unroll
-        for (int j = 0; j < HALF; j += ROWS, key += ROWS * step) {
-            u32 id = warp * GROUP + h * HALF + j + first;
-            bool in = id - from < to - from;
+            for (int j = 0; j < HALF; j += ROWS, at += ROWS * step)
+                if (D * BYTES == ROW || lane % PADDED * 16 < D * BYTES)
+                    copy_piece<16>((ROWS == 2 && j & 2 ? odd : even) + j * ROW, at);
+            return;
+        }
+#pragma unroll 1
+        for (int j = 0; j < HALF; j += ROWS, at += ROWS * step) {
+            u32 id = warp * GROUP + h * HALF + j + lane / PADDED;
+            bool in = id >= segment.from && id < segment.to;
             if (valid && in) in = segment.flags[id];
-            copy_piece<16>(stage + (h * HALF + j + first) * ROW + placed(chunk, j + first) * 16, key,
-                           in);
+            if (D * BYTES == ROW || lane % PADDED * 16 < D * BYTES)
+                copy_piece<16>((ROWS == 2 && j & 2 ? odd : even) + j * ROW, at, in);
         }
     };
+    if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
     if (threadIdx.x < 2) {
         Segment& found = segments[threadIdx.x];
         plan(blockIdx.x + threadIdx.x * gridDim.x, found);
@@ -470,12 +494,11 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     Exchange exchange = exchange_of(t);
     u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
 
+    const char* coming = first_of(segments[0]);
     if (STAGED)
-        for (u32 h = 0; h < GROUP / HALF; h++) send(segments[0], h);
-    for (u32 turn = 0; segments[turn].unit < units; turn = turn < 2 ? turn + 1 : 0) {
+        for (u32 h = 0; h < GROUP / HALF; h++) send(segments[0], h, coming);
+    for (u32 turn = 0; segments[turn].unit < units; turn = segments[turn].after) {
         const Segment& own = segments[turn];
-        const Segment& next = segments[turn < 2 ? turn + 1 : 0];
-        Segment& later = segments[turn ? turn - 1 : 2];
         u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
         pieces_wait();
         __syncwarp();
@@ -503,7 +526,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         // all keys of the segment before are coded, all of this one added up
         int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
         if (threadIdx.x == WARPS * 32 - 1 && own.unit != blockIdx.x)
-            planned(segments[turn < 2 ? turn + 1 : 0]);
+            planned(segments[own.after]);
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
@@ -527,13 +550,14 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                                                 0 - turned[n][2], 0 - turned[n][3]};
         }
         __syncthreads();
-        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + 2 * gridDim.x, later);
+        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + 2 * gridDim.x, segments[segments[own.after].after]);
+        const Segment& next = segments[own.after];
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
-        from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
+        if (!STAGED) from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
@@ -562,14 +586,16 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
         if (AHEAD && from < to) fetch(from / HALF);
 
+        coming = first_of(next);
         float mine = 0;
 #pragma unroll 1
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
+            if (STAGED) from = own.from, to = own.to;
             bool some = (half + 1) * HALF > from && half * HALF < to;
             if (!AHEAD && some) fetch(half);
-            if (STAGED && next.from < next.to) {
+            if (STAGED && next.keys) {
                 __syncwarp();  // the keys that lay there are read
-                send(next, half % 4);
+                send(next, half % 4, coming);
             }
             if (!some) continue;
             Turned y;
