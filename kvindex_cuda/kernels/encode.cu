@@ -12,17 +12,20 @@
 // float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
 //
 // Grid: as many blocks as there is room for, 8 warps; a block takes every gridDim.x-th segment of a
-// head, a warp 32 keys of it. A fresh segment's keys are added up first, which the matrix unit does
-// with ones on the other side (an instruction for 256 coordinates), and read again from L1 or L2 to be
-// coded; before the last of them are, the next segment's are sent for. From memory a key is read once,
-// 2 D bytes of a centre that is given per 256; written are (1 + BITS) STRIDE + 3 bytes per key and
-// 2 D per 256, of a fresh segment 4 D.
+// head, a warp 32 keys of it. Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW
+// bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
+// keys in registers, it sends for 8 of the next segment's to the same place. A fresh segment's keys are
+// added up there, which the matrix unit does with ones on the other side (an instruction for 256
+// coordinates); then the block makes the centre and codes. Elsewhere a warp adds up what it loads, and
+// loads again from L1 or L2 to code; before the last 8 keys are coded, the next segment's are sent for.
+// From memory a key is read once, 2 D bytes of a centre that is given per 256; written are (1 + BITS)
+// STRIDE + 3 bytes per key and 2 D per 256, of a fresh segment 4 D.
 // Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
-// 16-bit keys): 1,430 instructions of a warp per 16 keys, 1,290 of them to code and 150 for centres and
-// what a segment needs; 22.4 cycles of an SM per key, .81 ms for the 8.4 million keys of 8 heads on
-// 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading; shuffles,
-// shared memory and keys take that pipe some 21 cycles per key. Warps wait for shuffles most, so that
-// more of them help: 32 on an SM, with keys in no register before they are needed.
+// 16-bit keys): 1,480 instructions of a warp per 16 keys, 1,360 of them to code and to send, 120 for
+// centres and what a segment needs; 23 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
+// heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading;
+// shuffles, shared memory and keys take that pipe some 21 cycles per key. Between the two barriers of a
+// segment all warps of a block wait for its centre; other blocks code meanwhile.
 // Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
@@ -42,9 +45,9 @@ constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill
 constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
 constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
 constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
-constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, of a lane's byte of coordinates
+constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
 constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
-constexpr bool STAGED = WIDE && ROW <= 256 && 256 * ROW * RESIDENT <= 200 << 10;  // keys go there
+constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
 constexpr bool AHEAD = !STAGED && C * HELD <= 16 && RESIDENT < 4;  // registers hold the next keys
 constexpr int LOADS = STAGED || RESIDENT > 3 ? 4 : 8;  // of four keys, in flight to be added up
 constexpr int LEVELS = 1 << BITS;
@@ -103,7 +106,7 @@ __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #endif
 }
 
-// A place that the compiler keeps in a register.
+// A place of which the compiler does not know what it is, or that it was computed before.
 __device__ __forceinline__ Shared hidden(Shared place) {
 #ifndef EMULATED
     asm volatile("" : "+r"(place));
@@ -316,7 +319,7 @@ __device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
 // A segment of a head, of which a block of threads codes the keys: what they need of it now and
 // then, for no registers are left for it.
 struct Segment {
-    const char* keys;  // of token 0, which may come before the first that is there
+    const char* keys;  // of token 0, which may come before the first that is there; null: no segment
     const u8* flags;   // likewise, or null
     char* block;
     u16* centre;  // or null
@@ -327,7 +330,7 @@ struct Segment {
     u32 unit;      // its number, of all
     u32 after;     // where the next one lies
     bool fresh;    // whether its centre is made here
-    bool whole;    // whether all keys are there
+    bool whole;    // whether all keys are there, and nothing says that one is not valid
 };
 
 // Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
@@ -420,8 +423,8 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
 
     i64 step = sn * BYTES;
     u32 units = u32(blocks * kv_heads * batches);
-    // One thread plans a segment while the one two before it is coded, and ends that when what it
-    // sent for has come.
+    // One thread plans a segment while the second before it is coded, for that waits for memory; once
+    // what it asked for is there, the rest (`planned`).
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.fresh = false;
         found.from = found.to = 0, found.keys = nullptr;
@@ -444,31 +447,31 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         if (found.unit >= units) return;
         found.block += found.head, found.inverted = 1.0f / found.reference;
     };
-    // Eight of the warp's keys, on their way to shared memory; zeros for those that are not there.
-    // at: where this lane's first piece lies, which is moved on.
-    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // keys at a time
-    Shared to_stage = hidden(stage + lane / PADDED * ROW + placed(lane % PADDED, lane / PADDED) * 16);
+    // Eight of the warp's keys, the h-th, on their way to shared memory, zeros for those that are not
+    // there. piece: where this lane's first 16 bytes of them are, which is moved on.
+    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // pieces of a row; rows at a time
+    u32 place = placed(lane % PADDED, lane / PADDED);
+    Shared to_stage = hidden(stage + lane / PADDED * ROW + place * 16);
     auto first_of = [&](const Segment& segment) {
         return segment.keys + (warp * GROUP + lane / PADDED) * step + lane % PADDED * 16;
     };
-    auto send = [&](const Segment& segment, u32 h, const char*& at) {
-        Shared even = to_stage + h * (HALF * ROW), odd = even;
-        constexpr u32 BIT = placed(0, 2);  // of a piece's number, in which these two differ
-        if (ROWS == 2) odd += BIT * 16 - 2 * (hidden(placed(lane % PADDED, lane / PADDED)) & BIT) * 16;
+    auto send = [&](const Segment& segment, u32 h, const char*& piece) {
+        constexpr u32 BIT = placed(0, 2);  // in which places of rows 2 apart differ
+        Shared to = to_stage + h * (HALF * ROW), other = to;
+        if (ROWS == 2) other += BIT * 16 - (hidden(place) & BIT) * 32;  // no register is left for it
+        bool mine = D * BYTES == ROW || lane % PADDED * 16 < D * BYTES;
         if (segment.whole) {
 #pragma unroll
-            for (int j = 0; j < HALF; j += ROWS, at += ROWS * step)
-                if (D * BYTES == ROW || lane % PADDED * 16 < D * BYTES)
-                    copy_piece<16>((ROWS == 2 && j & 2 ? odd : even) + j * ROW, at);
+            for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step)
+                if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece);
             return;
         }
 #pragma unroll 1
-        for (int j = 0; j < HALF; j += ROWS, at += ROWS * step) {
+        for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step) {
             u32 id = warp * GROUP + h * HALF + j + lane / PADDED;
             bool in = id >= segment.from && id < segment.to;
             if (valid && in) in = segment.flags[id];
-            if (D * BYTES == ROW || lane % PADDED * 16 < D * BYTES)
-                copy_piece<16>((ROWS == 2 && j & 2 ? odd : even) + j * ROW, at, in);
+            if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
         }
     };
     if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
@@ -550,8 +553,9 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                                                 0 - turned[n][2], 0 - turned[n][3]};
         }
         __syncthreads();
-        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + 2 * gridDim.x, segments[segments[own.after].after]);
         const Segment& next = segments[own.after];
+        if (threadIdx.x == WARPS * 32 - 1)
+            plan(own.unit + 2 * gridDim.x, segments[next.after]);
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
@@ -571,7 +575,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
             for (int c = 0; c < C; c++)
                 if (M % 4 == 0 || c * 4 + t < M) {
                     if (!STAGED) load<true>(held[c], key + c * 32 * BYTES);
-                    constexpr int OVER = 8 / (4 * CHUNKS);  // values of c of which 128 bytes are
+                    constexpr int OVER = 2 / CHUNKS;  // values of c that share 128 bytes of a row
 #pragma unroll
                     for (int r = 0; STAGED && r < HELD / 4; r++)
                         of_stage(held[c], r,
