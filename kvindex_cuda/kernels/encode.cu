@@ -318,8 +318,9 @@ __device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
 
 // A segment of a head, of which a block of threads codes the keys: what they need of it now and
 // then, for no registers are left for it.
+enum { NONE, SOME, WHOLE };
 struct Segment {
-    const char* keys;  // of token 0, which may come before the first that is there; null: no segment
+    const char* keys;  // of token 0, which may come before the first that is there
     const u8* flags;   // likewise, or null
     char* block;
     u16* centre;  // or null
@@ -330,7 +331,7 @@ struct Segment {
     u32 unit;      // its number, of all
     u32 after;     // where the next one lies
     bool fresh;    // whether its centre is made here
-    bool whole;    // whether all keys are there, and nothing says that one is not valid
+    u8 state;      // NONE: no such segment; WHOLE: all keys are there, and there are no flags
 };
 
 // Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
@@ -427,7 +428,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     // what it asked for is there, the rest (`planned`).
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.fresh = false;
-        found.from = found.to = 0, found.keys = nullptr;
+        found.from = found.to = 0, found.state = NONE;
         if (unit >= units) return;
         i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
         i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
@@ -441,7 +442,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         found.known = known && g == 0 ? known + batch * kb + s : nullptr;
         found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
         found.fresh = s >= fresh && s < stale;
-        found.whole = !valid && found.to - found.from == TOKENS;
+        found.state = !valid && found.to - found.from == TOKENS ? WHOLE : SOME;
     };
     auto planned = [&](Segment& found) {
         if (found.unit >= units) return;
@@ -460,7 +461,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         Shared to = to_stage + h * (HALF * ROW), other = to;
         if (ROWS == 2) other += BIT * 16 - (hidden(place) & BIT) * 32;  // no register is left for it
         bool mine = D * BYTES == ROW || lane % PADDED * 16 < D * BYTES;
-        if (segment.whole) {
+        if (segment.state == WHOLE) {
 #pragma unroll
             for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step)
                 if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece);
@@ -597,7 +598,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
             if (STAGED) from = own.from, to = own.to;
             bool some = (half + 1) * HALF > from && half * HALF < to;
             if (!AHEAD && some) fetch(half);
-            if (STAGED && next.keys) {
+            if (STAGED && next.state) {
                 __syncwarp();  // the keys that lay there are read
                 send(next, half % 4, coming);
             }

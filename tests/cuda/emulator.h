@@ -133,6 +133,15 @@ static char handler_stack[64 * 1024];
 static long long now;
 static size_t message_bytes, memory_bytes;
 
+struct Piece {  // of a thread's copies that it waits for itself
+    void* to;
+    const void* from;
+    size_t bytes;
+    bool in;
+};
+static Piece pieces[THREADS][64];
+static int piecing[THREADS];
+
 inline unsigned draw(unsigned below) {  // xorshift64*
     seed ^= seed >> 12, seed ^= seed << 25, seed ^= seed >> 27;
     return unsigned((seed * 0x2545F4914F6CDD1Dull) >> 33) % below;
@@ -329,7 +338,7 @@ static void run_block() {
     int last = (count - 1) / 32, turn[THREADS / 32];
     for (int i = 0; i <= last; i++) turn[i] = order == BACKWARD ? last - i : i, warps[i] = {};
     for (int i = 0; i < count; i++) {
-        threads[i].state = READY, threads[i].mask = 0;
+        threads[i].state = READY, threads[i].mask = 0, piecing[i] = 0;
         warps[i / 32].live |= 1u << i % 32;
     }
     while (live) {
@@ -929,19 +938,6 @@ inline void emulated_wait(unsigned long long* barrier, unsigned parity, SITE) {
 }
 
 // ---- copies that a thread waits for itself (common.cuh) ----------------------------------------
-
-namespace emulator {
-
-struct Piece {
-    void* to;
-    const void* from;
-    size_t bytes;
-    bool in;
-};
-static Piece pieces[THREADS][64];
-static int piecing[THREADS];
-
-}  // namespace emulator
 
 // As `emulated_copy`; zeros unless `in`.
 inline void emulated_piece(void* to, const void* from, size_t bytes, bool in, SITE) {
