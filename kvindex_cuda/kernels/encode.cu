@@ -21,8 +21,8 @@
 // From memory a key is read once, 2 D bytes of a centre that is given per 256; written are (1 + BITS)
 // STRIDE + 3 bytes per key and 2 D per 256, of a fresh segment 4 D.
 // Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
-// 16-bit keys): 1,480 instructions of a warp per 16 keys, 1,360 of them to code and to send, 120 for
-// centres and what a segment needs; 23 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
+// 16-bit keys): 1,490 instructions of a warp per 16 keys, 1,350 of them to code and to send, 140 for
+// centres and what a segment needs; 23.3 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
 // heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading;
 // shuffles, shared memory and keys take that pipe some 21 cycles per key. Between the two barriers of a
 // segment all warps of a block wait for its centre; other blocks code meanwhile.
@@ -420,7 +420,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     __shared__ u8 indices[2 * CELLS];
     DYNAMIC_SHARED(memory);  // if STAGED, each warp's 32 keys
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
-    Shared stage = shared_place(memory) + warp * GROUP * ROW;
+    Shared stage = shared_place(memory);
 
     i64 step = sn * BYTES;
     u32 units = u32(blocks * kv_heads * batches);
@@ -448,17 +448,17 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         if (found.unit >= units) return;
         found.block += found.head, found.inverted = 1.0f / found.reference;
     };
-    // Eight of the warp's keys, the h-th, on their way to shared memory, zeros for those that are not
-    // there. piece: where this lane's first 16 bytes of them are, which is moved on.
+    // Eight of a segment's keys, the half-th, on their way to shared memory, zeros for those that are
+    // not there. piece: where this lane's first 16 bytes of them are, which is moved on.
     constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // pieces of a row; rows at a time
     u32 place = placed(lane % PADDED, lane / PADDED);
     Shared to_stage = hidden(stage + lane / PADDED * ROW + place * 16);
     auto first_of = [&](const Segment& segment) {
         return segment.keys + (warp * GROUP + lane / PADDED) * step + lane % PADDED * 16;
     };
-    auto send = [&](const Segment& segment, u32 h, const char*& piece) {
+    auto send = [&](const Segment& segment, u32 half, const char*& piece) {
         constexpr u32 BIT = placed(0, 2);  // in which places of rows 2 apart differ
-        Shared to = to_stage + h * (HALF * ROW), other = to;
+        Shared to = to_stage + half * (HALF * ROW), other = to;
         if (ROWS == 2) other += BIT * 16 - (hidden(place) & BIT) * 32;  // no register is left for it
         bool mine = D * BYTES == ROW || lane % PADDED * 16 < D * BYTES;
         if (segment.state == WHOLE) {
@@ -469,7 +469,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
 #pragma unroll 1
         for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step) {
-            u32 id = warp * GROUP + h * HALF + j + lane / PADDED;
+            u32 id = half * HALF + j + lane / PADDED;
             bool in = id >= segment.from && id < segment.to;
             if (valid && in) in = segment.flags[id];
             if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
@@ -500,14 +500,14 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
 
     const char* coming = first_of(segments[0]);
     if (STAGED)
-        for (u32 h = 0; h < GROUP / HALF; h++) send(segments[0], h, coming);
+        for (u32 half = warp * 4; half < warp * 4 + 4; half++) send(segments[0], half, coming);
     for (u32 turn = 0; segments[turn].unit < units; turn = segments[turn].after) {
         const Segment& own = segments[turn];
         u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
         pieces_wait();
         __syncwarp();
         if (own.fresh && STAGED) {
-            Shared keys = stage + t * ROW;
+            Shared keys = stage + (warp * GROUP + t) * ROW;
             add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
 #pragma unroll
                 for (int r = 0; r < HELD / 4; r++)
@@ -566,7 +566,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
-            Shared row = stage + (half % 4 * HALF + lane / 4) * ROW;
+            Shared row = stage + (half * HALF + lane / 4) * ROW;
             if (!STAGED && valid && !own.flags[id]) {
 #pragma unroll
                 for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
@@ -597,10 +597,10 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
             if (STAGED) from = own.from, to = own.to;
             bool some = (half + 1) * HALF > from && half * HALF < to;
-            if (!AHEAD && some) fetch(half);
+            if (STAGED || (!AHEAD && some)) fetch(half);
             if (STAGED && next.state) {
                 __syncwarp();  // the keys that lay there are read
-                send(next, half % 4, coming);
+                send(next, half, coming);
             }
             if (!some) continue;
             Turned y;
