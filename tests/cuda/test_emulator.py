@@ -361,7 +361,7 @@ def test_copies_of_a_thread_are_there_once_it_waited(wait, order):
     run(PIECES, (2,), (32,), given, out, 20, order=order, defines=(("WAIT", wait),))
     want = given.masked_fill(torch.arange(32)[:, None] >= 20, 0) if wait else given * 0 - 0x5A5A5A5B
     assert torch.equal(out, want[torch.arange(32) ^ 1])
-    with pytest.raises(RuntimeError, match="piece: .* not aligned"):
+    with pytest.raises(RuntimeError, match=r"piece: .* not aligned"):
         run(PIECES, (1,), (32,), given.view(-1)[1:], out, 20, defines=(("WAIT", wait),))
 
 
