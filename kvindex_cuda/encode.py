@@ -141,6 +141,7 @@ class Encoder:
             *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
             *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
             *(1 / self.largest, D**-0.5),
+            shared_bytes=_staged(D, keys.element_size(), wide, resident),
             D=D,
             BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
@@ -194,9 +195,17 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 
 
 def _resident(D: int, size: int, wide: bool) -> int:
-    """Blocks of a multiprocessor, as registers allow. size: bytes of a coordinate."""
+    """Blocks of a multiprocessor, as registers and shared memory allow. size: of a coordinate."""
     held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
-    return 4 if wide and held <= 16 and odd <= 3 else 2 if D <= 128 else 1
+    if wide and held <= 16 and odd <= 3:
+        return 4 if D * size <= 128 else 3
+    return 2 if D <= 128 else 1
+
+
+def _staged(D: int, size: int, wide: bool, resident: int) -> int:
+    """Bytes of a segment's keys in a block's shared memory, 0 where they do not go there."""
+    row = -(-D * size // 128) * 128
+    return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0
 
 
 def _wide(keys: Tensor) -> bool:

@@ -314,6 +314,39 @@ __device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // all lanes
 #endif
 }
 
+// Copies of a thread's own to shared memory that go on while it computes (PTX, cp.async): 4, 8 or 16
+// bytes, at multiples of as many; zeros come instead where `in` is false. `pieces_wait` returns when
+// all of the thread's have come.
+template <int SIZE>
+__device__ __forceinline__ void copy_piece(Shared to, const void* from) {
+#ifdef EMULATED
+    emulated_piece(reinterpret_cast<void*>(to), from, SIZE, true);
+#else
+    if constexpr (SIZE == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+                     :: "r"(to), "l"(from), "n"(SIZE) : "memory");
+#endif
+}
+template <int SIZE>
+__device__ __forceinline__ void copy_piece(Shared to, const void* from, bool in) {
+#ifdef EMULATED
+    emulated_piece(reinterpret_cast<void*>(to), from, SIZE, in);
+#else
+    static_assert(SIZE == 16);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(from), "r"(in ? 16 : 0) : "memory");
+#endif
+}
+__device__ __forceinline__ void pieces_wait() {
+#ifdef EMULATED
+    emulated_pieces_wait();
+#else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // That what lies there will soon be read: from memory to L2.
 __device__ __forceinline__ void to_l2(const void* address) {
 #ifndef EMULATED

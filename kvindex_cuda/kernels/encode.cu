@@ -12,17 +12,20 @@
 // float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
 //
 // Grid: as many blocks as there is room for, 8 warps; a block takes every gridDim.x-th segment of a
-// head, a warp 32 keys of it. A fresh segment's keys are added up first, which the matrix unit does
-// with ones on the other side (an instruction for 256 coordinates), and read again from L1 or L2 to be
-// coded; before the last of them are, the next segment's are sent for. From memory a key is read once,
-// 2 D bytes of a centre that is given per 256; written are (1 + BITS) STRIDE + 3 bytes per key and
-// 2 D per 256, of a fresh segment 4 D.
+// head, a warp 32 keys of it. Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW
+// bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
+// keys in registers, it sends for 8 of the next segment's to the same place. A fresh segment's keys are
+// added up there, which the matrix unit does with ones on the other side (an instruction for 256
+// coordinates); then the block makes the centre and codes. Elsewhere a warp adds up what it loads, and
+// loads again from L1 or L2 to code; before the last 8 keys are coded, the next segment's are sent for.
+// From memory a key is read once, 2 D bytes of a centre that is given per 256; written are (1 + BITS)
+// STRIDE + 3 bytes per key and 2 D per 256, of a fresh segment 4 D.
 // Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
-// 16-bit keys): 1,430 instructions of a warp per 16 keys, 1,290 of them to code and 150 for centres and
-// what a segment needs; 22.4 cycles of an SM per key, .81 ms for the 8.4 million keys of 8 heads on
-// 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading; shuffles,
-// shared memory and keys take that pipe some 21 cycles per key. Warps wait for shuffles most, so that
-// more of them help: 32 on an SM, with keys in no register before they are needed.
+// 16-bit keys): 1,490 instructions of a warp per 16 keys, 1,350 of them to code and to send, 140 for
+// centres and what a segment needs; 23.3 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
+// heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading;
+// shuffles, shared memory and keys take that pipe some 21 cycles per key. Between the two barriers of a
+// segment all warps of a block wait for its centre; other blocks code meanwhile.
 // Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
 // As the reference but for rounding: sums are in float32, and the centre goes off after four
@@ -42,8 +45,11 @@ constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill
 constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
 constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
 constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
-constexpr bool AHEAD = C * HELD <= 16 && RESIDENT < 4;  // whether registers hold the next keys
-constexpr int LOADS = RESIDENT < 4 ? 8 : 4;           // of four keys, in flight to be added up
+constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
+constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
+constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
+constexpr bool AHEAD = !STAGED && C * HELD <= 16 && RESIDENT < 4;  // registers hold the next keys
+constexpr int LOADS = STAGED || RESIDENT > 3 ? 4 : 8;  // of four keys, in flight to be added up
 constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
@@ -98,6 +104,21 @@ __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #pragma unroll
     for (int r = 0; r < HELD; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
 #endif
+}
+
+// A place of which the compiler does not know what it is, or that it was computed before.
+__device__ __forceinline__ Shared hidden(Shared place) {
+#ifndef EMULATED
+    asm volatile("" : "+r"(place));
+#endif
+    return place;
+}
+
+// The r-th four words of a lane's byte of coordinates.
+__device__ __forceinline__ void of_stage(u32 (&words)[HELD], int r, Shared at) {
+    uint4 all = load_from<uint4>(at);
+    words[4 * r] = all.x, words[4 * r + 1] = all.y;
+    words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
 }
 
 // As pairs of 16-bit numbers, the most significant part first; of float32 each is exact.
@@ -297,37 +318,44 @@ __device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
 
 // A segment of a head, of which a block of threads codes the keys: what they need of it now and
 // then, for no registers are left for it.
+enum { NONE, SOME, WHOLE };
 struct Segment {
     const char* keys;  // of token 0, which may come before the first that is there
     const u8* flags;   // likewise, or null
     char* block;
     u16* centre;  // or null
     u8* known;    // or null: nobody asks
+    i64 head;     // where the head begins in a block
     float reference, inverted;
     u32 from, to;  // tokens that are there
     u32 unit;      // its number, of all
+    u32 after;     // where the next one lies
     bool fresh;    // whether its centre is made here
+    u8 state;      // NONE: no such segment; WHOLE: all keys are there, and there are no flags
 };
+
+// Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
+// lanes that read at once, of two keys or of four, find them in different banks.
+__device__ constexpr u32 placed(u32 chunk, u32 key) {
+    return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
+}
 
 // Sums of a warp's 32 keys, to `sums` [C * 32]. The left factor has a byte of four keys in two rows
 // as it lies in memory: words 0 and 2 in one, 1 and 3 in the other. The right one adds up each
-// coordinate of such a row in a column of its own. Products are exact, sums float32. MASKED: whether
-// there are flags.
-template <bool MASKED>
-__device__ __forceinline__ void add_up(float* sums, const char* keys, i64 step, const u8* flags) {
+// coordinate of such a row in a column of its own. Products are exact, sums float32.
+// read(words, i, tile): byte `tile * 8 + lane / 4` of key `i + lane % 4`, zeros for an invalid one.
+template <class Read>
+__device__ __forceinline__ void add_up(float* sums, const Read& read) {
     int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
     u32 one = (DTYPE == 1 ? 0x3c00u : 0x3f80u) << byte % 2 * 16;
     u32 b0 = byte & 2 ? 0 : one, b1 = byte & 2 ? one : 0;
     float found[TILES][4] = {};
-    keys += t * step + byte * 8 * BYTES;
 #pragma unroll(LOADS)
     for (int i = 0; i < GROUP; i += 4) {
-        bool in = !MASKED || flags[i + t];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             u32 words[HELD] = {}, parts[PARTS][4];
-            if (in && (tile * 8 + 8 <= M || tile * 8 + byte < M))
-                load<false>(words, keys + i * step + tile * 64 * BYTES);
+            if (tile * 8 + 8 <= M || tile * 8 + byte < M) read(words, i, tile);
             split(parts, words);
 #pragma unroll
             for (int p = PARTS - 1; p >= 0; p--)
@@ -388,28 +416,72 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     __shared__ __align__(16) u16 means[C * 32];
     __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
     __shared__ float edges[CELLS], levels[LEVELS];
-    __shared__ Segment segments[2];  // this one and the next
+    __shared__ Segment segments[3];  // this one, the next, and the one after it
     __shared__ u8 indices[2 * CELLS];
+    DYNAMIC_SHARED(memory);  // if STAGED, each warp's 32 keys
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+    Shared stage = shared_place(memory);
 
     i64 step = sn * BYTES;
     u32 units = u32(blocks * kv_heads * batches);
+    // One thread plans a segment while the second before it is coded, for that waits for memory; once
+    // what it asked for is there, the rest (`planned`).
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.fresh = false;
+        found.from = found.to = 0, found.state = NONE;
         if (unit >= units) return;
         i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
         i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
         i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
+        copy_piece<8>(shared_place(&found.block), table + batch * row + s);
+        copy_piece<4>(shared_place(&found.reference), references + bg);
+        found.head = g * head;
         found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
         found.flags = valid ? valid + batch * vb + offset : nullptr;
-        found.block = reinterpret_cast<char*>(table[batch * row + s]) + g * head;
         found.centre = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
         found.known = known && g == 0 ? known + batch * kb + s : nullptr;
-        found.reference = references[bg], found.inverted = 1.0f / found.reference;
         found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
         found.fresh = s >= fresh && s < stale;
+        found.state = !valid && found.to - found.from == TOKENS ? WHOLE : SOME;
     };
-    if (threadIdx.x == 0) plan(blockIdx.x, segments[0]);
+    auto planned = [&](Segment& found) {
+        if (found.unit >= units) return;
+        found.block += found.head, found.inverted = 1.0f / found.reference;
+    };
+    // Eight of a segment's keys, the half-th, on their way to shared memory, zeros for those that are
+    // not there. piece: where this lane's first 16 bytes of them are, which is moved on.
+    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // pieces of a row; rows at a time
+    u32 place = placed(lane % PADDED, lane / PADDED);
+    Shared to_stage = hidden(stage + lane / PADDED * ROW + place * 16);
+    auto first_of = [&](const Segment& segment) {
+        return segment.keys + (warp * GROUP + lane / PADDED) * step + lane % PADDED * 16;
+    };
+    auto send = [&](const Segment& segment, u32 half, const char*& piece) {
+        constexpr u32 BIT = placed(0, 2);  // in which places of rows 2 apart differ
+        Shared to = to_stage + half * (HALF * ROW), other = to;
+        if (ROWS == 2) other += BIT * 16 - (hidden(place) & BIT) * 32;  // no register is left for it
+        bool mine = D * BYTES == ROW || lane % PADDED * 16 < D * BYTES;
+        if (segment.state == WHOLE) {
+#pragma unroll
+            for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step)
+                if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece);
+            return;
+        }
+#pragma unroll 1
+        for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step) {
+            u32 id = half * HALF + j + lane / PADDED;
+            bool in = id >= segment.from && id < segment.to;
+            if (valid && in) in = segment.flags[id];
+            if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
+        }
+    };
+    if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
+    if (threadIdx.x < 2) {
+        Segment& found = segments[threadIdx.x];
+        plan(blockIdx.x + threadIdx.x * gridDim.x, found);
+        pieces_wait();
+        planned(found);
+    }
     for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
     if (ODD > 1)
         for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
@@ -426,18 +498,39 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
     Exchange exchange = exchange_of(t);
     u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
 
-    for (u32 turn = 0; segments[turn].unit < units; turn ^= 1) {
+    const char* coming = first_of(segments[0]);
+    if (STAGED)
+        for (u32 half = warp * 4; half < warp * 4 + 4; half++) send(segments[0], half, coming);
+    for (u32 turn = 0; segments[turn].unit < units; turn = segments[turn].after) {
         const Segment& own = segments[turn];
         u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
-        if (own.fresh) {
-            const char* keys = own.keys + warp * GROUP * step;
+        pieces_wait();
+        __syncwarp();
+        if (own.fresh && STAGED) {
+            Shared keys = stage + (warp * GROUP + t) * ROW;
+            add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+#pragma unroll
+                for (int r = 0; r < HELD / 4; r++)
+                    of_stage(words, r, keys + i * ROW + tile * 8 * CHUNKS * 16 +
+                                           placed(lane / 4 * CHUNKS + r, t) * 16);
+            });
+        } else if (own.fresh) {
+            const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
+            const u8* flags = valid ? own.flags + warp * GROUP + t : nullptr;
+            auto read = [&](u32 (&words)[HELD], int i, int tile) {
+                load<false>(words, keys + i * step + tile * 64 * BYTES);
+            };
             if (valid)
-                add_up<true>(sums[warp], keys, step, own.flags + warp * GROUP);
+                add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+                    if (flags[i]) read(words, i, tile);
+                });
             else
-                add_up<false>(sums[warp], keys, step, nullptr);
+                add_up(sums[warp], read);
         }
         // all keys of the segment before are coded, all of this one added up
         int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
+        if (threadIdx.x == WARPS * 32 - 1 && own.unit != blockIdx.x)
+            planned(segments[own.after]);
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
@@ -460,39 +553,56 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                     bases[c * 8 + n * 4 + t] = {0 - turned[n][0], 0 - turned[n][1],
                                                 0 - turned[n][2], 0 - turned[n][3]};
         }
-        if (threadIdx.x == WARPS * 32 - 1) plan(own.unit + gridDim.x, segments[turn ^ 1]);
         __syncthreads();
-        if (from >= to) continue;
+        const Segment& next = segments[own.after];
+        if (threadIdx.x == WARPS * 32 - 1)
+            plan(own.unit + 2 * gridDim.x, segments[next.after]);
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
-        from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
+        if (!STAGED) from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
-            if (valid && !own.flags[id]) {
+            Shared row = stage + (half * HALF + lane / 4) * ROW;
+            if (!STAGED && valid && !own.flags[id]) {
 #pragma unroll
                 for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
                 return;
             }
 #pragma unroll
             for (int c = 0; c < C; c++)
-                if (M % 4 == 0 || c * 4 + t < M)
-                    load<true>(held[c], key + c * 32 * BYTES);
-                else
+                if (M % 4 == 0 || c * 4 + t < M) {
+                    if (!STAGED) load<true>(held[c], key + c * 32 * BYTES);
+                    constexpr int OVER = 2 / CHUNKS;  // values of c that share 128 bytes of a row
+#pragma unroll
+                    for (int r = 0; STAGED && r < HELD / 4; r++)
+                        of_stage(held[c], r,
+                                 row + c / OVER * 128 +
+                                     placed((c % OVER * 4 + t) * CHUNKS + r, lane / 4) * 16);
+                } else {
 #pragma unroll
                     for (int r = 0; r < HELD; r++) held[c][r] = 0;
+                }
         };
         char* out = own.block + (t ? magnitudes + (t - 1) * STRIDE : 0);
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
-        if (AHEAD) fetch(from / HALF);
+        if (AHEAD && from < to) fetch(from / HALF);
 
+        coming = first_of(next);
         float mine = 0;
 #pragma unroll 1
-        for (u32 half = from / HALF; half * HALF < to; half++) {
-            if (!AHEAD) fetch(half);
+        for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
+            if (STAGED) from = own.from, to = own.to;
+            bool some = (half + 1) * HALF > from && half * HALF < to;
+            if (STAGED || (!AHEAD && some)) fetch(half);
+            if (STAGED && next.state) {
+                __syncwarp();  // the keys that lay there are read
+                send(next, half, coming);
+            }
+            if (!some) continue;
             Turned y;
 #pragma unroll
             for (int c = 0; c < C; c++) {
@@ -509,8 +619,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
             }
             if (AHEAD && (half + 1) * HALF < to) fetch(half + 1);
-            const Segment& next = segments[turn ^ 1];
-            if (half % 4 == 2 && next.fresh) {
+            if (!STAGED && half % 4 == 2 && next.fresh) {
                 const char* key = next.keys + (warp * GROUP + lane) * step;
 #pragma unroll
                 for (int i = 0; i < D * BYTES; i += 128) to_l2(key + i);

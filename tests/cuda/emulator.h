@@ -133,6 +133,15 @@ static char handler_stack[64 * 1024];
 static long long now;
 static size_t message_bytes, memory_bytes;
 
+struct Piece {  // of a thread's copies that it waits for itself
+    void* to;
+    const void* from;
+    size_t bytes;
+    bool in;
+};
+static Piece pieces[THREADS][64];
+static int piecing[THREADS];
+
 inline unsigned draw(unsigned below) {  // xorshift64*
     seed ^= seed >> 12, seed ^= seed << 25, seed ^= seed >> 27;
     return unsigned((seed * 0x2545F4914F6CDD1Dull) >> 33) % below;
@@ -329,7 +338,7 @@ static void run_block() {
     int last = (count - 1) / 32, turn[THREADS / 32];
     for (int i = 0; i <= last; i++) turn[i] = order == BACKWARD ? last - i : i, warps[i] = {};
     for (int i = 0; i < count; i++) {
-        threads[i].state = READY, threads[i].mask = 0;
+        threads[i].state = READY, threads[i].mask = 0, piecing[i] = 0;
         warps[i / 32].live |= 1u << i % 32;
     }
     while (live) {
@@ -926,6 +935,29 @@ inline void emulated_wait(unsigned long long* barrier, unsigned parity, SITE) {
     emulator::copying = kept;
     if (!found) emulator::fail(site, "wait: for a phase that nothing was copied in");
     ++*barrier;
+}
+
+// ---- copies that a thread waits for itself (common.cuh) ----------------------------------------
+
+// As `emulated_copy`; zeros unless `in`.
+inline void emulated_piece(void* to, const void* from, size_t bytes, bool in, SITE) {
+    int thread = int(emulator::current - emulator::threads);
+    if (emulator::piecing[thread] == 64) emulator::fail(site, "piece: 64 that nobody waits for");
+    if ((reinterpret_cast<size_t>(to) | reinterpret_cast<size_t>(from)) % bytes)
+        emulator::fail(site, "piece: %p to %p, %zu bytes: not aligned", from, to, bytes);
+    if (in) emulator::in_global(static_cast<const char*>(from), site);
+    memset(to, emulator::GARBAGE, bytes);
+    emulator::pieces[thread][emulator::piecing[thread]++] = {to, from, bytes, in};
+}
+
+inline void emulated_pieces_wait() {
+    int thread = int(emulator::current - emulator::threads);
+    for (int i = 0; i < emulator::piecing[thread]; i++) {
+        emulator::Piece& piece = emulator::pieces[thread][i];
+        if (piece.in) memcpy(piece.to, piece.from, piece.bytes);
+        else memset(piece.to, 0, piece.bytes);
+    }
+    emulator::piecing[thread] = 0;
 }
 
 #undef SITE

@@ -342,6 +342,29 @@ def test_mistakes_end_the_launch_with_a_message(message, order):
             launch((1,), (threads,), [out.data_ptr()], 256)
 
 
+PIECES = """
+#include "common.cuh"
+extern "C" __global__ void kernel(const uint4* from, uint4* out, i64 in) {
+    __shared__ uint4 values[32];
+    copy_piece<16>(shared_place(values + threadIdx.x), from + threadIdx.x, threadIdx.x < in);
+    if (WAIT) pieces_wait();
+    __syncwarp();
+    out[threadIdx.x] = values[threadIdx.x ^ 1];
+}
+"""
+
+
+@pytest.mark.parametrize("wait", [0, 1])
+def test_copies_of_a_thread_are_there_once_it_waited(wait, order):
+    given = torch.arange(128, dtype=torch.int32).view(32, 4)
+    out = torch.zeros_like(given)
+    run(PIECES, (2,), (32,), given, out, 20, order=order, defines=(("WAIT", wait),))
+    want = given.masked_fill(torch.arange(32)[:, None] >= 20, 0) if wait else given * 0 - 0x5A5A5A5B
+    assert torch.equal(out, want[torch.arange(32) ^ 1])
+    with pytest.raises(RuntimeError, match=r"piece: .* not aligned"):
+        run(PIECES, (1,), (32,), given.view(-1)[1:], out, 20, defines=(("WAIT", wait),))
+
+
 def test_a_barrier_does_not_wait_for_threads_that_returned(order):
     text = """
     extern "C" __global__ void kernel(int* out) {

@@ -277,8 +277,14 @@ def test_no_order_of_threads_changes_a_centre(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_block_of_threads_takes_several_segments(device):
-    case, S = Case(q_heads=8, kv_heads=8, head_dim=8), 13 if device == "cpu" else 1000
+@pytest.mark.parametrize(
+    ("dim", "dtype", "heads", "S"),
+    [(8, torch.float32, 8, 13), (128, torch.bfloat16, 2, 25), (256, torch.float16, 2, 9)],
+    ids=str,
+)
+def test_a_block_of_threads_takes_several_segments(dim, dtype, heads, S, device):
+    case = Case(q_heads=heads, kv_heads=heads, head_dim=dim, dtype=dtype)
+    S = S if device == "cpu" else 1000
     keys, valid, encode, references = fresh_case(case, BLOCK, 0, device)
     one = made(case, encode, keys, valid, references, start=0, fresh=(0, 1), device=device)
     many = keys.repeat(1, 1, S, 1)
