@@ -432,11 +432,11 @@ static __device__ bool last_block(int* ticket, int blocks) {
 // before the end all the same, so that the end of a kernel is the end of all before it. told int32
 // [3, BG] APART, cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the
 // group has agreed.
-__device__ __forceinline__ void tell(int* counter, int tellers = 1) {  // one thread, after a barrier
+__device__ __forceinline__ void tell(int* counter) {  // one thread, after a barrier
 #ifdef EMULATED
-    atomicAdd(counter, tellers);
+    atomicAdd(counter, 1);
 #else
-    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(counter), "r"(tellers) : "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
 #endif
 }
 __device__ __forceinline__ void await(const int* counter, int tellers) {  // all threads of a block

@@ -47,7 +47,6 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     __shared__ u64 buffers[WARPS][DEPTH][32];
     __shared__ u64 barriers[WARPS][STAGES];
     __shared__ u32 bins[BINS / 2];  // of the first warp's first group, two in a word
-    __shared__ int last[WARPS], room;  // entries that are left at the end, and where they go
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Shared stages = shared_place(memory) + warp * (STAGES * STAGE), factor_places = shared_place(factors);
     Shared barrier = shared_place(barriers[warp]), buffer = shared_place(&buffers[warp][0][lane]);
@@ -59,8 +58,6 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     u32 teams = min(u32(groups), warps), team = (blockIdx.x * WARPS + warp) * teams / warps;
     u32 low = first_of(team, teams, warps), members = warps_of(team, teams, warps);
     u32 own = blockIdx.x * WARPS + warp - low, home = blockIdx.x * WARPS * teams / warps;
-    // whether all warps of the block work on that group alone
-    bool alone = teams == u32(groups) && home == (blockIdx.x * WARPS + WARPS - 1) * teams / warps;
     u32 each = blocks > own ? (blocks - own + members - 1) / members : 0;  // blocks of a group
     u32 work = each * ((u32(groups) - team + teams - 1) / teams);
 
@@ -106,9 +103,12 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
         threshold = thresholds[bg], base = bases[bg], shift = shifts[bg];
         product = products + (i64(bg) * row + s) * GROUP + 2 * lane % 4;
     };
-    auto write = [&](int mine, int all, int start) {
+    auto flush = [&]() {
+        int mine = int(held - buffer) / 256, all = warp_sum(mine);
+        int start = lane == 0 ? atomicAdd(counts + bg * APART, all) : 0;
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
+        start = __shfl_sync(ALL, start, 0);
 #pragma unroll 1
         for (int i = 0; u32 more = __ballot_sync(ALL, i < mine); i++) {
             int to = start + __popc(more & ((1u << lane) - 1));
@@ -123,11 +123,6 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
             start += __popc(more);
         }
         held = buffer;
-    };
-    auto flush = [&]() {
-        int mine = int(held - buffer) / 256, all = warp_sum(mine);
-        int start = lane == 0 ? atomicAdd(counts + bg * APART, all) : 0;
-        write(mine, all, __shfl_sync(ALL, start, 0));
     };
     if (work) enter();
     for (u32 item = 0; item < work; item++) {
@@ -169,32 +164,17 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
         s += members;
         product += i64(members) * GROUP;
         if (s >= blocks) {
-            if (alone) break;
             if (__any_sync(ALL, held > buffer)) flush();
             s = own, bg += teams;
             if (item + 1 < work) enter();
         }
     }
-    int mine = int(held - buffer) / 256, all = warp_sum(mine);
-    if (lane == 0) last[warp] = all;
     __syncthreads();
-    if (alone) {  // one addition for all warps: those of a group's warps to its counter wait for each other
-        int before = 0, total = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) before += w < warp ? last[w] : 0, total += last[w];
-        if (threadIdx.x == 0) room = atomicAdd(counts + home * APART, total);
-        __syncthreads();
-        write(mine, all, room + before);
-        __syncthreads();
-    }
     u64* pairs = reinterpret_cast<u64*>(histogram + home * BINS);
     for (int i = threadIdx.x; i < BINS / 2; i += WARPS * 32)
         if (u32 two = bins[i]) atomicAdd(pairs + i, u64(two & 65535) | u64(two >> 16) << 32);
-    __syncthreads();  // so that one thread waits for the writes of all
-    if (alone) {
-        if (threadIdx.x == 0) tell(told + home * APART, WARPS);
-    } else if (threadIdx.x < WARPS) {
+    __syncthreads();  // so that one warp waits for the writes of all
+    if (threadIdx.x < WARPS)
         for (team = (blockIdx.x * WARPS + threadIdx.x) * teams / warps; team < u32(groups); team += teams)
             tell(told + team * APART);
-    }
 }
