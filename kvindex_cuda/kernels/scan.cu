@@ -7,13 +7,15 @@ constexpr int STAGES = 2;                                // blocks of keys on th
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;       // bytes
 constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : 2;  // times 32 keys whose votes are made together
 constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;   // with more heads no registers are left
-// Entries that a lane holds back. Two blocks of threads take 193 KB of shared memory at D = 128: from 196 on
-// less of it is left for L1, and the rerank, which follows on the same multiprocessors, takes 6 µs longer at
-// 1M tokens.
-constexpr int DEPTH = AT_ONCE + 5;
+constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane holds back
 #ifndef BINNED
 #define BINNED 65535  // entries that a block's histogram has room for; fewer in tests
 #endif
+
+// Bytes of a block. Where two take more than 196 KB, less is left for L1, for the rerank too, which follows on
+// the same multiprocessors: it took 6 µs longer at 1M tokens.
+constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
+static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
 // Where it reaches the threshold, a vote and its id go to `held`, and the next ones behind it; no branch.
 __device__ __forceinline__ void hold(Shared& held, int vote, int threshold, u32 id) {
@@ -31,7 +33,7 @@ __device__ __forceinline__ void hold(Shared& held, int vote, int threshold, u32 
 // ask.cu, some 2 C. These each lane holds back for itself, so that nothing is agreed on for 32 keys; the
 // histogram of a block's first group is in shared memory (adding each to memory's took 8 of 51 µs at 1M
 // tokens).
-// Limited by memory, which gives SCANNED bytes of every record at 82% of the read-only rate (ceiling.cu).
+// Limited by memory at 1M tokens: its copies alone take 39 µs, all of it 43 to 45.
 // Dynamic shared memory: WARPS STAGES STAGE bytes.
 // planes, sums, units, thresholds, bases, shifts: of ask.cu; queries DTYPE [BG, GROUP, D]; factors
 // int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1]. counts int32 [BG] APART; list
