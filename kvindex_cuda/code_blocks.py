@@ -126,7 +126,7 @@ class CodeBlocks:
         self._blocks = need
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """What a kernel writes, where `append` of the same will find it; `reserve` comes first."""
+        """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
         if isinstance(new, Fill) and self._written is not new:
             new.write(self.table)
             self._written = new
@@ -139,10 +139,14 @@ class CodeBlocks:
         count, start = _shape(new)[1], self._length
         if not isinstance(new, Fill):
             self._copy(new, start, count)
-        elif self._written is not new:
+        else:
             self.write(new)
         self._filled, self._written = isinstance(new, Fill), None
         self._length += count
+
+    def forget(self) -> None:
+        """What was written is not appended."""
+        self._written = None
 
     def put_centres(self, centres: Tensor, first: int) -> None:
         """Write centres bfloat16 `[B, G, S, D]` into the blocks from `first` on.

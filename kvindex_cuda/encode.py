@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvindex.ops import transform
-from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows
+from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows, steps
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
 
@@ -120,7 +120,7 @@ class Encoder:
         if valid is not None:
             valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         keys = rows(keys, 1)
-        steps = (0, 0, 0) if centres is None else centres.stride()[:3]
+        apart = (0, 0, 0) if centres is None else centres.stride()[:3]
         units = (stop - first) * G * B
         known = fresh.known if fresh else None
         wide = _wide(keys)
@@ -133,9 +133,9 @@ class Encoder:
             *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
             *(self._hartley, self._tables, N, start),
             *(stop - first, G, B),
-            *keys.stride()[:3],
+            *steps(keys)[:3],
             0 if valid is None else valid.stride(0),
-            *steps,
+            *apart,
             table.shape[1],
             *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.centre),
             *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
@@ -195,7 +195,10 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 
 
 def _resident(D: int, size: int, wide: bool) -> int:
-    """Blocks of a multiprocessor, as registers and shared memory allow. size: of a coordinate."""
+    """Blocks of a multiprocessor, as an H100's registers and shared memory allow.
+
+    size: bytes of a coordinate.
+    """
     held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
     if wide and held <= 16 and odd <= 3:
         return 4 if D * size <= 128 else 3
@@ -203,7 +206,10 @@ def _resident(D: int, size: int, wide: bool) -> int:
 
 
 def _staged(D: int, size: int, wide: bool, resident: int) -> int:
-    """Bytes of a segment's keys in a block's shared memory, 0 where they do not go there."""
+    """Bytes of a segment's keys in a block's shared memory, 0 where they do not go there.
+
+    As `STAGED` in the kernel; 200 of an H100's 228 KB leave room for what else a block has.
+    """
     row = -(-D * size // 128) * 128
     return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0
 

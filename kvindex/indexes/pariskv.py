@@ -190,6 +190,7 @@ class ParisKV(BaseIndex):
             if self._defers:
                 self._defer("keys", wrong, "a finite number")
             elif bool(wrong):
+                blocks.forget()
                 return super()._prepared(keys, valid)  # which says what is wrong
         return begun.learnt, fill
 

@@ -215,6 +215,7 @@ __device__ __forceinline__ T load_from(Shared place) {
                      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(place));
         return words;
     } else {
+        static_assert(sizeof(T) == 4);
         u32 word;
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(place));
         return T(word);

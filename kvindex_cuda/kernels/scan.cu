@@ -31,7 +31,7 @@ __device__ __forceinline__ void hold(Shared& held, int vote, int threshold, u32 
 // copies, two ahead, the first two while `ask` still runs. Reads D/8 + 1 bytes per key and 2 D per
 // block, once; writes 8 bytes and adds to a histogram for each key at or above the threshold of
 // ask.cu, some 2 C. These each lane holds back for itself, so that nothing is agreed on for 32 keys; the
-// histogram of a block's first group is in shared memory (adding each to memory's took 8 of 51 µs at 1M
+// histogram of a block's first group is in shared memory (adding each to memory's took 8 to 9 of 53 µs at 1M
 // tokens).
 // Limited by memory at 1M tokens: its copies alone take 39 µs, all of it 43 to 45.
 // Dynamic shared memory: WARPS STAGES STAGE bytes.
@@ -172,6 +172,7 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
         }
     }
     __syncthreads();
+    // two bins at once; others may add to one of them: either way memory adds 32 bits to 32
     u64* pairs = reinterpret_cast<u64*>(histogram + home * BINS);
     for (int i = threadIdx.x; i < BINS / 2; i += WARPS * 32)
         if (u32 two = bins[i]) atomicAdd(pairs + i, u64(two & 65535) | u64(two >> 16) << 32);

@@ -167,6 +167,16 @@ def test_strides_do_not_matter(device):
     assert_same(*both)
 
 
+def test_the_stride_of_one_token_is_nobodys(device):
+    keys, values = tokens_of(CASE, 1, device)
+    room = keys.new_zeros(len(keys) * 2048)
+    odd = room.as_strided(keys.shape, (2048, 512, 67, 1)).copy_(keys)
+    both = pair(device)
+    both[0].append(odd, values)
+    both[1].append(keys, values)
+    assert_same(*both)
+
+
 @pytest.mark.parametrize("count", [1, 256, 700])
 def test_an_append_is_two_kernels(count, device, monkeypatch):
     index, names = pair(device)[0], []
