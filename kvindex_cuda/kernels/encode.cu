@@ -48,8 +48,8 @@ constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte 
 constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
 constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
 constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
-constexpr bool AHEAD = !STAGED && C * HELD <= 16 && RESIDENT < 4;  // registers hold the next keys
-constexpr int LOADS = STAGED || RESIDENT > 3 ? 4 : 8;  // of four keys, in flight to be added up
+constexpr bool AHEAD = !STAGED && C * HELD <= 16;     // registers hold the next keys
+constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight to be added up
 constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
