@@ -53,6 +53,8 @@ class Fresh:
 class Encoder:
     """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
 
+    Calls of one object run one after another: their blocks share out segments by its counter.
+
     rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
     a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
     Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
@@ -74,6 +76,7 @@ class Encoder:
         self._hartley = hartley.to(self.device)
         self.largest, tables = _tables(levels.cpu())
         self._tables = tables.to(self.device)
+        self._next = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def __call__(
         self,
@@ -140,7 +143,8 @@ class Encoder:
             *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.centre),
             *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
             *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
-            *(1 / self.largest, D**-0.5),
+            *(self._next, 1 / self.largest, D**-0.5),
+            overlap=True,
             shared_bytes=_staged(D, keys.element_size(), wide, resident),
             D=D,
             BITS=L.magnitude_bits,

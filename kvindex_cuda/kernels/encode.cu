@@ -4,8 +4,8 @@
 //
 // How a key is turned and coded: turned.cuh.
 //
-// Grid: as many blocks as there is room for, 8 warps; a block takes every gridDim.x-th segment of a
-// head, a warp 32 keys of it. Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW
+// Grid: as many blocks as there is room for, 8 warps; a block takes segments of heads as it is done
+// with others (those of a multiprocessor are not equally fast), a warp 32 keys of one. Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW
 // bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
 // keys in registers, it sends for 8 of the next segment's to the same place. A fresh segment's keys are
 // added up there, which the matrix unit does with ones on the other side (an instruction for 256
@@ -158,13 +158,15 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
 // levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
 // start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; fresh, stale:
 // segments whose centres are made, and the first that is not again; known bool [B, kb], or null;
-// wrong int32 [1], or null without them; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
+// wrong int32 [1], or null without them; next_unit int32 [1]: 0, also afterwards; scale: 1 by the
+// largest |u| that is told apart; root: 1 / √D.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 encode(const void* data, const u8* valid, u16* centres, const float* references,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
        i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
        i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre,
-       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, float scale, float root) {
+       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, int* next_unit, float scale,
+       float root) {
     __shared__ uint4 flip[C * 4];
     __shared__ float4 bases[C * 8];  // minus the centre after the matrix unit
     __shared__ __align__(16) float sums[WARPS][C * 32];
@@ -231,18 +233,19 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
     };
     if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
-    if (threadIdx.x < 2) {
-        Segment& found = segments[threadIdx.x];
-        plan(blockIdx.x + threadIdx.x * gridDim.x, found);
-        pieces_wait();
-        planned(found);
-    }
     for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
     if (ODD > 1)
         for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
     for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = given[i];
     for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(given[CELLS + i]);
     for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = given[3 * CELLS + i];
+    after_previous();  // which teaches the reference
+    if (threadIdx.x < 2) {
+        Segment& found = segments[threadIdx.x];
+        plan(blockIdx.x + threadIdx.x * gridDim.x, found);
+        pieces_wait();
+        planned(found);
+    }
     __syncthreads();
     Tables tables;
     tables.edges = edges, tables.levels = levels, tables.indices = indices;
@@ -284,8 +287,11 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
         // all keys of the segment before are coded, all of this one added up
         int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
-        if (threadIdx.x == WARPS * 32 - 1 && own.unit != blockIdx.x)
-            planned(segments[own.after]);
+        u32 unit = units;
+        if (threadIdx.x == WARPS * 32 - 1) {
+            if (own.unit != blockIdx.x) planned(segments[own.after]);
+            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(next_unit, 1));
+        }
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
@@ -310,8 +316,10 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
         __syncthreads();
         const Segment& next = segments[own.after];
-        if (threadIdx.x == WARPS * 32 - 1)
-            plan(own.unit + 2 * gridDim.x, segments[next.after]);
+        if (threadIdx.x == WARPS * 32 - 1) {
+            plan(unit, segments[next.after]);
+            if (unit + 1 == units + gridDim.x) *next_unit = 0;  // all blocks have asked for the last time
+        }
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time

@@ -161,6 +161,7 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
       const float* given, float* answer, int* wrong, i64 count, i64 dim, i64 before, i64 old_row,
       i64 row, i64 start, i64 every, i64 begin, i64 S, i64 leave, i64 left, i64 sb, i64 sg, i64 sn,
       i64 vb) {
+    let_next_begin();
     DYNAMIC_SHARED(space);
     double *totals = reinterpret_cast<double*>(space), *parts = totals + dim;
     Keys keys = {data, valid, count, sb, sg, sn, vb};
