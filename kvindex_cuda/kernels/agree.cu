@@ -329,25 +329,31 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
             if (other >= word) keep(other);
         });
     } else {
-        for (int i = threadIdx.x; i < edges; i += THREADS) {
+        for (int at = threadIdx.x; at < (edges + 3) / 4 * 32; at += THREADS) {  // eight lanes each
             int better = 0;
+            u64 mine = edge[min(at / 8, edges - 1)];
 #pragma unroll 1
-            for (int j = 0; j < edges; j++) better += edge[j] > edge[i];
-            if (better < rank) keep(edge[i]);
+            for (int j = at % 8; j < edges; j += 8) better += edge[j] > mine;
+#pragma unroll
+            for (int by = 1; by < 8; by *= 2) better += __shfl_xor_sync(ALL, better, by);
+            if (at % 8 == 0 && at / 8 < edges && better < rank) keep(mine);
         }
     }
     __syncthreads();
     int rows = taken;
     if (threadIdx.x == 0) found[bg] = rows;
-    // by their ids, so that whoever attends to them adds up in the same order in every run
-    for (int i = threadIdx.x; i < min(rows, ROWS); i += THREADS) {
-        int id = chosen[i], place = 0;
+    // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
+    int sorted = min(rows, ROWS);
+    for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
+        int i = at / 4, id = chosen[i], place = 0;
 #pragma unroll 4
-        for (int j = 0; j < min(rows, ROWS); j += 4) {
+        for (int j = at % 4 * 4; j < sorted; j += 16) {
             int4 four = *reinterpret_cast<const int4*>(chosen + j);
             place += (four.x < id) + (four.y < id) + (four.z < id) + (four.w < id);
         }
-        ids[place] = id, scores[place] = chosen_scores[i];
+        place += __shfl_xor_sync(ALL, place, 1);
+        place += __shfl_xor_sync(ALL, place, 2);
+        if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = chosen_scores[i];
     }
     __syncthreads();
     if (threadIdx.x == 0) tell(told + (2 * gridDim.x + bg) * APART);

@@ -156,6 +156,53 @@ __device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
     }
 }
 
+// The softmax of a block's warps as one, some heads at a time, each on the scale of them all. merged float32
+// [8, AT_ONCE, PARTIAL] and peaks float32 [GROUP, 8] in shared memory; partial float32 [GROUP, PARTIAL]: where
+// it is written, if it is `wanted`. All threads call it.
+__device__ __forceinline__ void merge_warps(const Running& run, float* merged, float (&peaks)[GROUP][8],
+                                            float* partial, bool wanted) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0)
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) peaks[h][warp] = run.peak[h];
+    __syncthreads();
+#pragma unroll
+    for (int from = 0; from < GROUP; from += AT_ONCE) {
+#pragma unroll
+        for (int e = 0; e < AT_ONCE; e++) {
+            int h = from + e;
+            if (h >= GROUP) continue;
+            float* mine = merged + (warp * AT_ONCE + e) * PARTIAL;
+            float peak = NEVER;
+#pragma unroll
+            for (int w = 0; w < 8; w++) peak = fmaxf(peak, peaks[h][w]);
+            float shrink = run.peak[h] > NEVER ? expf(run.peak[h] - peak) : 0.0f;
+            if (lane == 0) mine[0] = peak, mine[1] = run.total[h] * shrink;
+#pragma unroll
+            for (int j = KEYS; j < CHUNKS; j++) {
+                int chunk = lane + 32 * j - D / 8;
+                if (chunk >= 0 && chunk < DV / 8)
+                    for (int i = 0; i < 8; i++)
+                        mine[2 + chunk * 8 + i] = run.sum[j - KEYS][h][i] * shrink;
+            }
+        }
+        __syncthreads();
+        auto merge = [&](int e, int pair) {  // pair 0: maximum and sum
+            if (from + e >= GROUP) return;
+            float2 sum = {0, 0};
+#pragma unroll
+            for (int w = 0; w < 8; w++) {
+                float2 part = reinterpret_cast<const float2*>(merged + (w * AT_ONCE + e) * PARTIAL)[pair];
+                sum = {pair ? sum.x + part.x : part.x, sum.y + part.y};
+            }
+            if (wanted) reinterpret_cast<float2*>(partial + (from + e) * PARTIAL)[pair] = sum;
+        };
+        for (int at = threadIdx.x; at < AT_ONCE * (DV / 2); at += 256) merge(at / (DV / 2), at % (DV / 2) + 1);
+        if (warp == 7 && lane < AT_ONCE) merge(lane, 0);
+        if (from + AT_ONCE < GROUP) __syncthreads();
+    }
+}
+
 // queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
 // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; near DTYPE [BG, room,
 // D + DV] and shown uint8 [B, room], of which the first *held count. Of a cache of `cached` rows
@@ -195,6 +242,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
     }
     __syncthreads();
 
+    partial += bg * splits * GROUP * PARTIAL;
     // near rows, while the others are still being selected; then those
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
@@ -271,49 +319,10 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
             if (phase || shown[batch * room + i])
                 take(run, one, CODEC && phase, queries, scale, softcap);
         }
+        // as long as others select nobody waits for this one: it brings the merge's instructions here
+        if (phase || tellers) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
-    // warps of some heads, each on the scale of them all, then splits
-    if (lane == 0)
-#pragma unroll
-        for (int h = 0; h < GROUP; h++) peaks[h][warp] = run.peak[h];
-    __syncthreads();
-    partial += bg * splits * GROUP * PARTIAL;
-#pragma unroll
-    for (int from = 0; from < GROUP; from += AT_ONCE) {
-#pragma unroll
-        for (int e = 0; e < AT_ONCE; e++) {
-            int h = from + e;
-            if (h >= GROUP) continue;
-            float* mine = merged + (warp * AT_ONCE + e) * PARTIAL;
-            float peak = NEVER;
-#pragma unroll
-            for (int w = 0; w < 8; w++) peak = fmaxf(peak, peaks[h][w]);
-            float shrink = run.peak[h] > NEVER ? expf(run.peak[h] - peak) : 0.0f;
-            if (lane == 0) mine[0] = peak, mine[1] = run.total[h] * shrink;
-#pragma unroll
-            for (int j = KEYS; j < CHUNKS; j++) {
-                int chunk = lane + 32 * j - D / 8;
-                if (chunk >= 0 && chunk < DV / 8)
-                    for (int i = 0; i < 8; i++)
-                        mine[2 + chunk * 8 + i] = run.sum[j - KEYS][h][i] * shrink;
-            }
-        }
-        __syncthreads();
-        auto merge = [&](int e, int pair) {  // pair 0: maximum and sum
-            if (from + e >= GROUP) return;
-            float2 sum = {0, 0};
-#pragma unroll
-            for (int w = 0; w < 8; w++) {
-                float2 part = reinterpret_cast<const float2*>(merged + (w * AT_ONCE + e) * PARTIAL)[pair];
-                sum = {pair ? sum.x + part.x : part.x, sum.y + part.y};
-            }
-            reinterpret_cast<float2*>(partial + (i64(split) * GROUP + from + e) * PARTIAL)[pair] = sum;
-        };
-        for (int at = threadIdx.x; at < AT_ONCE * (DV / 2); at += 256) merge(at / (DV / 2), at % (DV / 2) + 1);
-        if (warp == 7 && lane < AT_ONCE) merge(lane, 0);
-        if (from + AT_ONCE < GROUP) __syncthreads();
-    }
     bool last = last_block(tickets + bg * APART, splits);
     if (cached && threadIdx.x < 2)
         atomicAdd(lookups + 2 * bg + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
