@@ -89,6 +89,20 @@ constexpr bool EARLY = GROUP <= 4;  // whether registers hold the estimates from
 constexpr int SOME = EARLY ? EACH : GROUP <= 8 ? 4 : 1;  // entries whose estimates are held at once
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
+// use(i, how many of the entries are better) for each of `many`, by one thread; eight look. All threads call it.
+template <class Use>
+__device__ __forceinline__ void in_order(const u64* entries, int many, Use use) {
+    for (int at = threadIdx.x; at < (many + 3) / 4 * 32; at += THREADS) {
+        int i = at / 8, better = 0;
+        u64 mine = entries[min(i, many - 1)];
+#pragma unroll 1
+        for (int j = at % 8; j < many; j += 8) better += entries[j] > mine;
+#pragma unroll
+        for (int by = 1; by < 8; by *= 2) better += __shfl_xor_sync(ALL, better, by);
+        if (at % 8 == 0 && i < many) use(i, better);
+    }
+}
+
 // The k best of `kept`. All that is read is of rerank.cu (or weigh.cu, all.cu) and of what that one
 // reads. Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is the capacity or more, and
 // blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what
@@ -173,13 +187,10 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
 #pragma unroll 1
         for (int i = threadIdx.x; i < many; i += THREADS) edge[i] = all_edge[i];
         __syncthreads();
-        for (int i = threadIdx.x; i < many; i += THREADS) {
-            int better = 0;
-#pragma unroll 1
-            for (int j = 0; j < many; j++) better += edge[j] > edge[i];
+        in_order(edge, many, [&](int i, int better) {
             order[better] = i;
             if (better == rank - 1) least = edge[i];
-        }
+        });
         __syncthreads();
         if (warp < GROUP) {
             float total = log_sum(sums, [&](auto use) {
@@ -329,15 +340,9 @@ agree(const float* estimates, const u64* buckets, const int* wanted, const int* 
             if (other >= word) keep(other);
         });
     } else {
-        for (int at = threadIdx.x; at < (edges + 3) / 4 * 32; at += THREADS) {  // eight lanes each
-            int better = 0;
-            u64 mine = edge[min(at / 8, edges - 1)];
-#pragma unroll 1
-            for (int j = at % 8; j < edges; j += 8) better += edge[j] > mine;
-#pragma unroll
-            for (int by = 1; by < 8; by *= 2) better += __shfl_xor_sync(ALL, better, by);
-            if (at % 8 == 0 && at / 8 < edges && better < rank) keep(mine);
-        }
+        in_order(edge, edges, [&](int i, int better) {
+            if (better < rank) keep(edge[i]);
+        });
     }
     __syncthreads();
     int rows = taken;
