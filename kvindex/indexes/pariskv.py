@@ -430,16 +430,16 @@ class ParisKV(BaseIndex):
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
-        return self._tiers().to(self.geometry.device), self._wanted(k)
+        return self._tiers().to(self.geometry.device), torch.tensor(self._wanted(k))
 
     def _tiers(self) -> Tensor:
         """Keys that bound each tier, int64 `[B, tiers]` on the CPU."""
         counts = self.counts.tolist()
         return torch.tensor([[ceil_share(n, self._shares(n)[1], t) for t in TIERS] for n in counts])
 
-    def _wanted(self, k: int) -> Tensor:
-        """Candidates `C` of each row of the batch, int64 `[B]` on the CPU."""
-        return torch.tensor([self._candidates_of(n, k) for n in self.counts.tolist()])
+    def _wanted(self, k: int) -> list[int]:
+        """Candidates `C` of each row of the batch."""
+        return [self._candidates_of(n, k) for n in self.counts.tolist()]
 
     def _candidates_of(self, n: int, k: int) -> int:
         """`C` of `n` keys."""
