@@ -26,8 +26,8 @@ ROOM = 2.0**-10
 class Fresh:
     """Segments whose centres the kernel makes: `count` from `first` on, which the keys hold whole.
 
-    known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 `[1]`, set
-    to 1 where a valid key of one is not finite.
+    known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 of one
+    element, set to 1 where a valid key of one is not finite.
     """
 
     first: int
@@ -41,7 +41,8 @@ class Fresh:
         if not inside[0] <= self.first <= inside[1] - self.count:
             last = self.first + self.count
             raise ValueError(f"fresh: got {self.first} to {last}, allowed is in {inside}")
-        of_shape("wrong", of_type("wrong", self.wrong, torch.int32), 1)
+        if of_type("wrong", self.wrong, torch.int32).numel() != 1:
+            raise ValueError(f"wrong: got {self.wrong.numel()} elements, allowed is one")
         if self.known is None:
             return
         most = max(-(-(start + count) // BLOCK), self.known.shape[-1])
