@@ -15,12 +15,16 @@ from kvindex.protocol import Rows
 from kvindex.rows import codec
 from kvindex_cuda.blocks import BlockTable
 from kvindex_cuda.fetch import gather_blocks
+from kvindex_cuda.keep import keep
 from kvindex_cuda.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.offload import Offload, PinnedAllocator
 from kvindex_cuda.slabs import Allocator, Budget, Pool, shared_budget
 
 SLAB_BYTES = 32 * 2**20
 """32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
+
+FEW = BLOCK
+"""Tokens: an update of the local window. Copies of so few cost the host more than a launch."""
 
 
 class HostStore:
@@ -60,6 +64,7 @@ class HostStore:
         self._pool = Pool(self.block_bytes, slab_blocks, self._allocator, self._budget)
         self._close = weakref.finalize(self, self._pool.close)
         self._offload = Offload(self._geometry.device)
+        self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
         self._lent_by: HostStore | None = None  # whose rows a view reads
         self._length = 0
         self._written: Tensor | None = None  # after the last row, not yet counted
@@ -92,7 +97,8 @@ class HostStore:
     def wait(self) -> None:
         """What the current stream runs from here on sees all rows. Not for a captured stream.
 
-        All that are counted: what was only written (`write`) is not waited for.
+        All that are counted and were copied beside a stream: what was only written (`write`) is not
+        waited for, and few rows are there for whoever comes after the stream that appended them.
         """
         self._offload.wait(self._copied)
 
@@ -123,8 +129,15 @@ class HostStore:
             self._table.room(batch, self._length, count)
 
     def write(self, rows: dict[str, Tensor]) -> None:
-        """Copy `rows` to where `append` of the same will find them; `reserve` comes first."""
+        """Copy `rows` to where `append` of the same will find them; `reserve` comes first.
+
+        Few by a kernel on the current stream, others beside it (`wait`).
+        """
         self._written = rows["rows"]
+        if self._launched and self._written.shape[2] <= FEW:
+            self._offload.wait(self._writing)  # what was begun and left may go to the same places
+            keep(self._written, self.table, self._length)
+            return
         pieces = self._table.pieces(self._written, self._length)
         self._writing = self._offload.copy(pieces, self._written)
 
