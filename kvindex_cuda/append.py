@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex_cuda.arguments import CODES, of_type, rows
+from kvindex_cuda.arguments import CODES, of_type, rows, wide
 from kvindex_cuda.code_blocks import Fill
 from kvindex_cuda.encode import WIDEST, Encoder, Fresh
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK
-from kvindex_cuda.learn import THREADS, answer, flags_of, shared_bytes, wide, windows
+from kvindex_cuda.learn import THREADS, answer, flags_of, shared_bytes, windows
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvindex.ops import transform
-from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows, steps
+from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows, steps, wide
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
 
@@ -127,8 +127,8 @@ class Encoder:
         apart = (0, 0, 0) if centres is None else centres.stride()[:3]
         units = (stop - first) * G * B
         known = fresh.known if fresh else None
-        wide = _wide(keys)
-        resident = _resident(D, keys.element_size(), wide)
+        begins = wide(keys)
+        resident = _resident(D, keys.element_size(), begins)
         launch(
             "encode.cu",
             "encode",
@@ -146,11 +146,11 @@ class Encoder:
             *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
             *(self._next, 1 / self.largest, D**-0.5),
             overlap=True,
-            shared_bytes=_staged(D, keys.element_size(), wide, resident),
+            shared_bytes=_staged(D, keys.element_size(), begins, resident),
             D=D,
             BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
-            WIDE=int(wide),
+            WIDE=int(begins),
             RESIDENT=resident,
         )
 
@@ -217,10 +217,3 @@ def _staged(D: int, size: int, wide: bool, resident: int) -> int:
     """
     row = -(-D * size // 128) * 128
     return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0
-
-
-def _wide(keys: Tensor) -> bool:
-    """Whether each key begins at a multiple of 16 bytes."""
-    sized = [s for size, s in zip(keys.shape[:3], keys.stride()[:3], strict=True) if size > 1]
-    places = [keys.data_ptr(), *(step * keys.element_size() for step in sized)]
-    return all(place % 16 == 0 for place in places)

@@ -15,7 +15,7 @@ from kvindex.protocol import Rows
 from kvindex.rows import codec
 from kvindex_cuda.blocks import BlockTable
 from kvindex_cuda.fetch import gather_blocks
-from kvindex_cuda.keep import keep
+from kvindex_cuda.keep import fits, keep
 from kvindex_cuda.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.offload import Offload, PinnedAllocator
 from kvindex_cuda.slabs import Allocator, Budget, Pool, shared_budget
@@ -103,7 +103,13 @@ class HostStore:
         self._offload.wait(self._copied)
 
     def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are."""
+        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are.
+
+        Few that a kernel can join as it writes them are left as they are.
+        """
+        few = self._launched and keys.shape[2] <= FEW
+        if few and self.rows == "plain" and fits(keys) and fits(values):
+            return {"keys": keys, "values": values}
         return {"rows": self._codec.encode(keys, values)}
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
@@ -112,8 +118,8 @@ class HostStore:
         Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
         RuntimeError if no memory can be pinned.
         """
-        batch, _, count, _ = rows["rows"].shape
-        self._room(batch, count)
+        some = _first(rows)
+        self._room(some.shape[0], some.shape[2])
 
     def make_room(self, tokens: int) -> None:
         """Pin now what rows of so many tokens need, so that no append until then pins any.
@@ -133,10 +139,10 @@ class HostStore:
 
         Few by a kernel on the current stream, others beside it (`wait`).
         """
-        self._written = rows["rows"]
+        self._written = _first(rows)
         if self._launched and self._written.shape[2] <= FEW:
             self._offload.wait(self._writing)  # what was begun and left may go to the same places
-            keep(self._written, self.table, self._length)
+            keep(tuple(rows.values()), self.table, self._length)
             return
         pieces = self._table.pieces(self._written, self._length)
         self._writing = self._offload.copy(pieces, self._written)
@@ -144,13 +150,13 @@ class HostStore:
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
         self.reserve(rows)
-        encoded = rows["rows"]
-        if not encoded.shape[2]:
+        some = _first(rows)
+        if not some.shape[2]:
             return
-        if self._written is not encoded:
+        if self._written is not some:
             self.write(rows)
         self._written, self._copied = None, self._writing
-        self._length += encoded.shape[2]
+        self._length += some.shape[2]
         if not self._table.full and self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
@@ -220,3 +226,8 @@ class HostStore:
     def pinned_bytes(self) -> int:
         """Bytes of host memory held: rows, room for more, the slab pinned ahead."""
         return self._pool.pinned_bytes
+
+
+def _first(rows: dict[str, Tensor]) -> Tensor:
+    """A tensor that has the rows' batch and tokens."""
+    return next(iter(rows.values()))
