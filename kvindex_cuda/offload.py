@@ -93,7 +93,7 @@ class Offload:
                 target.copy_(piece)
             return None
         cupy = checked(self._device.index)
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        self._side.wait_stream(torch.cuda.current_stream(self._device.index))
         with cupy.cuda.Device(self._device.index):
             for target, piece in pieces:
                 _copy_2d(cupy.cuda.runtime, target, piece, self._side.cuda_stream)
@@ -110,7 +110,7 @@ class Offload:
             self._waited = done, set()
         if stream in self._waited[1]:
             return  # what it runs comes after these already
-        torch.cuda.current_stream(self._device).wait_event(done)
+        torch.cuda.current_stream(self._device.index).wait_event(done)
         self._waited[1].add(stream)
 
     def synchronize(self) -> None:
@@ -118,7 +118,7 @@ class Offload:
         if self._done is not None:
             self._done.synchronize()
         if self._side is not None:
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self._device.index).synchronize()
 
 
 def _copy_2d(runtime: Any, target: Tensor, piece: Tensor, stream: int) -> None:
