@@ -191,7 +191,8 @@ def test_an_append_is_two_kernels(count, device, monkeypatch):
     monkeypatch.setitem(launch.LOADERS, device, load)
     for _ in range(2):
         index.append(*tokens_of(CASE, count, device))
-    assert names == ["learn", "encode"] * 2
+    few = device == "cuda" and count <= BLOCK  # rows that a kernel writes there
+    assert names == ["learn", "encode", *(["keep"] if few else [])] * 2
 
 
 def test_what_was_never_written_is_never_read(device, monkeypatch):
