@@ -67,7 +67,7 @@ class HostStore:
         self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
         self._lent_by: HostStore | None = None  # whose rows a view reads
         self._length = 0
-        self._written: Tensor | None = None  # after the last row, not yet counted
+        self._written: dict[str, Tensor] | None = None  # after the last row, not yet counted
         self._writing: torch.cuda.Event | None = None  # tells that those are there
         self._copied: torch.cuda.Event | None = None  # and this, that those counted are
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
@@ -139,13 +139,12 @@ class HostStore:
 
         Few by a kernel on the current stream, others beside it (`wait`).
         """
-        self._written = _first(rows)
-        if self._launched and self._written.shape[2] <= FEW:
+        self._written, some = rows, _first(rows)
+        if self._launched and some.shape[2] <= FEW:
             self._offload.wait(self._writing)  # what was begun and left may go to the same places
             keep(tuple(rows.values()), self.table, self._length)
             return
-        pieces = self._table.pieces(self._written, self._length)
-        self._writing = self._offload.copy(pieces, self._written)
+        self._writing = self._offload.copy(self._table.pieces(some, self._length), some)
 
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
@@ -153,7 +152,7 @@ class HostStore:
         some = _first(rows)
         if not some.shape[2]:
             return
-        if self._written is not some:
+        if self._written is not rows:
             self.write(rows)
         self._written, self._copied = None, self._writing
         self._length += some.shape[2]
