@@ -47,7 +47,7 @@ class Move:
         """What the current stream runs from here on comes after all that was begun."""
         done, self._done = self._done, None
         if done is not None:
-            torch.cuda.current_stream(self._device).wait_event(done)
+            torch.cuda.current_stream(self._device.index).wait_event(done)
 
     def __del__(self) -> None:
         """An index that is let go of gives its memory to others, which must not be written to."""
@@ -56,7 +56,7 @@ class Move:
 
     def _begun_beside(self, begin: Callable[[], Append], read: list[Tensor | None]) -> Append:
         """Call `begin`, which reads these tensors, on the side stream."""
-        side, current = side_stream(self._device), torch.cuda.current_stream(self._device)
+        side, current = side_stream(self._device), torch.cuda.current_stream(self._device.index)
         side.wait_stream(current)
         for tensor in read:
             if tensor is not None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex_cuda.arguments import CODES, of_type, rows
+from kvindex_cuda.arguments import CODES, of_type, rows, wide
 from kvindex_cuda.code_blocks import Fill
 from kvindex_cuda.encode import WIDEST, Encoder, Fresh
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK
-from kvindex_cuda.learn import THREADS, flags_of, shared_bytes, wide, windows
+from kvindex_cuda.learn import THREADS, answer, flags_of, shared_bytes, windows
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,11 @@ class Begun:
     """What is learnt once keys are appended and, of some of it, coded.
 
     learnt: `centres`, `known` and `reference` as `kvindex.ops.learn` gives them, but for `fresh`:
-    segments whose centres, and whether they have one, come with their codes; wrong: int32 `[1]`,
-    then not 0 where a valid key is not finite.
+    segments whose centres, and whether they have one, come with their codes.
     """
 
     learnt: dict[str, Tensor]
     fresh: Fresh
-
-    @property
-    def wrong(self) -> Tensor:
-        """As above."""
-        return self.fresh.wrong
 
 
 class Writer:
@@ -46,11 +40,21 @@ class Writer:
         self._encode = Encoder(index._fused.codes.layout, index._rotation, index._levels)
         self._centred = bool(index.config.centre)
         self._room: Tensor | None = None  # for centres, bfloat16 [B, G, capacity, D]
+        self._unread = torch.zeros(1, dtype=torch.int32, device=index.geometry.device)
 
     def learn(
-        self, keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int
+        self,
+        keys: Tensor,
+        valid: Tensor | None,
+        learnt: Mapping[str, Tensor],
+        *,
+        start: int,
+        wrong: Tensor | None = None,
     ) -> Begun:
         """What keys `[B, G, N, D]` teach before they are coded: a reference, centres of edges.
+
+        wrong: int32 of one element, set to 1, once the keys are coded, where a valid one is not
+        finite; or None.
 
         A segment is at an edge where the keys do not hold it whole, where it has been begun
         before, and where one that has only begun leans on it. Others are learnt by `codes`.
@@ -71,8 +75,7 @@ class Writer:
                 old, begin = old.contiguous(), 0  # the kernel copies them
             held = None if held is None else held.contiguous()
             known = torch.empty((B, stop), dtype=torch.bool, device=keys.device)
-        state = torch.zeros(1 + B * G, dtype=torch.int32, device=keys.device)
-        wrong, reference = state[:1], state[1:].view(torch.float32).view(B, G)
+        reference = answer(keys)
         leave = max(-(-start // BLOCK), before)
         left = max((start + N) // BLOCK - ((start + N) % BLOCK > 0) - leave, 0)
         launch(
@@ -91,7 +94,7 @@ class Writer:
         found = {"reference": reference}
         if centres is not None and known is not None:
             found |= {"centres": centres[:, :, :stop], "known": known}
-        return Begun(found, Fresh(leave, left, known, wrong))
+        return Begun(found, Fresh(leave, left, known, self._unread if wrong is None else wrong))
 
     def codes(self, keys: Tensor, valid: Tensor | None, begun: Begun, *, start: int) -> Fill:
         """Codes of keys `[B, G, N, D]`, for `CodeBlocks` to have written, and the rest learnt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -34,6 +35,8 @@ def rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
 
     Copied too where a row of them does not start at a multiple of `aligned` bytes.
     """
+    if inner == aligned == 1 and tensor.stride(-1) == 1:
+        return tensor  # the rule
     outer = tensor.ndim - inner
     whole, expected = True, 1
     for size, step in zip(tensor.shape[outer:][::-1], tensor.stride()[outer:][::-1], strict=True):
@@ -51,13 +54,28 @@ def steps(tensor: Tensor) -> list[int]:
     return [step if size > 1 else 0 for size, step in pairs]
 
 
+def wide(rows: Tensor) -> bool:
+    """Whether each row of a tensor, of its last dimension, begins at a multiple of 16 bytes."""
+    places, size = rows.data_ptr(), rows.element_size()
+    for count, step in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
+        if count > 1:
+            places |= step * size
+    return places % 16 == 0
+
+
 def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4) -> int:
     """Blocks for each of some rows of `work` items: `blocks` per multiprocessor in all.
 
     No more than leave `each` items to a block.
     """
-    count = EMULATED
-    if device.type == "cuda":
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = -(-blocks * count // max(1, rows))
+    wanted = -(-blocks * multiprocessors(device) // max(1, rows))
     return max(1, min(wanted, -(-work // each), 65535))
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a device, as many as kernels are launched for."""
+    if device.type != "cuda":
+        return EMULATED
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvindex.ops import transform
-from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows, steps
+from kvindex_cuda.arguments import CODES, busy, of_shape, of_type, rows, steps, wide
 from kvindex_cuda.launch import launch
 from kvindex_cuda.layout import BLOCK, Layout
 
@@ -26,8 +26,8 @@ ROOM = 2.0**-10
 class Fresh:
     """Segments whose centres the kernel makes: `count` from `first` on, which the keys hold whole.
 
-    known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 `[1]`, set
-    to 1 where a valid key of one is not finite.
+    known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 of one
+    element, set to 1 where a valid key of one is not finite.
     """
 
     first: int
@@ -41,7 +41,8 @@ class Fresh:
         if not inside[0] <= self.first <= inside[1] - self.count:
             last = self.first + self.count
             raise ValueError(f"fresh: got {self.first} to {last}, allowed is in {inside}")
-        of_shape("wrong", of_type("wrong", self.wrong, torch.int32), 1)
+        if of_type("wrong", self.wrong, torch.int32).numel() != 1:
+            raise ValueError(f"wrong: got {self.wrong.numel()} elements, allowed is one")
         if self.known is None:
             return
         most = max(-(-(start + count) // BLOCK), self.known.shape[-1])
@@ -126,8 +127,8 @@ class Encoder:
         apart = (0, 0, 0) if centres is None else centres.stride()[:3]
         units = (stop - first) * G * B
         known = fresh.known if fresh else None
-        wide = _wide(keys)
-        resident = _resident(D, keys.element_size(), wide)
+        begins = wide(keys)
+        resident = _resident(D, keys.element_size(), begins)
         launch(
             "encode.cu",
             "encode",
@@ -145,11 +146,11 @@ class Encoder:
             *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
             *(self._next, 1 / self.largest, D**-0.5),
             overlap=True,
-            shared_bytes=_staged(D, keys.element_size(), wide, resident),
+            shared_bytes=_staged(D, keys.element_size(), begins, resident),
             D=D,
             BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
-            WIDE=int(wide),
+            WIDE=int(begins),
             RESIDENT=resident,
         )
 
@@ -216,10 +217,3 @@ def _staged(D: int, size: int, wide: bool, resident: int) -> int:
     """
     row = -(-D * size // 128) * 128
     return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0
-
-
-def _wide(keys: Tensor) -> bool:
-    """Whether each key begins at a multiple of 16 bytes."""
-    sized = [s for size, s in zip(keys.shape[:3], keys.stride()[:3], strict=True) if size > 1]
-    places = [keys.data_ptr(), *(step * keys.element_size() for step in sized)]
-    return all(place % 16 == 0 for place in places)

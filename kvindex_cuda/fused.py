@@ -18,6 +18,7 @@ from kvindex.near import Near
 from kvindex.ops.coarse import TIERS
 from kvindex.protocol import UNUSED, Hits, Rows
 from kvindex_cuda.code_blocks import CodeBlocks
+from kvindex_cuda.grow import grow
 from kvindex_cuda.hold import hold
 from kvindex_cuda.host_store import HostStore
 from kvindex_cuda.layout import BLOCK
@@ -55,10 +56,13 @@ class _Use:
     need: int = 0
     reads: tuple[tuple[object, ...], State] | None = None
 
-    def want(self, candidates: Tensor, need: int) -> None:
-        """Ask for so many candidates, int64 `[B]` on the CPU, for which room is needed."""
+    def want(self, candidates: list[int], need: int) -> list[int]:
+        """Have so many candidates asked for, of each row of the batch, for which room is needed.
+
+        Gives what `wanted` must then hold.
+        """
         self.need = need
-        put(self.wanted, candidates.clamp_max(self.step.most))
+        return [min(each, self.step.most) for each in candidates]
 
     @property
     def outgrown(self) -> bool:
@@ -275,7 +279,7 @@ class Fused:
         step = shared(self._geometry, self._layout, kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
         use = _Use(step, kind, wanted, torch.arange(k, device=device))
-        use.want(index._wanted(k), self._need(index, k, kind))
+        put(wanted, use.want(index._wanted(k), self._need(index, k, kind)))
         others = [u for u in self._uses if u.captured or (u.step.k, u.kind) != (k, kind)]
         self._uses = [*others, use]
         return use
@@ -287,7 +291,7 @@ class Fused:
 
     def _need(self, index: Any, k: int, kind: str) -> int:
         """What a step of a kind for `k` rows must have room for now."""
-        return room_of(kind, len(index), int(index._wanted(k).max()))
+        return room_of(kind, len(index), max(index._wanted(k)))
 
     def _newest(self, k: int, kind: str | None = None) -> _Use | None:
         kind = kind or self._kind
@@ -320,42 +324,38 @@ class Fused:
         )
 
     def _update(self, index: Any, state: State, first: int) -> None:
-        """What has changed from block `first` on, in place."""
-        start, last = first * BLOCK, -(-len(index) // BLOCK)
-        bits = state.valid[:, first:last]
-        if index.valid is None or start >= index._valid.all_from:
-            ones(bits, len(index) - start)
+        """What has changed from block `first` on, in place: in one launch where rows are alike."""
+        start, tokens, counts = first * BLOCK, len(index), index.counts.tolist()
+        real = index.valid is None or start >= index._valid.all_from
+        together: dict[str, Any] = {"first": first if real else None}
+        if alike := len(set(counts)) == 1:
+            together["count"] = counts[0]
         else:
-            bits.copy_(words_of(index.valid[:, start:], last - first))
-        state.length.fill_(len(index))
-        put(state.counted, index.counts)
-        if "reference" in index._learnt:
-            state.reference.copy_(index._learnt["reference"])
+            put(state.counted, counts)
+        for use in self._uses:
+            candidates = index._wanted(use.step.k)
+            asked = use.want(candidates, room_of(use.kind, tokens, max(candidates)))
+            if alike and use is self._uses[-1]:
+                together |= dict(wanted=use.wanted, candidates=asked[0])
+            else:
+                put(use.wanted, asked)
+        grow(state, tokens, reference=index._learnt.get("reference"), **together)
+        if not real:
+            last = -(-tokens // BLOCK)
+            bits = words_of(index.valid[:, start:], last - first)
+            state.valid[:, first:last].copy_(bits)
         if state.histogram is not None and state.tiers is not None:
             state.histogram.copy_(index._histogram)
-            for tier, counts in enumerate(index._tiers().T):
-                put(state.tiers[:, tier], counts)
-        for use in self._uses:
-            k = use.step.k
-            use.want(index._wanted(k), self._need(index, k, use.kind))
+            for tier, bounds in enumerate(index._tiers().T.tolist()):
+                put(state.tiers[:, tier], bounds)
 
 
-def ones(bits: Tensor, count: int) -> None:
-    """Set the first `count` bits of words int32 `[B, S, 8]`, and clear the others."""
-    words = bits.flatten(1)  # a view: blocks of a row follow one another
-    whole, rest = divmod(count, 32)
-    words[:, :whole].fill_(-1)
-    words[:, whole:].zero_()
-    if rest:
-        words[:, whole].fill_((1 << rest) - 1)
-
-
-def put(target: Tensor, values: Tensor) -> None:
-    """Copy numbers of the CPU `[B]` into `target` without waiting for its device."""
-    if len(values) and bool((values == values[0]).all()):
-        target.fill_(int(values[0]))  # no memory is pinned for what is the same in all rows
+def put(target: Tensor, values: list[int]) -> None:
+    """Copy numbers, one for each row, into `target` `[B]` without waiting for its device."""
+    if len(set(values)) == 1:
+        target.fill_(values[0])  # no memory is pinned for what is the same in all rows
         return
-    staged = values.to(target.dtype)
+    staged = torch.tensor(values, dtype=target.dtype)
     if target.device.type == "cuda":
         staged = staged.pin_memory()
     target.copy_(staged, non_blocking=True)

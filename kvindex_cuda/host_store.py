@@ -15,12 +15,16 @@ from kvindex.protocol import Rows
 from kvindex.rows import codec
 from kvindex_cuda.blocks import BlockTable
 from kvindex_cuda.fetch import gather_blocks
+from kvindex_cuda.keep import fits, keep
 from kvindex_cuda.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.offload import Offload, PinnedAllocator
 from kvindex_cuda.slabs import Allocator, Budget, Pool, shared_budget
 
 SLAB_BYTES = 32 * 2**20
 """32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
+
+FEW = BLOCK
+"""Tokens: an update of the local window. Copies of so few cost the host more than a launch."""
 
 
 class HostStore:
@@ -60,9 +64,10 @@ class HostStore:
         self._pool = Pool(self.block_bytes, slab_blocks, self._allocator, self._budget)
         self._close = weakref.finalize(self, self._pool.close)
         self._offload = Offload(self._geometry.device)
+        self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
         self._lent_by: HostStore | None = None  # whose rows a view reads
         self._length = 0
-        self._written: Tensor | None = None  # after the last row, not yet counted
+        self._written: dict[str, Tensor] | None = None  # after the last row, not yet counted
         self._writing: torch.cuda.Event | None = None  # tells that those are there
         self._copied: torch.cuda.Event | None = None  # and this, that those counted are
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
@@ -92,12 +97,19 @@ class HostStore:
     def wait(self) -> None:
         """What the current stream runs from here on sees all rows. Not for a captured stream.
 
-        All that are counted: what was only written (`write`) is not waited for.
+        All that are counted and were copied beside a stream: what was only written (`write`) is not
+        waited for, and few rows are there for whoever comes after the stream that appended them.
         """
         self._offload.wait(self._copied)
 
     def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are."""
+        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are.
+
+        Few that a kernel can join as it writes them are left as they are.
+        """
+        few = self._launched and keys.shape[2] <= FEW
+        if few and self.rows == "plain" and fits(keys) and fits(values):
+            return {"keys": keys, "values": values}
         return {"rows": self._codec.encode(keys, values)}
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
@@ -106,8 +118,8 @@ class HostStore:
         Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
         RuntimeError if no memory can be pinned.
         """
-        batch, _, count, _ = rows["rows"].shape
-        self._room(batch, count)
+        some = _first(rows)
+        self._room(some.shape[0], some.shape[2])
 
     def make_room(self, tokens: int) -> None:
         """Pin now what rows of so many tokens need, so that no append until then pins any.
@@ -123,21 +135,27 @@ class HostStore:
             self._table.room(batch, self._length, count)
 
     def write(self, rows: dict[str, Tensor]) -> None:
-        """Copy `rows` to where `append` of the same will find them; `reserve` comes first."""
-        self._written = rows["rows"]
-        pieces = self._table.pieces(self._written, self._length)
-        self._writing = self._offload.copy(pieces, self._written)
+        """Copy `rows` to where `append` of the same will find them; `reserve` comes first.
+
+        Few by a kernel on the current stream, others beside it (`wait`).
+        """
+        self._written, some = rows, _first(rows)
+        if self._launched and some.shape[2] <= FEW:
+            self._offload.wait(self._writing)  # what was begun and left may go to the same places
+            keep(tuple(rows.values()), self.table, self._length)
+            return
+        self._writing = self._offload.copy(self._table.pieces(some, self._length), some)
 
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
         self.reserve(rows)
-        encoded = rows["rows"]
-        if not encoded.shape[2]:
+        some = _first(rows)
+        if not some.shape[2]:
             return
-        if self._written is not encoded:
+        if self._written is not rows:
             self.write(rows)
         self._written, self._copied = None, self._writing
-        self._length += encoded.shape[2]
+        self._length += some.shape[2]
         if not self._table.full and self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
@@ -207,3 +225,8 @@ class HostStore:
     def pinned_bytes(self) -> int:
         """Bytes of host memory held: rows, room for more, the slab pinned ahead."""
         return self._pool.pinned_bytes
+
+
+def _first(rows: dict[str, Tensor]) -> Tensor:
+    """A tensor that has the rows' batch and tokens."""
+    return next(iter(rows.values()))

@@ -74,7 +74,9 @@ def launch(
     device, number = first.device, first.get_device()  # a number, -1 for none: soon compared
     passed: list[Any] = []
     for part in arguments:
-        if type(part) is Tensor or isinstance(part, Tensor):
+        if type(part) is int:
+            passed.append(part)
+        elif type(part) is Tensor or isinstance(part, Tensor):
             if _number(part) != number or (number < 0 and part.device != device):
                 where = f"{device} and {part.device}"
                 raise ValueError(f"{name}: got tensors on {where}, allowed is one")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -47,32 +48,32 @@ class Layout:
     head_dim: int
     magnitude_bits: int
 
-    @property
+    @cached_property
     def stride(self) -> int:
         """Bytes of a key's signs, and of each plane of its magnitudes."""
         return -(-self.head_dim // 32) * 4
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """Offset of the weights, uint8 `[256]`, in the order of `places`."""
         return _up(BLOCK * self.stride)
 
-    @property
+    @cached_property
     def centre(self) -> int:
         """Offset of the centre, bfloat16 `[D]`."""
         return self.weights + BLOCK
 
-    @property
+    @cached_property
     def logs(self) -> int:
         """Offset of the logs, uint16 `[256]`."""
         return self.centre + _up(2 * self.head_dim)
 
-    @property
+    @cached_property
     def magnitudes(self) -> int:
         """Offset of the magnitudes, uint8 `[256, bits, stride]`."""
         return self.logs + 2 * BLOCK
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes of a record."""
         return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
@@ -164,17 +165,17 @@ class SubspaceLayout(Layout):
     weight_bytes: int
     centred: bool
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Bytes of a key's weights, in whole words."""
         return -(-self.head_dim // 8 * self.weight_bytes // 4) * 4
 
-    @property
+    @cached_property
     def centre(self) -> int:
         """Offset of the centre, bfloat16 `[D]`, if there is one."""
         return self.weights + _up(BLOCK * self.span)
 
-    @property
+    @cached_property
     def magnitudes(self) -> int:
         """Offset of the magnitudes, uint8 `[256, bits, stride]`."""
         return self.centre + (_up(2 * self.head_dim) if self.centred else 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvindex.ops.learn import HEADROOM, LEAN, SEEN
-from kvindex_cuda.arguments import CODES, of_shape, of_type, rows
+from kvindex_cuda.arguments import CODES, of_shape, of_type, rows, wide
 from kvindex_cuda.launch import launch
 
 __all__ = ["HEADROOM", "LEAN", "SEEN", "centres", "reference"]
@@ -87,6 +87,15 @@ def reference(
     return {"reference": found}
 
 
+def answer(keys: Tensor) -> Tensor:
+    """Where the kernel puts references of keys `[B, G, N, D]`, float32 `[B, G]`.
+
+    Zeros where several blocks look for the largest norm, each of which raises it to its own.
+    """
+    make = torch.empty if windows(keys.shape[2]) == 1 else torch.zeros
+    return make(keys.shape[:2], dtype=torch.float32, device=keys.device)
+
+
 def windows(count: int) -> int:
     """Blocks that look for the largest norm of so many keys' first ones."""
     return -(-min(count, SEEN) // THREADS)
@@ -102,10 +111,3 @@ def flags_of(valid: Tensor | None, batch: int, count: int) -> Tensor | None:
     if valid is None:
         return None
     return rows(of_shape("valid", of_type("valid", valid, torch.bool), batch, count), 1)
-
-
-def wide(keys: Tensor) -> bool:
-    """Whether each key begins at a multiple of 16 bytes."""
-    sized = [s for size, s in zip(keys.shape[:3], keys.stride()[:3], strict=True) if size > 1]
-    places = [keys.data_ptr(), *(step * keys.element_size() for step in sized)]
-    return all(place % 16 == 0 for place in places)

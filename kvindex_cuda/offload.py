@@ -77,7 +77,7 @@ class Offload:
         if device.type == "cuda":
             self._side = new_stream(device)
         self._done: torch.cuda.Event | None = None
-        self._waited: tuple[torch.cuda.Event, int] | None = None  # the last time, by which stream
+        self._waited: tuple[torch.cuda.Event | None, set[int]] = None, set()  # for what, by whom
 
     def copy(
         self, pieces: Iterable[tuple[Tensor, Tensor]], source: Tensor
@@ -93,7 +93,7 @@ class Offload:
                 target.copy_(piece)
             return None
         cupy = checked(self._device.index)
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        self._side.wait_stream(torch.cuda.current_stream(self._device.index))
         with cupy.cuda.Device(self._device.index):
             for target, piece in pieces:
                 _copy_2d(cupy.cuda.runtime, target, piece, self._side.cuda_stream)
@@ -106,15 +106,19 @@ class Offload:
         if done is None:
             return
         stream = raw_stream(self._device.index)
-        if self._waited is not None and self._waited[0] is done and self._waited[1] == stream:
+        if self._waited[0] is not done:
+            self._waited = done, set()
+        if stream in self._waited[1]:
             return  # what it runs comes after these already
-        torch.cuda.current_stream(self._device).wait_event(done)
-        self._waited = done, stream
+        torch.cuda.current_stream(self._device.index).wait_event(done)
+        self._waited[1].add(stream)
 
     def synchronize(self) -> None:
-        """The host waits for all copies."""
+        """The host waits for all copies, and for the current stream, which may have kept rows."""
         if self._done is not None:
             self._done.synchronize()
+        if self._side is not None:
+            torch.cuda.current_stream(self._device.index).synchronize()
 
 
 def _copy_2d(runtime: Any, target: Tensor, piece: Tensor, stream: int) -> None:

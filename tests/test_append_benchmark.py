@@ -65,6 +65,7 @@ def test_delays_are_of_the_steps_that_an_update_falls_on():
     base, found = [100.0] * 8, [100.0, 130.0, 100.0, 110.0, 100.0, 100.0, 100.0, 100.0]
     result = update.delays(base, found, [20.0, 40.0], [1, 3])
     assert result["delay_worst"] == pytest.approx(0.3)
+    assert result["worst_of_worst"] == pytest.approx(1.3)
     assert result["delay_median"] == pytest.approx(0.2)
     assert result["amortised"] == pytest.approx(0.05)
     assert (result["updates"], result["host_us_per_layer"]) == (2, 30.0)
@@ -79,8 +80,10 @@ def test_layers_decode_and_go_back(monkeypatch):
         before = [output.clone() for output in decode.outputs]
         for layer, index in enumerate(decode.indexes):
             assert len(index) == 600
+            held = index._store.pinned_bytes
             index.append(*decode.tokens_of(layer))
             assert len(index) == 856
+            assert index._store.pinned_bytes == held
         decode.back()
         decode.step()
         assert all(map(torch.equal, decode.outputs, before))

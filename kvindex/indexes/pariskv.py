@@ -180,19 +180,24 @@ class ParisKV(BaseIndex):
         """As `BaseIndex._prepared`; where kernels write codes, they look at keys as they learn."""
         if not self._writer:
             return super()._prepared(keys, valid)
-        begun = self._writer.learn(keys, valid, self._learnt, start=len(self))
+        wrong = self._wrong(keys)
+        begun = self._writer.learn(keys, valid, self._learnt, start=len(self), wrong=wrong)
         fill = self._writer.codes(keys, valid, begun, start=len(self))
         blocks: Any = self._codes
         blocks.reserve(fill)
         blocks.write(fill)  # beyond the last token, where nobody looks
-        if self._check is not False:
-            wrong = begun.wrong[0] != 0
-            if self._defers:
-                self._defer("keys", wrong, "a finite number")
-            elif bool(wrong):
-                blocks.forget()
-                return super()._prepared(keys, valid)  # which says what is wrong
+        if wrong is not None and not self._defers and bool(wrong):
+            blocks.forget()
+            return super()._prepared(keys, valid)  # which says what is wrong
         return begun.learnt, fill
+
+    def _wrong(self, keys: Tensor) -> Tensor | None:
+        """A flag that kernels set to 1 for a valid key that is not finite, if they are to look."""
+        if self._check is False:
+            return None
+        if self._defers:
+            return self._flag("keys", "a finite number")
+        return torch.zeros((), dtype=torch.int32, device=keys.device)
 
     def _learnt_before(self, length: int) -> Codes:
         if not self.config.centre or not self._learnt:
@@ -430,16 +435,16 @@ class ParisKV(BaseIndex):
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
-        return self._tiers().to(self.geometry.device), self._wanted(k)
+        return self._tiers().to(self.geometry.device), torch.tensor(self._wanted(k))
 
     def _tiers(self) -> Tensor:
         """Keys that bound each tier, int64 `[B, tiers]` on the CPU."""
         counts = self.counts.tolist()
         return torch.tensor([[ceil_share(n, self._shares(n)[1], t) for t in TIERS] for n in counts])
 
-    def _wanted(self, k: int) -> Tensor:
-        """Candidates `C` of each row of the batch, int64 `[B]` on the CPU."""
-        return torch.tensor([self._candidates_of(n, k) for n in self.counts.tolist()])
+    def _wanted(self, k: int) -> list[int]:
+        """Candidates `C` of each row of the batch."""
+        return [self._candidates_of(n, k) for n in self.counts.tolist()]
 
     def _candidates_of(self, n: int, k: int) -> int:
         """`C` of `n` keys."""

@@ -115,7 +115,8 @@ __device__ __forceinline__ float reference_of(float norm) {
 
 // Of the SEEN keys from the first one on that has a norm, the `part`-th THREADS: a power of two grows
 // with the norm, so that each block's own is a candidate, and their maximum, as bits of positive
-// floats, the answer. real(i): whether key i has one; norm(i). All threads call it.
+// floats, the answer, which is zero before; of no more than THREADS keys there is one block, and it
+// may be anything. real(i): whether key i has one; norm(i). All threads call it.
 template <class Real, class Norm>
 static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* answer) {
     constexpr int EACH = SEEN / THREADS;
@@ -140,7 +141,11 @@ static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* a
     if (threadIdx.x) return;
     for (int i = 1; i < THREADS / 32; i++) longest = fmax(longest, tops[i]);
     float top = float(fmin(longest, LONGEST));
-    if (top > 0) atomicMax(reinterpret_cast<u32*>(answer), __float_as_uint(reference_of(top)));
+    float found = top > 0 ? reference_of(top) : 0.0f;
+    if (count <= THREADS)
+        *answer = found;
+    else if (found > 0)
+        atomicMax(reinterpret_cast<u32*>(answer), __float_as_uint(found));
 }
 
 // Grid: (segments + windows, G, B), THREADS threads, 8 (1 + min(TALL, 2048 / D)) D bytes of dynamic
@@ -153,9 +158,9 @@ static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* a
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; old
 // bfloat16 [B, G, old_row, D], `before` of them learnt; held bool [B, before]; centres bfloat16
 // [B, G, row, D], or null: no centres; it may be old, from `begin` on: a block reads no other's.
-// known bool [B, S]; given float32 [B, G], references, or null; answer float32 [B, G]: zeros;
-// wrong int32 [1], or null: set where a valid key is not finite. start: id of the first key; every:
-// tokens of a segment. Segments: those from `begin` to S but for `left` of them from `leave` on.
+// known bool [B, S]; given float32 [B, G], references, or null; answer float32 [B, G]: as
+// of `refer`; wrong int32 [1], or null: set where a valid key is not finite. start: id of the first
+// key; every: tokens of a segment. Segments: those from `begin` to S but for `left` of them from `leave` on.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* centres, u8* known,
       const float* given, float* answer, int* wrong, i64 count, i64 dim, i64 before, i64 old_row,

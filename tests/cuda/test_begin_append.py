@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.decode.timing import Launches
+from kvindex.indexes.pariskv import ParisKV
 from tests.cuda.test_append import (
     CASE,
     append,
@@ -10,7 +12,7 @@ from tests.cuda.test_append import (
     pair,
     tokens_of,
 )
-from tests.helpers import Case, part
+from tests.helpers import Case, Operations, part
 
 
 def large(count):
@@ -125,3 +127,25 @@ def test_an_append_begins_beside_a_replayed_search():
         assert_searches_alike(mine, theirs, queries)
     everything = torch.arange(6000, device="cuda").expand(1, 2, -1)
     assert torch.equal(mine._store.gather(everything).keys, tokens[0])
+
+
+def test_an_update_is_four_launches(device, monkeypatch):
+    """Nothing else that the host has to ask the device for: it decides how soon a step begins."""
+    monkeypatch.setattr(ParisKV, "_defers", True)
+    mine, theirs = both = pair(device)
+    mine._store._launched = True  # as on a GPU
+    tokens, queries = tokens_of(CASE, 1200, device), CASE.queries().to(device)
+    append(both, *part(tokens, 0, 400))
+    mine.make_room(1200)
+    assert_searches_alike(*both, queries)
+    append(both, *part(tokens, 400, 656))  # of centres there was no room for more
+    with Launches() as launches, Operations() as operations:
+        end = mine.begin_append(*part(tokens, 656, 912))
+        assert launches.names == ["learn", "encode", "keep"]
+        end()
+    assert launches.names == ["learn", "encode", "keep", "grow"]
+    # memory for a reference and what is known; on the host, a count of tokens
+    assert operations.names == ["aten.empty.memory_format"] * 2 + ["aten.add.Tensor"]
+    theirs.append(*part(tokens, 656, 912))
+    append(both, *part(tokens, 912, 1200))
+    assert_searches_alike(*both, queries)

@@ -119,7 +119,9 @@ DEFINES = {
         ESTIMATE | dict(D=256, BLOCK=256, BITS=5),
     ],
     "fetch.cu": [dict(PIECE=1), dict(PIECE=16)],
+    "grow.cu": [{}],
     "hold.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
+    "keep.cu": [{}],
     "learn.cu": [
         LEARN,
         LEARN | dict(DTYPE=1, WIDE=0),

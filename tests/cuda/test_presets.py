@@ -416,7 +416,7 @@ def test_a_padded_row_is_reranked_whole_where_it_is_short_itself(blocks):
     valid = left_padding([0, 250], 400).to(blocks)
     for index in (mine, theirs):
         index.append(*moved(CASE.tokens(400), blocks), valid=valid)
-    assert theirs._wanted(5).tolist() == [20, 150]
+    assert theirs._wanted(5) == [20, 150]
     assert_same(mine, theirs, CASE.queries().to(blocks), k=5)
 
 
