@@ -6,6 +6,7 @@ time; what the padding holds is zero. A row of zero bytes is a key and a value o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,8 +29,8 @@ CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 NAMES = ("plain", *CODES)
 
-PIECE = 16_384
-"""Tokens that are coded at a time: bounds the float32 copies of them."""
+PIECE = 2**17
+"""Rows that are coded at a time: bounds the float32 copies of them."""
 
 
 class RowCodec(Protocol):
@@ -41,7 +42,7 @@ class RowCodec(Protocol):
         ...
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Uint8 `[B, G, N, row_bytes]` of finite keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        """Uint8 `[..., row_bytes]` of finite keys `[..., D]` and values `[..., Dv]`."""
         ...
 
     def decode(self, rows: Tensor) -> Rows:
@@ -67,7 +68,7 @@ class Plain:
         return _aligned(self._used)
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Uint8 `[B, G, N, row_bytes]`."""
+        """Uint8 `[..., row_bytes]`."""
         rows = torch.cat([keys.detach(), values.detach()], dim=-1).view(torch.uint8)
         padding = self.row_bytes - self._used
         return pad(rows, (0, padding)) if padding else rows  # `pad` by nothing copies
@@ -108,12 +109,14 @@ class Scaled:
         return _aligned(self.geometry.head_dim + self.geometry.value_dim, 4)
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Uint8 `[B, G, N, row_bytes]`."""
-        (B, G, N, D), device = keys.shape, keys.device
-        rows = torch.zeros((B, G, N, self.row_bytes), dtype=torch.uint8, device=device)
+        """Uint8 `[..., row_bytes]`."""
+        *outer, D = keys.shape
+        rows = torch.zeros((*outer, self.row_bytes), dtype=torch.uint8, device=keys.device)
         codes, scales = rows[..., : D + values.shape[-1]], rows[..., self.scales_at :][..., :8]
-        for start in range(0, N, PIECE):
-            some = (slice(None), slice(None), slice(start, start + PIECE))
+        axis = outer.index(max(outer))
+        piece = max(1, PIECE * outer[axis] // max(1, math.prod(outer)))
+        for start in range(0, outer[axis], piece):
+            some = (*[slice(None)] * axis, slice(start, start + piece))
             parts = self._quantized(keys[some]), self._quantized(values[some])
             codes[some].copy_(torch.cat([code for code, _ in parts], dim=-1))
             scales[some].view(torch.float32).copy_(torch.cat([scale for _, scale in parts], dim=-1))

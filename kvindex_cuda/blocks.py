@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 
 import torch
@@ -84,32 +84,35 @@ class BlockTable:
             rows[b[of], g[of], k[of]] = self._slab(slab)[inside[of], g[of], token[of] % BLOCK]
         return rows
 
-    def pieces(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where bytes `[B, G, N, row_bytes]` of the tokens from `start` on go, as views.
+    def pieces(self, parts: Iterable[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where bytes of the tokens from `start` on go, as views: pairs of (host, one of `parts`).
 
-        Pairs of (host, `rows`), both uint8 `[h, w]` with contiguous rows: the heads of a block
-        or of a part of it, or one head of blocks that follow one another.
+        parts: in order, blocks `[B, S, G, 256, row_bytes]` that are filled whole, and other rows
+        `[B, G, n, row_bytes]`. Both of a pair are uint8 `[h, w]` with contiguous rows: blocks that
+        follow one another (`h` is 1), or the heads of what comes into one block.
         """
-        B, G, N, _ = rows.shape
-        for first, last in spans(start, start + N):
-            slot, offset = divmod(first, BLOCK)
-            new = rows[:, :, first - start : last - start]
-            for b in range(B):
-                if last - first < BLOCK:
-                    block = self._block(int(self._numbers[b, slot]))
-                    part = block[:, offset : offset + last - first]
-                    yield part.view(G, -1), new[b].view(G, -1)
-                    continue
-                numbers = self._numbers[b, slot : last // BLOCK].tolist()
-                for at, length in runs(numbers, self._pool.slab_blocks):
-                    slab, inside = divmod(numbers[at], self._pool.slab_blocks)
-                    target = self._slab(slab)[inside : inside + length]
-                    source = new[b, :, at * BLOCK : (at + length) * BLOCK]
-                    if length == 1:
-                        yield target[0].view(G, -1), source.view(G, -1)
-                        continue
-                    for g in range(G):
-                        yield target[:, g].view(length, -1), source[g].view(length, -1)
+        for part in parts:
+            if part.ndim == 5:
+                yield from self._whole(part, start // BLOCK)
+                start += part.shape[1] * BLOCK
+                continue
+            end = start + part.shape[2]
+            while start < end:
+                slot, offset = divmod(start, BLOCK)
+                count = min(BLOCK - offset, end - start)
+                for b, new in enumerate(part[:, :, part.shape[2] - (end - start) :][:, :, :count]):
+                    to = self._block(int(self._numbers[b, slot]))[:, offset : offset + count]
+                    yield to.view(len(new), -1), new.view(len(new), -1)
+                start += count
+
+    def _whole(self, blocks: Tensor, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `pieces`, of blocks `[B, S, G, 256, row_bytes]` from `slot` on."""
+        for b, new in enumerate(blocks):
+            numbers = self._numbers[b, slot : slot + len(new)].tolist()
+            for at, length in runs(numbers, self._pool.slab_blocks):
+                slab, inside = divmod(numbers[at], self._pool.slab_blocks)
+                target = self._slab(slab)[inside : inside + length]
+                yield target.view(1, -1), new[at : at + length].view(1, -1)
 
     def copy_from(self, other: BlockTable, batch_indices: Tensor) -> None:
         """Fill row `b` with the blocks of row `batch_indices[b]` of another, as many as fit."""

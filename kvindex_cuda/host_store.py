@@ -13,7 +13,7 @@ from kvindex import check
 from kvindex.geometry import Geometry
 from kvindex.protocol import Rows
 from kvindex.rows import codec
-from kvindex_cuda.blocks import BlockTable
+from kvindex_cuda.blocks import BlockTable, spans
 from kvindex_cuda.fetch import gather_blocks
 from kvindex_cuda.keep import fits, keep
 from kvindex_cuda.layout import BLOCK, MAX_TOKENS
@@ -105,12 +105,23 @@ class HostStore:
     def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are.
 
-        Few that a kernel can join as it writes them are left as they are.
+        For an append at this length: whole blocks lie as they will in host memory, `[B, S, G, 256,
+        row_bytes]`, so that those of a slab are one copy; what is before and after them as `[B, G,
+        n, row_bytes]`. Few that a kernel can join as it writes them are left as they are.
         """
-        few = self._launched and keys.shape[2] <= FEW
-        if few and self.rows == "plain" and fits(keys) and fits(values):
-            return {"keys": keys, "values": values}
-        return {"rows": self._codec.encode(keys, values)}
+        N, start, encode = keys.shape[2], self._length, self._codec.encode
+        if self._launched and N <= FEW:
+            if self.rows == "plain" and fits(keys) and fits(values):
+                return {"keys": keys, "values": values}
+            return {"rows": encode(keys, values)}
+        joined: dict[str, Tensor] = {}
+        for first, last in spans(start, start + N):
+            some = [part[:, :, first - start : last - start] for part in (keys, values)]
+            if (last - first) % BLOCK:
+                joined["end" if joined else "begin"] = encode(*some)
+            else:
+                joined["blocks"] = encode(*(_in_blocks(part) for part in some))
+        return joined or {"rows": encode(keys, values)}
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
         """Make room for `rows`, as `join` makes them; what is held stays as it was.
@@ -118,8 +129,7 @@ class HostStore:
         Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
         RuntimeError if no memory can be pinned.
         """
-        some = _first(rows)
-        self._room(some.shape[0], some.shape[2])
+        self._room(_first(rows).shape[0], _count(rows))
 
     def make_room(self, tokens: int) -> None:
         """Pin now what rows of so many tokens need, so that no append until then pins any.
@@ -137,25 +147,29 @@ class HostStore:
     def write(self, rows: dict[str, Tensor]) -> None:
         """Copy `rows` to where `append` of the same will find them; `reserve` comes first.
 
-        Few by a kernel on the current stream, others beside it (`wait`).
+        Few by a kernel on the current stream, others beside it (`wait`). Raises ValueError for rows
+        that were joined at a length at which blocks begin elsewhere.
         """
-        self._written, some = rows, _first(rows)
-        if self._launched and some.shape[2] <= FEW:
+        if "blocks" in rows and (self._length + _count(rows, upto="blocks")) % BLOCK:
+            raise ValueError(f"rows: got those of another length, allowed are of {self._length}")
+        self._written = rows
+        if self._launched and _count(rows) <= FEW:
             self._offload.wait(self._writing)  # what was begun and left may go to the same places
             keep(tuple(rows.values()), self.table, self._length)
             return
-        self._writing = self._offload.copy(self._table.pieces(some, self._length), some)
+        pieces = self._table.pieces(rows.values(), self._length)
+        self._writing = self._offload.copy(pieces, rows.values())
 
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
         self.reserve(rows)
-        some = _first(rows)
-        if not some.shape[2]:
+        count = _count(rows)
+        if not count:
             return
         if self._written is not rows:
             self.write(rows)
         self._written, self._copied = None, self._writing
-        self._length += some.shape[2]
+        self._length += count
         if not self._table.full and self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
@@ -227,6 +241,22 @@ class HostStore:
         return self._pool.pinned_bytes
 
 
+def _in_blocks(part: Tensor) -> Tensor:
+    """`[B, G, N, D]` of whole blocks as `[B, S, G, 256, D]`, a view."""
+    B, G, _, D = part.shape
+    return part.view(B, G, -1, BLOCK, D).transpose(1, 2)
+
+
 def _first(rows: dict[str, Tensor]) -> Tensor:
-    """A tensor that has the rows' batch and tokens."""
+    """A tensor that has the rows' batch, and stands for them."""
     return next(iter(rows.values()))
+
+
+def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
+    """Tokens that were joined, or those before a part."""
+    count = 0
+    for name, part in rows.items():
+        if name == upto:
+            break
+        count += part.shape[1] * BLOCK if part.ndim == 5 else part.shape[2]
+    return count

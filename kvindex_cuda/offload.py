@@ -80,12 +80,12 @@ class Offload:
         self._waited: tuple[torch.cuda.Event | None, set[int]] = None, set()  # for what, by whom
 
     def copy(
-        self, pieces: Iterable[tuple[Tensor, Tensor]], source: Tensor
+        self, pieces: Iterable[tuple[Tensor, Tensor]], sources: Iterable[Tensor]
     ) -> torch.cuda.Event | None:
         """Copy pairs of (slab, device) uint8 `[h, w]` whose rows are contiguous.
 
-        source: the tensor that all of the second are views of; what writes it on the current
-        stream comes first, and it may be let go of at once. Gives what tells that the copies are
+        sources: the tensors that all of the second are views of; what writes them on the current
+        stream comes first, and they may be let go of at once. Gives what tells that the copies are
         done, for `wait`; None on a CPU, where they are.
         """
         if self._side is None:
@@ -96,8 +96,9 @@ class Offload:
         self._side.wait_stream(torch.cuda.current_stream(self._device.index))
         with cupy.cuda.Device(self._device.index):
             for target, piece in pieces:
-                _copy_2d(cupy.cuda.runtime, target, piece, self._side.cuda_stream)
-        source.record_stream(self._side)
+                _copy_rows(cupy.cuda.runtime, target, piece, self._side.cuda_stream)
+        for source in sources:
+            source.record_stream(self._side)
         self._done = self._side.record_event()
         return self._done
 
@@ -121,15 +122,16 @@ class Offload:
             torch.cuda.current_stream(self._device.index).synchronize()
 
 
-def _copy_2d(runtime: Any, target: Tensor, piece: Tensor, stream: int) -> None:
+def _copy_rows(runtime: Any, target: Tensor, piece: Tensor, stream: int) -> None:
     height, width = piece.shape
     pitches = [max(part.stride(0), width) for part in (target, piece)]
     if height > 1 and max(pitches) > MAX_PITCH_BYTES:
         for row in range(height):
-            _copy_2d(runtime, target[row : row + 1], piece[row : row + 1], stream)
+            _copy_rows(runtime, target[row : row + 1], piece[row : row + 1], stream)
         return
-    if height == 1:
-        pitches = [width, width]  # the stride of a single row says nothing
     to, come = (part.data_ptr() for part in (target, piece))
     kind = DEVICE_TO_DEVICE if target.is_cuda else DEVICE_TO_HOST
+    if height == 1:
+        runtime.memcpyAsync(to, come, width, kind, stream)
+        return
     runtime.memcpy2DAsync(to, pitches[0], come, pitches[1], width, height, kind, stream)

@@ -31,9 +31,10 @@ def measure(geometry: Geometry, tokens: int) -> dict[str, Any]:
     store._offload.synchronize()
     first_ms = 1e3 * (time.perf_counter() - start)
     _right(store, keys, values)
-    moved = rows["rows"].nbytes
+    joined = rows["blocks"]  # all of them: from the first token on, and whole
+    moved = joined.nbytes
     host = torch.empty(moved, dtype=torch.uint8, pin_memory=True)
-    flat = rows["rows"].view(-1)
+    flat = joined.view(-1)
 
     def offload(prepare: Callable[[], dict[str, Tensor]]) -> None:
         store.truncate(0)

@@ -143,7 +143,7 @@ def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPoo
         rows = stores["plain"].join(*drawn)
         for store in stores.values():
             store.append(rows if store.rows == "plain" else store.join(*drawn))
-        first, blocks = start // BLOCK, rows["rows"][0].unflatten(1, (-1, BLOCK)).transpose(0, 1)
+        first, blocks = start // BLOCK, rows["blocks"][0]
         device[first : first + len(blocks)] = blocks
     pools = {}
     for name, store in stores.items():

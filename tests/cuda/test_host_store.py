@@ -88,8 +88,8 @@ def test_the_table_leads_to_the_bytes_of_every_row():
     store = host_store(allocator, max_tokens=2000)
     assert store.table.shape == (0, 8)
     keys, values = tokens(900)
-    rows = store.join(keys, values)
-    store.append(rows)
+    rows = store._codec.encode(keys, values)
+    store.append(store.join(keys, values))
     assert (store.row_bytes, store.block_bytes) == (ROW, BLOCK)
     assert (store.table.dtype, store.table.shape) == (torch.int64, (2, 8))
     assert not store.table[:, 4:].any()
@@ -98,7 +98,7 @@ def test_the_table_leads_to_the_bytes_of_every_row():
         assert address % 16 == 0
         place = address - allocator.shift
         assert any(0 <= place - slab.host_address < SLAB for slab in allocator.live)
-        assert ctypes.string_at(place, ROW) == bytes(rows["rows"][b, g, n].tolist())
+        assert ctypes.string_at(place, ROW) == bytes(rows[b, g, n].tolist())
 
 
 def test_growth_moves_nothing():
@@ -117,12 +117,24 @@ def test_rows_may_be_coded(rows):
     assert (store.row_bytes, plain.row_bytes) == (32, ROW)
     ids = torch.tensor([[[599, -1, 3]] * 2] * 2)
     got, want = store.gather(ids), plain.gather(ids)
-    wanted = store._codec.decode(store.join(want.keys, want.values)["rows"])
+    wanted = store._codec.decode(store._codec.encode(want.keys, want.values))
     assert torch.equal(got.keys, wanted.keys)
     assert torch.equal(got.values, wanted.values)
     assert not got.keys[:, :, 1].any()
     with pytest.raises(ValueError, match="rows: got 'int4', allowed is one of"):
         host_store(rows="int4")
+
+
+def test_blocks_go_where_they_were_joined_for():
+    store, reference = append(host_store(), tokens(100)), append(Store(GEOMETRY), tokens(100))
+    joined = store.join(*tokens(700, 1))
+    assert list(joined) == ["begin", "blocks", "end"]
+    append(store, tokens(10, 2)), append(reference, tokens(10, 2))
+    with pytest.raises(ValueError, match="rows: got those of another length, allowed are of 110"):
+        store.append(joined)
+    assert_same(store, reference)
+    append(store, tokens(700, 1)), append(reference, tokens(700, 1))
+    assert_same(store, reference)
 
 
 def test_an_empty_store_gives_zeros():

@@ -30,6 +30,7 @@ class FakeRuntime:
         """The functions under CuPy's names."""
         return SimpleNamespace(
             memcpy2DAsync=self.copy,
+            memcpyAsync=self.copy_bytes,
             hostAlloc=self.allocate,
             pointerGetAttributes=self.attributes,
             deviceSynchronize=lambda: self.copies.append("synchronized"),
@@ -43,6 +44,10 @@ class FakeRuntime:
         self.copies.append((width, height, kind, stream))
         for row in range(height):
             ctypes.memmove(to + row * to_pitch, come + row * come_pitch, width)
+
+    def copy_bytes(self, to, come, nbytes, kind, stream):
+        self.copies.append((nbytes, 1, kind, stream))
+        ctypes.memmove(to, come, nbytes)
 
     def allocate(self, nbytes, flags):
         if self.fails == "hostAlloc":
@@ -76,19 +81,19 @@ def test_pieces_are_copied_by_their_pitches(start, count, max_pitch, runtime, mo
     store = append(host_store(), tokens(start))
     rows = store.join(*tokens(count, 1))
     store.reserve(rows)
-    for target, piece in store._table.pieces(rows["rows"], start):
+    for target, piece in store._table.pieces(rows.values(), start):
         assert not target.numel() or target.stride(1) == piece.stride(1) == 1
-        offload._copy_2d(runtime.cupy, target, piece, 7)
+        offload._copy_rows(runtime.cupy, target, piece, 7)
     store._length += count
     assert_same(store, reference)
     assert {copy[2:] for copy in runtime.copies} == {(2, 7)}
     assert max_pitch > 100 or {height for _, height, *_ in runtime.copies} == {1}
-    if (start, count, max_pitch) == (0, 256, 2**31 - 1):  # an update of the local window
-        assert len(runtime.copies) == 2
-    if (start, count, max_pitch) == (0, 700, 2**31 - 1):  # 2 blocks of a head at once, then heads
-        whole, rest = (256 * ROW, 2), (188 * ROW, 2)
+    if (start, count) == (0, 256):  # a block of each row of the batch
+        assert [copy[:2] for copy in runtime.copies] == [(2 * 256 * ROW, 1)] * 2
+    if (start, count, max_pitch) == (0, 700, 2**31 - 1):  # blocks that lie together, then heads
+        rest = (188 * ROW, 2)
         assert [copy[:2] for copy in runtime.copies[-2:]] == [rest] * 2
-        assert whole in [copy[:2] for copy in runtime.copies]
+        assert (2 * 2 * 256 * ROW, 1) in [copy[:2] for copy in runtime.copies]
 
 
 def test_pinning_asks_for_mapped_portable_memory_and_frees_it(runtime):
@@ -159,8 +164,9 @@ def test_device_addresses_are_those_of_the_rows():
     import cupy
 
     geometry, store = on_gpu(rows="int8")
-    rows = store.join(*(part.cuda() for part in tokens(600, geometry=geometry)))
-    store.append(rows)
+    given = [part.cuda() for part in tokens(600, geometry=geometry)]
+    rows = store._codec.encode(*given)
+    store.append(store.join(*given))
     store.wait()
     for b, slot in [(0, 0), (1, 1), (0, 2)]:
         address = int(store.table[b, slot])
@@ -168,7 +174,7 @@ def test_device_addresses_are_those_of_the_rows():
         block = cupy.ndarray((2, 256, store.row_bytes), "u1", cupy.cuda.MemoryPointer(memory, 0))
         held = min(256, 600 - 256 * slot)
         got = torch.from_dlpack(cupy.ascontiguousarray(block[:, :held]).copy())
-        assert torch.equal(got, rows["rows"][b, :, 256 * slot : 256 * slot + held])
+        assert torch.equal(got, rows[b, :, 256 * slot : 256 * slot + held])
 
 
 @pytest.mark.gpu
