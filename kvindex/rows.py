@@ -18,6 +18,9 @@ from kvindex import check
 from kvindex.geometry import Geometry
 from kvindex.protocol import Rows
 
+WORD = torch.int64
+"""What rows are copied in: a row is a multiple of it, and few large elements copy fastest."""
+
 ALIGNMENT_BYTES = 16
 """The widest load of a GPU's thread."""
 
@@ -69,7 +72,7 @@ class Plain:
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
         """Uint8 `[..., row_bytes]`."""
-        rows = torch.cat([keys.detach(), values.detach()], dim=-1).view(torch.uint8)
+        rows = torch.cat(_in_words(keys.detach(), values.detach()), dim=-1).view(torch.uint8)
         padding = self.row_bytes - self._used
         return pad(rows, (0, padding)) if padding else rows  # `pad` by nothing copies
 
@@ -142,6 +145,16 @@ class Scaled:
         scaled = torch.where(scale > 0, part / scale, 0)
         codes = scaled.round() if dtype == torch.int8 else scaled
         return codes.to(dtype).view(torch.uint8), scale
+
+
+def _in_words(*parts: Tensor) -> tuple[Tensor, ...]:
+    """The same bytes in words, where all of them lie so."""
+    for part in parts:
+        elements = [part.shape[-1], part.storage_offset(), *part.stride()[:-1]]
+        places = [part.data_ptr(), *(count * part.element_size() for count in elements)]
+        if part.stride(-1) != 1 or any(place % WORD.itemsize for place in places):
+            return parts
+    return tuple(part.view(WORD) for part in parts)
 
 
 def _aligned(count: int, multiple: int = ALIGNMENT_BYTES) -> int:

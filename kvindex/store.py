@@ -13,12 +13,9 @@ from kvindex.columns import Columns
 from kvindex.geometry import Geometry
 from kvindex.ops.fetch import gather_rows
 from kvindex.protocol import Rows
-from kvindex.rows import codec
+from kvindex.rows import WORD, codec
 
 PLACES = ("device", "host")
-
-WORD = torch.int64
-"""What rows are copied in: a row is a multiple of it, and few large elements copy fastest."""
 
 
 class Store:
