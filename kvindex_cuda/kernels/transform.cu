@@ -9,6 +9,26 @@ __device__ __forceinline__ i64 start_of(i64 i, i64 second, i64 third, i64 s1, i6
     return i / third / second * s1 + i / third % second * s2 + i % third * s3;
 }
 
+// From and to double, subnormal numbers too, which the compiler's own conversions flush (CuPy says so).
+__device__ __forceinline__ double widened(float x) {
+#ifdef EMULATED
+    return x;
+#else
+    double y;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+    return y;
+#endif
+}
+__device__ __forceinline__ float narrowed(double x) {
+#ifdef EMULATED
+    return float(x);
+#else
+    float y;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+    return y;
+#endif
+}
+
 // Norms are summed in double, which no finite float overflows; lanes in a fixed order.
 // Grid: a warp per vector, 8 warps a block. Reads a vector (the second time from L1), writes 4 D
 // bytes of direction and 4 of norm.
@@ -23,13 +43,13 @@ normalize(const void* vectors, float* directions, float* norms, i64 count, i64 d
     i64 first = start_of(vector, second, third, s1, s2, s3);
     double sum = 0;
     for (i64 j = lane; j < dim; j += 32) {
-        double x = element(vectors, first + j);
+        double x = widened(element(vectors, first + j));
         sum += x * x;
     }
     double norm = sqrt(warp_sum(sum)), divisor = fmax(norm, 2.2250738585072014e-308);
     for (i64 j = lane; j < dim; j += 32)
-        directions[vector * dim + j] = float(double(element(vectors, first + j)) / divisor);
-    if (lane == 0) norms[vector] = float(fmin(norm, 1152921504606846976.0));  // LONGEST
+        directions[vector * dim + j] = narrowed(widened(element(vectors, first + j)) / divisor);
+    if (lane == 0) norms[vector] = narrowed(fmin(norm, 1152921504606846976.0));  // LONGEST
 }
 
 constexpr int TALL = 32, BROAD = 64, DEEP = 32;  // vectors and outputs of a block, inputs at a time
