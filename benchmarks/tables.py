@@ -25,7 +25,8 @@ PAGES = (
     "docs/decisions/0010-rows-drawn-at-random.md",
     "docs/decisions/0012-a-centre-for-every-segment.md",
     "docs/decisions/0013-the-query-is-rounded-not-the-table.md",
-    *("docs/pipeline/rerank.md", "docs/pipeline/fetch.md"),
+    *("docs/pipeline/codes.md", "docs/pipeline/coarse.md", "docs/pipeline/rerank.md"),
+    *("docs/pipeline/select.md", "docs/pipeline/fetch.md", "docs/pipeline/attention.md"),
     "docs/cuda.md",
     *("docs/field.md", "docs/drift.md"),
     "docs/indexes/louiskv.md",
@@ -34,7 +35,10 @@ PAGES = (
 SOURCES = {
     **dict.fromkeys(("decode_stages", "decode_faiss", "decode_rows"), "decode_step"),
     "decode_presets": "decode_step_scan",
-    **dict.fromkeys(("append_updates", "append_layers"), "append"),
+    **dict.fromkeys(("append_updates", "append_layers", "stage_codes"), "append"),
+    **dict.fromkeys(
+        ("stage_coarse", "stage_rerank", "stage_select", "stage_attention"), "decode_step"
+    ),
 }
 """Of a table, the result that it is made of, where that has another name."""
 
@@ -57,6 +61,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_rows": decode.decode_rows,
     "decode_stages": decode.decode_stages,
     "decode_presets": decode.decode_presets,
+    "stage_codes": append.kernels,
+    "stage_coarse": decode.stage("ask", "scan"),
+    "stage_rerank": decode.stage("rerank"),
+    "stage_select": decode.stage("agree"),
+    "stage_attention": decode.stage("attend"),
     "field": field.field,
     "drift": drifting.markdown,
     "generate_speed": speed.generate_speed,

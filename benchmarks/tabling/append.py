@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tabling.parts import machine, table
+from benchmarks.tabling.parts import STAGE, machine, table
 
 PARTS = {
     "learn": "`learn`",
@@ -43,6 +43,17 @@ def append(result: dict[str, Any]) -> str:
         + table(("what", "MB", "µs", "rate"), rows)
         + f"\n\n{machine(result)}"
     )
+
+
+def kernels(result: dict[str, Any]) -> str:
+    """A table for the page of codes: the launches of an append."""
+    encode, read, rows = result["encode"], result["ceilings"]["read"]["GB_s"], []
+    for name in ("learn", "encode"):
+        part = encode[name]
+        moved, us = part["bytes"] / 1e6, part["median_us"]
+        line = f"`{name}`", f"{encode['tokens']:,}", f"{moved:,.1f}", f"{1e3 * moved / read:,.1f}"
+        rows.append((*line, f"{us:,.1f}", f"{1e3 * moved / read / us:.0%}"))
+    return table(STAGE, rows) + f"\n\nOf [an append](../cuda.md#an-append). {machine(result)}"
 
 
 def updates(result: dict[str, Any]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.decode.show import FAISS, joined
 from benchmarks.tabling.hits import found_in_texts
-from benchmarks.tabling.parts import RESULTS, machine, table
+from benchmarks.tabling.parts import RESULTS, STAGE, machine, table
 
 _COUNTED = ("launches", "attend_nodes")
 
@@ -172,6 +172,23 @@ def _searched(found: dict[str, Any], name: str) -> str:
     if name not in found:
         return "–"
     return f"{found[name]['median_us']:,.0f} ({found[f'{name}_recall']:.0%})"
+
+
+def stage(*names: str) -> Callable[[dict[str, Any]], str]:
+    """A table for the page of a stage: its launches at each length."""
+
+    def render(result: dict[str, Any]) -> str:
+        rows = []
+        for point in (each for each in result["points"] if each["batch"] == 1):
+            for found in (each for each in point.get("stages", []) if each["name"] in names):
+                moved, us = (found["bytes"] + found["host_bytes"]) / 1e6, found["us"]
+                line = f"`{found['name']}`", f"{point['tokens']:,}", f"{moved:.1f}"
+                share = f"{found['floor_us'] / us:.0%}" if us > 0 else "–"
+                rows.append((*line, f"{found['floor_us']:.1f}", f"{us:.1f}", share))
+        ordered = sorted(rows, key=lambda row: names.index(row[0].strip("`")))
+        return table(STAGE, ordered) + f"\n\nOf [the step](../cuda.md#how-fast). {machine(result)}"
+
+    return render
 
 
 def decode_stages(result: dict[str, Any]) -> str:

@@ -7,6 +7,9 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 
+STAGE = ("launch", "tokens", "MB", "floor, µs", "measured, µs", "ratio")
+"""The head of a table on a stage's own page."""
+
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """In Markdown."""
