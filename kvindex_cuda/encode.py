@@ -54,8 +54,6 @@ class Fresh:
 class Encoder:
     """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
 
-    Calls of one object run one after another: their blocks share out segments by its counter.
-
     rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
     a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
     Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
@@ -77,7 +75,6 @@ class Encoder:
         self._hartley = hartley.to(self.device)
         self.largest, tables = _tables(levels.cpu())
         self._tables = tables.to(self.device)
-        self._next = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def __call__(
         self,
@@ -129,10 +126,12 @@ class Encoder:
         known = fresh.known if fresh else None
         begins = wide(keys)
         resident = _resident(D, keys.element_size(), begins)
+        blocks = busy(keys.device, 1, units, 1, resident) if N and units else 0
+        taken = torch.zeros(1, dtype=torch.int32, device=keys.device) if units > blocks else None
         launch(
             "encode.cu",
             "encode",
-            (busy(keys.device, 1, units, 1, resident) if N and units else 0,),
+            (blocks,),
             (32 * WARPS,),
             *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
             *(self._hartley, self._tables, N, start),
@@ -144,7 +143,7 @@ class Encoder:
             *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.centre),
             *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
             *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
-            *(self._next, 1 / self.largest, D**-0.5),
+            *(taken, 1 / self.largest, D**-0.5),
             overlap=True,
             shared_bytes=_staged(D, keys.element_size(), begins, resident),
             D=D,

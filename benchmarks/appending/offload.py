@@ -31,10 +31,9 @@ def measure(geometry: Geometry, tokens: int) -> dict[str, Any]:
     store._offload.synchronize()
     first_ms = 1e3 * (time.perf_counter() - start)
     _right(store, keys, values)
-    joined = rows["blocks"]  # all of them: from the first token on, and whole
-    moved = joined.nbytes
+    moved = sum(part.nbytes for part in rows.values())
     host = torch.empty(moved, dtype=torch.uint8, pin_memory=True)
-    flat = joined.view(-1)
+    flat = torch.empty(moved, dtype=torch.uint8, device=g.device)
 
     def offload(prepare: Callable[[], dict[str, Tensor]]) -> None:
         store.truncate(0)

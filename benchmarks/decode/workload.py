@@ -140,10 +140,10 @@ def row_pools(setting: Setting, tokens: int, **options: Any) -> dict[str, RowPoo
         drawn = torch.randn(
             (2, 1, g.kv_heads, count, g.head_dim), generator=draw, device=g.device
         ).to(g.dtype)
-        rows = stores["plain"].join(*drawn)
         for store in stores.values():
-            store.append(rows if store.rows == "plain" else store.join(*drawn))
-        first, blocks = start // BLOCK, rows["blocks"][0]
+            store.append(store.join(*drawn))
+        rows = stores["plain"]._codec.encode(*drawn)[0]
+        first, blocks = start // BLOCK, rows.unflatten(1, (-1, BLOCK)).transpose(0, 1)
         device[first : first + len(blocks)] = blocks
     pools = {}
     for name, store in stores.items():

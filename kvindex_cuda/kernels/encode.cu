@@ -158,14 +158,14 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
 // levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
 // start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; fresh, stale:
 // segments whose centres are made, and the first that is not again; known bool [B, kb], or null;
-// wrong int32 [1], or null without them; next_unit int32 [1]: 0, also afterwards; scale: 1 by the
+// wrong int32 [1], or null without them; taken int32 [1]: 0, or null where blocks take a segment each; scale: 1 by the
 // largest |u| that is told apart; root: 1 / √D.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 encode(const void* data, const u8* valid, u16* centres, const float* references,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
        i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
        i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre,
-       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, int* next_unit, float scale,
+       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, int* taken, float scale,
        float root) {
     __shared__ uint4 flip[C * 4];
     __shared__ float4 bases[C * 8];  // minus the centre after the matrix unit
@@ -290,7 +290,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         u32 unit = units;
         if (threadIdx.x == WARPS * 32 - 1) {
             if (own.unit != blockIdx.x) planned(segments[own.after]);
-            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(next_unit, 1));
+            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(taken, 1));
         }
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
@@ -316,10 +316,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
         __syncthreads();
         const Segment& next = segments[own.after];
-        if (threadIdx.x == WARPS * 32 - 1) {
-            plan(unit, segments[next.after]);
-            if (unit + 1 == units + gridDim.x) *next_unit = 0;  // all blocks have asked for the last time
-        }
+        if (threadIdx.x == WARPS * 32 - 1) plan(unit, segments[next.after]);
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
