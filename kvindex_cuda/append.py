@@ -76,6 +76,8 @@ class Writer:
             held = None if held is None else held.contiguous()
             known = torch.empty((B, stop), dtype=torch.bool, device=keys.device)
         reference = answer(keys)
+        # made before `learn`, after which `encode` is to come at once
+        taken = torch.zeros_like(self._unread) if N > BLOCK else None
         leave = max(-(-start // BLOCK), before)
         left = max((start + N) // BLOCK - ((start + N) % BLOCK > 0) - leave, 0)
         launch(
@@ -91,10 +93,11 @@ class Writer:
             DTYPE=CODES[keys.dtype],
             WIDE=int(wide(given)),
         )
+        wrong = self._unread if wrong is None else wrong
         found = {"reference": reference}
         if centres is not None and known is not None:
             found |= {"centres": centres[:, :, :stop], "known": known}
-        return Begun(found, Fresh(leave, left, known, self._unread if wrong is None else wrong))
+        return Begun(found, Fresh(leave, left, known, wrong, taken))
 
     def codes(self, keys: Tensor, valid: Tensor | None, begun: Begun, *, start: int) -> Fill:
         """Codes of keys `[B, G, N, D]`, for `CodeBlocks` to have written, and the rest learnt."""

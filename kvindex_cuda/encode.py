@@ -27,13 +27,15 @@ class Fresh:
     """Segments whose centres the kernel makes: `count` from `first` on, which the keys hold whole.
 
     known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 of one
-    element, set to 1 where a valid key of one is not finite.
+    element, set to 1 where a valid key of one is not finite; taken: int32 `[1]`, 0 before and
+    after a call, of segments that blocks have taken beyond two each, or None: one is made.
     """
 
     first: int
     count: int
     known: Tensor | None
     wrong: Tensor
+    taken: Tensor | None = None
 
     def check(self, batch: int, start: int, count: int) -> None:
         """Raises ValueError if `count` keys from id `start` on do not hold them, for others."""
@@ -127,7 +129,9 @@ class Encoder:
         begins = wide(keys)
         resident = _resident(D, keys.element_size(), begins)
         blocks = busy(keys.device, 1, units, 1, resident) if N and units else 0
-        taken = torch.zeros(1, dtype=torch.int32, device=keys.device) if units > blocks else None
+        taken = fresh.taken if fresh else None
+        if taken is None and units > blocks:
+            taken = torch.zeros(1, dtype=torch.int32, device=keys.device)
         launch(
             "encode.cu",
             "encode",
@@ -144,7 +148,7 @@ class Encoder:
             *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
             *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
             *(taken, 1 / self.largest, D**-0.5),
-            overlap=True,
+            overlap=fresh is not None,  # `learn` comes right before
             shared_bytes=_staged(D, keys.element_size(), begins, resident),
             D=D,
             BITS=L.magnitude_bits,

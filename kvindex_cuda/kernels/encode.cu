@@ -158,8 +158,8 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
 // levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
 // start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; fresh, stale:
 // segments whose centres are made, and the first that is not again; known bool [B, kb], or null;
-// wrong int32 [1], or null without them; taken int32 [1]: 0, or null where blocks take a segment each; scale: 1 by the
-// largest |u| that is told apart; root: 1 / √D.
+// wrong int32 [1], or null without them; taken int32 [1]: 0, also afterwards, or null where there are no
+// more segments than blocks; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 encode(const void* data, const u8* valid, u16* centres, const float* references,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
@@ -287,7 +287,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
         // all keys of the segment before are coded, all of this one added up
         int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
-        u32 unit = units;
+        u32 unit = ~0u;  // none
         if (threadIdx.x == WARPS * 32 - 1) {
             if (own.unit != blockIdx.x) planned(segments[own.after]);
             if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(taken, 1));
@@ -316,7 +316,10 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
         __syncthreads();
         const Segment& next = segments[own.after];
-        if (threadIdx.x == WARPS * 32 - 1) plan(unit, segments[next.after]);
+        if (threadIdx.x == WARPS * 32 - 1) {
+            plan(unit, segments[next.after]);
+            if (unit + 1 == units + gridDim.x) *taken = 0;  // all blocks have asked for the last time
+        }
 
         u32 held[C][HELD];
         // a shuffle hides where an address comes from, which the compiler would compute each time
