@@ -107,6 +107,18 @@ def append(indexes, keys, values, **options):
         index.append(keys, values, **options)
 
 
+def test_segments_are_shared_out_where_there_are_more_than_blocks(device):
+    """Twice: whatever the blocks of an append have counted is no matter of the next one."""
+    case, count = Case(q_heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16), 1300
+    if device == "cuda":
+        count = 40_000
+    mine, theirs = pair(device, case)
+    keys, values = tokens_of(case, 2 * count, device)
+    for start in (0, count):
+        append((mine, theirs), *part((keys, values), start, start + count))
+    assert_same(mine, theirs)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history_learns_and_encodes_the_same(seed, device):
     """Padded rows, segments that go on, truncated ones, other batches."""
