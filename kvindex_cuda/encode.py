@@ -27,8 +27,8 @@ class Fresh:
     """Segments whose centres the kernel makes: `count` from `first` on, which the keys hold whole.
 
     known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 of one
-    element, set to 1 where a valid key of one is not finite; taken: int32 `[1]`, 0 before and
-    after a call, of segments that blocks have taken beyond two each, or None: one is made.
+    element, set to 1 where a valid key of one is not finite; taken: int32 of one element, 0 before
+    and after a call: how many segments blocks have taken beyond two each; made if it is None.
     """
 
     first: int
@@ -43,8 +43,10 @@ class Fresh:
         if not inside[0] <= self.first <= inside[1] - self.count:
             last = self.first + self.count
             raise ValueError(f"fresh: got {self.first} to {last}, allowed is in {inside}")
-        if of_type("wrong", self.wrong, torch.int32).numel() != 1:
-            raise ValueError(f"wrong: got {self.wrong.numel()} elements, allowed is one")
+        for name in ("wrong", "taken"):
+            one = getattr(self, name)
+            if one is not None and of_type(name, one, torch.int32).numel() != 1:
+                raise ValueError(f"{name}: got {one.numel()} elements, allowed is one")
         if self.known is None:
             return
         most = max(-(-(start + count) // BLOCK), self.known.shape[-1])

@@ -253,7 +253,7 @@ def _first(rows: dict[str, Tensor]) -> Tensor:
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
-    """Tokens that were joined, or those before a part."""
+    """Tokens that were joined, or those before a part; values are of their keys' tokens."""
     count = 0
     for name, part in rows.items():
         if name == upto:

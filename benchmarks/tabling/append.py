@@ -50,9 +50,9 @@ def kernels(result: dict[str, Any]) -> str:
     encode, read, rows = result["encode"], result["ceilings"]["read"]["GB_s"], []
     for name in ("learn", "encode"):
         part = encode[name]
-        moved, us = part["bytes"] / 1e6, part["median_us"]
-        line = f"`{name}`", f"{encode['tokens']:,}", f"{moved:,.1f}", f"{1e3 * moved / read:,.1f}"
-        rows.append((*line, f"{us:,.1f}", f"{1e3 * moved / read / us:.0%}"))
+        floor, us = part["bytes"] / read / 1e3, part["median_us"]
+        line = f"`{name}`", f"{encode['tokens']:,}", f"{part['bytes'] / 1e6:,.1f}"
+        rows.append((*line, f"{floor:,.1f}", f"{us:,.1f}", f"{floor / us:.0%}"))
     return table(STAGE, rows) + f"\n\nOf [an append](../cuda.md#an-append). {machine(result)}"
 
 

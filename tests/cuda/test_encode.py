@@ -194,7 +194,7 @@ def fresh_case(case, count, start, device, pads=None):
     return keys, valid, encode, references
 
 
-def made(case, encode, keys, valid, references, *, start, fresh, device):
+def made(case, encode, keys, valid, references, *, start, fresh, device, taken=None):
     """Blocks, centres, which of them are known, and whether a key is wrong."""
     S = -(-(start + keys.shape[2]) // BLOCK)
     blocks = room(case, encode.layout, S * BLOCK, device)
@@ -203,7 +203,7 @@ def made(case, encode, keys, valid, references, *, start, fresh, device):
     known = torch.zeros((case.batch, S), dtype=torch.bool, device=device)
     wrong = torch.zeros(1, dtype=torch.int32, device=device)
     with on(device):
-        which = Fresh(*fresh, known, wrong)
+        which = Fresh(*fresh, known, wrong, taken)
         where = dict(start=start, valid=valid, fresh=which)
         encode(keys, centres, references, table_of(blocks), **where)
     return blocks, centres, known, int(wrong)
@@ -287,10 +287,13 @@ def test_a_block_of_threads_takes_several_segments(dim, dtype, heads, S, device)
     S = S if device == "cpu" else 1000
     keys, valid, encode, references = fresh_case(case, BLOCK, 0, device)
     one = made(case, encode, keys, valid, references, start=0, fresh=(0, 1), device=device)
-    many = keys.repeat(1, 1, S, 1)
-    got = made(case, encode, many, valid, references, start=0, fresh=(0, S), device=device)
-    assert torch.equal(got[0], one[0].expand_as(got[0]))
-    assert torch.equal(got[1], one[1].expand_as(got[1]))
+    many, taken = keys.repeat(1, 1, S, 1), torch.zeros(1, dtype=torch.int32, device=device)
+    where = dict(start=0, fresh=(0, S), device=device)
+    for count in (None, taken, taken):  # which a call leaves as it was
+        got = made(case, encode, many, valid, references, **where, taken=count)
+        assert torch.equal(got[0], one[0].expand_as(got[0]))
+        assert torch.equal(got[1], one[1].expand_as(got[1]))
+        assert taken == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -469,6 +472,7 @@ def test_a_matrix_that_is_no_rotation_is_refused():
             r"centres: got strides .*, allowed are dense rows",
         ),
         (dict(start=0, keys=WHOLE, fresh=Fresh(0, 1, None, torch.zeros(1))), "wrong: got torch.fl"),
+        (dict(keys=WHOLE, fresh=Fresh(0, 1, None, TOLD, TOLD.repeat(2))), "taken: got 2 elements"),
         (
             dict(keys=WHOLE, fresh=Fresh(0, 1, torch.ones(1, 0, dtype=torch.bool), TOLD)),
             r"known: got shape \(1, 0\), allowed is \(1, 1\)",
