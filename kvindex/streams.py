@@ -20,6 +20,12 @@ def raw_stream(device: int) -> int:
     return handle
 
 
+def raw_device() -> int:
+    """The current CUDA device where there is one in use: cheaper than torch's function."""
+    number: int = torch._C._cuda_getDevice()
+    return number
+
+
 @lru_cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The one that appends of all layers run on, so that they follow one another."""

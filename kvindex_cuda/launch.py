@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex.streams import raw_stream
+from kvindex.streams import raw_device, raw_stream
 
 SOURCES = Path(__file__).parent / "kernels"
 
@@ -88,7 +88,7 @@ def launch(
     if 0 in grid:
         return
     load, opened = LOADERS[device.type], tuple(sorted(defines.items()))
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == raw_device():
         load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
         return
     with torch.cuda.device(device):
@@ -106,7 +106,7 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
 
 
 def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Launch:
-    return _compiled(file, name, defines, torch.cuda.current_device())
+    return _compiled(file, name, defines, raw_device())
 
 
 class _Kernel:

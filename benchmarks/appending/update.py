@@ -15,6 +15,7 @@ from benchmarks.appending.encode import index_of, keys_of
 from benchmarks.decode.setting import NEAR, K
 from kvindex.geometry import Geometry
 from kvindex.near import Near
+from kvindex.streams import side_stream
 
 UPDATE = 256
 """Tokens between two updates of a layer, and of each update (paper, Table 1)."""
@@ -117,8 +118,12 @@ def due(plan: str, step: int, layers: int) -> list[int]:
 
 
 def updates(decode: Decode, plan: str) -> Callable[[list[int], torch.cuda.Event], None]:
-    """How a plan updates layers, of whose tokens an event tells that they are there."""
-    side = torch.cuda.Stream()
+    """How a plan updates layers, of whose tokens an event tells that they are there.
+
+    Beside the steps on the stream that layers use: torch keeps memory for each stream apart, and a
+    new one's first update takes some from the driver.
+    """
+    side = side_stream(decode.indexes[0].geometry.device)
 
     def here(layers: list[int], ready: torch.cuda.Event) -> None:
         for layer in layers:
