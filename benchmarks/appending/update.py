@@ -163,22 +163,24 @@ def timed(decode: Decode, periods: int, plan: str | None) -> tuple[list[float], 
     return [1e3 * first.elapsed_time(last) for first, last in pairwise(ends)], host
 
 
-def delays(base: list[float], found: list[float], host: list[float], hit: list[int]) -> Any:
-    """How much longer steps are than those of the same loop without updates.
+def delays(found: list[float], host: list[float], hit: list[int]) -> Any:
+    """How much longer than the others of the same run steps are that an update falls on.
 
-    hit: steps (from the end of one to the end of the next) that an update falls on; of their worst
-    `worst_of_worst` says how it compares with the worst of the others.
+    hit: those steps (from the end of one to the end of the next); of their worst `worst_of_worst`
+    says how it compares with the worst of the others.
     """
-    usual, struck = statistics.median(base), [found[i] for i in hit]
+    struck = [found[i] for i in hit]
+    others = [time for i, time in enumerate(found) if i not in set(hit)]
+    usual = statistics.median(others)
     return {
-        "median_us": statistics.median(found),
-        "worst_us": max(found),
+        "others_median_us": usual,
+        "others_worst_us": max(others),
         "updated_median_us": statistics.median(struck),
         "updated_worst_us": max(struck),
-        "amortised": sum(found) / len(found) / (sum(base) / len(base)) - 1,
+        "amortised": statistics.mean(found) / statistics.mean(others) - 1,
         "delay_median": statistics.median(struck) / usual - 1,
         "delay_worst": max(struck) / usual - 1,
-        "worst_of_worst": max(struck) / max(base),
+        "worst_of_worst": max(struck) / max(others),
         "steps": len(found),
         "updates": len(host),
         "host_us_per_layer": statistics.median(host),
@@ -213,7 +215,7 @@ def measure(geometry: Geometry, tokens: int, layers: int, periods: int) -> dict[
         timed(decode, 1, plan)
         steps, host = timed(decode, periods, plan)
         hit = [i for i in range(len(steps)) if due(plan, i, layers)]
-        found[plan] = {"is": words, **delays(base, steps, host, hit)}
+        found[plan] = {"is": words, **delays(steps, host, hit)}
         decode.back()
     again, _ = timed(decode, 1, None)
     found["without"]["again_us"] = statistics.median(again)
