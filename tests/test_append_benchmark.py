@@ -71,6 +71,16 @@ def test_delays_are_of_the_steps_that_an_update_falls_on():
     assert (result["updates"], result["host_us_per_layer"]) == (2, 30.0)
 
 
+def test_an_update_falls_on_the_steps_where_it_begins_and_ends():
+    fallen = {
+        plan: [step for step in range(300) if update.falls(plan, step, 64)] for plan in update.PLANS
+    }
+    assert fallen["staggered"][:3] == [0, 4, 8]
+    assert fallen["beside"][:6] == [0, 1, 4, 5, 8, 9]
+    assert fallen["together"] == [128]
+    assert fallen["together_beside"] == [128, 129]
+
+
 @emulated
 def test_layers_decode_and_go_back(monkeypatch):
     monkeypatch.setattr(update, "APART", 100)

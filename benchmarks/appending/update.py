@@ -32,8 +32,8 @@ AHEAD = 64
 PLANS = {
     "together": "all layers between two steps, on the steps' stream",
     "staggered": "a layer at a time, evenly spread, on the steps' stream",
-    "beside": "as staggered; a side stream learns, encodes and copies while a step runs",
-    "together_beside": "all layers at once, on a side stream while a step runs",
+    "beside": "as staggered, beside a step by a side stream, and ended after the next",
+    "together_beside": "all layers at once, beside a step and ended after the next",
 }
 
 
@@ -117,48 +117,67 @@ def due(plan: str, step: int, layers: int) -> list[int]:
     return [place // apart] if place % apart == 0 and place // apart < layers else []
 
 
-def updates(decode: Decode, plan: str) -> Callable[[list[int], torch.cuda.Event], None]:
-    """How a plan updates layers, of whose tokens an event tells that they are there.
+def falls(plan: str, step: int, layers: int) -> bool:
+    """Whether an update begins after a step or, beside the steps, ends after it."""
+    ends = plan.endswith("beside") and step > 0 and due(plan, step - 1, layers)
+    return bool(due(plan, step, layers) or ends)
 
-    Beside the steps on the stream that layers use: torch keeps memory for each stream apart, and a
-    new one's first update takes some from the driver.
+
+class Updates:
+    """What a plan does once a step is launched: updates of layers, of whose tokens an event tells.
+
+    Beside the steps an update ends after the next one, so that the host has two of them for it. It
+    runs on the stream that layers use: torch keeps memory for each stream apart, and a new one's
+    first update takes some from the driver.
     """
-    side = side_stream(decode.indexes[0].geometry.device)
 
-    def here(layers: list[int], ready: torch.cuda.Event) -> None:
-        for layer in layers:
-            decode.indexes[layer].append(*decode.tokens_of(layer))
+    def __init__(self, decode: Decode, plan: str) -> None:
+        self._decode, self._beside = decode, plan.endswith("beside")
+        self._side = side_stream(decode.indexes[0].geometry.device)
+        self._ends: list[Callable[[], None]] = []
 
-    def beside(layers: list[int], ready: torch.cuda.Event) -> None:
-        side.wait_event(ready)
-        with torch.cuda.stream(side):
-            ends = [decode.indexes[i].begin_append(*decode.tokens_of(i)) for i in layers]
-        torch.cuda.current_stream().wait_stream(side)
-        for end in ends:
-            end()
+    def __call__(self, layers: list[int], ready: torch.cuda.Event) -> None:
+        """End what was begun, begin what is due."""
+        self.finish()
+        if not self._beside:
+            for layer in layers:
+                self._decode.indexes[layer].append(*self._decode.tokens_of(layer))
+        elif layers:
+            self._side.wait_event(ready)
+            with torch.cuda.stream(self._side):
+                self._ends = [
+                    self._decode.indexes[i].begin_append(*self._decode.tokens_of(i)) for i in layers
+                ]
 
-    return beside if plan.endswith("beside") else here
+    def finish(self) -> None:
+        """End what was begun."""
+        if self._ends:
+            torch.cuda.current_stream().wait_stream(self._side)
+        while self._ends:
+            self._ends.pop(0)()
 
 
 def timed(decode: Decode, periods: int, plan: str | None) -> tuple[list[float], list[float]]:
-    """Microseconds from the end of each step to the next one's, and of the host per update.
+    """Microseconds from the end of each step to the next one's, and of the host per update begun.
 
     The host waits for each step, as one that samples a token does, and only then begins the next.
     """
     current, ends, host = torch.cuda.current_stream(), [], []
-    update = None if plan is None else updates(decode, plan)
+    update = None if plan is None else Updates(decode, plan)
     for step in range(periods * UPDATE + 1):
         ready = current.record_event()
         decode.step()
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        layers = [] if plan is None else due(plan, step, decode.layers)
-        if update is not None and layers:
-            start = time.perf_counter()
+        if plan is not None and update is not None:
+            start, layers = time.perf_counter(), due(plan, step, decode.layers)
             update(layers, ready)
-            host.append(1e6 * (time.perf_counter() - start) / len(layers))
+            if layers:
+                host.append(1e6 * (time.perf_counter() - start) / len(layers))
         done.synchronize()
         ends.append(done)
+    if update is not None:
+        update.finish()
     torch.cuda.synchronize()
     return [1e3 * first.elapsed_time(last) for first, last in pairwise(ends)], host
 
@@ -214,7 +233,7 @@ def measure(geometry: Geometry, tokens: int, layers: int, periods: int) -> dict[
     for plan, words in PLANS.items():
         timed(decode, 1, plan)
         steps, host = timed(decode, periods, plan)
-        hit = [i for i in range(len(steps)) if due(plan, i, layers)]
+        hit = [i for i in range(len(steps)) if falls(plan, i, layers)]
         found[plan] = {"is": words, **delays(steps, host, hit)}
         decode.back()
     again, _ = timed(decode, 1, None)
