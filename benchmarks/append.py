@@ -6,7 +6,8 @@
 
 H = 32, G = 8, D = 128, bfloat16, `pariskv`. Codes and rows are checked first; wrong ones are not
 timed. `encode`: CUDA graphs after the L2 cache was filled otherwise, shares of the read-only rate
-of the same run. `offload`: CUDA events around copies, shares of a plain copy from the device to
+of the same run. `small`: the kernels of an update and of a token, and rows by ids, alone, each in a
+graph of all layers. `offload`: CUDA events around copies, shares of a plain copy from the device to
 pinned memory of the same size. `update`: 256 tokens of each layer move into the index every 256
 steps; a step is a graph of all layers' searches and attention alone, which makes a delay as large a
 share as it can be. `layers`: the same of attention layers that are launched one by one, and update
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.appending import encode, layers, offload, update
+from benchmarks.appending import encode, layers, offload, small, update
 from benchmarks.decode.floors import ceilings
 from benchmarks.decode.setting import D, G, H
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
@@ -33,7 +34,10 @@ from kvindex.geometry import Geometry
 from kvindex_adapters.machine import describe
 from kvindex_cuda import launch as launching
 
-PARTS = ("ceilings", "encode", "offload", "update", "layers")
+PARTS = ("ceilings", "encode", "small", "offload", "update", "layers")
+SHORT = 2**14
+"""Tokens of the indexes of `small`, whose kernels do not depend on them."""
+
 ALIKE = ("gpu", "torch", "processor", "cores")
 """Of a machine: what runs that are joined have in common."""
 
@@ -78,8 +82,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         for value in values if isinstance(values, list) else [values]:
             if value < low:
                 parser.error(f"{name}: got {value}, allowed is at least {low}")
-    if found.layers > update.UPDATE:
-        parser.error(f"layers: got {found.layers}, allowed is up to {update.UPDATE}")
+    if found.layers > update.MOST_LAYERS:
+        parser.error(f"layers: got {found.layers}, allowed is up to {update.MOST_LAYERS}")
     if not found.seconds > 0:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
     if found.json is not None and not found.json.parent.is_dir():
@@ -115,6 +119,8 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         keep("ceilings", ceilings(timed, "cuda"))
         rate = result["ceilings"]["read"]["GB_s"]
         keep("encode", encode.measure(geometry, given.tokens, given.piece, timed, rate))
+        clock.check()
+        keep("small", small.measure(geometry, SHORT, given.layers, timed, result["ceilings"]))
         clock.check()
         keep("offload", offload.measure(geometry, given.rows))
         updates = []

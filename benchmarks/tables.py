@@ -34,8 +34,8 @@ PAGES = (
 
 SOURCES = {
     **dict.fromkeys(("decode_stages", "decode_faiss", "decode_rows"), "decode_step"),
-    "decode_presets": "decode_step_scan",
-    **dict.fromkeys(("append_updates", "append_layers", "stage_codes"), "append"),
+    **dict.fromkeys(("decode_presets", "preset_stages"), "decode_step_scan"),
+    **dict.fromkeys(("append_updates", "append_layers", "append_small", "stage_codes"), "append"),
     **dict.fromkeys(
         ("stage_coarse", "stage_rerank", "stage_select", "stage_attention"), "decode_step"
     ),
@@ -63,7 +63,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_rows": decode.decode_rows,
     "decode_stages": decode.decode_stages,
     "decode_presets": decode.decode_presets,
+    "preset_stages": decode.preset_stages,
     "stage_codes": append.kernels,
+    "append_small": append.small,
     "stage_coarse": decode.stage("ask", "scan"),
     "stage_rerank": decode.stage("rerank"),
     "stage_select": decode.stage("agree"),

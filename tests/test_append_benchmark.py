@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks import append
-from benchmarks.appending import encode, layers, update
+from benchmarks.appending import encode, layers, small, update
+from benchmarks.decode.timing import Launches
+from benchmarks.tabling import append as tabling
 from kvindex.geometry import Geometry
 from kvindex_cuda.append import Writer
 from tests.cuda import emulator
@@ -51,6 +53,27 @@ def test_kernels_are_timed_alone_together_and_in_pieces():
     assert found["in_pieces"]["bytes"] == found["encode"]["bytes"]
 
 
+@emulated
+def test_small_kernels_run_alone_and_leave_the_index_as_it_was(monkeypatch):
+    monkeypatch.setattr(update, "APART", 100)
+    seen = []
+
+    def timed(run, layers):
+        with Launches() as launches:
+            run()
+        seen.append(set(launches.names))
+        return {"median_us": 2.0}
+
+    rates = {"read": {"GB_s": 4000.0}, "pinned": {"GB_s": 50.0}}
+    with emulator.emulated():
+        found = small.measure(SMALL, 700, 2, timed, rates, k=8)
+    assert seen == [{name} for name in small.bytes_of(SMALL)]
+    assert found["keep"]["host_bytes"] == 256 * 2 * 128 * 2
+    page = tabling.small({"small": found, "machine": dict(gpu="g", torch="2", transformers="5")})
+    assert "| `keep` | the same | 131 | 131 | 2.6 | 2.0 |" in page
+    assert tabling.small({}) == "Not measured in this run."
+
+
 @pytest.mark.parametrize("plan", update.PLANS)
 @pytest.mark.parametrize("layers", [1, 16, 30])
 def test_every_layer_is_updated_once_in_a_period(plan, layers):
@@ -71,14 +94,14 @@ def test_delays_are_of_the_steps_that_an_update_falls_on():
     assert (result["updates"], result["host_us_per_layer"]) == (2, 30.0)
 
 
-def test_an_update_falls_on_the_steps_where_it_begins_and_ends():
+def test_an_update_falls_on_the_step_beside_it_and_on_those_where_it_begins_and_ends():
     fallen = {
         plan: [step for step in range(300) if update.falls(plan, step, 64)] for plan in update.PLANS
     }
     assert fallen["staggered"][:3] == [0, 4, 8]
-    assert fallen["beside"][:6] == [0, 1, 4, 5, 8, 9]
+    assert fallen["beside"][:8] == [0, 1, 3, 4, 5, 7, 8, 9]
     assert fallen["together"] == [128]
-    assert fallen["together_beside"] == [128, 129]
+    assert fallen["together_beside"] == [127, 128, 129]
 
 
 @emulated
@@ -132,7 +155,7 @@ def test_delays_are_over_the_plain_steps_of_the_run():
     [
         (["--tokens", "5"], "tokens: got 5, allowed is at least 4096"),
         (["--context", "5000", "9"], "context: got 9"),
-        (["--layers", "300"], "layers: got 300, allowed is up to 256"),
+        (["--layers", "300"], "layers: got 300, allowed is up to 64"),
         (["--seconds", "0"], "seconds: got 0.0"),
         (["--json", "/nowhere/a.json"], "allowed is a file in a folder that exists"),
     ],

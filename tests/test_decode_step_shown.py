@@ -110,9 +110,27 @@ def test_the_page_has_the_points_of_a_longer_run(results):
     page = decode.decode_step(result)
     assert "| 4,194,304 | 1 | – | – | 81 | – | 70 |" in page
     assert "4,194,304 tokens: a run of its own. Measured on g" in page
-    assert "Of the rows asked for 90% lie in the cache. Launches" in page
+    assert "Of the rows asked for 90.0% lie in the cache. Launches" in page
     (results / "hit_rate.json").write_text(json.dumps(dict(cells=cells)))
-    assert "90% lie in the cache. Where a model writes, 60% do." in decode.decode_step(result)
+    assert "90.0% lie in the cache. Where a model writes, 60% do." in decode.decode_step(result)
+
+
+def test_the_page_says_where_memory_let_fewer_layers_be(results):
+    result = {**made_up(), "points": made_up()["points"][:2]}
+    for point, layers, rate in zip(result["points"], (16, 3), (0.937, 0.931), strict=True):
+        point |= dict(layers=16, dense_layers=layers, hit_rate=rate)
+    page = decode.decode_step(result)
+    assert "Of the rows asked for 93.1% to 93.7% lie in the cache." in page
+    assert "graphs of fewer layers, for memory: 3 (1,048,576 tokens, batch 1).\n" in page
+
+
+def test_the_page_has_the_launches_of_presets(results):
+    (results / "decode_step_fast.json").write_text(json.dumps(made_up()))
+    assert "`ask`" not in decode.preset_stages({})
+    (results / "decode_step_scan.json").write_text(json.dumps(made_up()))
+    page = decode.preset_stages({})
+    assert "| `scan` | `ask` |" in page
+    assert "1,048,576 tokens" in page or "4,194,304 tokens" in page
 
 
 def test_the_page_has_a_table_of_faiss_where_it_was_measured():

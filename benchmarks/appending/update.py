@@ -20,6 +20,9 @@ from kvindex.streams import side_stream
 UPDATE = 256
 """Tokens between two updates of a layer, and of each update (paper, Table 1)."""
 
+MOST_LAYERS = UPDATE // 4
+"""So that between the steps that an update falls on there is one that none does."""
+
 PIECE = 2**16
 """Tokens that a prompt is appended in."""
 
@@ -117,10 +120,15 @@ def due(plan: str, step: int, layers: int) -> list[int]:
     return [place // apart] if place % apart == 0 and place // apart < layers else []
 
 
-def falls(plan: str, step: int, layers: int) -> bool:
-    """Whether an update begins after a step or, beside the steps, ends after it."""
-    ends = plan.endswith("beside") and step > 0 and due(plan, step - 1, layers)
-    return bool(due(plan, step, layers) or ends)
+def falls(plan: str, interval: int, layers: int) -> bool:
+    """Whether an update falls on an interval: from the end of a step (0, 1, …) to the next one's.
+
+    On the steps' stream it is the one after the step that the update is due after. Beside the steps
+    the side stream runs while that step does, an interval before; the host may be late for the next
+    one; and the end, which the next is followed by, is an interval later.
+    """
+    near = (-1, 0, 1) if plan.endswith("beside") else (0,)
+    return any(due(plan, interval - i, layers) for i in near if interval >= i)
 
 
 class Updates:
@@ -183,15 +191,17 @@ def timed(decode: Decode, periods: int, plan: str | None) -> tuple[list[float], 
 
 
 def delays(found: list[float], host: list[float], hit: list[int]) -> Any:
-    """How much longer than the others of the same run steps are that an update falls on.
+    """How much longer than the others' median intervals of a run are that an update falls on.
 
-    hit: those steps (from the end of one to the end of the next); of their worst `worst_of_worst`
-    says how it compares with the worst of the others.
+    hit: those of `falls`; of their worst `worst_of_worst` says how it compares with the worst of
+    the others.
     """
     struck = [found[i] for i in hit]
     others = [time for i, time in enumerate(found) if i not in set(hit)]
     usual = statistics.median(others)
     return {
+        "median_us": statistics.median(found),
+        "worst_us": max(found),
         "others_median_us": usual,
         "others_worst_us": max(others),
         "updated_median_us": statistics.median(struck),

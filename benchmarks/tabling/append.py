@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tabling.parts import STAGE, machine, table
+from benchmarks.tabling.parts import NOT_MEASURED, STAGE, machine, table
 
 PARTS = {
     "learn": "`learn`",
     "encode": "`encode`",
     "in_one_go": "both, all keys at once",
     "in_pieces": "both, in pieces of 64K tokens",
+}
+
+SMALL = {
+    "learn": "an update of 256 tokens",
+    "encode": "the same",
+    "keep": "the same",
+    "grow": "the same",
+    "hold": "a token",
+    "gather_blocks": "k rows, fetched from the host",
+    "draw": "k rows of 8 k",
 }
 
 WORDS = {
@@ -56,6 +66,24 @@ def kernels(result: dict[str, Any]) -> str:
     return table(STAGE, rows) + f"\n\nOf [an append](../cuda.md#an-append). {machine(result)}"
 
 
+def small(result: dict[str, Any]) -> str:
+    """The kernels of an update and of a token, and rows by ids: each alone."""
+    if "small" not in result:
+        return NOT_MEASURED
+    found, rows = result["small"], []
+    for name, said in SMALL.items():
+        part = found[name]
+        moved = (f"{part[which] / 1e3:,.0f}" for which in ("bytes", "host_bytes"))
+        floor, us = part["floor_us"], part["median_us"]
+        rows.append((f"`{name}`", said, *moved, f"{floor:.1f}", f"{us:.1f}", f"{floor / us:.0%}"))
+    head = ("launch", "of", "KB", "KB over PCIe", "floor, µs", "measured, µs", "ratio")
+    about = (
+        f"Medians of a graph of {found['layers']} layers that runs the launch alone, one after the "
+        f"other; k = {found['k']}."
+    )
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def updates(result: dict[str, Any]) -> str:
     """By how much a step is longer in which an update falls, than the others' median."""
     rows = []
@@ -70,7 +98,9 @@ def updates(result: dict[str, Any]) -> str:
             rows.append((found["is"], *delays, f"{found['amortised']:.1%}"))
         alone = part["without"]["median_us"]
         about = (
-            f"{part['layers']} layers, {part['tokens']:,} tokens, {alone:,.0f} µs a step without."
+            f"{part['layers']} layers, {part['tokens']:,} tokens; {alone:,.0f} µs a step in a run "
+            "without updates. Shares are over the median of those steps of the same run that no "
+            "update falls on (the others)."
         )
     head = ("updates", "such a step is longer by", "the worst", "the worst of the others", "all by")
     return f"{about}\n\n" + table(head, rows)

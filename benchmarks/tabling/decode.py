@@ -8,11 +8,9 @@ from typing import Any
 
 from benchmarks.decode.show import FAISS, joined
 from benchmarks.tabling.hits import found_in_texts
-from benchmarks.tabling.parts import RESULTS, STAGE, machine, table
+from benchmarks.tabling.parts import NOT_MEASURED, RESULTS, STAGE, machine, table
 
 _COUNTED = ("launches", "attend_nodes")
-
-NOT_MEASURED = "Not measured in this run."
 
 
 def decode_step(result: dict[str, Any]) -> str:
@@ -49,12 +47,14 @@ def steps(
     ]
     hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
     if hits:
-        about.append(f"Of the rows asked for {hits[0]:.0%} lie in the cache.")
+        low, high = f"{min(hits):.1%}", f"{max(hits):.1%}"
+        share = low if low == high else f"{low} to {high}"
+        about.append(f"Of the rows asked for {share} lie in the cache.")
     if hits and in_texts is not None:
         about.append(f"Where a model writes, {in_texts:.0%} do.")
     if "note" in result:
         about.append(result["note"])
-    about += _launched(points)
+    about += [*_launched(points), *_fewer_layers(points)]
     ending = machine(result)
     if longer:
         lengths = sorted({f"{point['tokens']:,}" for part in longer for point in part["points"]})
@@ -67,11 +67,13 @@ PRESETS = ("fast", "scan", "paper", "accurate")
 
 def decode_presets(_: dict[str, Any]) -> str:
     """Whole steps of the presets, a result each."""
+    return presets(_presets())
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    """A result of each preset that has one."""
     paths = {preset: RESULTS / f"decode_step_{preset}.json" for preset in PRESETS}
-    found = {
-        preset: json.loads(path.read_text()) for preset, path in paths.items() if path.exists()
-    }
-    return presets(found)
+    return {preset: json.loads(path.read_text()) for preset, path in paths.items() if path.exists()}
 
 
 def presets(results: dict[str, dict[str, Any]]) -> str:
@@ -167,6 +169,18 @@ def _launched(points: list[dict[str, Any]]) -> list[str]:
     return ["Launches of the bare step: {}; of `index.attend`, captured: {}.".format(*counts)]
 
 
+def _fewer_layers(points: list[dict[str, Any]]) -> list[str]:
+    """In words, where memory let fewer layers of dense attention be in a graph than of the step."""
+    fewer = [
+        f"{p['dense_layers']} ({p['tokens']:,} tokens, batch {p['batch']})"
+        for p in points
+        if "dense" in p and 0 < p.get("dense_layers", 0) < p.get("layers", 0)
+    ]
+    return [f"Dense attention in graphs of fewer layers, for memory: {', '.join(fewer)}."] * bool(
+        fewer
+    )
+
+
 def _searched(found: dict[str, Any], name: str) -> str:
     """Median of FAISS's search, and the share of the best keys that it finds."""
     if name not in found:
@@ -189,6 +203,26 @@ def stage(*names: str) -> Callable[[dict[str, Any]], str]:
         return table(STAGE, ordered) + f"\n\nOf [the step](../cuda.md#how-fast). {machine(result)}"
 
     return render
+
+
+def preset_stages(_: dict[str, Any]) -> str:
+    """The launches of the presets that have steps of their own, at the longest length measured."""
+    rows, found = [], _presets()
+    for preset, result in found.items():
+        points = [point for point in result["points"] if point["batch"] == 1 and "stages" in point]
+        if preset == "fast" or not points:
+            continue
+        for one in (each for each in points[-1]["stages"] if "floor_us" in each):
+            moved, us = (one["bytes"] + one["host_bytes"]) / 1e6, one["us"]
+            line = f"`{preset}`", f"`{one['name']}`", f"{moved:.1f}"
+            share = f"{one['floor_us'] / us:.0%}" if us > 0 else "–"
+            rows.append((*line, f"{one['floor_us']:.1f}", f"{us:.1f}", share))
+    head = ("preset", "launch", "MB", "floor, µs", "measured, µs", "ratio")
+    tokens = {result["points"][-1]["tokens"] for result in found.values()}
+    about = (
+        f"{max(tokens):,} tokens, batch 1, rows on the host; by what the step takes longer with it."
+    )
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(next(iter(found.values())))}"
 
 
 def decode_stages(result: dict[str, Any]) -> str:

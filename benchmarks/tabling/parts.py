@@ -7,6 +7,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 
+NOT_MEASURED = "Not measured in this run."
+
 STAGE = ("launch", "tokens", "MB", "floor, µs", "measured, µs", "ratio")
 """The head of a table on a stage's own page."""
 

@@ -353,7 +353,10 @@ def test_without_cupy_the_extra_to_install_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        (dict(gpu=False), "needs an NVIDIA GPU and a driver .* torch sees none"),
+        (
+            dict(gpu=False),
+            "needs an NVIDIA GPU and a driver .* torch sees none .* install a driver",
+        ),
         (
             dict(capability=(7, 5)),
             r"got a GPU of compute capability 7\.5, allowed is 8\.0 or newer",

@@ -68,6 +68,7 @@ def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **op
 
 CASES = {
     "g4": (Case(q_heads=8, kv_heads=2, head_dim=128, value_dim=128), 1500, {}),
+    "g4-B8": (Case(q_heads=8, kv_heads=2, head_dim=64, batch=8), 600, {}),
     "g1-B2": (Case(q_heads=2, kv_heads=2, head_dim=64, batch=2), 700, {}),
     "g3-D96": (Case(q_heads=3, kv_heads=1, head_dim=96), 600, {}),
     "g2-D80": (Case(q_heads=2, kv_heads=1, head_dim=80), 600, {}),
