@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drifting import show as drifting
-from benchmarks.tabling import append, decode, field, hits, reading, recall, rows, speed, tau
+from benchmarks.tabling import (
+    append,
+    decode,
+    field,
+    hits,
+    limits,
+    reading,
+    recall,
+    rows,
+    speed,
+    tau,
+)
 from benchmarks.tabling.parts import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +85,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "drift": drifting.markdown,
     "generate_speed": speed.generate_speed,
     "hit_rate": hits.hit_rate,
+    "limits": limits.limits,
     "tau": tau.tau,
     "row_codecs": rows.row_codecs,
     "row_times": rows.row_times,

@@ -55,7 +55,7 @@ def measure(
     """Each in a graph over so many layers' indexes and buffers."""
     g, decode = geometry, Decode(geometry, tokens, layers, captured=False, k=k)
     found: dict[str, Any] = {"tokens": tokens, "layers": layers, "k": k}
-    runs, must = _runs(g, decode, layers, k), bytes_of(g, k)
+    runs, must = runs_of(g, decode, layers, k), bytes_of(g, k)
     for name, run in runs.items():
         floor = must[name].floor_us(rates["read"]["GB_s"], rates["pinned"]["GB_s"])
         moved = {"bytes": must[name].device, "host_bytes": must[name].host, "floor_us": floor}
@@ -63,7 +63,7 @@ def measure(
     return found
 
 
-def _runs(g: Geometry, decode: Decode, layers: int, k: int) -> dict[str, Callable[[], None]]:
+def runs_of(g: Geometry, decode: Decode, layers: int, k: int = K) -> dict[str, Callable[[], None]]:
     """By name, what runs a kernel once for each layer."""
     for layer, index in enumerate(decode.indexes):
         index.append(*decode.tokens_of(layer))  # centres have room from here on

@@ -1,0 +1,206 @@
+"""What limits each kernel: counters of Nsight Compute, each launch alone and with cold caches.
+
+    PYTHONPATH=.:adapters python benchmarks/limits.py [--tokens N] [--keys N] [--works NAME …]
+        --json OUT
+
+Batch 1, H = 32, G = 8, D = 128, bfloat16, k = 100, rows on the host. A work is an index, whose step
+over N tokens is run (its `attend` without a cache of rows), `append` (`learn` and `encode` of so
+many keys) or `small` (the kernels of an update and of a token). `ncu` repeats a launch until all
+counters are read, one launch at a time: times are longer than in a step, where launches overlap.
+Steps are checked before. Needs `ncu`, and a machine that lets it read counters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.appending import encode, small, update
+from benchmarks.beside.worker import Bench
+from benchmarks.decode.setting import geometry
+from kvindex_adapters.machine import describe
+from kvindex_cuda.code_blocks import Fill
+
+ROOT = Path(__file__).parent.parent
+
+STEPS = ("pariskv", *(f"pariskv:preset={name}" for name in ("scan", "paper", "accurate")))
+WORKS = (*STEPS, "append", "small")
+
+STALLS = (
+    *("barrier", "dispatch_stall", "drain", "imc_miss", "lg_throttle", "long_scoreboard"),
+    *("math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "short_scoreboard"),
+    *("sleeping", "tex_throttle", "wait"),
+)
+"""Why a warp does not issue (Nsight Compute's names), but for another one that was chosen."""
+
+_PER_ISSUE = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+
+COUNTERS = {
+    "us": "gpu__time_duration.sum",
+    "read_bytes": "dram__bytes_read.sum",
+    "written_bytes": "dram__bytes_write.sum",
+    "memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "issue": "smsp__issue_active.avg.pct_of_peak_sustained_elapsed",
+    "shared": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.per_cycle_active",
+    "instructions": "sm__inst_executed.sum",
+    **{stall: _PER_ISSUE.format(stall) for stall in STALLS},
+}
+"""By the name in the result; `memory`, `issue`, `shared` are percent of what there is."""
+
+PIPES = {
+    "memory": "memory",
+    "issue": "issue slots",
+    "shared": "the pipe of shared memory and shuffles",
+}
+
+MOST = 60
+"""Percent of a pipe from which on it is said to limit a kernel."""
+
+
+def limit(found: dict[str, Any]) -> str:
+    """What limits a kernel, in words: the busiest pipe, or what its warps wait for."""
+    pipe = max(PIPES, key=lambda name: float(found[name]))
+    if found[pipe] >= MOST:
+        return f"{PIPES[pipe]}, {found[pipe]:.0f}%"
+    stall = max(STALLS, key=lambda name: float(found[name]))
+    return f"latency: {stall.replace('_', ' ')}"
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    """Our kernels' launches in a CSV of `ncu --page raw --print-units base`, and their counters.
+
+    Raises ValueError where there is none, or one without a counter.
+    """
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
+    if not starts:
+        raise ValueError(f"ncu: got no table: {' '.join(lines[-3:])[:300]}")
+    table = csv.DictReader(lines[starts[0] :])
+    next(table)  # units
+    found = []
+    for row in table:
+        if not re.fullmatch(r"\w+", row["Kernel Name"]):
+            continue  # torch's, whose names have types
+        one: dict[str, Any] = {"kernel": row["Kernel Name"], "grid": row["Grid Size"]}
+        for name, counter in COUNTERS.items():
+            try:
+                one[name] = float(row[counter].replace(",", ""))
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"ncu: got no {counter} of {one['kernel']}") from error
+        one["us"] /= 1e3
+        found.append(one | {"limit": limit(one)})
+    return found
+
+
+def run(work: str, tokens: int, keys: int) -> None:
+    """A work, once to compile what it needs and once between the profiler's start and stop."""
+    if work == "append":
+        g = geometry("cuda")
+        index, new = encode.index_of(g), encode.keys_of(g, 0, keys)
+        index._codes.reserve(Fill(1, keys, lambda table: None))
+
+        def once() -> None:
+            begun = index._writer.learn(new, None, {}, start=0)
+            index._writer.codes(new, None, begun, start=0).write(index._codes.table)
+    elif work == "small":
+        decode = update.Decode(geometry("cuda"), 2**14, 1, captured=False)
+        runs = small.runs_of(geometry("cuda"), decode, 1)
+
+        def once() -> None:
+            for one in runs.values():
+                one()
+    else:
+        bench = Bench.on_device(index=work, hit_rate=0.9)
+        bench.layers = 1
+        bench.check()
+        bench.pin(tokens)
+        bench.build(tokens)
+        step = bench.work
+
+        def once() -> None:
+            assert step is not None
+            step.run("host")
+
+    once()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    once()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def profiled(work: str, given: argparse.Namespace, ncu: str) -> list[dict[str, Any]]:
+    """The launches of a work. Raises ValueError where `ncu` says none."""
+    inner = [sys.executable, __file__, "--run", work, "--tokens", str(given.tokens)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.csv"
+        command = [ncu, "--profile-from-start", "off", "--clock-control", "none", "--csv"]
+        command += ["--page", "raw", "--print-units", "base", "--log-file", str(log)]
+        command += ["--metrics", ",".join(COUNTERS.values()), *inner, "--keys", str(given.keys)]
+        path = (
+            f"{ROOT}{os.pathsep}{ROOT / 'adapters'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        )
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        )
+        said = log.read_text() if log.exists() else ""
+    if done.returncode:
+        raise ValueError(f"ncu: got status {done.returncode}: {(done.stderr or said)[-300:]}")
+    return parsed(said)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What the command was told; exits with words where it cannot be done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2**17, help="that a step searches")
+    parser.add_argument("--keys", type=int, default=2**20, help="that are appended")
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--run", choices=WORKS, help="only run it, as ncu does")
+    parser.add_argument("--json", type=Path)
+    found = parser.parse_args(given)
+    for name in ("tokens", "keys"):
+        if (value := getattr(found, name)) < 4096:
+            parser.error(f"{name}: got {value}, allowed is at least 4096")
+    if not found.run and (found.json is None or not found.json.parent.is_dir()):
+        parser.error(f"json: got {found.json}, allowed is a file in a folder that exists")
+    if not torch.cuda.is_available():
+        parser.error("this measures a CUDA device, and torch sees none")
+    return found
+
+
+def main() -> None:
+    """Run a work, or have ncu run each of them, and write."""
+    given = arguments()
+    if given.run:
+        with torch.no_grad():
+            run(given.run, given.tokens, given.keys)
+        return
+    if (ncu := shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")) is None:
+        sys.exit("this needs ncu, of NVIDIA Nsight Compute, which is not in the path")
+    result: dict[str, Any] = {name: getattr(given, name) for name in ("tokens", "keys")}
+    result |= {"machine": describe("cuda"), "works": {}, "notes": []}
+    for work in given.works:
+        try:
+            result["works"][work] = profiled(work, given, ncu)
+        except ValueError as error:
+            result["notes"].append(f"{work}: {error}")
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        for one in result["works"].get(work, []):
+            print(f"{work}: {one['kernel']} {one['us']:.1f} µs, {one['limit']}", flush=True)
+    print(*result["notes"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()
