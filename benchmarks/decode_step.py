@@ -115,7 +115,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         result["notes"].append(note)
         say(note)
 
-    result["check"] = check(setting, processors)
+    result["check"] = check(setting, processors, batch=max(2, *given.batch))
     say(f"checked: {result['check']}")
     try:
         result["ceilings"] = ceilings(timed, "cuda", record=setting.record)

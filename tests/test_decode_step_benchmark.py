@@ -214,9 +214,11 @@ def test_layers_read_the_same_rows_elsewhere(setting):
 
 
 @emulated
-def test_a_right_step_is_let_through(setting):
+@pytest.mark.parametrize("batch", [2, 8])
+def test_a_right_step_is_let_through(batch, setting):
     with emulator.emulated():
-        found = check(setting, 4, allocator=Mapped(), slab_bytes=2**16)
+        found = check(setting, 4, batch=batch, allocator=Mapped(), slab_bytes=2**16)
+    assert found["batch"] == batch
     assert found["same_ids"] > SAME
     assert found["error"] < CLOSE
     assert found["found"] == 20

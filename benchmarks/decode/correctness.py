@@ -21,12 +21,14 @@ SAME, CLOSE = 0.98, 5e-3
 or tie), and largest relative error of the output: that of rounding to bfloat16 is 1e-3."""
 
 
-def check(setting: Setting, multiprocessors: int, **options: Any) -> dict[str, Any]:
+def check(
+    setting: Setting, multiprocessors: int, *, batch: int = 2, **options: Any
+) -> dict[str, Any]:
     """The step's ids against the reference's, its output against SDPA over the rows it chose.
 
     options: for `HostStore`. Raises SystemExit where they differ.
     """
-    g, batch, tokens = setting.geometry, 2, CHECKED
+    g, tokens = setting.geometry, CHECKED
     index: Any = setting.index
     layout = setting.layout
     keys, values = (
