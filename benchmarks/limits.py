@@ -81,7 +81,7 @@ def limit(found: dict[str, Any]) -> str:
 def parsed(text: str) -> list[dict[str, Any]]:
     """Our kernels' launches in a CSV of `ncu --page raw --print-units base`, and their counters.
 
-    Raises ValueError where there is none, or one without a counter.
+    Raises ValueError where there is none, or one without a counter that is no stall's.
     """
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
@@ -98,6 +98,9 @@ def parsed(text: str) -> list[dict[str, Any]]:
             try:
                 one[name] = float(row[counter].replace(",", ""))
             except (KeyError, ValueError) as error:
+                if name in STALLS:
+                    one[name] = 0.0  # not every GPU has each
+                    continue
                 raise ValueError(f"ncu: got no {counter} of {one['kernel']}") from error
         one["us"] /= 1e3
         found.append(one | {"limit": limit(one)})

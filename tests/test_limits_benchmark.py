@@ -31,6 +31,12 @@ def test_a_table_is_read():
     assert agree["limit"] == "latency: long scoreboard"
 
 
+def test_a_stall_that_a_gpu_does_not_count_is_none():
+    text = written(AGREE).replace("stalled_long_scoreboard", "another")
+    (agree,) = limits.parsed(text)
+    assert agree["long_scoreboard"] == 0
+
+
 def test_what_is_no_table_is_said():
     with pytest.raises(ValueError, match="ncu: got no table: ==ERROR== no permission"):
         limits.parsed("==ERROR== no permission\n")
