@@ -99,10 +99,9 @@ def updates(result: dict[str, Any]) -> str:
         alone = part["without"]["median_us"]
         about = (
             f"{part['layers']} layers, {part['tokens']:,} tokens; {alone:,.0f} µs a step in a run "
-            "without updates. Shares are over the median of those steps of the same run that no "
-            "update falls on (the others)."
+            "without updates. Shares are over the median of the other steps of the same run."
         )
-    head = ("updates", "such a step is longer by", "the worst", "the worst of the others", "all by")
+    head = ("updates", "such a step is longer by", "the worst", "the others' worst", "all steps by")
     return f"{about}\n\n" + table(head, rows)
 
 
