@@ -129,7 +129,7 @@ class HostStore:
         Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
         RuntimeError if no memory can be pinned.
         """
-        self._room(_first(rows).shape[0], _count(rows))
+        self._room(next(iter(rows.values())).shape[0], _count(rows))
 
     def make_room(self, tokens: int) -> None:
         """Pin now what rows of so many tokens need, so that no append until then pins any.
@@ -245,11 +245,6 @@ def _in_blocks(part: Tensor) -> Tensor:
     """`[B, G, N, D]` of whole blocks as `[B, S, G, 256, D]`, a view."""
     B, G, _, D = part.shape
     return part.view(B, G, -1, BLOCK, D).transpose(1, 2)
-
-
-def _first(rows: dict[str, Tensor]) -> Tensor:
-    """A tensor that has the rows' batch, and stands for them."""
-    return next(iter(rows.values()))
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:

@@ -200,11 +200,10 @@ def checked(device: int) -> Any:
             '"kvindex-torch[cuda12]" (CUDA 12)'
         ) from error
     if not torch.cuda.is_available():
-        built = torch.version.cuda
         raise RuntimeError(
             'backend="cuda" needs an NVIDIA GPU and a driver that torch can use; torch sees none '
-            f"(torch {torch.__version__}, built for CUDA {built}). Where there is one, install a "
-            "driver and a torch for the same CUDA: nvidia-smi says which the driver is for"
+            f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). If there is one, "
+            "install a driver and a torch for the same CUDA: nvidia-smi says the driver's"
         )
     if (found := torch.cuda.get_device_capability(device)) < OLDEST:
         raise RuntimeError(

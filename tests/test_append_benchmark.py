@@ -54,7 +54,7 @@ def test_kernels_are_timed_alone_together_and_in_pieces():
 
 
 @emulated
-def test_small_kernels_run_alone_and_leave_the_index_as_it_was(monkeypatch):
+def test_small_kernels_run_alone(monkeypatch):
     monkeypatch.setattr(update, "APART", 100)
     seen = []
 

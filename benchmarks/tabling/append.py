@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tabling.parts import NOT_MEASURED, STAGE, machine, table
+from benchmarks.tabling.parts import NOT_MEASURED, STAGE, beside_its_floor, machine, table
 
 PARTS = {
     "learn": "`learn`",
@@ -60,9 +60,8 @@ def kernels(result: dict[str, Any]) -> str:
     encode, read, rows = result["encode"], result["ceilings"]["read"]["GB_s"], []
     for name in ("learn", "encode"):
         part = encode[name]
-        floor, us = part["bytes"] / read / 1e3, part["median_us"]
-        line = f"`{name}`", f"{encode['tokens']:,}", f"{part['bytes'] / 1e6:,.1f}"
-        rows.append((*line, f"{floor:,.1f}", f"{us:,.1f}", f"{floor / us:.0%}"))
+        found = part["bytes"], part["bytes"] / read / 1e3, part["median_us"]
+        rows.append((f"`{name}`", f"{encode['tokens']:,}", *beside_its_floor(*found)))
     return table(STAGE, rows) + f"\n\nOf [an append](../cuda.md#an-append). {machine(result)}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.decode.show import FAISS, joined
 from benchmarks.tabling.hits import found_in_texts
-from benchmarks.tabling.parts import NOT_MEASURED, RESULTS, STAGE, machine, table
+from benchmarks.tabling.parts import NOT_MEASURED, RESULTS, STAGE, beside_its_floor, machine, table
 
 _COUNTED = ("launches", "attend_nodes")
 
@@ -176,9 +176,9 @@ def _fewer_layers(points: list[dict[str, Any]]) -> list[str]:
         for p in points
         if "dense" in p and 0 < p.get("dense_layers", 0) < p.get("layers", 0)
     ]
-    return [f"Dense attention in graphs of fewer layers, for memory: {', '.join(fewer)}."] * bool(
-        fewer
-    )
+    if not fewer:
+        return []
+    return [f"Dense attention in graphs of fewer layers, for memory: {', '.join(fewer)}."]
 
 
 def _searched(found: dict[str, Any], name: str) -> str:
@@ -188,19 +188,23 @@ def _searched(found: dict[str, Any], name: str) -> str:
     return f"{found[name]['median_us']:,.0f} ({found[f'{name}_recall']:.0%})"
 
 
+def _measured(stage: dict[str, Any]) -> tuple[str, str, str, str]:
+    """`beside_its_floor`, of all bytes that a launch moves."""
+    return beside_its_floor(stage["bytes"] + stage["host_bytes"], stage["floor_us"], stage["us"])
+
+
 def stage(*names: str) -> Callable[[dict[str, Any]], str]:
     """A table for the page of a stage: its launches at each length."""
 
     def render(result: dict[str, Any]) -> str:
-        rows = []
-        for point in (each for each in result["points"] if each["batch"] == 1):
-            for found in (each for each in point.get("stages", []) if each["name"] in names):
-                moved, us = (found["bytes"] + found["host_bytes"]) / 1e6, found["us"]
-                line = f"`{found['name']}`", f"{point['tokens']:,}", f"{moved:.1f}"
-                share = f"{found['floor_us'] / us:.0%}" if us > 0 else "–"
-                rows.append((*line, f"{found['floor_us']:.1f}", f"{us:.1f}", share))
-        ordered = sorted(rows, key=lambda row: names.index(row[0].strip("`")))
-        return table(STAGE, ordered) + f"\n\nOf [the step](../cuda.md#how-fast). {machine(result)}"
+        rows = [
+            (f"`{found['name']}`", f"{point['tokens']:,}", *_measured(found))
+            for name in names
+            for point in result["points"]
+            for found in point.get("stages", [])
+            if point["batch"] == 1 and found["name"] == name
+        ]
+        return table(STAGE, rows) + f"\n\nOf [the step](../cuda.md#how-fast). {machine(result)}"
 
     return render
 
@@ -210,19 +214,17 @@ def preset_stages(_: dict[str, Any]) -> str:
     rows, found = [], _presets()
     for preset, result in found.items():
         points = [point for point in result["points"] if point["batch"] == 1 and "stages" in point]
-        if preset == "fast" or not points:
-            continue
-        for one in (each for each in points[-1]["stages"] if "floor_us" in each):
-            moved, us = (one["bytes"] + one["host_bytes"]) / 1e6, one["us"]
-            line = f"`{preset}`", f"`{one['name']}`", f"{moved:.1f}"
-            share = f"{one['floor_us'] / us:.0%}" if us > 0 else "–"
-            rows.append((*line, f"{one['floor_us']:.1f}", f"{us:.1f}", share))
-    head = ("preset", "launch", "MB", "floor, µs", "measured, µs", "ratio")
-    tokens = {result["points"][-1]["tokens"] for result in found.values()}
+        if preset != "fast" and points:
+            tokens = f"{points[-1]['tokens']:,}"
+            rows += [
+                (f"`{preset}`", f"`{one['name']}`", tokens, *_measured(one))
+                for one in points[-1]["stages"]
+                if "floor_us" in one
+            ]
     about = (
-        f"{max(tokens):,} tokens, batch 1, rows on the host; by what the step takes longer with it."
+        "The longest runs, batch 1, rows on the host; by what the step takes longer with a launch."
     )
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(next(iter(found.values())))}"
+    return f"{about}\n\n{table(('preset', *STAGE), rows)}\n\n{machine(next(iter(found.values())))}"
 
 
 def decode_stages(result: dict[str, Any]) -> str:
@@ -232,9 +234,7 @@ def decode_stages(result: dict[str, Any]) -> str:
     for of_each in zip(*(point["stages"] for point in points), strict=True):
         line = [f"`{of_each[0]['name']}`"]
         for stage in of_each:
-            moved = (stage["bytes"] + stage["host_bytes"]) / 1e6
-            share = f"{stage['floor_us'] / stage['us']:.0%}" if stage["us"] > 0 else "–"
-            line += [f"{moved:.1f}", f"{stage['floor_us']:.1f}", f"{stage['us']:.1f}", share]
+            line += _measured(stage)
         rows.append(tuple(line))
     head = ["launch"]
     for point in points:

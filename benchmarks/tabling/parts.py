@@ -19,6 +19,12 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def beside_its_floor(nbytes: float, floor_us: float, us: float) -> tuple[str, str, str, str]:
+    """Megabytes, floor, time and ratio of a launch: the last cells of `STAGE`."""
+    share = f"{floor_us / us:.0%}" if us > 0 else "–"
+    return f"{nbytes / 1e6:,.1f}", f"{floor_us:,.1f}", f"{us:,.1f}", share
+
+
 def mean(cells: list[dict[str, Any]], name: str) -> float:
     """Of a figure of all cells, 0 of none."""
     return sum(float(cell[name]) for cell in cells) / max(len(cells), 1)
