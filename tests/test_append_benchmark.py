@@ -1,5 +1,6 @@
 """The benchmark of appends, but for the clock: what it checks, counts, plans and refuses."""
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -92,6 +93,7 @@ def test_delays_are_of_the_steps_that_an_update_falls_on():
     assert result["delay_median"] == pytest.approx(0.2)
     assert result["amortised"] == pytest.approx(844 / 8 / (604 / 6) - 1)
     assert (result["updates"], result["host_us_per_layer"]) == (2, 30.0)
+    assert result["host_worst_us_per_layer"] == 40.0
 
 
 def test_an_update_falls_on_the_step_beside_it_and_on_those_where_it_begins_and_ends():
@@ -102,6 +104,18 @@ def test_an_update_falls_on_the_step_beside_it_and_on_those_where_it_begins_and_
     assert fallen["beside"][:8] == [0, 1, 3, 4, 5, 7, 8, 9]
     assert fallen["together"] == [128]
     assert fallen["together_beside"] == [127, 128, 129]
+
+
+def test_the_collector_is_off_or_its_pauses_are_told():
+    with update.collector(on=False) as pauses:
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert pauses == []
+    with update.collector(on=True) as pauses:
+        gc.collect()
+    gc.collect()
+    assert len(pauses) == 1
+    assert pauses[0] > 0
 
 
 @emulated

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -37,7 +39,10 @@ PLANS = {
     "staggered": "a layer at a time, evenly spread, on the steps' stream",
     "beside": "as staggered, beside a step by a side stream, and ended after the next",
     "together_beside": "all layers at once, beside a step and ended after the next",
+    "collected_beside": "as staggered and beside, Python's garbage collector on",
 }
+"""Python's garbage collector stops the host, mostly where it makes objects: where it updates. So it
+is off but in the last one, as a loop that counts its microseconds has it."""
 
 
 class Decode:
@@ -165,6 +170,29 @@ class Updates:
             self._ends.pop(0)()
 
 
+@contextmanager
+def collector(on: bool) -> Iterator[list[float]]:
+    """Python's garbage collector is on or off meanwhile; gives its pauses, in microseconds."""
+    pauses, starts, was = [], [], gc.isenabled()
+
+    def say(phase: str, about: dict[str, int]) -> None:
+        now = 1e6 * time.perf_counter()
+        if phase == "start":
+            starts.append(now)
+        elif starts:
+            pauses.append(now - starts.pop())
+
+    if not on:
+        gc.collect()
+    gc.callbacks.append(say)
+    (gc.enable if on else gc.disable)()
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(say)
+        (gc.enable if was else gc.disable)()
+
+
 def timed(decode: Decode, periods: int, plan: str | None) -> tuple[list[float], list[float]]:
     """Microseconds from the end of each step to the next one's, and of the host per update begun.
 
@@ -213,6 +241,7 @@ def delays(found: list[float], host: list[float], hit: list[int]) -> Any:
         "steps": len(found),
         "updates": len(host),
         "host_us_per_layer": statistics.median(host),
+        "host_worst_us_per_layer": max(host),
     }
 
 
@@ -225,7 +254,8 @@ def measure(geometry: Geometry, tokens: int, layers: int, periods: int) -> dict[
     decode = Decode(geometry, tokens, layers, updates=periods + 1)
     timed(decode, 1, "together_beside")  # compiles what is new
     decode.back()
-    base, _ = timed(decode, periods, None)
+    with collector(on=False):
+        base, _ = timed(decode, periods, None)
     found: dict[str, Any] = {
         "tokens": tokens,
         "layers": layers,
@@ -242,10 +272,12 @@ def measure(geometry: Geometry, tokens: int, layers: int, periods: int) -> dict[
     }
     for plan, words in PLANS.items():
         timed(decode, 1, plan)
-        steps, host = timed(decode, periods, plan)
+        with collector(on=plan.startswith("collected")) as pauses:
+            steps, host = timed(decode, periods, plan)
         hit = [i for i in range(len(steps)) if falls(plan, i, layers)]
-        found[plan] = {"is": words, **delays(steps, host, hit)}
+        found[plan] = {"is": words, **delays(steps, host, hit), "pauses_us": pauses}
         decode.back()
-    again, _ = timed(decode, 1, None)
+    with collector(on=False):
+        again, _ = timed(decode, 1, None)
     found["without"]["again_us"] = statistics.median(again)
     return found

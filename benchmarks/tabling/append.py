@@ -87,14 +87,17 @@ def updates(result: dict[str, Any]) -> str:
     """By how much a step is longer in which an update falls, than the others' median."""
     rows = []
     for part in result["update"]:
-        for name in ("together", "staggered", "together_beside", "beside"):
+        for name in ("together", "staggered", "together_beside", "beside", "collected_beside"):
             if (found := part.get(name)) is None:
                 continue
             plain = found["others_worst_us"] / found["others_median_us"] - 1
             delays = (
                 f"{part:.0%}" for part in (found["delay_median"], found["delay_worst"], plain)
             )
-            rows.append((found["is"], *delays, f"{found['amortised']:.1%}"))
+            words = found["is"]
+            if pauses := found.get("pauses_us"):
+                words += f": {len(pauses)} pauses, up to {max(pauses):,.0f} µs"
+            rows.append((words, *delays, f"{found['amortised']:.1%}"))
         alone = part["without"]["median_us"]
         about = (
             f"{part['layers']} layers, {part['tokens']:,} tokens; {alone:,.0f} µs a step in a run "
