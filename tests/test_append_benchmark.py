@@ -94,6 +94,7 @@ def test_delays_are_of_the_steps_that_an_update_falls_on():
     assert result["amortised"] == pytest.approx(844 / 8 / (604 / 6) - 1)
     assert (result["updates"], result["host_us_per_layer"]) == (2, 30.0)
     assert result["host_worst_us_per_layer"] == 40.0
+    assert [result[name] for name in ("struck", "over", "others", "others_over")] == [2, 1, 6, 0]
 
 
 def test_an_update_falls_on_the_step_beside_it_and_on_those_where_it_begins_and_ends():

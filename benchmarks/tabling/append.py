@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.appending.update import ALLOWED
 from benchmarks.tabling.parts import NOT_MEASURED, STAGE, beside_its_floor, machine, table
 
 PARTS = {
@@ -22,6 +23,8 @@ SMALL = {
     "gather_blocks": "k rows, fetched from the host",
     "draw": "k rows of 8 k",
 }
+
+HOST = ("host_us_per_layer", "host_worst_us_per_layer")
 
 WORDS = {
     "at_once": "all layers at once, on the steps' stream",
@@ -83,6 +86,11 @@ def small(result: dict[str, Any]) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+def over(some: int, of: int) -> str:
+    """So many of so many, in words."""
+    return f"{some:,} of {of:,}"
+
+
 def updates(result: dict[str, Any]) -> str:
     """By how much a step is longer in which an update falls, than the others' median."""
     rows = []
@@ -91,19 +99,25 @@ def updates(result: dict[str, Any]) -> str:
             if (found := part.get(name)) is None:
                 continue
             plain = found["others_worst_us"] / found["others_median_us"] - 1
-            delays = (
-                f"{part:.0%}" for part in (found["delay_median"], found["delay_worst"], plain)
-            )
+            shares = (found["delay_median"], found["delay_worst"])
+            struck = (*(f"{share:.0%}" for share in shares), over(found["over"], found["struck"]))
+            others = f"{plain:.0%}", over(found["others_over"], found["others"])
+            host = (f"{found[name]:,.0f}" for name in HOST)
             words = found["is"]
             if pauses := found.get("pauses_us"):
                 words += f": {len(pauses)} pauses, up to {max(pauses):,.0f} µs"
-            rows.append((words, *delays, f"{found['amortised']:.1%}"))
+            rows.append((words, *struck, *others, f"{found['amortised']:.1%}", *host))
         alone = part["without"]["median_us"]
         about = (
             f"{part['layers']} layers, {part['tokens']:,} tokens; {alone:,.0f} µs a step in a run "
-            "without updates. Shares are over the median of the other steps of the same run."
+            f"without updates, {part['without']['worst_us']:,.0f} the worst. Shares are over the "
+            "median of the other steps of the same run."
         )
-    head = ("updates", "such a step is longer by", "the worst", "the others' worst", "all steps by")
+    most = f"by more than {ALLOWED:.0%}"
+    head = (
+        *("updates", "such a step is longer by", "the worst", most, "the others' worst", most),
+        *("all steps by", "host's µs to begin one", "the worst"),
+    )
     return f"{about}\n\n" + table(head, rows)
 
 
