@@ -1,5 +1,7 @@
 """Layers whose updates run beside their steps, on any device."""
 
+import torch
+
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from tests.helpers import Case
@@ -29,6 +31,23 @@ def beside(case, k=1000, around=None, **sizes):
     index = Beside(**{name: getattr(case, name) for name in GEOMETRY}, backend=backend)
     index = around(index) if around else index
     return AttentionLayer(index, k=k, **{**SIZES, "update_every": 6, **sizes})
+
+
+def alone(index):
+    """The index, whose appends begin while nothing else runs: for one that moves what it holds as
+    it grows, and is to be updated when one is that does not.
+    """
+    begin = index.begin_append
+
+    def settled(*given, **named):
+        wait = torch.cuda.synchronize if index.geometry.device.type == "cuda" else bool
+        wait()
+        end = begin(*given, **named)
+        wait()
+        return end
+
+    index.begin_append = settled
+    return index
 
 
 def feed(layer, sequence, steps):

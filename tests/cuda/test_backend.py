@@ -6,6 +6,7 @@ import torch
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_cuda.host_store import HostStore
+from tests.beside import alone
 from tests.cuda.host_memory import FakeAllocator
 from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
@@ -57,7 +58,7 @@ def test_every_preset_searches_as_in_torch(spec, device):
 @pytest.mark.parametrize("spec", ["pariskv:preset=fast:lists=group", "pariskv:preset=paper"])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
-    """Both move rows into the index beside their steps."""
+    """Both move rows into the index when one does that moves them beside its steps."""
     monkeypatch.setattr(ParisKV, "appends_beside", True)
     indexes = pair(spec, device)
     if pinned:
@@ -67,7 +68,7 @@ def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
             allocator.shift = 0  # the emulated kernels read where the host writes
         indexes[0]._store = HostStore(indexes[0].geometry, allocator=allocator)
     sizes = dict(k=20, sink=4, local=16, update_every=8, full_threshold=64)
-    layers = [AttentionLayer(index, **sizes) for index in indexes]
+    layers = [AttentionLayer(alone(index), **sizes) for index in indexes]
     tokens = moved(CASE.tokens(316), device)
     for layer in layers:
         queries = CASE.tensor(5, 2, 4, 300, 64).to(device)

@@ -23,6 +23,7 @@ from kvindex_cuda import steps, store
 from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.fused import fused, put
 from kvindex_cuda.step import Step
+from tests.beside import alone
 from tests.cuda import emulator, sanitize
 from tests.cuda.devices import DEVICES
 from tests.helpers import ROUNDED, Case, assert_same_hits, follow_changes, left_padding, part
@@ -112,9 +113,10 @@ def test_a_share_of_the_attention(device):
 def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     monkeypatch.setattr(ParisKV, "appends_beside", True)
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2, softcap=softcap)
+    mine, theirs = pair(device, case)
     layers = [
         AttentionLayer(index, k=20, sink=4, local=16, update_every=8, full_threshold=64)
-        for index in pair(device, case)
+        for index in (mine, alone(theirs))
     ]
     keys, values = moved(case.tokens(316), device)
     valid = left_padding([0, 9], 300).to(device)
