@@ -2,17 +2,20 @@
 
     python -m benchmarks.hit_rate --text FILE… [--tokens N …] [--written T] [--index SPEC]
         [--rows R …] [--seconds S] [--model … --gguf-file … --lora …] [--device …] --json OUT
+    python -m benchmarks.hit_rate --join RUN --json OUT
 
 A model reads a text and goes on with it; at each of the last T tokens every layer selects its k
 rows of the text, all steps of a layer in a few searches. The cache is that of
 kvindex_cuda/row_cache.py, empty at first: R slots per KV head in sets of 4, the oldest of a set
 given up. The first half of the T steps fills it and does not count. OUT is written after each
-text; once --seconds are over none is begun.
+text; once --seconds are over none is begun: --join adds those of another run, and says so
+(`joined`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,35 @@ def measured(layers: list[Captured], given: argparse.Namespace, progress: Any) -
     return {"caches": caches, **took}
 
 
+SAME = ("model", "lora", "index", "k", "steps")
+"""What runs that are joined have in common."""
+
+
+def joined(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`result` with the texts and lengths of another run that it lacks.
+
+    Raises ValueError for a run of something else, or one that adds nothing.
+    """
+    of = [tuple(run[name] for name in SAME) for run in (result, other)]
+    if of[0] != of[1]:
+        raise ValueError(f"join: got a run of {of[1]}, allowed is one of {of[0]}")
+    held, more = ({_place(cell): cell for cell in run["cells"]} for run in (result, other))
+    new = [place for place in more if place not in held]
+    if not new:
+        raise ValueError(f"join: got a run of {list(more)}, allowed is one that adds some")
+    cells = held | {place: more[place] for place in new}
+    about = [{"text": text, "tokens": tokens} for text, tokens in new]
+    return result | {
+        "cells": [cells[place] for place in sorted(cells)],
+        "not_begun": [cell for cell in result["not_begun"] if _place(cell) not in new],
+        "joined": [*result.get("joined", []), {"cells": about, "machine": other["machine"]}],
+    }
+
+
+def _place(cell: dict[str, Any]) -> tuple[str, int]:
+    return cell["text"], cell["tokens"]
+
+
 def show(result: dict[str, Any]) -> None:
     """Print a line for each text, length and size of cache."""
     table = Table("text", "tokens", "rows", "hit rate", "worst layer", "best layer")
@@ -122,20 +154,30 @@ def show(result: dict[str, Any]) -> None:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--text", nargs="+", type=Path)
     parser.add_argument("--tokens", nargs="+", type=int, default=[16000])
     parser.add_argument("--written", type=int, default=256)
     parser.add_argument("--index", default="pariskv")
     parser.add_argument("--rows", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="then none is begun")
+    parser.add_argument("--join", type=Path, help="a result of another run, to take texts of")
     add_model(parser)
-    return parser.parse_args(given)
+    found = parser.parse_args(given)
+    if (found.text is None) == (found.join is None):
+        parser.error(f"text: got {found.text} with --join {found.join}, allowed is one of both")
+    if found.join and not (found.join.exists() and found.json and found.json.exists()):
+        parser.error(f"join: got {found.join}, allowed is a file that exists, with --json another")
+    return found
 
 
 def main() -> None:
-    """Read, play, write, report."""
+    """Read, play, write, report; or join."""
     start, given = time.monotonic(), arguments()
+    if given.join:
+        runs = [json.loads(path.read_text()) for path in (given.json, given.join)]
+        write(joined(*runs), given.json)
+        return
     model, tokenizer = loaded(given)
     about = {"index": given.index, "k": given.k, "steps": given.written}
     result: dict[str, Any] = {**described(given), **about, "cells": [], "not_begun": []}

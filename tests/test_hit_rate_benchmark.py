@@ -134,3 +134,34 @@ def test_a_result_is_written_after_each_text(tmp_path, monkeypatch):
     cut = measured("--seconds", "60")  # asked after 40 s, and after more
     assert [cell["text"] for cell in cut["cells"]] == ["a"]
     assert cut["not_begun"] == [{"text": "b", "tokens": 80}]
+
+
+def run_of(*cells, **other):
+    about = dict(model="m", lora=None, index="pariskv", k=100, steps=256, machine={"gpu": "g"})
+    some = [dict(text=text, tokens=tokens, caches=[]) for text, tokens in cells]
+    return {**about, "cells": some, "not_begun": [], **other}
+
+
+def test_a_run_gets_the_texts_that_it_lacks_from_another():
+    late = [dict(text="b", tokens=9), dict(text="c", tokens=5)]
+    first = run_of(("a", 5), ("b", 5), not_begun=late)
+    found = hit_rate.joined(first, run_of(("b", 9), ("a", 5), machine={"gpu": "h"}))
+    assert [(cell["text"], cell["tokens"]) for cell in found["cells"]] == [
+        *[("a", 5), ("b", 5), ("b", 9)]
+    ]
+    assert found["not_begun"] == late[1:]
+    assert found["joined"] == [{"cells": late[:1], "machine": {"gpu": "h"}}]
+    assert first["not_begun"] == late
+
+
+@pytest.mark.parametrize("other", [run_of(("b", 5), k=50), run_of(("a", 5))], ids=["k", "held"])
+def test_a_run_of_something_else_or_of_nothing_more_is_not_joined(other):
+    with pytest.raises(ValueError, match="join: got"):
+        hit_rate.joined(run_of(("a", 5)), other)
+
+
+@pytest.mark.parametrize("given", [[], ["--text", "a", "--join", "b"], ["--join", "b"]], ids=str)
+def test_either_texts_are_read_or_a_run_is_joined(given, capsys):
+    with pytest.raises(SystemExit):
+        hit_rate.arguments(given)
+    assert "allowed is" in capsys.readouterr().err
