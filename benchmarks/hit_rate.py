@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -113,17 +114,22 @@ def measured(layers: list[Captured], given: argparse.Namespace, progress: Any) -
 
 
 SAME = ("model", "lora", "index", "k", "steps")
-"""What runs that are joined have in common."""
+"""What runs that are joined have in common, and of their machines:"""
+
+ALIKE = ("gpu", "torch", "transformers")
 
 
 def joined(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """`result` with the texts and lengths of another run that it lacks.
 
-    Raises ValueError for a run of something else, or one that adds nothing.
+    Raises ValueError for a run of something else, with other slots or on another kind of machine,
+    for one that adds nothing, and for one that has been joined.
     """
-    of = [tuple(run[name] for name in SAME) for run in (result, other)]
+    of = [_kind(run) for run in (result, other)]
     if of[0] != of[1]:
         raise ValueError(f"join: got a run of {of[1]}, allowed is one of {of[0]}")
+    if "joined" in other:
+        raise ValueError("join: got a run with texts of others, allowed is one that read them all")
     held, more = ({_place(cell): cell for cell in run["cells"]} for run in (result, other))
     new = [place for place in more if place not in held]
     if not new:
@@ -135,6 +141,13 @@ def joined(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         "not_begun": [cell for cell in result["not_begun"] if _place(cell) not in new],
         "joined": [*result.get("joined", []), {"cells": about, "machine": other["machine"]}],
     }
+
+
+def _kind(run: dict[str, Any]) -> tuple[Any, ...]:
+    """What must be the same of runs that are joined."""
+    slots = {tuple(cache["rows"] for cache in cell["caches"]) for cell in run["cells"]}
+    machine = (run["machine"].get(name) for name in ALIKE)
+    return *(run[name] for name in SAME), *machine, sorted(slots)
 
 
 def _place(cell: dict[str, Any]) -> tuple[str, int]:
@@ -165,7 +178,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add_model(parser)
     found = parser.parse_args(given)
     if (found.text is None) == (found.join is None):
-        parser.error(f"text: got {found.text} with --join {found.join}, allowed is one of both")
+        parser.error(
+            f"text: got {found.text} with --join {found.join}, allowed is either, not both"
+        )
     if found.join and not (found.join.exists() and found.json and found.json.exists()):
         parser.error(f"join: got {found.join}, allowed is a file that exists, with --json another")
     return found
@@ -176,7 +191,10 @@ def main() -> None:
     start, given = time.monotonic(), arguments()
     if given.join:
         runs = [json.loads(path.read_text()) for path in (given.json, given.join)]
-        write(joined(*runs), given.json)
+        try:
+            write(joined(*runs), given.json)
+        except ValueError as error:
+            sys.exit(str(error))
         return
     model, tokenizer = loaded(given)
     about = {"index": given.index, "k": given.k, "steps": given.written}

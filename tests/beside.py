@@ -34,8 +34,8 @@ def beside(case, k=1000, around=None, **sizes):
 
 
 def alone(index):
-    """The index, whose appends begin while nothing else runs: for one that moves what it holds as
-    it grows, and is to be updated when one is that does not.
+    """The index, whose appends begin while nothing else runs: for a reference that moves what it
+    holds as it grows, which a search on another stream would still read.
     """
     begin = index.begin_append
 

@@ -145,16 +145,26 @@ def run_of(*cells, **other):
 def test_a_run_gets_the_texts_that_it_lacks_from_another():
     late = [dict(text="b", tokens=9), dict(text="c", tokens=5)]
     first = run_of(("a", 5), ("b", 5), not_begun=late)
-    found = hit_rate.joined(first, run_of(("b", 9), ("a", 5), machine={"gpu": "h"}))
+    found = hit_rate.joined(first, run_of(("b", 9), ("a", 5), machine={"gpu": "g", "cores": 2}))
     assert [(cell["text"], cell["tokens"]) for cell in found["cells"]] == [
         *[("a", 5), ("b", 5), ("b", 9)]
     ]
     assert found["not_begun"] == late[1:]
-    assert found["joined"] == [{"cells": late[:1], "machine": {"gpu": "h"}}]
+    assert found["joined"] == [{"cells": late[:1], "machine": {"gpu": "g", "cores": 2}}]
     assert first["not_begun"] == late
 
 
-@pytest.mark.parametrize("other", [run_of(("b", 5), k=50), run_of(("a", 5))], ids=["k", "held"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        run_of(("b", 5), k=50),
+        run_of(("b", 5), machine={"gpu": "h"}),
+        run_of(("b", 5), cells=[dict(text="b", tokens=5, caches=[{"rows": 64}])]),
+        run_of(("b", 5), joined=[]),
+        run_of(("a", 5)),
+    ],
+    ids=["k", "machine", "slots", "joined", "held"],
+)
 def test_a_run_of_something_else_or_of_nothing_more_is_not_joined(other):
     with pytest.raises(ValueError, match="join: got"):
         hit_rate.joined(run_of(("a", 5)), other)

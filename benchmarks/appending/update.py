@@ -40,12 +40,12 @@ AHEAD = 64
 PLANS = {
     "together": "all layers between two steps, on the steps' stream",
     "staggered": "a layer at a time, evenly spread, on the steps' stream",
-    "beside": "as staggered, beside a step by a side stream, and ended after the next",
+    "beside": "a layer at a time, beside a step by a side stream, and ended after the next",
     "together_beside": "all layers at once, beside a step and ended after the next",
-    "collected_beside": "as staggered and beside, Python's garbage collector on",
+    "collected_beside": "the same, a layer at a time, Python's garbage collector on",
 }
 """Python's garbage collector stops the host, mostly where it makes objects: where it updates. So it
-is off but in the last one, as a loop that counts its microseconds has it."""
+is off but in the last one, as in a loop that cannot wait for it."""
 
 
 class Decode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.appending.update import ALLOWED
+from benchmarks.appending.update import ALLOWED, PLANS
 from benchmarks.tabling.parts import NOT_MEASURED, STAGE, beside_its_floor, machine, table
 
 PARTS = {
@@ -95,7 +95,7 @@ def updates(result: dict[str, Any]) -> str:
     """By how much a step is longer in which an update falls, than the others' median."""
     rows = []
     for part in result["update"]:
-        for name in ("together", "staggered", "together_beside", "beside", "collected_beside"):
+        for name in PLANS:
             if (found := part.get(name)) is None:
                 continue
             plain = found["others_worst_us"] / found["others_median_us"] - 1
@@ -103,7 +103,7 @@ def updates(result: dict[str, Any]) -> str:
             struck = (*(f"{share:.0%}" for share in shares), over(found["over"], found["struck"]))
             others = f"{plain:.0%}", over(found["others_over"], found["others"])
             host = (f"{found[name]:,.0f}" for name in HOST)
-            words = found["is"]
+            words = PLANS[name]
             if pauses := found.get("pauses_us"):
                 words += f": {len(pauses)} pauses, up to {max(pauses):,.0f} µs"
             rows.append((words, *struck, *others, f"{found['amortised']:.1%}", *host))
@@ -116,7 +116,7 @@ def updates(result: dict[str, Any]) -> str:
     most = f"by more than {ALLOWED:.0%}"
     head = (
         *("updates", "such a step is longer by", "the worst", most, "the others' worst", most),
-        *("all steps by", "host's µs to begin one", "the worst"),
+        *("all steps by", "host's µs a layer (beside: to begin)", "the worst"),
     )
     return f"{about}\n\n" + table(head, rows)
 

@@ -12,7 +12,7 @@ SLOTS = 4096
 
 
 def found_in_texts() -> float | None:
-    """Share of the rows found with so many slots, mean over texts; None if not measured."""
+    """Share of rows found with so many slots, mean over texts and lengths; None: not measured."""
     path = RESULTS / "hit_rate.json"
     if not path.exists():
         return None
@@ -22,7 +22,7 @@ def found_in_texts() -> float | None:
 
 
 def hit_rate(result: dict[str, Any]) -> str:
-    """Shares by text and slots, then of each layer, means over texts."""
+    """Shares by text, length and slots, then of each layer, means over both."""
     rows, whole = [], []
     for cell in result["cells"]:
         for cache in cell["caches"]:
@@ -32,7 +32,7 @@ def hit_rate(result: dict[str, Any]) -> str:
             if cache["rows"] == SLOTS:
                 whole.append(cache["layers"])
     each = [f"{sum(shares) / len(shares):.2f}" for shares in zip(*whole, strict=True)]
-    by_layer = f"By layer, {SLOTS:,} slots, means over texts: {', '.join(each)}.\n\n"
+    by_layer = f"By layer, {SLOTS:,} slots, means over texts and lengths: {', '.join(each)}.\n\n"
     return (
         f"The newest {result['steps']} tokens, written by the model, whose first half fills the "
         f"cache; k = {result['k']} rows per KV head, `{result['index']}`. Share of the rows "

@@ -6,7 +6,8 @@
 // that the grid fixes, then integers.
 // Grid: (splits, BG), 256 threads; a warp takes 64 keys at a time, every 8 · splits-th. Reads
 // (1 + BITS) D / 8 + 2 bytes per key and 2 D per 64; writes 8 + 4 GROUP per key.
-// Limited by issue slots: some 25 instructions of a warp per key (counted; D = 128, 3 bits, 4 heads).
+// Limited by the latency of instructions, with half the issue slots in use (ncu): some 25 of a warp
+// per key (counted; D = 128, 3 bits, 4 heads).
 // Compile-time: D, BITS (of a magnitude), GROUP, DTYPE (of queries), CENTRED, SOFTCAP.
 #include "product.cuh"
 #include "shares.cuh"

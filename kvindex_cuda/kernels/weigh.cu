@@ -8,8 +8,8 @@
 // Grid: (splits, BG), 256 threads; a warp takes 16 entries at a time. Reads of each signs,
 // magnitudes and weights (at D = 128 and 3 bits 16 + 48 + 32 bytes in 4 sectors, or 16 + 48 + 16),
 // writes 4 GROUP bytes.
-// Limited by issue slots and the latency of scattered reads: some 25 instructions of a warp for each
-// (by count).
+// Limited by the latency of scattered reads, with a third of the issue slots in use at most (ncu):
+// some 25 instructions of a warp for each (by count).
 // Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, WEIGHTS (1 logarithms of up to 8
 // bits, 2 bfloat16).
 #include "levels.cuh"

@@ -58,9 +58,10 @@ def test_every_preset_searches_as_in_torch(spec, device):
 @pytest.mark.parametrize("spec", ["pariskv:preset=fast:lists=group", "pariskv:preset=paper"])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
-    """Both move rows into the index when one does that moves them beside its steps."""
-    monkeypatch.setattr(ParisKV, "appends_beside", True)
+    """Rows go into both indexes at the same steps, beside them where kernels write the codes."""
     indexes = pair(spec, device)
+    moves = [not index.appends_beside for index in indexes]
+    monkeypatch.setattr(ParisKV, "appends_beside", True)
     if pinned:
         allocator = None
         if device == "cpu":
@@ -68,7 +69,10 @@ def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
             allocator.shift = 0  # the emulated kernels read where the host writes
         indexes[0]._store = HostStore(indexes[0].geometry, allocator=allocator)
     sizes = dict(k=20, sink=4, local=16, update_every=8, full_threshold=64)
-    layers = [AttentionLayer(alone(index), **sizes) for index in indexes]
+    layers = [
+        AttentionLayer(alone(index) if moving else index, **sizes)
+        for index, moving in zip(indexes, moves, strict=True)
+    ]
     tokens = moved(CASE.tokens(316), device)
     for layer in layers:
         queries = CASE.tensor(5, 2, 4, 300, 64).to(device)
