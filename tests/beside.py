@@ -39,8 +39,11 @@ def alone(index):
     """
     begin = index.begin_append
 
+    def wait():
+        if index.geometry.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def settled(*given, **named):
-        wait = torch.cuda.synchronize if index.geometry.device.type == "cuda" else bool
         wait()
         end = begin(*given, **named)
         wait()

@@ -1,7 +1,10 @@
 """The benchmark of appends, but for the clock: what it checks, counts, plans and refuses."""
 
 import gc
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +108,37 @@ def test_an_update_falls_on_the_step_beside_it_and_on_those_where_it_begins_and_
     assert fallen["beside"][:8] == [0, 1, 3, 4, 5, 7, 8, 9]
     assert fallen["together"] == [128]
     assert fallen["together_beside"] == [127, 128, 129]
+
+
+@pytest.mark.parametrize(
+    ("plan", "want"),
+    [
+        ("staggered", ["append 0", "append 1"]),
+        ("beside", ["wait ready", "begin 0", "wait side", "end 0", "wait ready", "begin 1"]),
+    ],
+)
+def test_an_update_beside_the_steps_ends_after_the_next_one(plan, want, monkeypatch):
+    done = []
+
+    def layer(i):
+        def begin(*_):
+            done.append(f"begin {i}")
+            return lambda: done.append(f"end {i}")
+
+        append = partial(done.append, f"append {i}")
+        return SimpleNamespace(geometry=SMALL, append=lambda *_: append(), begin_append=begin)
+
+    side = SimpleNamespace(wait_event=lambda event: done.append(f"wait {event}"))
+    current = SimpleNamespace(wait_stream=lambda stream: done.append("wait side"))
+    monkeypatch.setattr(update, "side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    decode = SimpleNamespace(layers=2, indexes=[layer(0), layer(1)], tokens_of=lambda i: ())
+    updates = update.Updates(decode, plan)
+    assert [updates(step, "ready") for step in (0, 1, 128)] == [1, 0, 1]
+    assert done == want
+    updates.finish()
+    assert done[len(want) :] == (["wait side", "end 1"] if plan == "beside" else [])
 
 
 def test_the_collector_is_off_or_its_pauses_are_told():

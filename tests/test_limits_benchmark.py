@@ -50,6 +50,7 @@ def test_the_page_has_a_row_for_each_launch():
     about = dict(gpu="g", torch="2", transformers="5")
     page = tabling.limits(dict(works=works, tokens=131_072, keys=2**20, machine=about))
     assert "| `pariskv` | `scan` | 12.5 | 1.2 | 71% | 40% | 30% | 0.5 | memory, 71% |" in page
+    assert "| 3% | 9% | 5% | 0.5 | latency: long scoreboard 54%, barrier 4% |" in page
 
 
 @pytest.mark.parametrize(

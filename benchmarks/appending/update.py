@@ -42,7 +42,7 @@ PLANS = {
     "staggered": "a layer at a time, evenly spread, on the steps' stream",
     "beside": "a layer at a time, beside a step by a side stream, and ended after the next",
     "together_beside": "all layers at once, beside a step and ended after the next",
-    "collected_beside": "the same, a layer at a time, Python's garbage collector on",
+    "collected_beside": "a layer at a time and beside, with Python's garbage collector on",
 }
 """Python's garbage collector stops the host, mostly where it makes objects: where it updates. So it
 is off but in the last one, as in a loop that cannot wait for it."""
@@ -148,14 +148,15 @@ class Updates:
     """
 
     def __init__(self, decode: Decode, plan: str) -> None:
-        self._decode, self._beside = decode, plan.endswith("beside")
+        self._decode, self._plan = decode, plan
         self._side = side_stream(decode.indexes[0].geometry.device)
         self._ends: list[Callable[[], None]] = []
 
-    def __call__(self, layers: list[int], ready: torch.cuda.Event) -> None:
-        """End what was begun, begin what is due."""
+    def __call__(self, step: int, ready: torch.cuda.Event) -> int:
+        """End what was begun, begin what is due after a step; gives of how many layers."""
         self.finish()
-        if not self._beside:
+        layers = due(self._plan, step, self._decode.layers)
+        if not self._plan.endswith("beside"):
             for layer in layers:
                 self._decode.indexes[layer].append(*self._decode.tokens_of(layer))
         elif layers:
@@ -164,6 +165,7 @@ class Updates:
                 self._ends = [
                     self._decode.indexes[i].begin_append(*self._decode.tokens_of(i)) for i in layers
                 ]
+        return len(layers)
 
     def finish(self) -> None:
         """End what was begun."""
@@ -208,11 +210,10 @@ def timed(decode: Decode, periods: int, plan: str | None) -> tuple[list[float], 
         decode.step()
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        if plan is not None and update is not None:
-            start, layers = time.perf_counter(), due(plan, step, decode.layers)
-            update(layers, ready)
-            if layers:
-                host.append(1e6 * (time.perf_counter() - start) / len(layers))
+        if update is not None:
+            start = time.perf_counter()
+            if layers := update(step, ready):
+                host.append(1e6 * (time.perf_counter() - start) / layers)
         done.synchronize()
         ends.append(done)
     if update is not None:
@@ -228,8 +229,9 @@ def delays(found: list[float], host: list[float], hit: list[int]) -> Any:
     the others. `over` are intervals longer than `ALLOWED`, for which a host that is held up needs
     no update: `others_over`.
     """
-    struck = [found[i] for i in hit]
-    others = [time for i, time in enumerate(found) if i not in set(hit)]
+    where = set(hit)
+    struck = [time for i, time in enumerate(found) if i in where]
+    others = [time for i, time in enumerate(found) if i not in where]
     usual = statistics.median(others)
     most = (1 + ALLOWED) * usual
     return {
