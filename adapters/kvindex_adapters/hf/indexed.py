@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvindex import check
-from kvindex.layer import AttentionLayer, Mark
+from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.refuse import UnsupportedError
 
@@ -104,16 +104,17 @@ class IndexedLayer(CacheLayerMixin):
         """Forget all tokens."""
         self.attention = None
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> Any:
         """Where the layer is now; None before its first step."""
-        return None if self.attention is None else self.attention.mark()
+        return None if self.attention is None else (self.attention, self.attention.checkpoint())
 
-    def back_to(self, mark: Mark | None) -> None:
-        """Forget what came after `mark`."""
-        if mark is None or self.attention is None:
-            self.attention = None
-        else:
-            self.attention.back_to(mark)
+    def back_to(self, mark: Any) -> None:
+        """Be again what `mark` says."""
+        self.attention = None
+        if mark is not None:
+            attention, checkpoint = mark
+            attention.rollback(checkpoint)
+            self.attention = attention
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
