@@ -70,7 +70,11 @@ SPREAD = ("initializer_range", "init_std", "initializer_std")
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-HYBRID = {"layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2}
+HYBRID = {
+    "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2,
+    "attention_hidden_size": 128,  # attention reads the embeddings beside the hidden states
+    "attention_head_dim": 32,
+}
 ASSISTANT = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
