@@ -152,11 +152,17 @@ def check_index(index: object, index_options: Mapping[str, Any] | None = None) -
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The module whose forward takes `past_key_values` and runs the layers."""
-    for module in (model.get_decoder(), model.base_model):
+    """The module whose forward takes `past_key_values` and runs the layers.
+
+    Raises UnsupportedError for a model without.
+    """
+    for module in (model.get_decoder(), model.base_model, model):
         if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
             return module
-    return model
+    raise UnsupportedError(
+        f"model: got {type(model).__name__}, whose forward takes no past_key_values; allowed are "
+        "decoders with a cache of keys and values"
+    )
 
 
 def _parameters(module: nn.Module) -> Collection[str]:

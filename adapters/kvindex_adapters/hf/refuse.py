@@ -35,6 +35,10 @@ TERMS = {
 """Attributes of attention modules -> what they add to the softmax over rows."""
 
 
+OWN_CACHES = ("minimax",)
+"""Types of models that take no cache but one of a class of their own."""
+
+
 def has_full_attention(layer: Any) -> bool:
     """Whether a cache's layer, as transformers makes it, holds every token's key and value."""
     return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -59,8 +63,11 @@ def check_model(model: PreTrainedModel) -> Any:
             f"model: got {name}, which uses multi-head latent attention (kv_lora_rank = "
             f"{ranks[0]}): its cache holds no keys that an index could search"
         )
-    modes = [mode for modes in _values(config, "kv_sharing_modes") for mode in modes]
-    if any(_values(config, "num_kv_shared_layers")) or any(modes):
+    if config.model_type in OWN_CACHES:
+        raise UnsupportedError(
+            f"model: got {name}, which takes no cache but one of a class of its own"
+        )
+    if any(_values(config, "num_kv_shared_layers")) or _shares_rows(config):
         raise UnsupportedError(
             f"model: got {name}, whose layers share keys and values with each other"
         )
@@ -92,6 +99,14 @@ def layer_configs(config: Any) -> list[Any]:
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config]
+
+
+def _shares_rows(config: Any) -> bool:
+    """Whether some layers attend to the keys and values of others."""
+    try:
+        return any(mode for modes in _values(config, "kv_sharing_modes") for mode in modes)
+    except ValueError:  # where all layers share those of another model
+        return True
 
 
 def _values(config: Any, name: str) -> list[Any]:

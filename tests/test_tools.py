@@ -1,0 +1,80 @@
+"""The scripts in tools/: what they say of a right answer, and that a wrong one is noticed."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """A script of tools/ as a module, by name."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module
+
+
+def test_a_family_is_equal_refused_or_without_a_tiny_model(tool, monkeypatch):
+    families = tool("families")
+    assert families.outcome("gemma2")["outcome"] == families.EQUAL
+    refused = families.outcome("bloom")
+    assert refused["outcome"] == families.REFUSED
+    assert "AttentionInterface" in refused["words"]
+    monkeypatch.setattr(families, "build", lambda family: 1 / 0)
+    words = "ZeroDivisionError: division by zero"
+    assert families.outcome("llama") == {"outcome": families.NONE, "words": words}
+
+
+def test_a_family_whose_rows_are_missing_is_different(tool, monkeypatch):
+    families = tool("families")
+    monkeypatch.setattr(families, "EVERY_ROW", 1)
+    assert families.outcome("llama")["outcome"] == families.DIFFERENT
+
+
+def test_a_family_that_hangs_is_an_error(tool, monkeypatch):
+    families = tool("families")
+    monkeypatch.setattr(families, "LIMIT_S", 0)
+    assert families.ask("llama") == {"outcome": families.ERROR, "words": "no answer in 0 s"}
+
+
+def test_lost_equality_and_differences_are_faults(tool):
+    families = tool("families")
+    stored = {"a": {"outcome": "equal"}, "b": {"outcome": "refused"}, "c": {"outcome": "equal"}}
+    now = {name: {"outcome": "refused", "words": "why"} for name in "ab"}
+    now |= {"c": {"outcome": "equal", "words": ""}, "d": {"outcome": "different", "words": "how"}}
+    assert list(families.faults(now, stored)) == [
+        "a: was equal, is refused: why",
+        "d: was None, is different: how",
+    ]
+
+
+def test_the_page_is_what_the_results_say(tool):
+    """If not: tools/families.py writes both."""
+    families = tool("families")
+    stored = families.json.loads(families.RESULTS.read_text())
+    assert families.page(stored["families"], stored["machine"]) == families.PAGE.read_text()
+    assert not list(families.faults(stored["families"], {}))
+
+
+def test_the_foreign_suite_notices_other_tokens_and_other_scores(tool):
+    suite, ids = tool("foreign_suite"), torch.arange(6).view(1, 6)
+    suite.compare(ids, ids.clone())
+    with pytest.raises(AssertionError, match="tokens"):
+        suite.compare(ids, ids + 1)
+    one = SimpleNamespace(sequences=ids, scores=(torch.zeros(1, 5),), logits=None)
+    other = SimpleNamespace(sequences=ids, scores=(torch.full((1, 5), 1e-3),), logits=None)
+    suite.compare(one, one)
+    with pytest.raises(AssertionError, match="scores"):
+        suite.compare(one, other)
+
+
+def test_the_foreign_suite_asks_for_a_checkout_with_tests(tmp_path):
+    script = [sys.executable, TOOLS / "foreign_suite.py", "--transformers", tmp_path]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "has no tests/generation" in done.stderr

@@ -1,0 +1,219 @@
+"""Every decoder family of transformers, tiny and random: attention through `exact` or refused.
+
+    PYTHONPATH=.:adapters python tools/families.py [--only NAME ...] [--check]
+
+Each family of transformers' mapping of causal language models reads a prompt and decodes a few
+tokens twice: with its own attention, and inside `attach` with an index that returns every row.
+Logits must agree. Writes `docs/adapters/families.md` and `benchmarks/results/families.json`
+(`--check`: neither). Exit status 1 where a family that was equal is not, or any is different.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import resource
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from family_sizes import VOCABULARY, build
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.machine import describe
+
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs/adapters/families.md", ROOT / "benchmarks/results/families.json"
+
+PROMPT, STEPS = 40, 12  # the prompt outlasts sliding windows, the steps cross updates
+REGIONS = dict(sink=2, local=4, update_every=4, full_threshold=0)
+EVERY_ROW = 500
+TOLERANCE = 1e-4  # of the largest logit: float32 through 4 layers, sums in another order
+LIMIT_S, LIMIT_BYTES = 120, 8 << 30
+
+NAMED = re.compile(r"^model: got \w+, ")
+EQUAL, DIFFERENT, REFUSED, ERROR, NONE = "equal", "different", "refused", "error", "no tiny model"
+MEANING = {
+    EQUAL: "its logits are those of its own attention",
+    DIFFERENT: "they are not: a defect",
+    REFUSED: "`attach` or the first step says why not",
+    ERROR: "neither served nor refused in words: a defect",
+    NONE: "it could not be made or run small enough to ask",
+}
+
+
+def decode(model: Any, ids: Tensor, cache: Any = None) -> list[Tensor]:
+    """Logits `[1, T, V]` of the prompt and of each later token of ids int64 `[1, N]`."""
+    logits, start = [], 0
+    with torch.no_grad():
+        for stop in range(PROMPT, ids.shape[1] + 1):
+            mask = torch.ones_like(ids[:, :stop])
+            told = dict(attention_mask=mask, past_key_values=cache, use_cache=True)
+            output = model(input_ids=ids[:, start:stop], **told)
+            cache, start = getattr(output, "past_key_values", cache), stop
+            logits.append(output.logits.float())
+    return logits
+
+
+def served(model: Any, ids: Tensor, k: int) -> tuple[list[Tensor], str]:
+    """The same through `exact`, and how many layers searched."""
+    with kvhf.attach(model, index="exact", k=k, **REGIONS) as cache:
+        logits = decode(model, ids, cache)
+        searched = sum(layer.traffic.steps > 0 for layer in cache.attention_layers())
+    return logits, f"{searched} of {len(cache.layers)} layers"
+
+
+def difference(some: list[Tensor], others: list[Tensor]) -> float:
+    """The largest difference, in parts of the largest logit; infinite for what is not a number."""
+    pairs = list(zip(some, others, strict=True))
+    worst = max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs)
+    return worst / max(float(b.abs().max()) for _, b in pairs)
+
+
+def outcome(family: str) -> dict[str, Any]:
+    """What becomes of one family: its outcome, the words for it, the difference of its logits."""
+    ids = torch.randint(3, 100, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
+    assert ids.max() < VOCABULARY
+    try:
+        model = build(family)
+    except Exception as error:
+        return {"outcome": NONE, "words": spoken(error)}
+    try:
+        expected, failed = decode(model, ids), None
+    except Exception as error:
+        expected, failed = [], error
+    try:
+        logits, words = served(model, ids, EVERY_ROW)
+    except Exception as error:
+        if is_refusal(error):
+            return {"outcome": REFUSED, "words": str(error)}
+        return {"outcome": NONE if failed else ERROR, "words": spoken(failed or error)}
+    if failed:
+        return {"outcome": NONE, "words": spoken(failed)}
+    return compare(model, ids, expected, logits, words)
+
+
+def compare(
+    model: Any, ids: Tensor, expected: list[Tensor], logits: list[Tensor], words: str
+) -> dict[str, Any]:
+    """Equal or different, unless nothing searched or the logits do not show what was read."""
+    worst = difference(logits, expected)
+    found = {"words": words, "difference": float(f"{worst:.1e}")}
+    if words.startswith("0 "):
+        return {"outcome": ERROR, **found, "words": "`attach` takes it, but no layer searches"}
+    if worst > TOLERANCE:
+        return {"outcome": DIFFERENT, **found}
+    if difference(decode(model, ids), expected) > 0:
+        return {"outcome": DIFFERENT, **found, "words": "the model is not as it was before"}
+    if difference(served(model, ids, 1)[0], expected) <= TOLERANCE:
+        return {"outcome": NONE, "words": f"{words}, but its logits do not show what was read"}
+    return {"outcome": EQUAL, **found}
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the words are the adapter's own."""
+    ours = isinstance(error, kvhf.UnsupportedError)
+    return ours or (isinstance(error, ValueError) and ": got " in str(error))
+
+
+def spoken(error: Exception) -> str:
+    """A failure in one line of at most 200 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def _child(family: str, answer: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    answer.send(outcome(family))
+
+
+def ask(family: str) -> dict[str, Any]:
+    """`outcome` in a process of its own, with limits of time and memory."""
+    context = multiprocessing.get_context("fork")  # the libraries are loaded already
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(family, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if ours.poll(LIMIT_S):
+            return ours.recv()
+        return {"outcome": ERROR, "words": f"no answer in {LIMIT_S} s"}
+    except EOFError:
+        process.join()
+        return {"outcome": ERROR, "words": f"the process ended with status {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
+    """What makes the run fail: lost equality, and every difference."""
+    for family, now in found.items():
+        before = stored.get(family, {}).get("outcome")
+        if now["outcome"] == DIFFERENT or (before == EQUAL and now["outcome"] != EQUAL):
+            yield f"{family}: was {before}, is {now['outcome']}: {now['words']}"
+
+
+def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
+    """The table as Markdown."""
+    counts = Counter(one["outcome"] for one in families.values())
+    lines = [
+        "# Families of transformers",
+        "",
+        f"All {len(families)} families that transformers {machine['transformers']} maps to causal "
+        f"language models, each as a tiny random model in float32 (torch {machine['torch']}; "
+        f"sizes in `tools/family_sizes.py`): logits of {PROMPT} tokens of prompt and {STEPS} "
+        "steps, with the model's own attention and inside `attach` with `exact` and every row. "
+        "Written by `tools/families.py`.",
+        "",
+        *("| outcome | families | meaning |", "|---|---|---|"),
+        *(f"| {name} | {counts[name]} | {MEANING[name]} |" for name in MEANING),
+        "",
+        f"Equal means within {TOLERANCE:g} of the largest logit, that one row instead of all "
+        "gives other logits, and that the model is as it was afterwards; beside it, the layers "
+        "that searched. Other words are those of the exception.",
+        "",
+        *("| family | outcome | words |", "|---|---|---|"),
+    ]
+    for family, one in sorted(families.items()):
+        words = NAMED.sub("", " ".join(one["words"].split())).replace("|", "\\|")
+        lines.append(f"| {family} | {one['outcome']} | {words} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Ask the families, write or check, and say what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    stored = json.loads(RESULTS.read_text())["families"] if RESULTS.exists() else {}
+    start, found = time.perf_counter(), {}
+    for family in options.only or FAMILIES:
+        found[family] = ask(family)
+        print(f"{family}: {found[family]['outcome']}: {found[family]['words']}", flush=True)
+    wrong = list(faults(found, stored))
+    print(dict(Counter(one["outcome"] for one in found.values())), end=" ")
+    print(f"in {time.perf_counter() - start:.0f} s")
+    print(*(f"FAULT {line}" for line in wrong), sep="\n")
+    if not options.check and not wrong:
+        kept = {name: stored[name] for name in stored if options.only and name in FAMILIES}
+        families, machine = dict(sorted({**kept, **found}.items())), describe()
+        RESULTS.write_text(json.dumps({"machine": machine, "families": families}, indent=1) + "\n")
+        PAGE.write_text(page(families, machine))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,261 @@
+"""transformers' own tests of generation, with every `generate` going through `attach`.
+
+    PYTHONPATH=.:adapters python tools/foreign_suite.py --transformers CHECKOUT [--families NAME …]
+
+CHECKOUT is a checkout of transformers' sources; its tests run on its own `src`. Each call of
+`generate` in a test of `GenerationTesterMixin` runs twice, on a copy of the model as it is and on
+the model with an index that returns every row; tokens, scores and logits must agree, and the test
+goes on with the index's output. Says what is left out. Exit status 1 where anything else fails.
+Needs what those tests import: pytest, parameterized, pytest-rerunfailures, datasets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+FAMILIES = ("llama", "qwen3", "phi3", "gemma3", "olmo3")  # the last two have sliding windows
+INDEXES = ("exact", "pariskv:beta=1")
+REGIONS = dict(sink=1, local=2, update_every=2, full_threshold=0)
+EVERY_ROW = 500
+TOLERANCE = 1e-4  # of scores and logits; the tests ask for 1e-5 where they compare two of ours
+
+QUIET = ("-q", "--no-header", "--tb=short", "--show-capture=no", "-Wignore", "-pno:cacheprovider")
+STATIC = "a static cache, which attach() replaces"
+ITSELF = "the model assists itself, which attach() refuses"
+MULTIMODAL = "not a decoder of text alone: images attend in both directions"
+LEFT_OUT = {
+    "test_generate_with_static_cache": STATIC,
+    "test_generate_from_inputs_embeds_with_static_cache": STATIC,
+    "test_static_cache_no_recompile_with_smaller_length": STATIC,
+    "test_generate_compil": f"torch.compile with {STATIC}",
+    "test_generate_with_quant_cache": "a quantized cache, which attach() replaces",
+    "test_past_key_values_format": "looks at the cache of one forward, without generate",
+    "test_assisted_decoding_matches_greedy_search_1_same": ITSELF,
+    "test_assisted_decoding_sample": ITSELF,
+    "test_eager_matches_": "compares two attention implementations; attach() is a third",
+}
+"""Tests, or how their names begin, and why they cannot run through `attach`."""
+
+ADAPTED = (
+    "prompts are padded on the left, as generation needs them, and nowhere else",
+    "prompts are longer than sliding windows; weights are larger, so that a wrong row shows",
+    "no attention weights are asked for: no step computes them",
+    "use_cache=False becomes True: the cache is what is tested",
+    "caches are compared by their lengths: an index holds no tensors of keys and values",
+)
+
+
+class Suite:
+    """A pytest plugin that routes `generate` through an index."""
+
+    def __init__(self, index: str, k: int) -> None:
+        from transformers import GenerationMixin
+
+        from kvindex_adapters.hf.attach import attach
+        from kvindex_adapters.hf.cache import IndexCache
+
+        self.attach = functools.partial(attach, index=index, k=k, **REGIONS)
+        self.cache_class, self.generate = IndexCache, GenerationMixin.generate
+        self.outcomes: Counter[str] = Counter()
+        self.left_out: dict[tuple[str, str], list[str]] = {}
+        self.calls = self.calls_before = self.searches = 0
+        self.open: dict[int, tuple[ExitStack, Any]] = {}
+        self.copies: dict[int, tuple[Any, Any]] = {}
+        self.inside = False
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Keep the mixin's tests, less those that are left out, and adapt their classes."""
+        from tests.causal_lm_tester import CausalLMModelTest
+        from tests.generation.test_utils import GenerationTesterMixin
+
+        kept = []
+        for item in items:
+            if item.name not in vars(GenerationTesterMixin):
+                continue
+            if not issubclass(item.cls, CausalLMModelTest):
+                self.leave_out(item.nodeid.rpartition("::")[0], MULTIMODAL)
+            elif reason := next((LEFT_OUT[n] for n in LEFT_OUT if item.name.startswith(n)), None):
+                self.leave_out(item.nodeid, reason)
+            else:
+                adapt(item.cls, self.cache_class)
+                kept.append(item)
+        items[:] = kept
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Route `generate` while the test runs."""
+        from transformers import GenerationMixin, set_seed
+
+        from tests import test_modeling_common
+
+        set_seed(0)
+        test_modeling_common.global_rng.seed(0)
+        self.calls_before = self.calls
+        routed = mock.patch.object(
+            GenerationMixin, "generate", lambda *a, **k: self.routed(*a, **k)
+        )
+        try:
+            with routed:
+                return (yield)
+        finally:
+            for model in list(self.open):
+                self.close(model)
+            self.copies.clear()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Sort the test: passed, failed, skipped by itself, or without a call of `generate`."""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.leave_out(report.nodeid, report.longrepr[2].replace("Skipped", "skips itself"))
+        elif report.when == "call" and report.passed and self.calls == self.calls_before:
+            self.leave_out(report.nodeid, "calls no generate")
+        elif report.when == "call" or report.failed:
+            self.outcomes[report.outcome] += 1
+
+    def leave_out(self, node: str, reason: str) -> None:
+        """Note why a test says nothing of `attach`."""
+        test, family = node.rpartition("::")[2], Path(node.partition("::")[0]).parent.name
+        self.left_out.setdefault((test, reason), []).append(family)
+
+    def routed(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """What `generate` gives through the index, compared with what it gives without."""
+        import torch
+
+        if self.inside:  # an assistant's own
+            return self.generate(model, *args, **kwargs)
+        cache = past = kwargs.pop("past_key_values", None)
+        kwargs["use_cache"] = True
+        if isinstance(cache, self.cache_class):
+            plain, past = self.copies[id(cache)]
+            plain.generation_config = copy.deepcopy(model.generation_config)
+        else:
+            self.close(id(model))
+            plain, stack = copy.deepcopy(model), ExitStack()
+            cache = stack.enter_context(self.attach(model))
+            self.open[id(model)] = stack, cache
+        held = {} if past is None else {"past_key_values": past}
+        state, self.inside = torch.get_rng_state(), True
+        try:
+            expected = self.generate(plain, *args, **kwargs, **held)
+            torch.set_rng_state(state)
+            output = self.generate(model, *args, **kwargs, past_key_values=cache)
+        finally:
+            self.inside = False
+        compare(output, expected)
+        self.calls += 1
+        self.copies[id(cache)] = plain, getattr(expected, "past_key_values", None)
+        if isinstance(output, torch.Tensor):  # nobody can go on from this cache
+            self.close(id(model))
+        return output
+
+    def close(self, model: int) -> None:
+        """End the context of a model, if it has one."""
+        if model in self.open:
+            stack, cache = self.open.pop(model)
+            self.searches += sum(layer.traffic.steps for layer in cache.attention_layers())
+            stack.close()
+
+
+def adapt(tests: Any, cache_class: type) -> None:
+    """Change a class of tests as `ADAPTED` says, once."""
+    if vars(tests).get("has_attentions") is False:
+        return
+    tests.has_attentions = False
+    tester, outputs = tests.model_tester_class, tests._check_generate_outputs
+    inputs = tester.prepare_config_and_inputs_for_common
+
+    def padded_on_the_left(self: Any) -> Any:
+        self.initializer_range, self.seq_length = 0.2, 20
+        if hasattr(self, "layer_types"):
+            self.sliding_window = 8
+        config, given = inputs(self)
+        ids, pad = given["input_ids"], config.get_text_config().pad_token_id
+        given["input_ids"] = ids.masked_fill(ids == pad, 1 if pad != 1 else 2)
+        rows, columns = ids.new_tensor(range(len(ids))), ids.new_tensor(range(ids.shape[1]))
+        given["attention_mask"] = (columns >= 3 * rows[:, None]).long()
+        return config, given
+
+    def with_a_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        outputs(self, *args, **{**kwargs, "use_cache": True})
+
+    tester.prepare_config_and_inputs_for_common = padded_on_the_left
+    tests._check_generate_outputs = with_a_cache
+    for name in ("_check_past_key_values_for_generate", "_check_caches_are_equal"):
+        setattr(tests, name, lengths(getattr(tests, name), cache_class))
+
+
+def lengths(check: Callable[..., None], cache_class: type) -> Callable[..., None]:
+    """A check of caches that looks at their lengths alone where they are an index's."""
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        caches = [one for one in (*args, *kwargs.values()) if isinstance(one, cache_class)]
+        if not caches:
+            check(self, *args, **kwargs)
+        told = set().union(*(cache.lengths() for cache in caches), {kwargs.get("seq_length")})
+        assert len(told - {None}) <= 1, f"caches hold {told} tokens"
+
+    return checked
+
+
+def compare(output: Any, expected: Any) -> None:
+    """Tokens are equal, scores and logits agree. Raises AssertionError."""
+    import torch
+
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(output, expected), f"tokens: {output} through the index, not {expected}"
+        return
+    for name in ("scores", "logits"):
+        pairs = zip(getattr(output, name) or (), getattr(expected, name) or (), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+    assert torch.equal(output.sequences, expected.sequences), "tokens"
+
+
+def run(index: str, k: int, families: list[str]) -> bool:
+    """Run the families' tests through one index and report; whether nothing failed."""
+    suite = Suite(index, k)
+    files = [f"tests/models/{family}/test_modeling_{family}.py" for family in families]
+    pytest.main([*QUIET, "-olog_cli=false", *files], plugins=[suite])
+    for (test, reason), where in sorted(suite.left_out.items()):
+        some = "" if set(where) == set(families) else f" of {', '.join(sorted(set(where)))}"
+        print(f"left out: {test}{some}: {reason}")
+    for line in ADAPTED:
+        print(f"adapted: {line}")
+    passed, failed = suite.outcomes["passed"], suite.outcomes["failed"]
+    print(f"{index}, k={k}: {passed} of {passed + failed} tests passed;", end=" ")
+    print(f"{suite.calls} calls of generate, {suite.searches} searches in their layers")
+    return passed > 0 and failed == 0 and suite.searches > 0
+
+
+def main() -> int:
+    """Run the suite through each index."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transformers", required=True, type=Path, metavar="CHECKOUT")
+    parser.add_argument("--families", nargs="+", default=FAMILIES, metavar="NAME")
+    parser.add_argument("--index", metavar="LINE", help=f"one of its own; else {INDEXES}")
+    parser.add_argument("--k", type=int, default=EVERY_ROW, help="below all rows, tests must fail")
+    options = parser.parse_args()
+    if not (options.transformers / "tests/generation/test_utils.py").exists():
+        parser.error(f"--transformers: got {options.transformers}, which has no tests/generation")
+    if options.index is None:  # pytest runs once in a process
+        again = [sys.executable, __file__, *sys.argv[1:], "--index"]
+        return max(subprocess.run([*again, index]).returncode for index in INDEXES)
+    os.chdir(options.transformers)
+    sys.path[:0] = [str(Path("src").resolve()), str(Path.cwd())]
+    return 0 if run(options.index, options.k, options.families) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
