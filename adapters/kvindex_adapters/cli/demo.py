@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,6 @@ from kvindex_adapters.cli.inputs import (
     INDEX,
     check_device,
     check_dtype,
-    check_output,
     check_search,
     read_text,
 )
@@ -23,6 +21,7 @@ from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
 from kvindex_adapters.evaluate.needle import Needle, hide
 from kvindex_adapters.evaluate.text import paragraphs, python_reference
+from kvindex_adapters.files import check_output, write_json
 from kvindex_adapters.hf.generation import Generation, generate
 from kvindex_adapters.hf.punctuation import punctuated
 from kvindex_adapters.machine import describe
@@ -53,7 +52,7 @@ def demo(
     number = check_dtype(dtype)
     check_device(device)
     check_search(index, k, device)
-    check_output(json_file)
+    check_output("json", json_file)
     folder, file = smollm2()
     console.print("loading the model")  # transformers shows bars of its own
     model, tokenizer = load(folder, gguf_file=file, dtype=number, device=device)
@@ -76,7 +75,7 @@ def demo(
     result |= {"model": MODEL.format(dtype=dtype), "machine": describe(device)}
     _show(result)
     if json_file:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(json_file, result, indent=2)
 
 
 def _answer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +14,11 @@ from kvindex_adapters.cli.inputs import (
     INDEX,
     check_device,
     check_dtype,
-    check_output,
     check_search,
     read_text,
 )
 from kvindex_adapters.cli.progress import bars, console
+from kvindex_adapters.files import check_output, write_json
 from kvindex_adapters.hf.generation import generate as run
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load
@@ -47,7 +46,7 @@ def generate(
     check.at_least("max_new_tokens", max_new_tokens, 1)
     if index != "none":
         check_search(index, k, device)
-    check_output(json_file)
+    check_output("json", json_file)
     text = read_text(prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=number, device=device)
@@ -90,4 +89,4 @@ def generate(
             written["backend"] = result.backend
             written["rows_read_fraction"] = result.report.rows_read_fraction
             written["nbytes"] = result.report.nbytes
-        json_file.write_text(json.dumps(written, indent=2) + "\n")
+        write_json(json_file, written, indent=2)

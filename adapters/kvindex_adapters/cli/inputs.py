@@ -35,14 +35,6 @@ def check_search(index: str, k: int, device: str) -> None:
     kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
 
 
-def check_output(path: Path | None) -> None:
-    """Raises FileNotFoundError for a file that could not be written at the end."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise FileNotFoundError(
-            f"json: got {str(path)!r}, allowed is a file in a folder that exists"
-        )
-
-
 def read_text(path: Path) -> str:
     """The text of a file. Raises FileNotFoundError or ValueError naming `--prompt-file`."""
     if not path.is_file():
