@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ def check_size(name: str, value: int, minimum: int) -> int:
     return value
 
 
-def check_search(index: str, k: int, device: str, regions: dict[str, Any]) -> None:
+def check_search(index: str, k: int, device: str, regions: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError for an index that cannot be made, or for sizes out of range.
 
-    regions: sizes as `attach` takes them.
+    regions: sizes as `attach` takes them, where they are not its defaults.
     """
+    regions = dict(regions or {})
     check_size("k", k, 1)
-    for name in ("sink", "local", "update_every"):
+    for name in regions.keys() & {"sink", "local", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
     check_index(index)
     rope = torch.ones(4, device=device)  # the model's own comes later
