@@ -8,7 +8,7 @@ everything that may fail (for want of memory, say) has succeeded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -141,7 +141,6 @@ class BaseIndex(Hooks):
             if length != self._length or held is not self._codes or known is not self._learnt:
                 raise ValueError("append: the index has changed between its beginning and its end")
             flags = self._valid.reserve(self._length, keys, valid)
-            # from here on nothing fails
             self._codes.append(codes)
             self._store.append(rows)
             self._valid.append(flags, all_real=valid is None)
@@ -151,7 +150,11 @@ class BaseIndex(Hooks):
             self._length += count
             self._keep(statistics)
 
-        return end
+        return partial(self._end_append, end)
+
+    def _end_append(self, end: Callable[[], None]) -> None:
+        """The rest of an append, all or nothing as a call of its own."""
+        end()
 
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.
@@ -159,10 +162,10 @@ class BaseIndex(Hooks):
         mass: in (0, 1]: slots stay unused once every head of the group is believed to find this
         share of the index's attention in the rows before; `Hits.mass` is what each finds.
 
-        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, k < 1, or a mass
-        out of range or of an index that cannot tell it.
+        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, a k out of range,
+        or a mass out of range or of an index that cannot tell it.
         """
-        checks.at_least("k", k, 1)
+        checks.wanted_rows(k)
         if mass is not None:
             checks.within("mass", mass, 0, 1)
         g = self.geometry
@@ -172,9 +175,17 @@ class BaseIndex(Hooks):
             ids = torch.full((len(queries), g.kv_heads, k), UNUSED, device=g.device)
             found = None if mass is None else torch.ones(queries.shape[:2], device=g.device)
             return Hits(ids, torch.full_like(ids, float("-inf"), dtype=torch.float32), mass=found)
+        most = min(k, self._rows_at_most())
         if mass is not None:
-            return self._search_mass(queries.detach(), k, float(mass))
-        return self._search(queries.detach(), k)
+            hits = self._search_mass(queries.detach(), most, float(mass))
+        else:
+            hits = self._search(queries.detach(), most)
+        return hits if most == k else hits.widened(k)
+
+    def _rows_at_most(self) -> int:
+        """Rows that a search can find: valid tokens of a row of the batch, and summaries."""
+        summaries = self._summaries()
+        return int(self._counts.max()) + (0 if summaries is None else summaries.keys.shape[2])
 
     def fetch(self, hits: Hits) -> Rows:
         """Full-precision rows of `hits`; unused slots are zero.
@@ -236,12 +247,11 @@ class BaseIndex(Hooks):
 
     def reset(self) -> None:
         """Forget everything, learnt parameters and batch size included."""
-        for part in (self._codes, self._store, self._valid):
-            part.reset()
-        self._learnt = {}
+        self._codes, self._store = self._codes.emptied(), self._store.emptied()
+        self._valid, self._learnt = self._valid.emptied(), {}
         self._batch, self._length = None, 0
         self._counts = torch.zeros(0, dtype=torch.int64)
-        self._deferred = {}
+        self._deferred, self._broken = {}, None
         self._cleared()
 
     def nbytes(self) -> dict[str, int]:
@@ -274,7 +284,7 @@ class BaseIndex(Hooks):
         if self._batch != 1:
             raise ValueError(f"repeated: got a batch of {self._batch}, allowed is 1")
         rows = torch.zeros(count, dtype=torch.int64)
-        view = copy(self)
+        view = self._shallow()
         view._codes, view._store = self._codes.repeated(count), self._store.repeated(count)
         view._valid = self._valid.reordered(rows)
         view._learnt = {name: t.expand(count, *t.shape[1:]) for name, t in self._learnt.items()}

@@ -8,6 +8,13 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+LARGEST = 2.0**48
+"""Of a number in a key or a query: products of two such vectors, and sums of their squares over
+2^20 tokens, stay finite in float32 (`D` up to 2^12)."""
+
+MOST_ROWS = 2**24
+"""That a search may be asked for: above what is counted exactly in float32."""
+
 
 def tensor(
     name: str,
@@ -22,6 +29,9 @@ def tensor(
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, allowed is a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise ValueError(f"{name}: got {kind}, allowed is a dense tensor ({torch.strided})")
     sizes = list(shape.values())
     fits = value.ndim == len(sizes) and all(
         want is None or want == got for want, got in zip(sizes, value.shape, strict=True)
@@ -40,6 +50,13 @@ def at_least(name: str, value: object, minimum: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name}: got {value!r}, allowed is an integer of at least {minimum}")
     return value
+
+
+def wanted_rows(value: object) -> int:
+    """`k`, if it is an integer from 1 to `MOST_ROWS`. Raises ValueError."""
+    if at_least("k", value, 1) > MOST_ROWS:
+        raise ValueError(f"k: got {value}, allowed is 1 to {MOST_ROWS}")
+    return at_least("k", value, 1)
 
 
 def seed(value: object, bits: int = 63) -> int:
@@ -107,11 +124,20 @@ def rows(name: str, value: object, batch: int | None) -> Tensor:
     return indices
 
 
+ALLOWED_NUMBER = "a finite number of at most 2^48 in magnitude"
+"""What a number in a key or a query may be."""
+
+
+def out_of_range(value: Tensor) -> Tensor:
+    """Which numbers of keys or queries are not allowed: NaN, infinite, or above `LARGEST`; bool."""
+    return ~(value.abs() <= min(LARGEST, torch.finfo(value.dtype).max))
+
+
 def finite(name: str, value: Tensor) -> None:
-    """Raises ValueError if `value` holds NaN or infinity (on a GPU this waits for the device)."""
-    wrong = ~torch.isfinite(value)
+    """Raises ValueError if `out_of_range` finds a number (on a GPU this waits for the device)."""
+    wrong = out_of_range(value)
     if bool(wrong.any()):
-        raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is a finite number")
+        raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {ALLOWED_NUMBER}")
 
 
 def _pattern(shape: dict[str, int | None]) -> str:

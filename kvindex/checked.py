@@ -7,10 +7,11 @@ from torch import Tensor
 
 from kvindex import check
 from kvindex.geometry import Geometry
+from kvindex.guard import Guarded
 from kvindex.protocol import UNUSED, Hits
 
 
-class Checked:
+class Checked(Guarded):
     """An index's checks of tensors; what they find on a CUDA device is kept in flags there.
 
     Raises ValueError or TypeError that name the argument, the value received, what is allowed: at
@@ -36,10 +37,12 @@ class Checked:
     def _check_finite(self, name: str, value: Tensor) -> None:
         if self._check is False:
             return
+        if not value.numel():
+            return
         if self._defers:
-            self._defer(name, (value - value).sum() != 0, "a finite number")  # else NaN - NaN
+            self._defer(name, check.out_of_range(value.abs().amax()), check.ALLOWED_NUMBER)
         else:
-            self._raise_if(name, value, ~torch.isfinite(value), "a finite number")
+            self._raise_if(name, value, check.out_of_range(value), check.ALLOWED_NUMBER)
 
     @property
     def _defers(self) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from kvindex.restore import Restorable
 
-class Columns:
+
+class Columns(Restorable):
     """Named tensors that grow along their token axis, like the columns of a table.
 
     Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. The
@@ -63,11 +66,6 @@ class Columns:
         """Keep the first `length` tokens."""
         self._length = min(self._length, length)
 
-    def clear(self, start: int) -> None:
-        """All room from token `start` on is as if nobody had written it."""
-        for tensor in self._data.values():
-            tensor.narrow(self._axis, start, tensor.shape[self._axis] - start).fill_(self._fill)
-
     def after(self, count: int, room: int = 0) -> Columns:
         """A copy without the first `count` tokens, with room for `room` tokens at least."""
         copy, rest = Columns(self._axis, self._fill), len(self) - count
@@ -97,9 +95,15 @@ class Columns:
         }
         return view
 
-    def reset(self) -> None:
-        """Forget everything, names and sizes included."""
-        self._data, self._length = {}, 0
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with room of its own to write to."""
+        twin = self._shallow()
+        twin._data = {name: tensor.clone() for name, tensor in self._data.items()}
+        return twin
+
+    def emptied(self) -> Self:
+        """The same before its first append, names and sizes included."""
+        return type(self)(self._axis, self._fill)
 
     def nbytes(self) -> int:
         """Bytes in use (what is reserved beyond the length is not counted)."""
@@ -131,7 +135,7 @@ def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
     return held.shape[:axis] == new.shape[:axis] and held.shape[axis + 1 :] == new.shape[axis + 1 :]
 
 
-class Valid:
+class Valid(Restorable):
     """Which tokens are real, bool `[B, N]`: takes no memory before the first padded token.
 
     all_from: tokens from this one on are real, as far as the host knows without asking a device;
@@ -140,6 +144,7 @@ class Valid:
 
     def __init__(self) -> None:
         self._columns = Columns(axis=1, fill=1)
+        self._touched = [0]  # of this room, tokens that ever had flags; going back leaves it
         self.all_from = 0
 
     @property
@@ -162,30 +167,32 @@ class Valid:
 
     def append(self, reserved: dict[str, Tensor], *, all_real: bool) -> None:
         """Append what `reserve` gave; all_real: whether it had no flags to go by."""
+        if not reserved:
+            return
+        start, touched = len(self._columns), self._touched
+        place = self._columns.claim(reserved)["valid"]
         if not all_real:
-            self._columns.append(reserved)
+            touched[0] = max(touched[0], len(self._columns))
+            place.copy_(reserved["valid"])
             self.all_from = len(self._columns)
-        elif reserved:
-            self._columns.claim(reserved)
+        elif start < touched[0]:
+            place.fill_(1)  # of a sequence that was cut, or of a call that failed
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         self._columns.truncate(length)
-        if length < self.all_from:
-            self._columns.clear(length)
-            self.all_from = length
+        self.all_from = min(self.all_from, length)
 
     def reordered(self, batch_indices: Tensor) -> Valid:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
         copy = Valid()
         copy._columns = self._columns.reordered(batch_indices)
-        copy.all_from = self.all_from
+        copy._touched, copy.all_from = self._touched.copy(), self.all_from
         return copy
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self._columns.reset()
-        self.all_from = 0
+    def emptied(self) -> Valid:
+        """The same before its first append."""
+        return Valid()
 
     def nbytes(self) -> int:
         """Bytes in use."""

@@ -9,6 +9,7 @@ has no batch of indexes, so making and searching them loops over rows and KV hea
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,6 +99,12 @@ class FaissIndex(BaseIndex):
         self._made: list[list[Any]] = []  # [b][g], None where one is to be made
         self._in_step = True
 
+    def _after_rollback(self) -> None:
+        self._made, self._in_step = [], False  # FAISS may have stopped anywhere
+
+    def _after_copy(self) -> None:
+        self._after_rollback()
+
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
         """FAISS's indexes of the new rows: the same objects, copied when they are added to."""
         self._synchronise()
@@ -129,21 +136,22 @@ class FaissIndex(BaseIndex):
 
     def _prepare(self) -> None:
         """Have an index for each row and KV head that is ours alone, with no token too many."""
-        heads, seen = self.geometry.kv_heads, set()
+        heads = self.geometry.kv_heads
         if not self._made:
             self._made = [[None] * heads for _ in range(len(self.counts))]
+        uses = Counter(id(index) for rows in self._made for index in rows)
         for b, rows in enumerate(self._made):
             count = int(self.counts[b])
             for g, index in enumerate(rows):
                 if index is not None and index.ntotal != count:
-                    if id(index) in seen:
+                    uses[id(index)] -= 1
+                    if uses[id(index)]:  # another row, as it is or as it will be, has it, too
                         index = self._copy(index)
                     if index is not None and index.ntotal > count:
                         index = self._cut(index, count)
                 if index is None and count:
                     index = self._placed(self._new(b, g))
                 rows[g] = index
-                seen.add(id(index))
 
     def _fill(self, held: list[int]) -> None:
         """Add the next tokens, at most `BLOCK`, after `held[b]` valid ones of each row."""

@@ -4,22 +4,25 @@ A token's id in the index is its position in the sequence. New tokens wait in th
 then buffer); when the buffer is full the newest `local` tokens stay and the older ones move to
 the index. A row's sink is its first real tokens among those that moved: they are always attended
 to, and marked invalid in the index so that it never returns them (docs/pipeline/regions.md).
-Longer than most files: a step does all of it or nothing, and here is what it does and undoes.
+Longer than most files: what a step does, in order.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from copy import deepcopy
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from kvindex import check
 from kvindex.dense import attend_densely, bias_of
+from kvindex.guard import Guarded
 from kvindex.moving import Move
 from kvindex.ops.attention import attend
 from kvindex.protocol import UNUSED, AttendsNext, Hits, KVIndex, Rows
 from kvindex.regions import Regions
+from kvindex.restore import Restorable
 from kvindex.traffic import Counts, Tally, Traffic
 
 LAG = 4
@@ -27,15 +30,7 @@ LAG = 4
 (`benchmarks/append.py`); each of them is a row more in the window."""
 
 
-class Mark(NamedTuple):
-    """A point that a layer can go back to after a failure: `AttentionLayer.mark`."""
-
-    length: int
-    batch_size: int
-    counted: Any
-
-
-class AttentionLayer:
+class AttentionLayer(Guarded):
     """Attention over an index: append, attend, and let old tokens go into the index.
 
     index: empty; k: rows per KV head that a step retrieves; mass: fewer, where fewer hold this
@@ -64,7 +59,7 @@ class AttentionLayer:
         turn: float | None = None,
         graphs: bool = True,
     ) -> None:
-        self.k = check.at_least("k", k, 1)
+        self.k = check.wanted_rows(k)
         self.mass = None if mass is None else check.within("mass", mass, 0, 1)
         self.sink = check.at_least("sink", sink, 0)
         self.local = check.at_least("local", local, 0)
@@ -121,38 +116,49 @@ class AttentionLayer:
         if T == 1 and len(self) and not self._sealed:
             self.index.seal()
             self._sealed = True
-        mark, length = self.mark(), len(self) + T
+        length = len(self) + T
         searches = self._searches(length, T)
         follows = searches and valid is None and self._attends("attend_next")
-        try:
-            if not follows:
-                regions.append(len(self.index), keys, values, valid)
-            if getattr(self.index, "observes", True):
-                positions = torch.arange(length - T, length, device=keys.device)
-                self.index.observe(queries, positions)
-            if follows:
-                output = self._follow(queries[:, :, 0], Rows(keys, values))[:, :, None]
-            elif searches:
-                output = self._retrieve(queries[:, :, 0])[:, :, None]
-            else:
-                output = attend_densely(self.index, regions.window, queries, regions.valid)
-            self._update(beside=T == 1 and getattr(self.index, "appends_beside", False))
-        except BaseException:
-            self.back_to(mark)
-            raise
+        if not follows:
+            regions.append(len(self.index), keys, values, valid)
+        if getattr(self.index, "observes", True):
+            positions = torch.arange(length - T, length, device=keys.device)
+            self.index.observe(queries, positions)
+        if follows:
+            output = self._follow(queries[:, :, 0], Rows(keys, values))[:, :, None]
+        elif searches:
+            output = self._retrieve(queries[:, :, 0])[:, :, None]
+        else:
+            output = attend_densely(self.index, regions.window, queries, regions.valid)
+        self._update(beside=T == 1 and getattr(self.index, "appends_beside", False))
         return output
 
-    def mark(self) -> Mark:
-        """Where the layer is now."""
-        return Mark(len(self), self.batch_size, self._tally.mark())
+    def checkpoint(self) -> Any:
+        """What the layer is now, for `rollback`: it asks the device for nothing."""
+        return super().checkpoint(), len(self.index)
 
-    def back_to(self, mark: Mark) -> None:
-        """Forget what came after `mark` (what the index was told by signals stays told)."""
-        if mark.batch_size:
-            self.truncate(mark.length)
-        else:
-            self.reset()
-        self._tally.back_to(mark.counted)
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says, the index, too.
+
+        One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
+        """
+        before, indexed = checkpoint
+        move = self._move
+        super().rollback(before)
+        if move is not None and move is not self._move:
+            move.wait()  # the index writes to the same places again
+        if not isinstance(self.index, Restorable) and len(self.index) != indexed:
+            self.index.truncate(indexed)
+            if not indexed:
+                self.index.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A layer that goes on from here by itself; what is on its way into the index arrives."""
+        self._finish()
+        twin = super().__deepcopy__(memo)
+        if not isinstance(self.index, Restorable):
+            twin.index = deepcopy(self.index, memo)
+        return twin
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
@@ -181,7 +187,7 @@ class AttentionLayer:
         self._give_up()
         self.index.reset()
         self._regions.reset()
-        self._sealed = False
+        self._sealed, self._broken = False, None
         self._tally = Tally()
 
     def nbytes(self) -> dict[str, int]:
@@ -189,6 +195,12 @@ class AttentionLayer:
         return {**self.index.nbytes(), "window": self._regions.nbytes()}
 
     # Attention
+
+    @property
+    def _wanted(self) -> int:
+        """Rows to ask for: `k`, but not far above what an index can hold, a summary a token."""
+        most: int = 2 ** (2 * len(self.index) - 1).bit_length()
+        return min(self.k, most)
 
     def _searches(self, length: int, T: int) -> bool:
         """Whether `T` queries, the newest of `length` tokens, search the index."""
@@ -204,7 +216,7 @@ class AttentionLayer:
         index, regions = cast(AttendsNext, self.index), self._regions
         near = regions.near(len(self.index), more=1)
         window = regions.claim(len(self.index), token.keys, token.values, None)
-        some: Any = dict(k=self.k, graphs=self.graphs)
+        some: Any = dict(k=self._wanted, graphs=self.graphs)
         output, found = index.attend_next(queries, token, near, window, **some)
         self._count(found, len(near), near.hidden)
         return output
@@ -215,14 +227,14 @@ class AttentionLayer:
         if self._attends("attend"):
             near = self._regions.near(len(index))
             output: Tensor
-            output, found = index.attend(queries, near, k=self.k)
+            output, found = index.attend(queries, near, k=self._wanted)
             self._count(found, len(near), near.hidden)
             return output
         seen = self._regions.real(len(index))
         if seen is None:
             seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
             seen = seen.expand(-1, len(self._regions))
-        hits = index.search(queries, k=self.k, mass=self.mass)
+        hits = index.search(queries, k=self._wanted, mass=self.mass)
         return self._over_regions(queries, hits, index.fetch(hits), seen)
 
     def _over_regions(self, queries: Tensor, hits: Hits, found: Rows, seen: Tensor) -> Tensor:
@@ -276,16 +288,12 @@ class AttentionLayer:
             self._finish()
 
     def _finish(self) -> None:
-        """What is leaving is in the index; if that fails, in the window as before."""
+        """What is leaving is in the index."""
         move, self._move = self._move, None
         if move is None:
             return
-        try:
-            rest = self._regions.without(move.leaving.count)
-            move.end()
-        except BaseException:
-            self._regions.stay()
-            raise
+        rest = self._regions.without(move.leaving.count)
+        move.end()
         self._regions.end(rest, move.leaving.sink)
 
     def _give_up(self) -> None:

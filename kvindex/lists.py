@@ -127,12 +127,11 @@ def by_group(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.reshape(B, kv_heads, H // kv_heads, C, D).clone()
 
 
-def queued(learnt: Codes, new: Codes, oldest: int, *, in_place: bool) -> Codes:
+def queued(learnt: Codes, new: Codes, oldest: int) -> Codes:
     """The same with centroids replaced from `oldest` on, the last followed by the first."""
     slots = torch.arange(new["known"].shape[1], device=new["known"].device)
     slots = (slots + oldest) % learnt["known"].shape[1]
-    put = Tensor.index_copy_ if in_place else Tensor.index_copy
-    return {name: put(learnt[name], axis, slots, new[name]) for name, axis in AXES.items()}
+    return {name: learnt[name].index_copy(axis, slots, new[name]) for name, axis in AXES.items()}
 
 
 def recalled(learnt: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:

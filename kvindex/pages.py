@@ -36,8 +36,13 @@ class PageColumns(Columns):
     """Columns of summaries: their token axis counts pages, and an append replaces a tail."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
-        """The pages from `new.start` on become those of the `Tail` `new`."""
-        super().truncate(new.start if isinstance(new, Tail) else len(self))
+        """The pages from `new.start` on become those of the `Tail` `new`.
+
+        Pages that are shown stay as they are for whoever goes back to them: a copy changes.
+        """
+        if isinstance(new, Tail) and new.start < len(self):
+            self._data = {name: tensor.clone() for name, tensor in self._data.items()}
+            super().truncate(new.start)
         super().append(new)
 
     def truncate(self, length: int) -> None:

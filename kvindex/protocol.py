@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvindex.geometry import Geometry
 from kvindex.near import Near
@@ -46,6 +47,17 @@ class Hits:
     scores: Tensor
     log_weight: Tensor | None = None
     mass: Tensor | None = None
+
+    def widened(self, k: int) -> Hits:
+        """The same hits with unused slots after them, `K = k`."""
+        more = (0, k - self.ids.shape[-1])
+        weight = self.log_weight
+        return Hits(
+            pad(self.ids, more, value=UNUSED),
+            pad(self.scores, more, value=float("-inf")),
+            None if weight is None else pad(weight, more, value=float("-inf")),
+            self.mass,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from kvindex.columns import Columns, Valid
 from kvindex.geometry import Geometry
 from kvindex.near import Near
 from kvindex.protocol import Rows
+from kvindex.restore import Restorable
 from kvindex.sink import Sink, joined, joining
 
 
@@ -33,7 +33,7 @@ class Leaving:
         return self.rows.keys.shape[2]
 
 
-class Regions:
+class Regions(Restorable):
     """Rows of the newest tokens, and of the first ones among those that have left for the index.
 
     sink_size, local_size: in tokens; room: tokens that the window holds while single ones come.
@@ -45,19 +45,23 @@ class Regions:
     def __init__(self, geometry: Geometry, *, sink_size: int, local_size: int, room: int) -> None:
         self._geometry = geometry
         self._sink_size, self._local_size, self._room = sink_size, local_size, room
-        self._window = Columns()  # keys, values [B, G, W, D]
-        self._valid = Valid()  # of all tokens, in the index and in the window
         self.reset()
 
     def reset(self) -> None:
         """Hold nothing."""
-        self._window.reset()
-        self._valid.reset()
+        self._window = Columns()  # keys, values [B, G, W, D]
+        self._valid = Valid()  # of all tokens, in the index and in the window
         self.leaving = self.local = self._local_before = 0
         self.sink: Sink | None = None
         self._near: Near | None = None  # sink and window, for an index that attends by itself
         self._moved = False  # whether rows have gone or moved since that was filled
         self._padded: Tensor | float | None = 0.0  # None: not counted yet
+
+    def _after_rollback(self) -> None:
+        self._moved = True  # the buffer may hold what has been forgotten
+
+    def _after_copy(self) -> None:
+        self._near = None
 
     def __len__(self) -> int:
         """Tokens in the window, `W`."""
@@ -148,7 +152,7 @@ class Regions:
 
     def reordered(self, batch_indices: Tensor) -> Regions:
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
-        other = copy(self)
+        other = self._shallow()
         other._window = self._window.reordered(batch_indices)
         other._valid = self._valid.reordered(batch_indices)
         other.sink = None if self.sink is None else self.sink.reordered(batch_indices)

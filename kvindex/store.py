@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -13,12 +12,13 @@ from kvindex.columns import Columns
 from kvindex.geometry import Geometry
 from kvindex.ops.fetch import gather_rows
 from kvindex.protocol import Rows
+from kvindex.restore import Restorable
 from kvindex.rows import WORD, codec
 
 PLACES = ("device", "host")
 
 
-class Store:
+class Store(Restorable):
     """Rows as the bytes that a codec makes of them, on the compute device or in host memory.
 
     One row is one contiguous read. `place="device"` keeps rows beside the codes; `"host"` keeps
@@ -70,19 +70,21 @@ class Store:
 
     def reordered(self, batch_indices: Tensor) -> Store:
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
-        copied = copy(self)
+        copied = self._shallow()
         copied._columns = self._columns.reordered(batch_indices)
         return copied
 
     def repeated(self, count: int) -> Store:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
-        view = copy(self)
+        view = self._shallow()
         view._columns = self._columns.repeated(count)
         return view
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self._columns.reset()
+    def emptied(self) -> Store:
+        """The same before its first append."""
+        empty = self._shallow()
+        empty._columns = self._columns.emptied()
+        return empty
 
     def nbytes(self) -> int:
         """Bytes in use."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvindex.restore import Restorable
+
 AT_ONCE = 32
 """Steps whose counts are added up together: a few operations of the device for all of them."""
 
@@ -46,7 +48,7 @@ class Counts(NamedTuple):
     mass: Tensor | None = None
 
 
-class Tally:
+class Tally(Restorable):
     """Counts of steps, added up when someone asks or when there are many."""
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class Tally:
 
     def count(self, step: Counts) -> None:
         """A step more. Its tensors must stay as they are."""
-        self._new.append(step)
+        self._new = [*self._new, step]
         if len(self._new) >= AT_ONCE:
             self._add_up()
 
@@ -64,17 +66,8 @@ class Tally:
         self._add_up()
         return self._sum
 
-    def mark(self) -> tuple[Traffic, list[Counts], int]:
-        """What has been counted so far, for `back_to`; takes no operation either."""
-        return self._sum, self._new, len(self._new)
-
-    def back_to(self, mark: tuple[Traffic, list[Counts], int]) -> None:
-        """Forget the steps that came after."""
-        self._sum, self._new, count = mark
-        del self._new[count:]
-
     def _add_up(self) -> None:
-        new, self._new = self._new, []  # a mark may hold the list that was
+        new, self._new = self._new, []
         if not new:
             return
         read, fetched = _of_rows(new)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvindex.restore import Restorable
 from kvindex_cuda.blocks import spans
 from kvindex_cuda.layout import BLOCK, MAX_TOKENS, Layout
 
@@ -37,7 +37,7 @@ class Fill:
     write: Callable[[Tensor], None]
 
 
-class CodeBlocks:
+class CodeBlocks(Restorable):
     """Codes of `ParisKV` with one 16-bit log weight per key, in blocks of 256 tokens.
 
     The interface of `kvindex.columns.Columns`; a column is put together when it is asked for.
@@ -113,17 +113,18 @@ class CodeBlocks:
         missing = more * batch - sum(run.blocks for run in self._free)
         if missing > 0:
             self._grow(missing)
-        for row, held in enumerate(self._held):
+        free, rows = self._free.copy(), [held.copy() for held in self._held]
+        for row, held in enumerate(rows):
             at = self._blocks
-            for run in self._taken(more):
-                self._name(row, at, run)
+            for run in _taken(free, more):
+                self._name(row, at, run)  # beyond the last block, where nobody looks
                 at += run.blocks
                 last = held[-1] if held else Run(-1, 0, 0)
                 if (last.slab, last.first + last.blocks) == run[:2]:
                     held[-1] = last._replace(blocks=last.blocks + run.blocks)
                 else:
                     held.append(run)
-        self._blocks = need
+        self._free, self._held, self._blocks = free, rows, need
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
         """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
@@ -167,14 +168,14 @@ class CodeBlocks:
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
-        other = CodeBlocks(self.layout, self._heads, self._device, self._most * BLOCK)
+        other = self.emptied()
         order, blocks = batch_indices.tolist(), -(-self._length // BLOCK)
         other._held = [[] for _ in order]
         other.table = torch.zeros((len(order), self._most), dtype=torch.int64, device=self._device)
         if blocks and order:
             other._grow(blocks * len(order))
             for row, source in enumerate(order):
-                (run,) = other._taken(blocks)
+                (run,) = _taken(other._free, blocks)
                 other._held[row].append(run)
                 other._name(row, 0, run)
                 copies = other._slabs[run.slab][run.first : run.first + run.blocks]
@@ -185,10 +186,19 @@ class CodeBlocks:
 
     def repeated(self, count: int) -> CodeBlocks:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
-        view = copy(self)
+        view = self._shallow()
         view._held = self._held * count
         view.table = self.table.expand(count, -1).contiguous()
         return view
+
+    def emptied(self) -> CodeBlocks:
+        """The same before its first append."""
+        most = self._most * BLOCK
+        return CodeBlocks(self.layout, self._heads, self._device, most)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodeBlocks:
+        """A copy in blocks of its own."""
+        return self.reordered(torch.arange(len(self._held)))
 
     def nbytes(self) -> int:
         """Bytes in use: what tokens take up, without the centres and what is not filled yet."""
@@ -237,17 +247,6 @@ class CodeBlocks:
         names = self.table[row, block : block + run.blocks]
         torch.arange(first, first + run.blocks * size, size, out=names)
 
-    def _taken(self, count: int) -> Iterator[Run]:
-        """Free blocks, as few runs as there are."""
-        while count:
-            run = self._free.pop()
-            if run.blocks > count:
-                rest = run._replace(first=run.first + count, blocks=run.blocks - count)
-                self._free.append(rest)
-                run = run._replace(blocks=count)
-            count -= run.blocks
-            yield run
-
     def _grow(self, blocks: int) -> None:
         """Room for at least `blocks` more, as many again as there are up to `SLAB_BYTES`."""
         held = sum(len(slab) for slab in self._slabs)
@@ -256,8 +255,21 @@ class CodeBlocks:
         # what fills words is never written by `_copy`; else nobody reads what nobody wrote
         padded = self.layout.head_dim % 32
         make = torch.zeros if padded else torch.empty
-        self._slabs.append(make(shape, dtype=torch.uint8, device=self._device))
-        self._free.insert(0, Run(len(self._slabs) - 1, 0, count))
+        slab = make(shape, dtype=torch.uint8, device=self._device)
+        run = Run(len(self._slabs), 0, count)
+        self._slabs, self._free = [*self._slabs, slab], [run, *self._free]
+
+
+def _taken(free: list[Run], count: int) -> Iterator[Run]:
+    """So many free blocks, as few runs as there are; they leave `free`."""
+    while count:
+        run = free.pop()
+        if run.blocks > count:
+            rest = run._replace(first=run.first + count, blocks=run.blocks - count)
+            free.append(rest)
+            run = run._replace(blocks=count)
+        count -= run.blocks
+        yield run
 
 
 def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvindex import check
 from kvindex.geometry import Geometry
 from kvindex.protocol import Rows
+from kvindex.restore import Restorable
 from kvindex.rows import codec
 from kvindex_cuda.blocks import BlockTable, spans
 from kvindex_cuda.fetch import gather_blocks
@@ -27,7 +28,7 @@ FEW = BLOCK
 """Tokens: an update of the local window. Copies of so few cost the host more than a launch."""
 
 
-class HostStore:
+class HostStore(Restorable):
     """Rows as bytes in blocks `[G, 256, row_bytes]` of one batch row each; nothing ever moves.
 
     A token's key and value are one contiguous row (`kvindex.rows`). Row `n` of head `g` of batch
@@ -201,7 +202,7 @@ class HostStore:
 
         Raises as `reserve`.
         """
-        copied = copy(self)
+        copied = self._shallow()
         copied._open()
         if not self._length:
             return copied
@@ -217,10 +218,20 @@ class HostStore:
 
     def repeated(self, count: int) -> HostStore:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
-        view = copy(self)
+        view = self._shallow()
         view._lent_by = self
         view._table = self._table.repeated(count)
         return view
+
+    def emptied(self) -> HostStore:
+        """The same before its first append; this one's memory goes with it."""
+        empty = self._shallow()
+        empty._open()
+        return empty
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
+        """A copy, in blocks of its own; of a view, rows of its own."""
+        return self.reordered(torch.arange(self._table.batch))
 
     def reset(self) -> None:
         """Forget everything, and free the memory."""

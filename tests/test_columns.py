@@ -122,10 +122,10 @@ def test_reorder_moves_rows_of_the_batch(order):
     assert_holds(columns, {name: tensor[order] for name, tensor in rows(6).items()})
 
 
-def test_reset_forgets_names_and_sizes():
+def test_an_emptied_one_forgets_names_and_sizes():
     columns = Columns()
     columns.append(rows(6))
-    columns.reset()
+    columns = columns.emptied()
     assert (len(columns), columns.nbytes(), "wide" in columns) == (0, 0, False)
     columns.append({"wide": torch.ones(5, 1, 2)})
     assert columns["wide"].shape == (5, 1, 2)
@@ -172,6 +172,6 @@ def test_valid_remembers_tokens_from_before_the_first_flags():
     add(valid, 2, 3)
     assert valid.flags.tolist() == [[True] * 5] * 3
     assert valid.all_from == 2
-    valid.reset()
+    valid = valid.emptied()
     assert valid.flags is None
     assert valid.all_from == 0

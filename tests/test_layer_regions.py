@@ -87,6 +87,18 @@ def test_the_oldest_tokens_move_and_their_rows_stay_what_they_were():
         assert torch.equal(rows.values * real, sequence.values[:, :, :held] * real)
 
 
+@pytest.mark.parametrize("pads", [[30, 25], [40, 33], [59, 59]])
+@pytest.mark.parametrize("sink", [0, 3])
+def test_rows_that_are_all_padding_leave_again_and_again(pads, sink):
+    """Some updates move nothing but padding, of every row of the batch."""
+    case = Case(q_heads=4, batch=2)
+    sequence = Sequence.of(case, 80, pads)
+    layer = layer_of(case, k=1000, sink=sink, local=4, update_every=5)
+    for start in range(0, 80, 5):
+        sequence.assert_equals(sequence.feed(layer, start, start + 5), sequence.dense(), start)
+    assert len(layer.index) == 76
+
+
 @pytest.mark.parametrize("steps", PLANS)
 @pytest.mark.parametrize("pads", [[0, 0], [6, 1], [0, 11]])
 def test_a_step_reads_the_sink_the_hits_and_the_window_and_nothing_else(steps, pads):

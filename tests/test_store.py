@@ -74,7 +74,7 @@ def test_truncate_and_reorder(place):
     store.truncate(4)
     store = store.reordered(torch.tensor([1, 1, 0]))
     assert_holds(store, keys[[1, 1, 0], :, :4], values[[1, 1, 0], :, :4])
-    store.reset()
+    store = store.emptied()
     assert (len(store), store.nbytes()) == (0, 0)
 
 

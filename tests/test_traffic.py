@@ -39,7 +39,7 @@ def test_a_step_costs_no_operation_until_there_are_many():
     with Operations() as operations:
         for one in steps[:-1]:
             tally.count(one)
-            tally.mark()
+            tally.checkpoint()
     assert operations.count == 0
     with Operations() as operations:
         tally.count(steps[-1])
@@ -54,13 +54,13 @@ def test_going_back_forgets_what_came_after(before, after, read):
     tally = Tally()
     for rows in range(before):
         tally.count(step(rows))
-    mark = tally.mark()
+    mark = tally.checkpoint()
     for _ in range(after):
         tally.count(step(9))
     if read:
         assert tally.traffic.steps == before + after
     sums = [before, sum(range(before)) + 10 * before, 100 * before, 16 * sum(range(before)), 0]
     for _ in range(2):  # and again, for the mark is as it was
-        tally.back_to(mark)
+        tally.rollback(mark)
         assert floats(tally.traffic) == pytest.approx(sums)
         tally.count(step(9))

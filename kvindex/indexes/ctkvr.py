@@ -93,6 +93,9 @@ class CTkvr(BaseIndex):
         """Where searches become centroids."""
         return bool(self.config.update)
 
+    def _undone(self, name: str) -> bool:
+        return name == "search" or super()._undone(name)  # the last search is kept
+
     def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
         return {}
 
@@ -168,7 +171,7 @@ class CTkvr(BaseIndex):
 
     def _enqueue(self, new: Codes) -> None:
         """New centroids in place of the oldest."""
-        self._learnt = queued(self._learnt, new, self._state.oldest, in_place=True)
+        self._learnt = queued(self._learnt, new, self._state.oldest)
         oldest = self._after(new["known"].shape[1])
         self._state = replace(self._state, pending=None, oldest=oldest)
 
@@ -186,7 +189,7 @@ class CTkvr(BaseIndex):
             learnt, pending = self._learnt, state.pending
             if pending is not None:  # it has not seen these keys
                 late = self._lister.relisted(*pending)
-                learnt = queued(learnt, late, state.oldest, in_place=False)
+                learnt = queued(learnt, late, state.oldest)
             new = [(start, keys, valid)]
             return learnt if self.config.stale else self._lister.offered(learnt, lambda: new)
         if not self._sealed or state.seen is None:

@@ -79,9 +79,10 @@ class InfLLM(PagedIndex):
         kept = max(int((self._positions < new[0]).sum()), past)
         if len(self._queries) and self._queries["queries"].shape[0] != queries.shape[0]:
             past = kept = len(self._positions)  # of another batch
-        columns = self._queries.after(past) if past else self._queries
-        columns.reserve({"queries": queries})
-        columns.truncate(kept - past)
+        columns = self._queries
+        if past or kept < len(columns):  # what is shown is never written to
+            columns = columns.after(past)
+            columns.truncate(kept - past)
         columns.append({"queries": queries.detach()})
         self._queries = columns
         self._positions = torch.cat([self._positions[past:kept], new])

@@ -196,7 +196,7 @@ class ParisKV(BaseIndex):
         if self._check is False:
             return None
         if self._defers:
-            return self._flag("keys", "a finite number")
+            return self._flag("keys", check.ALLOWED_NUMBER)
         return torch.zeros((), dtype=torch.int32, device=keys.device)
 
     def _learnt_before(self, length: int) -> Codes:
@@ -237,6 +237,9 @@ class ParisKV(BaseIndex):
             hits: Hits = self._fused.search(self, queries, k)
             return hits
         return self._ranked(_Asked.of(self, queries), k)[0]
+
+    def _alone(self, name: str) -> bool:
+        return bool(self._fused) or super()._alone(name)  # searches share buffers
 
     @property
     def appends_beside(self) -> bool:
@@ -280,7 +283,7 @@ class ParisKV(BaseIndex):
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
         if self._defers and self._check is not False:
-            return self._flag("queries", "a finite number")  # kernels see the queries anyway
+            return self._flag("queries", check.ALLOWED_NUMBER)  # kernels see the queries anyway
         self._check_finite("queries", queries)
         return None
 
@@ -463,8 +466,16 @@ class ParisKV(BaseIndex):
 
     def _cleared(self) -> None:
         self._histogram = torch.empty(0)
-        if getattr(self, "_fused", None):
-            self._fused.cleared()
+        self._after_rollback()
+
+    def _after_rollback(self) -> None:
+        if getattr(self, "_fused", None):  # made when the base is
+            self._fused = self._fused.changed(self)
+
+    def _after_copy(self) -> None:
+        self._after_rollback()
+        if self._writer:
+            self._writer = self.ops.writer(self)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
         if self.config.coarse != "tiers":

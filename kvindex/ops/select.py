@@ -47,7 +47,7 @@ def compact(chosen: Tensor) -> Tensor:
     chosen: bool `[..., N]`; `C` is the largest number of True entries of a row.
     """
     rank = chosen.cumsum(-1)  # 1, 2, … at the True entries
-    width = int(rank[..., -1].max())
+    width = int(rank[..., -1].max()) if rank.numel() else 0
     ids = torch.full((*chosen.shape[:-1], width + 1), UNUSED, device=chosen.device)
     slots = torch.where(chosen, rank - 1, width)  # the rest falls into a slot that is dropped
     position = torch.arange(chosen.shape[-1], device=chosen.device).expand(chosen.shape)
@@ -56,7 +56,7 @@ def compact(chosen: Tensor) -> Tensor:
 
 def _ordered(scores: Tensor) -> Tensor:
     """An int32 that orders as the float32 does; -0 equals 0."""
-    bits = (scores + 0.0).view(torch.int32)
+    bits = (scores.float() + 0.0).view(torch.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvindex.geometry import Geometry
+from kvindex.guard import Guarded
 from kvindex.near import Near
 from kvindex.protocol import UNUSED, Codes, Hits, KVIndex, Rows
 
 
-class Wrapper:
+class Wrapper(Guarded):
     """Behaves as the index `inner`."""
 
     def __init__(self, inner: KVIndex) -> None:
@@ -130,6 +131,7 @@ class Wrapper:
     def reset(self) -> None:
         """As the inner index does."""
         self.inner.reset()
+        self._broken = None
 
     def nbytes(self) -> dict[str, int]:
         """As the inner index does."""

@@ -35,6 +35,9 @@ class MeasureRecall(Wrapper):
         """The recall of exact search with the same number of rows per KV head, or None."""
         return self._reachable / self._wanted if self._wanted else None
 
+    def _undone(self, name: str) -> bool:
+        return name == "search" or super()._undone(name)  # what it finds is counted
+
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The inner index's hits, counted."""
         hits = self.inner.search(queries, k=k, mass=mass)
@@ -54,13 +57,8 @@ class MeasureRecall(Wrapper):
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """As the inner index does, or neither."""
-        before = len(self.inner)
         self.inner.append(keys, values, valid=valid)
-        try:
-            self._exact.append(keys, values, valid=valid)
-        except BaseException:
-            self.inner.truncate(before)
-            raise
+        self._exact.append(keys, values, valid=valid)
 
     def truncate(self, length: int) -> None:
         """As the inner index does; what was counted stays."""
@@ -74,7 +72,7 @@ class MeasureRecall(Wrapper):
 
     def reset(self) -> None:
         """As the inner index does; what was counted goes."""
-        self.inner.reset()
+        super().reset()
         self._exact.reset()
         self._found = self._reachable = self._wanted = 0
 

@@ -75,6 +75,9 @@ class Reuse(Wrapper):
             self._differs = None
         self.inner.observe(queries, positions)
 
+    def _undone(self, name: str) -> bool:
+        return name == "search" or super()._undone(name)  # its hits are kept
+
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The inner index's hits, or the last ones. Raises as the inner index does."""
         g, last = self.geometry, self._last
@@ -117,7 +120,7 @@ class Reuse(Wrapper):
 
     def reset(self) -> None:
         """As the inner index does; counts begin anew."""
-        self.inner.reset()
+        super().reset()
         self._forget()
 
     def _searched(self, queries: Tensor, k: int, mass: float | None) -> Hits:

@@ -9,7 +9,6 @@ real model: docs/decisions/0010-rows-drawn-at-random.md.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class Sample(Wrapper):
 
     def repeated(self, count: int) -> Sample:
         """As `BaseIndex.repeated`."""
-        view = copy(self)
+        view = self._shallow()
         inner: Any = self.inner  # not of the protocol: what `BaseIndex` has is passed on
         view.inner = inner.repeated(count)
         return view
@@ -76,6 +75,7 @@ class Sample(Wrapper):
             )
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
+        logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
         places, weights = getattr(self.inner, "ops", ops).draw.draw(logits, hits.ids, k, drawn)
         unused, at = places < 0, places.clamp_min(0)
         return Hits(

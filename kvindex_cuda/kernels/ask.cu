@@ -17,7 +17,7 @@ constexpr int SAMPLED = 4096;
 constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
 constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
 constexpr float SMALLEST = 1.1754943508222875e-38f;
-constexpr double LARGEST = 1e300;  // no finite query's norm is
+constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
 
 // R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
 // Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
@@ -74,7 +74,7 @@ struct Sampled {  // 32 keys
 // float32 [BG, 4 SETS]; operands uint16 [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and what that
 // leaves, for rerank.cu, 0 where nothing is written; ups float32 [BG, GROUP]; votes int32 [BG,
 // SAMPLED]; tickets int32 [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared
-// int32 [words]; wrong int32 [1], set to 1 where a query is not finite, or null.
+// int32 [words]; wrong int32 [1], set to 1 where a query is out of range, or null.
 extern "C" __global__ void __launch_bounds__(256)
 ask(const void* queries, const float* turn, const float* references, const i64* table, i64 row,
     i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,

@@ -129,6 +129,9 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
                 found[tile][0], found[tile][1], found[tile][2], found[tile][3]};
 }
 
+// Above ‖y‖² of every key whose coordinates are allowed (check.LARGEST, 2^48): (2^49 D)² at most.
+constexpr float TOO_LONG = 1.3e36f;
+
 // The mean of coordinate d of a segment's n valid keys, of the warps' sums. All lanes call it.
 static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, i64 step,
                               const Segment& own, int* wrong) {
@@ -397,6 +400,9 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
             // out of float32's range: y by a power of two that brings its largest to 1
             bool far = !(squares > 1e-24f && squares < 1e30f);
             if (__any_sync(ALL, far)) {
+                u32 seen = min(max(half * HALF + lane / 4, own.from), own.to - 1);
+                bool real = !own.flags || own.flags[seen];
+                if (wrong && real && !(squares <= TOO_LONG)) *wrong = 1;
                 float peak = 0;
 #pragma unroll
                 for (int i = 0; i < C * 8; i++)

@@ -20,7 +20,7 @@ constexpr int STEPS = (M + 1) / 2;                   // as in weigh.cu
 constexpr int SETS = (GROUP + 3) / 4;                // of 4 query heads
 constexpr int TIERS = 6;                             // ops.coarse.TIERS
 constexpr float SMALLEST = 1.1754943508222875e-38f;
-constexpr double LARGEST = 1e300;                    // no finite query's norm is
+constexpr double LARGEST = 1.8e16;                    // √4096 times check.LARGEST
 
 // Where float16 `part` (0 high, 1 low) of coordinate j of head h goes among a group's operands.
 __device__ __forceinline__ int place_of(int h, int j, int part) {
@@ -44,7 +44,7 @@ struct Centroid {
 // null; counts int64 [BG, M, 256]: keys per centroid, and limits int64 [B, TIERS], of tiers alone.
 // operands uint16 [BG, SIZE], 0 where nothing is written; ups, units float32 [BG, GROUP]: the
 // powers of two; of dots votes per unit of q·k. table uint8 or int16 [BG, SETS, M, 256, 4], a head
-// beside the other. cleared int32 [words]; wrong int32 [1], set to 1 where a query is not finite, or
+// beside the other. cleared int32 [words]; wrong int32 [1], set to 1 where a query is out of range, or
 // null. largest, level (E|u|), most (codes.FACTOR): of dots.
 extern "C" __global__ void __launch_bounds__(256)
 turn(const void* queries, const float* rotation, const float* references, const i64* counts,

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import kvindex
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.hf.attention import NAME, attached
+from kvindex_adapters.hf.attachment import attached
+from kvindex_adapters.hf.attention import NAME
 from tests.adapters.tiny import SMALL, build, dense_steps, prompt, steps
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
@@ -63,7 +64,7 @@ def test_crop_refuses_positive_numbers(model):
         assert cache.get_seq_length() == 30
 
 
-@pytest.mark.parametrize(
+CHANGES = pytest.mark.parametrize(
     ("change", "rows"),
     [
         (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
@@ -73,7 +74,13 @@ def test_crop_refuses_positive_numbers(model):
     ],
     ids=["repeat", "select", "select-mask", "reorder"],
 )
-def test_batch_operations(model, change, rows):
+
+
+@CHANGES
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "zaya"])
+def test_batch_operations(family, change, rows):
+    """Of linear attention beside full attention, too."""
+    model = build(family, num_hidden_layers=2)
     inputs = prompt(3, 50, padded=True)
     chosen = {name: tensor[rows] for name, tensor in inputs.items()}
     expected = dense_steps(model, chosen, [40] + [1] * 10)[1:]
@@ -267,12 +274,18 @@ LINEAR = dict(
 )
 
 
-def test_linear_attention_cannot_go_back_and_says_so():
-    model = build("qwen3_next", **LINEAR)
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen3_next", LINEAR), ("falcon_h1", {})], ids=["apart", "one layer"]
+)
+def test_linear_attention_cannot_go_back_and_says_so(family, options):
+    model = build(family, **options)
     inputs = prompt(1, 30)
     with kvhf.attach(model, **REGIONS) as cache:
         expected = steps(model, cache, inputs, [20] + [1] * 10)
         ids = inputs["input_ids"][:, :1]
+        assert not cache.is_croppable
+        with pytest.raises(RuntimeError, match="does not track past states"):
+            cache.crop(-1)
         fails_in_the_last_layer(model, RuntimeError, past_key_values=cache, input_ids=ids)
         with pytest.raises(RuntimeError, match="could not be undone; call reset"):
             model(input_ids=ids, past_key_values=cache)

@@ -7,11 +7,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     DynamicCache,
+    GenerationConfig,
     StaticCache,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
+from kvindex_adapters.hf.attention import attention as attention_function
 from kvindex_adapters.hf.refuse import UNKNOWN, UnsupportedError, check_attention
 from tests.adapters.tiny import MIXED, SMALL, build, prompt
 
@@ -29,11 +32,19 @@ MLA = dict(
     topk_group=1,
     num_key_value_heads=4,
 )
+INKLING = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 @pytest.fixture(scope="module")
 def model():
     return build("llama", num_hidden_layers=2)
+
+
+def twin(model):
+    """Another head around the same decoder."""
+    other = build("llama", num_hidden_layers=2)
+    other.model = model.model
+    return other
 
 
 def refused(model, match, **options):
@@ -57,10 +68,18 @@ def refused(model, match, **options):
         ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
         ("mistral", {"sliding_window": 16}, "no full-attention layer"),
         ("mamba", {"state_size": 4}, "no full-attention layer|AttentionInterface"),
+        ("diffllama", {}, "the difference of two softmaxes"),
+        ("inkling_text", {**INKLING, "d_rel": 8, "rel_extent": 32}, "a learnt bias by distance"),
     ],
 )
 def test_models_that_are_not_served(family, options, match):
     refused(build(family, **options), match)
+
+
+@pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="came after transformers 5.17")
+def test_latent_attention_that_layers_state_one_by_one():
+    """A configuration that has no value for all layers raises RuntimeError when asked for it."""
+    refused(build("dots3_note_text", **{**MLA, "index_n_heads": 2}), "multi-head latent attention")
 
 
 def test_encoder_decoders_are_refused():
@@ -92,6 +111,14 @@ def test_what_is_no_model_is_refused():
         ({"index": None}, "index: got None, allowed is a name"),
         ({"index": "exact:scale=2"}, "index_options: got scale, which the model decides"),
         ({"index_options": {"kv_heads": 1, "dtype": 2}}, "got dtype, kv_heads, which the model"),
+        ({"index_options": ["beta"]}, r"index_options: got \['beta'\], allowed is a mapping"),
+        ({"layer_options": [1]}, r"layer_options: got \[1\], allowed is a mapping"),
+        ({"layer_options": {0: 1}}, r"layer_options\[0\]: got 1, allowed is a mapping"),
+        ({"index": "quest", "mass": 0.9}, "mass: got 0.9, allowed is None: Quest does not know"),
+        ({"index": "quest+reuse", "mass": 0.9}, "mass: got 0.9, allowed is None: Quest does"),
+        ({"index": "exact+sample", "mass": 0.9}, "mass: got 0.9, allowed is None where rows are"),
+        ({"index": "retroinfer+sample"}, "got RetroInfer, whose rows stand for others already"),
+        ({"index": "retroinfer+sample+reuse"}, "got RetroInfer, whose rows stand for others"),
     ],
 )
 def test_bad_arguments(model, options, match):
@@ -129,6 +156,47 @@ def test_generate_without_our_cache(model):
             model.generate(**prompt(1, 20), max_new_tokens=2)
         with pytest.raises(ValueError, match="past_key_values: got NoneType"):
             model(**prompt(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"guidance_scale": 1.5}, "guidance_scale: got 1.5, allowed inside attach"),
+        ({"generation_config": GenerationConfig(guidance_scale=2.0)}, "guidance_scale: got 2.0"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit: got 1, allowed inside attach"),
+        ({"assistant_model": lambda model: model}, "assistant_model: got a model that is attached"),
+        ({"assistant_model": twin}, "assistant_model: got a model that is attached"),
+    ],
+    ids=["guidance", "guidance-config", "early-exit", "itself", "parts"],
+)
+def test_ways_to_generate_that_run_the_model_with_another_cache(model, options, match):
+    options = {name: of(model) if callable(of) else of for name, of in options.items()}
+    with kvhf.attach(model, **REGIONS) as cache:
+        with pytest.raises(UnsupportedError, match=match):
+            model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, **options)
+        assert cache.get_seq_length() == 0  # nothing has run
+        model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, guidance_scale=1)
+
+
+def test_two_calls_of_attention_for_one_update(model):
+    """A class that attends twice to the same rows: the second call has no tokens of its own."""
+    attention = type(model.model.layers[0].self_attn)
+
+    class Twice(attention):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            states = torch.zeros(1, 4, 1, 16)
+            attention_function(self, states, states, states, None)
+            return output
+
+    twice = build("llama", num_hidden_layers=2)
+    for layer in twice.model.layers:
+        layer.self_attn.__class__ = Twice
+    with (
+        kvhf.attach(twice, **REGIONS) as cache,
+        pytest.raises(UnsupportedError, match="allowed is one call for each update of the cache"),
+    ):
+        twice(**prompt(1, 20), past_key_values=cache)
 
 
 @pytest.mark.parametrize("kind", [StaticCache, DynamicCache])
@@ -171,7 +239,8 @@ def test_right_padding(model):
     inputs = prompt(2, 20)
     inputs["attention_mask"][1, 15:] = 0
     with kvhf.attach(model, **REGIONS) as cache:
-        with pytest.raises(ValueError, match="padded token after a real one"):
+        match = "attention_mask: got a padded token after a real one in row 1, at position 15"
+        with pytest.raises(ValueError, match=match):
             model(**inputs, past_key_values=cache)
         assert cache.get_seq_length() == 0
 

@@ -28,6 +28,7 @@ SMALL = dict(
 )
 MIXED = dict(layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2), sliding_window=24)
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, use_mamba_kernels=False)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -46,6 +47,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1, 0]},
     "starcoder2": {"sliding_window": None},
     "gpt_neox": {"num_key_value_heads": 4},
+    # heads of full-attention layers are of another size, and fewer
+    "gemma4_text": {
+        **MIXED,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
+    "modernbert-decoder": {
+        **{"layer_types": MIXED["layer_types"], "local_attention": 24},
+        **{"cls_token_id": 1, "sep_token_id": 2},
+    },
+    # linear and full attention in one layer
+    "falcon_h1": {
+        **{**MAMBA, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+        "mamba_chunk_size": 16,
+    },
+    "zamba": {
+        **{**MAMBA, "n_mamba_heads": 2, "num_key_value_heads": 4},
+        "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2,
+    },
+    "zamba2": {
+        **{**MAMBA, "n_mamba_heads": 4, "num_key_value_heads": 4, "chunk_size": 16},
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mem_rope": True},
+    },
+    "zaya": {
+        **{"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
+        "router_hidden_size": 16,
+    },
 }
 
 

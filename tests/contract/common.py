@@ -18,7 +18,8 @@ K = 9
 
 def searched(index: BaseIndex, case: Case, *, k: int = K, seed: int = 0) -> Hits:
     """Hits of the case's queries, well formed."""
-    batch = case.batch if index._batch is None else index._batch
+    held = getattr(index, "_batch", case.batch)  # a wrapper has none
+    batch = case.batch if held is None else held
     hits = index.search(case.queries(seed, batch), k=k)
     assert_well_formed(hits, index, batch, k)
     return hits

@@ -6,6 +6,7 @@ Longer than most files for what says that: the bound of a code's roundings, whic
 import pytest
 import torch
 
+from kvindex.check import LARGEST
 from kvindex.ops import codes, learn, transform
 from kvindex_cuda.encode import Encoder, Fresh
 from kvindex_cuda.layout import BLOCK, Layout, places
@@ -252,15 +253,27 @@ def test_centres_of_whole_segments_are_made_on_the_way(dim, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e20, -3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_key_that_is_not_finite_is_told_of(wrong, dtype, device):
+def test_a_key_out_of_range_is_told_of(wrong, dtype, device):
     case = Case(q_heads=2, kv_heads=2, head_dim=80, batch=2, dtype=dtype)
     keys, valid, encode, references = fresh_case(case, 512, 0, device, [0, 40])
     where = dict(start=0, fresh=(0, 2), device=device)
     for place, told in (((1, 0, 39, 3), 0), ((1, 0, 40, 3), 1), ((0, 1, 511, 79), 1)):
         spoilt = keys.clone()
-        spoilt[place] = wrong
+        spoilt[place] = torch.tensor(wrong).to(dtype)
+        assert made(case, encode, spoilt, valid, references, **where)[3] == told
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_that_cancel_in_their_centre_are_told_of_and_the_largest_are_not(device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
+    keys, valid, encode, references = fresh_case(case, 512, 0, device, [0, 40])
+    where = dict(start=0, fresh=(0, 2), device=device)
+    for number, told in ((2 * LARGEST * 64, 1), (1e30, 1), (3e38, 1), (LARGEST, 0)):
+        spoilt = keys.clone()
+        spoilt[1, 0, 100] = number
+        spoilt[1, 0, 101] = -number
         assert made(case, encode, spoilt, valid, references, **where)[3] == told
 
 

@@ -67,6 +67,28 @@ def test_rows_that_share_an_index_are_copied_when_they_part():
     assert_same_hits(index.search(queries, k=9), want.search(queries, k=9), close=1e-5)
 
 
+@pytest.mark.parametrize("name", ["faiss-flat", "faiss-ivf:lists=4", "faiss-hnsw"])
+@pytest.mark.parametrize("pads", [[0, 30], [30, 0], [0, 9], [9, 0]])
+def test_rows_that_share_an_index_part_where_one_gets_more(name, pads):
+    """One whose tokens are all padded keeps the index, whichever row it is."""
+    pytest.importorskip("faiss", reason="needs faiss-cpu")
+    tokens, more, valid = ONE.tokens(50), ONE.tokens(30, seed=1), left_padding(pads, 30)
+    index = ONE.index(name)
+    index.append(*tokens)
+    index.reorder(torch.tensor([0, 0]))
+    index.append(*more, valid=valid)
+    assert index._tokens_held() == [80 - pad for pad in pads]
+    hits = index.search(ONE.queries(), k=9)
+    shown = torch.cat([torch.ones(2, 50, dtype=torch.bool), valid], 1)
+    assert shown[:, None].expand(-1, 2, -1).gather(2, hits.ids.clamp_min(0)).all()
+    if name == "faiss-flat":
+        want = ONE.index("exact")
+        want.append(*tokens)
+        want.reorder(torch.tensor([0, 0]))
+        want.append(*more, valid=valid)
+        assert_same_hits(hits, want.search(ONE.queries(), k=9), close=1e-5)
+
+
 def test_many_queries_of_one_sequence_are_one_search(monkeypatch):
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     case = Case(q_heads=2, kv_heads=2, head_dim=16)

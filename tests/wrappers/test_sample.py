@@ -45,6 +45,18 @@ def test_fewer_tokens_than_rows_are_all_taken():
     assert (hits.ids[..., 30:] == -1).all()
 
 
+@pytest.mark.parametrize("softcap", [None, 1.0, 30.0])
+def test_slots_without_a_row_have_no_weight(softcap):
+    """Of one head per group, whose scores are bare products: a softcap makes `-inf` finite."""
+    case = Case(q_heads=2, kv_heads=2, softcap=softcap, batch=2)
+    index = Sample(case.index("exact"), share=0.5)
+    index.append(*case.tokens(50))
+    hits = index.search(case.queries(), k=80)
+    assert_well_formed(hits, index, 2, 80)
+    assert (hits.ids[..., :50].sort(-1).values == torch.arange(50)).all()
+    assert (hits.log_weight[..., :50] == 0).all()
+
+
 def test_an_empty_index_gives_nothing():
     hits = Sample(CASE.index("exact")).search(CASE.queries(), k=5)
     assert (hits.ids == -1).all()

@@ -64,7 +64,7 @@ class ParallelLayer(AttentionLayer):
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
         inner: Any = self.index  # not of the protocol: `BaseIndex` and wrappers around it have it
         index: KVIndex = inner.repeated(T)
-        hits = index.search(each, k=self.k, mass=self.mass)
+        hits = index.search(each, k=self._wanted, mass=self.mass)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
         output = self._over_regions(each, hits, index.fetch(hits), seen)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 import kvindex
@@ -17,14 +17,22 @@ from kvindex.config import parse_spec
 from kvindex.geometry import Geometry
 from kvindex.layer import AttentionLayer
 from kvindex.protocol import KVIndex
-from kvindex_adapters.hf.attention import NAME, attached
+from kvindex.wrappers.base import Wrapper
+from kvindex.wrappers.sample import Sample
+from kvindex_adapters.hf.attachment import claimed
+from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
 from kvindex_adapters.hf.place import placed
-from kvindex_adapters.hf.refuse import UnsupportedError, check_model
+from kvindex_adapters.hf.refuse import UnsupportedError, check_model, layer_configs
+from kvindex_adapters.hf.restored import own_configurations, subclassed
 from kvindex_adapters.hf.rope import rotary
 
 IndexFactory = Callable[..., KVIndex]
 """Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
+
+PROBED = 64
+"""Tokens in which an index searches to see whether it can: more than one of its units."""
 
 
 @contextmanager
@@ -44,7 +52,8 @@ def attach(
     layer: type[AttentionLayer] = AttentionLayer,
     graphs: bool = True,
 ) -> Iterator[IndexCache]:
-    """A cache for `past_key_values`; inside the context the model attends through it.
+    """A cache for `past_key_values`; inside the context the model attends through it, or through
+    deep copies of it (`copy.deepcopy`).
 
     index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
     k: rows per KV head that a step retrieves; mass: fewer, where the index believes that fewer
@@ -56,17 +65,15 @@ def attach(
     the model is on a GPU that can (`place.placed`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
     steps of a layer that are all alike are replayed as a CUDA graph (`kvindex.layer`). Afterwards
-    the model is as it was.
+    the model is as it was, and as it was changed meanwhile (hooks, options of its configuration).
 
-    Raises UnsupportedError (a ValueError) for a model that cannot be served, ValueError for a bad
-    argument, before anything is changed.
+    One thread at a time calls the model or a cache. Raises UnsupportedError (a ValueError) for a
+    model that cannot be served, ValueError for a bad argument or a model that is attached, before
+    anything is changed.
     """
     config = check_model(model)
-    for given in (index_options, *(layer_options or {}).values()):
-        check_index(index, given)
+    _check_options(index, index_options, layer_options)
     decoder, options = _decoder(model), dict(index_options or {})
-    if any(module in attached for module in model.modules()):
-        raise ValueError("model: got one that is attached already, allowed is one attach() a time")
 
     def make(number: int, **geometry: Any) -> AttentionLayer:
         own, rope = {**options, **(layer_options or {}).get(number, {})}, ropes[number]
@@ -82,32 +89,24 @@ def attach(
         sizes |= dict(k=k, full_threshold=full_threshold)
         return layer(made, mass=mass, turn=turn, graphs=graphs, **sizes)
 
-    cache = IndexCache(config, make, dense_layers)
-    ropes = {number: rotary(decoder, number) for number in cache.indexed}
-    # bad arguments raise here, not in the first forward
-    for number in _telling(ropes, layer_options):
-        make(number, **_geometry(config))
-    before = [(c, c._attn_implementation) for c in _configs(model)]
-    forward = vars(decoder).get("forward")  # accelerate puts one there, too
-    try:
-        model.set_attn_implementation(_request(model, config))
-        if config._attn_implementation != NAME:
-            raise UnsupportedError(
-                f"model: got {type(model).__name__}, whose attention does not go through "
-                "transformers' AttentionInterface"
-            )
-        attached.update((module, cache) for module in model.modules())
-        decoder.forward = _guarded(decoder.forward, cache)
-        yield cache
-    finally:
-        cache.close()
-        vars(decoder).pop("forward", None)
-        if forward is not None:
-            decoder.forward = forward
-        for module in model.modules():
-            attached.pop(module, None)
-        for some, implementation in before:
-            some._attn_implementation_internal = implementation
+    with claimed(model) as attachment:
+        cache = IndexCache(config, make, dense_layers, attachment)
+        ropes = {number: rotary(decoder, number) for number in cache.indexed}
+        # bad arguments raise here, not in the first forward
+        for number in _telling(ropes, layer_options):
+            _check_searches(make(number, **_geometry(config, number)))
+        with own_configurations(model, NAME):
+            model.set_attn_implementation(_request(model))
+            if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+                raise UnsupportedError(
+                    f"model: got {type(model).__name__}, whose attention does not go through "
+                    "transformers' AttentionInterface"
+                )
+            generates = hasattr(model, "generate")
+            asked = subclassed(model, GuardedModel) if generates else nullcontext()
+            with subclassed(decoder, GuardedDecoder), asked:
+                attachment.decoder = decoder
+                yield cache
 
 
 def _telling(ropes: dict[int, Any], layer_options: Mapping[int, Any] | None) -> set[int]:
@@ -119,6 +118,20 @@ def _telling(ropes: dict[int, Any], layer_options: Mapping[int, Any] | None) -> 
             f"an index, {sorted(ropes)}"
         )
     return {min(ropes, key=lambda number: ropes[number] is not None), *given}
+
+
+def _check_options(index: object, index_options: object, layer_options: object) -> None:
+    """Raises ValueError for what names no index, and for options that do not fit."""
+    if not isinstance(layer_options, Mapping | None):
+        raise ValueError(
+            f"layer_options: got {layer_options!r}, allowed is a mapping from a layer's number to "
+            "its options"
+        )
+    named = {f"layer_options[{i!r}]": options for i, options in (layer_options or {}).items()}
+    for name, options in {"index_options": index_options, **named}.items():
+        if not isinstance(options, Mapping | None):
+            raise ValueError(f"{name}: got {options!r}, allowed is a mapping from name to value")
+        check_index(index, options)
 
 
 def check_index(index: object, index_options: Mapping[str, Any] | None = None) -> None:
@@ -138,45 +151,22 @@ def check_index(index: object, index_options: Mapping[str, Any] | None = None) -
         )
 
 
-def _guarded(forward: Callable[..., Any], cache: IndexCache) -> Callable[..., Any]:
-    """A decoder's forward that refuses another cache and undoes a step that fails half way."""
-
-    @functools.wraps(forward)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("output_attentions"):
-            raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
-        given = kwargs.get("past_key_values")
-        if given is not cache:
-            raise UnsupportedError(
-                f"past_key_values: got {type(given).__name__}, allowed inside attach() is the "
-                "cache that it gave: model.generate(…, past_key_values=cache)"
-            )
-        cache.check_usable()
-        marks = cache.marks()
-        ids = args[0] if args else kwargs.get("input_ids")
-        cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
-        try:
-            output = forward(*args, **kwargs)
-            cache.check_taken()
-        except BaseException:  # an interrupt, too, leaves layers of different lengths
-            cache.back_to(marks)
-            raise
-        finally:
-            cache.tokens = None
-            cache.padding.forget()
-        return output
-
-    return guarded
-
-
 def _decoder(model: PreTrainedModel) -> nn.Module:
     """The module whose forward takes `past_key_values` and runs the layers."""
-    decoder = model.get_decoder()
-    return decoder if isinstance(decoder, nn.Module) else model
+    for module in (model.get_decoder(), model.base_model):
+        if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
+            return module
+    return model
 
 
-def _geometry(config: Any) -> dict[str, Any]:
-    """The geometry that a configuration shows, as far as it does."""
+def _parameters(module: nn.Module) -> Collection[str]:
+    return inspect.signature(type(module).forward).parameters
+
+
+def _geometry(config: Any, number: int) -> dict[str, Any]:
+    """The geometry that a configuration shows of a layer, as far as it does."""
+    layers = layer_configs(config)
+    config = layers[number] if len(layers) > 1 else config
     heads = getattr(config, "num_attention_heads", 1)
     per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
@@ -186,26 +176,31 @@ def _geometry(config: Any) -> dict[str, Any]:
     }
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
-    """Every configuration object of the model and its parts, once."""
-    found: dict[int, Any] = {id(model.config): model.config}
-    queue = [model.config]
-    while queue:
-        config = queue.pop()
-        for name in getattr(config, "sub_configs", {}):
-            sub = getattr(config, name, None)
-            if sub is not None and id(sub) not in found:
-                found[id(sub)] = sub
-                queue.append(sub)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            found.setdefault(id(config), config)
-    return list(found.values())
+def _check_searches(layer: AttentionLayer) -> None:
+    """Raises ValueError where searches with the layer's mass, or behind its `Sample`, cannot be.
+
+    The layer is not to be used afterwards: some tokens are searched.
+    """
+    index: Any = layer.index
+    while isinstance(index, Wrapper) and not isinstance(index, Sample):
+        index = index.inner
+    if layer.mass is None and not isinstance(index, Sample):
+        return
+    g, made = layer.index.geometry, torch.Generator().manual_seed(0)
+    heads = (g.kv_heads, g.kv_heads, g.q_heads)
+    widths = (g.head_dim, g.value_dim, g.head_dim)
+    keys, values, queries = (
+        torch.randn(1, count, PROBED, width, generator=made).to(g.device, g.dtype)
+        for count, width in zip(heads, widths, strict=True)
+    )
+    layer.index.append(keys, values)
+    layer.index.seal()
+    layer.index.search(queries[:, :, -1], k=layer.k, mass=layer.mass)
 
 
-def _request(model: PreTrainedModel, config: Any) -> dict[str, str]:
+def _request(model: PreTrainedModel) -> dict[str, str]:
     """What to ask of `set_attn_implementation` so that only the decoder changes."""
+    config = model.config.get_text_config(decoder=True)
     if config is model.config:
         return {"": NAME}
     for name in model.config.sub_configs:

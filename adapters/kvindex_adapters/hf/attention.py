@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvindex.ops.attention import attend_blocks
-from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.indexed import IndexedLayer
 from kvindex_adapters.hf.refuse import UnsupportedError, check_attention
 
@@ -21,9 +20,6 @@ NAME = "kvindex"
 
 QUERIES = 1024
 """Queries of a dense layer taken at a time: bounds the logits held, not the result."""
-
-attached: WeakKeyDictionary[nn.Module, IndexCache] = WeakKeyDictionary()
-"""The cache of every module of an attached model."""
 
 
 def attention(
@@ -41,15 +37,16 @@ def attention(
 
     Raises UnsupportedError for a call that cannot be served.
     """
-    name = type(module).__name__
-    cache = attached.get(module)
-    layer = None if cache is None else cache.take_pending()
-    if cache is None or layer is None:
+    name, attachment = type(module).__name__, attached.get(module)
+    pending = None if attachment is None else attachment.take_pending()
+    if pending is None:
         raise UnsupportedError(
-            f"{name}: got a call without the cache that attach() gave; pass it as past_key_values"
+            f"{name}: got a call of attention without an update of the cache before it; allowed "
+            "is one call for each update of the cache that attach() gave"
         )
+    cache, layer = pending
     check_attention(name, module, query.shape[2], dropout, kwargs)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         if isinstance(layer, IndexedLayer):
             if attention_mask is not None and attention_mask.ndim != 2:
                 raise UnsupportedError(

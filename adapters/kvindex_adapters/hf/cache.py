@@ -9,44 +9,52 @@ reach it, whatever the model's class did to them in between (`indexed.IndexedLay
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvindex.layer import AttentionLayer
 from kvindex.protocol import KVIndex
-from kvindex_adapters.hf.indexed import IndexedLayer, LayerFactory, check_crop
+from kvindex_adapters.hf.attachment import Attachment
+from kvindex_adapters.hf.indexed import IndexedLayer, LayerFactory, check_crop, in_place_of
 from kvindex_adapters.hf.padding import Padding
-from kvindex_adapters.hf.refuse import UnsupportedError
+from kvindex_adapters.hf.refuse import UnsupportedError, has_full_attention
 from kvindex_adapters.hf.report import Report
 
 
 class IndexCache(DynamicCache):
-    """The cache that `attach` gives: pass it as `past_key_values`.
+    """The cache that `attach` gives: pass it as `past_key_values`, or a `copy.deepcopy` of it.
 
-    Only the model's full-attention layers are replaced; sliding-window and linear layers stay
-    what transformers makes them, and so do `dense_layers`.
+    Only the full attention of the model's layers is replaced; sliding-window and linear attention
+    stay what transformers makes them, and so do `dense_layers`.
     """
 
-    def __init__(self, config: Any, make: LayerFactory, dense_layers: Sequence[int]) -> None:
+    layers: list[Any]
+
+    def __init__(
+        self,
+        config: Any,
+        make: LayerFactory,
+        dense_layers: Sequence[int],
+        attachment: Attachment,
+    ) -> None:
         super().__init__(config=config)
-        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
         _check_dense(dense_layers, len(self.layers), full)
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
+        self.attachment = attachment
+        """Of the model whose calls take this cache."""
         self.padding = Padding()
         """Of the step that is under way."""
-        for i in self.indexed:
-            self.layers[i] = IndexedLayer(partial(make, i), self.padding)
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the step that is under way, if they are known."""
-        self._config = config
-        self._pending: Any = None
-        self._closed = False
+        self._config, self._make = config, make
         self._broken: str | None = None
+        self.layers = self._fresh()
 
     def update(
         self,
@@ -60,17 +68,12 @@ class IndexCache(DynamicCache):
         self.check_usable()
         self.check_taken()
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._pending = self.layers[layer_idx]
+        self.attachment.set_pending(self, self.layers[layer_idx])
         return states
-
-    def take_pending(self) -> Any:
-        """The layer whose `update` ran last, once; None if its attention has run already."""
-        layer, self._pending = self._pending, None
-        return layer
 
     def check_taken(self) -> None:
         """Raises UnsupportedError if an `update` never met the attention function."""
-        if self.take_pending() is not None:
+        if self.attachment.take_pending() is not None:
             raise UnsupportedError(
                 "model: its attention does not go through transformers' AttentionInterface, or it "
                 "is not the model that this cache was attached to"
@@ -78,7 +81,7 @@ class IndexCache(DynamicCache):
 
     def check_usable(self) -> None:
         """Raises RuntimeError after the context has closed or a step has failed half way."""
-        if self._closed:
+        if self.attachment.closed:
             raise RuntimeError(
                 "past_key_values: got a cache whose attach() context has closed; attach again"
             )
@@ -142,13 +145,10 @@ class IndexCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens; the cache can be used again."""
-        fresh = DynamicCache(config=self._config).layers  # 5.17 only zeroes what a layer holds
-        for i, layer in enumerate(self.layers):
-            if isinstance(layer, IndexedLayer):
-                layer.reset()
-            else:
-                self.layers[i] = fresh[i]
-        self._pending = self._broken = None
+        with self.attachment.exclusive():
+            self.layers = self._fresh()
+            self.attachment.take_pending()
+            self._broken = None
 
     def lengths(self) -> list[int]:
         """Tokens that each indexed layer holds."""
@@ -163,7 +163,7 @@ class IndexCache(DynamicCache):
 
     def back_to(self, marks: list[Any]) -> None:
         """After a step that failed: go back to `marks`, or stay unusable until `reset()`."""
-        self._pending = None
+        self.attachment.take_pending()
         self._broken = "a step failed half way and could not be undone"
         for layer, mark in zip(self.layers, marks, strict=True):
             if isinstance(layer, IndexedLayer):
@@ -176,24 +176,44 @@ class IndexCache(DynamicCache):
 
     def _every(self, change: Callable[[Any], None]) -> None:
         """`change` for every layer, or for none if a layer refuses it."""
-        others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
-        held, done = [_held(layer) for layer in others], 0
-        try:
-            for layer in others:
-                change(layer)
-            for layer in self._indexed():
-                change(layer)
-                done += 1
-        except BaseException:
-            for layer, before in zip(others, held, strict=True):
-                vars(layer).update(before)
-            if done:  # they all hold the same batch and length: what one does, all can
-                self._broken = "a change of the cache failed half way"
-            raise
+        done = 0
+        with self.attachment.exclusive():
+            before = [_held(layer) for layer in self.layers]
+            try:
+                # those with an index last: they all hold the same, and what one does, all can
+                for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
+                    change(layer)
+                    done += isinstance(layer, IndexedLayer)
+            except BaseException:
+                for layer, held in zip(self.layers, before, strict=True):
+                    vars(layer).update(held)
+                if done:
+                    self._broken = "a change of the cache failed half way"
+                raise
 
-    def close(self) -> None:
-        """Refuse every further use but reports."""
-        self._closed = True
+    def _fresh(self) -> list[Any]:
+        """Layers without a token; transformers' own `reset` zeroes what they hold."""
+        layers = DynamicCache(config=self._config).layers
+        for i in self.indexed:
+            layers[i] = in_place_of(layers[i], partial(self._make, i), self.padding)
+        return layers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
+        """A cache of its own with the same tokens, for the same model and context."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        memo[id(self.attachment)] = self.attachment
+        memo[id(self._config)] = self._config
+        memo[id(self._make)] = self._make
+        with self.attachment.exclusive():
+            other.__dict__.update(deepcopy(vars(self), memo))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "cache: got pickle or copy.copy, allowed is copy.deepcopy(cache) inside its attach() "
+            "context; in another process read the text again"
+        )
 
     def __iter__(self) -> Any:
         raise UnsupportedError(

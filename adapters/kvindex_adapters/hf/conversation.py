@@ -49,7 +49,7 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
     if used == "branch" and any(hasattr(layer, "recurrent_states") for layer in cache.layers):
         raise UnsupportedError(
             'used: got "branch", allowed is "continue" for a model with linear attention, whose '
-            "state cannot go back"
+            "state cannot go back; pass a copy.deepcopy of the cache to keep it as it is"
         )
     return cache
 

@@ -1,4 +1,4 @@
-"""A layer of a transformers cache whose tokens are in an index."""
+"""Layers of a transformers cache whose tokens are in an index."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvindex import check
-from kvindex.layer import AttentionLayer, Mark
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.described import DescribedRows
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.refuse import UnsupportedError
 
@@ -23,13 +28,38 @@ class IndexedLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    is_croppable = True
     supports_early_init = False
 
     def __init__(self, make: LayerFactory, padding: Padding) -> None:
-        super().__init__()
         self._make, self._padding = make, padding
         self.attention: AttentionLayer | None = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` leaves no trace."""
+        return True
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has seen a token."""
+        return self.attention is not None
+
+    @property
+    def keys(self) -> DescribedRows | None:
+        """Shape `[B, G, N, D]`, dtype and device of the keys; None before the first token."""
+        return self._described("head_dim")
+
+    @property
+    def values(self) -> DescribedRows | None:
+        """Shape `[B, G, N, Dv]`, dtype and device of the values; None before the first token."""
+        return self._described("value_dim")
+
+    def _described(self, width: str) -> DescribedRows | None:
+        if self.attention is None:
+            return None
+        g, held = self.attention.index.geometry, len(self.attention)
+        shape = torch.Size((self._batch, g.kv_heads, held, getattr(g, width)))
+        return DescribedRows(shape, g.dtype, g.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -104,16 +134,17 @@ class IndexedLayer(CacheLayerMixin):
         """Forget all tokens."""
         self.attention = None
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> Any:
         """Where the layer is now; None before its first step."""
-        return None if self.attention is None else self.attention.mark()
+        return None if self.attention is None else (self.attention, self.attention.checkpoint())
 
-    def back_to(self, mark: Mark | None) -> None:
-        """Forget what came after `mark`."""
-        if mark is None or self.attention is None:
-            self.attention = None
-        else:
-            self.attention.back_to(mark)
+    def back_to(self, mark: Any) -> None:
+        """Be again what `mark` says."""
+        self.attention = None
+        if mark is not None:
+            attention, checkpoint = mark
+            attention.rollback(checkpoint)
+            self.attention = attention
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
@@ -149,6 +180,56 @@ class IndexedLayer(CacheLayerMixin):
     @property
     def _batch(self) -> int:
         return 0 if self.attention is None else self.attention.batch_size
+
+
+class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
+    """A layer with linear attention beside full attention, whose tokens are in an index.
+
+    states: how many the linear attention has.
+    """
+
+    def __init__(self, make: LayerFactory, padding: Padding, states: int) -> None:
+        IndexedLayer.__init__(self, make, padding)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    @property
+    def is_croppable(self) -> bool:
+        """As the linear attention says."""
+        return bool(super(IndexedLayer, self).is_croppable)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the linear attention, which names what it passes."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.reset(self)
+        IndexedLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As both do; linear attention cannot, mostly, and raises RuntimeError."""
+        LinearAttentionLayer.crop(self, check_crop(tokens_to_remove))
+        IndexedLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        IndexedLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
+        IndexedLayer.batch_select_indices(self, indices)
+        if self.attention is not None:
+            rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+            LinearAttentionLayer.reorder_cache(self, rows)
+
+
+def in_place_of(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
+    """What stands in for a layer of transformers that `has_full_attention`."""
+    if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+        return HybridLayer(make, padding, layer.number_of_states)
+    return IndexedLayer(make, padding)
 
 
 def check_crop(tokens_to_remove: Any) -> int:

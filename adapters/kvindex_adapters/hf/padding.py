@@ -25,14 +25,28 @@ class Padding:
         """Which of the `count` new tokens are real, bool `[B, count]`, or None where all are.
 
         mask: bool `[B, N + count]`, or None for no padding. Raises UnsupportedError where it does
-        not say of the past what it said when the tokens came.
+        not say of the past what it said when the tokens came, ValueError for padding that is not
+        on the left.
         """
         if mask is not None and mask is self._mask and len(layer) == self._length:
             return self._new
         _check_past(layer, mask)
         new = None if mask is None or bool(mask[:, -count:].all()) else mask[:, -count:]
+        if mask is not None and new is not None:
+            _check_left(mask)
         self._mask, self._length, self._new = mask, len(layer), new
         return new
+
+
+def _check_left(mask: Tensor) -> None:
+    """Raises ValueError where a padded token comes after a real one."""
+    wrong = (mask[:, :-1] & ~mask[:, 1:]).nonzero()[:1].tolist()
+    if wrong:
+        row, place = wrong[0]
+        raise ValueError(
+            f"attention_mask: got a padded token after a real one in row {row}, at position "
+            f"{place + 1}; allowed is padding on the left (tokenizer.padding_side = 'left')"
+        )
 
 
 def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:

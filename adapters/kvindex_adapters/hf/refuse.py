@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+
+from kvindex_adapters.hf.attachment import attached
 
 
 class UnsupportedError(ValueError):
@@ -20,6 +27,19 @@ UNKNOWN = (
 """What a model's class may hand to attention that changes its result."""
 
 
+TERMS = {
+    "sinks": "learnt sinks in the softmax",
+    "lambda_q1": "the difference of two softmaxes over the same keys",
+    "rel_logits_proj": "a learnt bias by distance in the softmax",
+}
+"""Attributes of attention modules -> what they add to the softmax over rows."""
+
+
+def has_full_attention(layer: Any) -> bool:
+    """Whether a cache's layer, as transformers makes it, holds every token's key and value."""
+    return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+
+
 def check_model(model: PreTrainedModel) -> Any:
     """The configuration of the model's decoder, if the adapter serves the model.
 
@@ -30,39 +50,75 @@ def check_model(model: PreTrainedModel) -> Any:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"model: got {name}, an encoder-decoder; allowed are decoders")
-    if getattr(config, "is_causal", True) is False:
+    if False in _values(config, "is_causal"):
         raise UnsupportedError(
             f"model: got {name}, which attends in both directions; allowed is causal"
         )
-    if getattr(config, "kv_lora_rank", None) is not None:
+    if ranks := _values(config, "kv_lora_rank"):
         raise UnsupportedError(
             f"model: got {name}, which uses multi-head latent attention (kv_lora_rank = "
-            f"{config.kv_lora_rank}): its cache holds no keys that an index could search"
+            f"{ranks[0]}): its cache holds no keys that an index could search"
         )
-    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+    modes = [mode for modes in _values(config, "kv_sharing_modes") for mode in modes]
+    if any(_values(config, "num_kv_shared_layers")) or any(modes):
         raise UnsupportedError(
             f"model: got {name}, whose layers share keys and values with each other"
         )
-    if any(getattr(module, "sinks", None) is not None for module in model.modules()):
-        raise UnsupportedError(
-            f"model: got {name}, whose attention has learnt sinks in the softmax; the index's "
-            "attention does not know them"
-        )
-    if getattr(config, "cross_attention_layers", None):
+    for term, words in TERMS.items():
+        if any(getattr(module, term, None) is not None for module in model.modules()):
+            raise UnsupportedError(
+                f"model: got {name}, whose attention has {words}; the index's attention does not "
+                "know it"
+            )
+    if any(_values(config, "cross_attention_layers")):
         raise UnsupportedError(f"model: got {name}, which has cross-attention layers")
-    if getattr(config, "output_attentions", False):
+    if True in _values(config, "output_attentions"):
         raise UnsupportedError(
             "model.config.output_attentions: got True, allowed is False: no step computes the "
             "attention weights of all tokens"
         )
     layers = DynamicCache(config=config).layers
-    if not any(type(layer) is DynamicLayer for layer in layers):
+    if not any(has_full_attention(layer) for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in layers})
         raise UnsupportedError(
             f"model: got {name}, which has no full-attention layer (its cache layers: {kinds}); "
             "there is nothing to index"
         )
     return config
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer, where layers may differ; else of the model alone."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config]
+
+
+def _values(config: Any, name: str) -> list[Any]:
+    """What a configuration, or those of its layers, say under a name; without None."""
+    found = [getattr(layer, name, None) for layer in layer_configs(config)]
+    return [value for value in found if value is not None]
+
+
+def check_generate(model: Any, options: dict[str, Any]) -> None:
+    """Refuse ways to generate in which the model itself runs with another cache.
+
+    options: keyword arguments of `model.generate`. Raises UnsupportedError.
+    """
+    config = options.get("generation_config") or model.generation_config
+    for name, allowed in (("guidance_scale", (None, 1)), ("assistant_early_exit", (None,))):
+        value = options.get(name, getattr(config, name, None))
+        if value not in allowed:
+            raise UnsupportedError(
+                f"{name}: got {value}, allowed inside attach() is None: the model would run a "
+                "second time, with a cache of its own"
+            )
+    assistant = options.get("assistant_model")
+    if isinstance(assistant, nn.Module) and any(part in attached for part in assistant.modules()):
+        raise UnsupportedError(
+            "assistant_model: got a model that is attached, allowed is one that is not: it would "
+            "run with a cache of its own"
+        )
 
 
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:

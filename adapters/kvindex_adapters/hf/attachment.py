@@ -1,0 +1,77 @@
+"""What one `attach` shares with the modules of its model, and which modules have an attachment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from kvindex_adapters.hf.cache import IndexCache
+
+
+class Attachment:
+    """The state of one `attach`: its caches (the one it gave and deep copies) refer to it."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        """Whether the context is over."""
+        self.decoder: nn.Module | None = None
+        """The module whose calls are steps of a cache."""
+        self._pending: tuple[IndexCache, Any] | None = None
+        self._lock = threading.RLock()
+
+    def set_pending(self, cache: IndexCache, layer: Any) -> None:
+        """The `update` of this layer of the cache has run; its attention function runs next."""
+        self._pending = cache, layer
+
+    def take_pending(self) -> tuple[IndexCache, Any] | None:
+        """The cache and the layer whose `update` ran last, once; None if attention has run."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One thread at a time. Raises RuntimeError, at once, in any other."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "model: got a call while another thread is in a call of the same attached model "
+                "or of a cache of it; allowed is one thread at a time"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+attached: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
+"""The attachment of every module of an attached model."""
+
+_claims = threading.Lock()
+"""Held while it is looked up and entered whether modules are attached."""
+
+
+@contextmanager
+def claimed(model: nn.Module) -> Iterator[Attachment]:
+    """An attachment that all modules of a model belong to while the context lasts.
+
+    Raises ValueError for a model of which a module is attached already, by any thread.
+    """
+    modules, mine = list(model.modules()), Attachment()
+    try:
+        with _claims:
+            if any(module in attached for module in modules):
+                raise ValueError(
+                    "model: got one that is attached already, allowed is one attach() a time"
+                )
+            attached.update((module, mine) for module in modules)
+        yield mine
+    finally:
+        mine.closed = True
+        for module in modules:
+            if attached.get(module) is mine:
+                del attached[module]

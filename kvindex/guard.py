@@ -1,0 +1,195 @@
+"""What surrounds every public call of an index, a wrapper and a layer.
+
+All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
+later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the
+default device of the caller change nothing. Threads: reads beside reads, and nothing beside a
+change; whoever comes in between gets an error in words.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+
+from kvindex.restore import Restorable
+
+READS = frozenset({"encode", "search", "fetch", "nbytes", "bytes_per_key"})
+"""Calls that may run beside one another."""
+
+ALONE = frozenset({"attend", "attend_next", "attend_to", "prepare", "make_room"})
+"""Calls that use buffers, but change nothing that can be seen."""
+
+CHANGES = frozenset(
+    {
+        *("append", "begin_append", "_end_append", "truncate", "reorder", "reset"),
+        *("seal", "observe", "mark_boundary", "read", "step", "begin"),
+    }
+)
+"""Calls that are undone where they fail."""
+
+DEVICE_TYPES = ("cpu", "cuda")
+"""Whose autocast is looked for."""
+
+
+class Access:
+    """Which threads are inside: any number that read, or one that does not.
+
+    Whoever comes says so first and looks then, so that of two threads at least one sees the other.
+    """
+
+    def __init__(self) -> None:
+        self._readers: dict[int, int] = {}  # thread -> calls
+        self._owners: dict[int, int] = {}
+
+    def enter(self, name: str, *, alone: bool) -> None:
+        """Begin a call, which `leave` ends. Raises RuntimeError beside another thread's."""
+        me = threading.get_ident()
+        calls = self._owners if alone else self._readers
+        calls[me] = calls.get(me, 0) + 1
+        inside = [*self._owners, *self._readers] if alone else [*self._owners]
+        if any(thread != me for thread in inside):
+            raise RuntimeError(
+                f"{name}: got a call while another thread's is under way, allowed are reads "
+                "beside reads (search, fetch, encode) and nothing beside a change: use a lock"
+            )
+
+    def leave(self, *, alone: bool) -> None:
+        """End a call."""
+        me = threading.get_ident()
+        calls = self._owners if alone else self._readers
+        if calls.get(me, 0) > 1:
+            calls[me] -= 1
+        else:
+            calls.pop(me, None)
+
+
+class Guarded(Restorable):
+    """Base of what has public calls: methods of the names above are guarded in every subclass."""
+
+    _access: Access
+    _broken: str | None
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """An object that nobody has called yet."""
+        made = super().__new__(cls)
+        made._access, made._broken = Access(), None
+        return made
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if name in READS | ALONE | CHANGES:
+                setattr(cls, name, _guarded(method))
+            elif name == "__init__":
+                setattr(cls, name, _in_plain_torch(method))
+
+    def _shallow(self) -> Self:
+        twin = super()._shallow()
+        twin._access = Access()
+        return twin
+
+    def _undone(self, name: str) -> bool:
+        """Whether a call is undone where it fails."""
+        return name in CHANGES
+
+    def _alone(self, name: str) -> bool:
+        """Whether no other call may be under way beside one of this name."""
+        return name not in READS or self._undone(name)
+
+    def _check_usable(self, name: str) -> None:
+        if self._broken is not None and name != "reset":
+            raise RuntimeError(
+                f"{name}: got a {type(self).__name__} of which {self._broken} failed and could not "
+                "be undone, allowed is reset()"
+            )
+
+    def _undo(self, name: str, checkpoint: Any) -> None:
+        try:
+            self.rollback(checkpoint)
+        except BaseException:
+            self._broken = name
+            raise
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    name, plain = method.__name__, _in_plain_torch(method)
+
+    @functools.wraps(method)
+    def call(self: Guarded, *args: Any, **options: Any) -> Any:
+        access, alone, before = self._access, self._alone(name), None
+        try:
+            try:
+                access.enter(name, alone=alone)
+                self._check_usable(name)
+                before = self.checkpoint() if self._undone(name) else None
+                result = plain(self, *args, **options)
+            finally:
+                access.leave(alone=alone)
+            return result
+        except BaseException:  # an interrupt, too, and one that comes after all is done
+            if before is not None:
+                self._undo(name, before)
+            raise
+
+    return call
+
+
+def _in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        if not _unusual():
+            return method(*args, **options)
+        with plain_torch():
+            return method(*args, **options)
+
+    return call
+
+
+def _unusual() -> bool:
+    """Whether torch computes or allocates other than by default."""
+    if torch.get_default_dtype() is not torch.float32:
+        return True
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return True
+    # a default device is a function mode; asking for it takes longer than all of this
+    return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
+
+
+class _Float32:
+    """float32 as the default dtype while anyone is inside: it is the whole process's."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, torch.float32
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float32)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.set_default_dtype(self._before)
+
+
+_float32 = _Float32()
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """torch as it is by default: no autocast, float32, the CPU where no device is named."""
+    with ExitStack() as stack:
+        stack.enter_context(_float32)
+        stack.enter_context(torch.device("cpu"))
+        for kind in DEVICE_TYPES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
