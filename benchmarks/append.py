@@ -31,6 +31,7 @@ from benchmarks.decode.floors import ceilings
 from benchmarks.decode.setting import D, G, H
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
 from kvindex.geometry import Geometry
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_cuda import launch as launching
 
@@ -72,7 +73,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300, help="after which nothing is begun")
     parser.add_argument("--join", type=Path, help="a result of another run, to take parts of")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["update", "layers"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output())
     found = parser.parse_args(given)
     if found.join is not None and not (found.json and found.json.exists() and found.join.exists()):
         parser.error(f"join: got {found.join}, allowed is a file that exists, with --json another")
@@ -86,8 +87,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"layers: got {found.layers}, allowed is up to {update.MOST_LAYERS}")
     if not found.seconds > 0:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
-    if found.json is not None and not found.json.parent.is_dir():
-        parser.error(f"json: got {found.json}, allowed is a file in a folder that exists")
     if found.join is None and not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and torch sees none")
     return found
@@ -110,7 +109,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
     def keep(name: str, found: Any) -> None:
         result[name] = found
         if given.json:
-            given.json.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(given.json, result)
         console.print(f"{clock.spent:5.0f} s  {name}: {json.dumps(found, indent=1)}")
         gc.collect()
         torch.cuda.empty_cache()
@@ -144,7 +143,7 @@ def main() -> None:
     given = arguments()
     if given.join is not None:
         runs = [json.loads(path.read_text()) for path in (given.json, given.join)]
-        given.json.write_text(json.dumps(joined(*runs, given.parts), indent=1) + "\n")
+        write_json(given.json, joined(*runs, given.parts))
         return
     with torch.no_grad():
         measure_all(given, Console(width=160))

@@ -40,6 +40,7 @@ from benchmarks.decode.show import found_by, joined, plot, show, spread
 from benchmarks.decode.stages import measure
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
 from benchmarks.decode.workload import ROWS, Pool, Workload, row_pools, sequences_of
+from kvindex_adapters.files import PICTURES, output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_cuda import launch as launching
 from kvindex_cuda.layout import BLOCK
@@ -56,8 +57,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
     parser.add_argument("--faiss", type=Path, help="a folder that holds faiss with a GPU part")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=output())
+    parser.add_argument("--plot", type=output(*PICTURES))
     parser.add_argument(
         "--draw", type=Path, nargs="+", help="show and draw these results; measure nothing"
     )
@@ -70,10 +71,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     for path in found.draw or ():
         if not path.is_file():
             parser.error(f"draw: got {path}, allowed is a JSON that this script has written")
-    for name in ("json", "plot"):
-        path = getattr(found, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"{name}: got {path}, allowed is a file in a folder that exists")
     if found.draw is None and not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and torch sees none; --draw draws a result")
     return found
@@ -82,7 +79,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def keep(result: dict[str, Any], given: argparse.Namespace) -> None:
     """Write and draw what is known so far."""
     if given.json and given.draw is None:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(given.json, result)
     if given.plot and result["points"]:
         plot(result, given.plot)
 

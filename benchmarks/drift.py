@@ -20,6 +20,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
+from benchmarks.drifting import kept as kept_layers
 from benchmarks.drifting.measure import APART, ASKED, along, shifted
 from benchmarks.drifting.show import plot, show
 from benchmarks.drifting.systems import BETA, System, systems
@@ -27,6 +28,7 @@ from benchmarks.reading import SEED, add_model, described, loaded, read_and_writ
 from kvindex_adapters.capture import Captured
 from kvindex_adapters.evaluate.recall import SINK
 from kvindex_adapters.evaluate.text import python_reference
+from kvindex_adapters.files import PICTURES, output
 
 
 def cell(system: System, kind: str, at: float, found: list[Tensor]) -> dict[str, Any]:
@@ -84,10 +86,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-k", type=int, default=100)
     parser.add_argument("--keep", type=Path, help="folder of captured layers: read, else written")
     add_model(parser)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=output(*PICTURES))
     given = parser.parse_args()
     if not 1 <= given.k <= given.tokens - SINK:
         raise ValueError(f"k: got {given.k}, allowed is 1 to tokens - {SINK}")
+    if given.keep and not given.keep.is_dir():
+        raise FileNotFoundError(f"keep: got {str(given.keep)!r}, allowed is a folder that exists")
     return given
 
 
@@ -98,9 +102,9 @@ def captured(given: argparse.Namespace, progress: Progress) -> dict[str, list[Ca
     text = given.text.read_text() if given.text else "\n\n".join(prose)
     runs, model = {}, None
     for top_p in given.top_p:
-        kept = given.keep / f"{top_p}.pt" if given.keep else None
+        kept = given.keep / f"{top_p}.safetensors" if given.keep else None
         if kept and kept.exists():
-            layers = torch.load(kept, weights_only=False)
+            layers = kept_layers.load(kept)
         else:
             model = model or loaded(given)
             report = reported(progress, f"writing, then reading, top_p = {top_p}")
@@ -113,7 +117,7 @@ def captured(given: argparse.Namespace, progress: Progress) -> dict[str, list[Ca
                 top_p=top_p,
             )
             if kept:
-                torch.save(layers, kept)
+                kept_layers.save(layers, kept)
         given.layers = given.layers or list(range(3, len(layers), 8))
         runs[f"top_p = {top_p}"] = [layers[number] for number in given.layers]
     return runs

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
 from kvindex_adapters.evaluate.text import python_reference
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
@@ -51,7 +50,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--index", nargs="+", default=INDEXES)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output())
     arguments = parser.parse_args()
     folder, file = smollm2()
     model, tokenizer = load(folder, gguf_file=file)
@@ -75,7 +74,7 @@ def main() -> None:
             "machine": describe(),
             "indexes": found,
         }
-        arguments.json.write_text(json.dumps(written, indent=2) + "\n")
+        write_json(arguments.json, written, indent=2)
 
 
 if __name__ == "__main__":

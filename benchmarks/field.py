@@ -48,6 +48,7 @@ from benchmarks.reading import (
 )
 from kvindex import backend, faiss_library
 from kvindex.cluster import watched
+from kvindex_adapters.files import PICTURES, output
 from kvindex_adapters.hf.punctuation import punctuated
 
 SPECS = {
@@ -212,7 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="time searches on the CPU, too")
     add_model(parser)
     parser.add_argument("--add", action="store_true", help="to what --json holds already")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=output(*PICTURES))
     return parser.parse_args()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ import torch
 from benchmarks.appending import encode, small, update
 from benchmarks.beside.worker import Bench
 from benchmarks.decode.setting import geometry
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_cuda.code_blocks import Fill
 
@@ -171,13 +171,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keys", type=int, default=2**20, help="that are appended")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--run", choices=WORKS, help="only run it, as ncu does")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output())
     found = parser.parse_args(given)
     for name in ("tokens", "keys"):
         if (value := getattr(found, name)) < 4096:
             parser.error(f"{name}: got {value}, allowed is at least 4096")
-    if not found.run and (found.json is None or not found.json.parent.is_dir()):
-        parser.error(f"json: got {found.json}, allowed is a file in a folder that exists")
+    if not found.run and found.json is None:
+        parser.error("json: got None, allowed is a file in a folder that exists")
     if not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and torch sees none")
     return found
@@ -199,7 +199,7 @@ def main() -> None:
             result["works"][work] = profiled(work, given, ncu)
         except ValueError as error:
             result["notes"].append(f"{work}: {error}")
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(given.json, result)
         for one in result["works"].get(work, []):
             print(f"{work}: {one['kernel']} {one['us']:.1f} µs, {one['limit']}", flush=True)
     print(*result["notes"], sep="\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from kvindex_adapters.capture import Captured, capture
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
@@ -28,7 +28,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gguf-file")
     parser.add_argument("--lora", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output())
 
 
 def loaded(given: argparse.Namespace) -> tuple[Any, Any]:
@@ -48,11 +48,9 @@ def described(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], out: Path | None) -> None:
-    """The result as JSON, if it is asked for; an old file stays whole until the new one is."""
+    """The result as JSON, if it is asked for (`files.write_json`)."""
     if out is not None:
-        new = out.with_name(f"{out.name}.new")
-        new.write_text(json.dumps(result, indent=1) + "\n")
-        new.replace(out)
+        write_json(out, result)
 
 
 def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:

@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, reported, write
 from kvindex.config import parse_spec
 from kvindex_adapters.evaluate.recall import Certified, Recall, bytes_per_key, certify, measure
+from kvindex_adapters.files import PICTURES, output, save_figure
 
 PRESETS = ("paper", "fast", "accurate", "precise", "scan")
 BETAS = (0.02, 0.05, 0.1, 0.2, 1.0)
@@ -119,7 +120,7 @@ def plot(cells: list[dict[str, Any]], k: int, out: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(out, dpi=150)
+    save_figure(figure, out, dpi=150)
 
 
 def main() -> None:
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--mass", nargs="+", type=float, default=[], help="shares to search for")
     parser.add_argument("-k", type=int, default=100)
     add_model(parser)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=output(*PICTURES))
     given = parser.parse_args()
     model, tokenizer = loaded(given)
     specs, cells = expand(given.presets, given.beta, given.rho), []

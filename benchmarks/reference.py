@@ -9,11 +9,9 @@ checked against a plain computation before it is timed. Medians with quartiles.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ import kvindex
 from kvindex import dense
 from kvindex.group import POLICIES
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 
 SHAPE = dict(q_heads=9, kv_heads=3, head_dim=64)
@@ -86,7 +85,7 @@ def main() -> None:
     """Check, time, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output())
     arguments = parser.parse_args()
     torch.manual_seed(0)
     n, heads = arguments.tokens, SHAPE["q_heads"]
@@ -104,7 +103,7 @@ def main() -> None:
             spread = f"{times['low_ms']:.1f} to {times['high_ms']:.1f}"
             print(f"{part:<18} {name:<28} {times['median_ms']:8.1f} ms ({spread})")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(arguments.json, result, indent=2)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is of the rows that exact search returns under the same policy.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kvindex.indexes.pariskv import LISTS
 from kvindex.ops.coarse import ceil_share
 from kvindex_adapters.capture import Captured
 from kvindex_adapters.evaluate.recall import SINK
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--written", type=int, default=64, help="sampled tokens whose queries ask")
     parser.add_argument("--largest", nargs="+", type=int, default=LARGEST)
     parser.add_argument("-k", type=int, default=100)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output())
     given = parser.parse_args()
     folder, file = smollm2()
     model, tokenizer = load(folder, gguf_file=file)
@@ -104,7 +104,7 @@ def main() -> None:
             "machine": describe(),
             "cells": cells,
         }
-        given.json.write_text(json.dumps(written, indent=1) + "\n")
+        write_json(given.json, written)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from kvindex.protocol import Rows
 from kvindex.rows import NAMES, codec
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.generation import prefill
+from kvindex_adapters.hf.reading import prefill
 
 CODECS = {"bfloat16": ("plain", torch.bfloat16)} | {
     name: (name, torch.float32) for name in NAMES if name != "plain"

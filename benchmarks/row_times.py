@@ -13,11 +13,9 @@ with nothing flushed in between; a time is a layer's.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from benchmarks.decode.timing import captured
 from kvindex.geometry import Geometry
 from kvindex.near import Near
 from kvindex.rows import NAMES
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_cuda.device_store import DeviceStore
 from kvindex_cuda.host_store import HostStore
@@ -133,7 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2**18)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--replays", type=int, default=50)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output(), required=True)
     given = parser.parse_args()
     sizes = dict(q_heads=H, kv_heads=G, head_dim=D)
     geometry = Geometry.of(**sizes, dtype=torch.bfloat16, device="cuda")
@@ -145,7 +144,7 @@ def main() -> None:
         "attend": attend(geometry, given.tokens, given.layers, timed),
         "step": step(geometry, given.tokens // 2, timed),
     }
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(given.json, result)
 
 
 if __name__ == "__main__":

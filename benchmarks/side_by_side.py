@@ -20,7 +20,6 @@ is 1 where a tree failed.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ from rich.console import Console
 from benchmarks.beside.show import show
 from benchmarks.beside.trees import Answers, Tree, at_once, in_turn
 from benchmarks.decode import options
+from kvindex_adapters.files import output, write_json
 
 PLACES = ("device", "cached", "host")
 """Of rows; `cached`: on the host, with a cache on the device."""
@@ -53,7 +53,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=120, help="for one part of a tree, which is ended then"
     )
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
     trees: dict[str, Path] = {}
     for pair in found.trees:
@@ -67,8 +67,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     options.check(parser, found, tokens=4096, batch=1, rounds=1, replays=10)
     if not found.seconds > 0:
         parser.error(f"seconds: got {found.seconds}, allowed is above 0")
-    if not found.json.parent.is_dir():
-        parser.error(f"json: got {found.json}, allowed is a file in a folder that exists")
     if not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and torch sees none")
     return found
@@ -93,7 +91,7 @@ def compare(trees: list[Tree], given: argparse.Namespace, console: Console) -> d
     def keep() -> None:
         result["failed"] = {tree.name: tree.failed for tree in trees if tree.failed}
         result["seconds"] = time.monotonic() - begun
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(given.json, result)
 
     started = at_once(trees, seconds, "start", step | {"trees": len(trees)})
     for tree in trees:

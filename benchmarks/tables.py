@@ -29,6 +29,7 @@ from benchmarks.tabling import (
     tau,
 )
 from benchmarks.tabling.parts import RESULTS
+from kvindex_adapters.files import write_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -114,7 +115,7 @@ def main() -> int:
         if new != old:
             stale.append(name)
             if "--check" not in sys.argv:
-                path.write_text(new)
+                write_text(path, new, name)
     print("changed:" if "--check" not in sys.argv else "stale:", ", ".join(stale) or "nothing")
     return int(bool(stale) and "--check" in sys.argv)
 

@@ -17,12 +17,10 @@ says the least difference between two stamps; where that is a µs, the device's 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +35,7 @@ from benchmarks.decode.correctness import sound
 from benchmarks.decode.timing import captured, read_all
 from benchmarks.side_by_side import PLACES
 from benchmarks.stamps import Launched, Point, Stamped, launched
+from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 
 
@@ -46,11 +45,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--rows", choices=PLACES, default="cached", help="where they lie")
     options.add(parser)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
     options.check(parser, found, tokens=4096, replays=10)
-    if not found.json.parent.is_dir():
-        parser.error(f"json: got {found.json}, allowed is a file in a folder that exists")
     if not torch.cuda.is_available():
         parser.error("this measures a CUDA device, and torch sees none")
     return found
@@ -183,7 +180,7 @@ def main(given: list[str] | None = None) -> None:
         result = {name: getattr(told, name) for name in ("tokens", "rows", "index", "hit_rate")}
         result |= {"replays": told.replays, "machine": describe("cuda"), **found}
         result |= measure(bench, told.rows, told.replays)
-    told.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(told.json, result)
     show(result, console)
 
 

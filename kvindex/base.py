@@ -35,6 +35,8 @@ class BaseIndex(Hooks):
     the next call that stops it anyway); `preset` and single fields of the index's own `Config`.
     """
 
+    parts_are_its_own = True
+
     def __init__(
         self,
         *,

@@ -95,6 +95,14 @@ class Columns(Restorable):
         }
         return view
 
+    def checkpoint(self) -> tuple[dict[str, Tensor], int]:
+        """What is held now, for `rollback`: an object of two attributes, many times a step."""
+        return self._data, self._length
+
+    def rollback(self, checkpoint: tuple[dict[str, Tensor], int]) -> None:
+        """Be again what `checkpoint` says."""
+        self._data, self._length = checkpoint
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with room of its own to write to."""
         twin = self._shallow()

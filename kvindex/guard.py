@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -71,13 +71,17 @@ class Access:
 class Guarded(Restorable):
     """Base of what has public calls: methods of the names above are guarded in every subclass."""
 
+    parts_are_its_own: ClassVar[bool] = False
+    """Whether nobody but its own calls changes its parts: a checkpoint then holds until one does."""
+
     _access: Access
     _broken: str | None
+    _known: Any  # the checkpoint since the last change
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """An object that nobody has called yet."""
         made = super().__new__(cls)
-        made._access, made._broken = Access(), None
+        made._access, made._broken, made._known = Access(), None, None
         return made
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -92,6 +96,14 @@ class Guarded(Restorable):
         twin = super()._shallow()
         twin._access = Access()
         return twin
+
+    def checkpoint(self) -> Any:
+        """What this object is now, for `rollback`."""
+        if not self.parts_are_its_own:
+            return super().checkpoint()
+        if self._known is None:
+            self._known = super().checkpoint()
+        return self._known
 
     def _undone(self, name: str) -> bool:
         """Whether a call is undone where it fails."""
@@ -128,6 +140,8 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 self._check_usable(name)
                 before = self.checkpoint() if self._undone(name) else None
                 result = plain(self, *args, **options)
+                if before is not None:
+                    self._known = None
             finally:
                 access.leave(alone=alone)
             return result

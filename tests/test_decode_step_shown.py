@@ -191,7 +191,7 @@ def test_a_result_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
         (["--hit-rate", "2"], "hit-rate: got 2.0, allowed is 0 to 1"),
         (["--seconds", "-1"], "seconds: got -1.0, allowed is above 0"),
         (["--faiss", "/nowhere"], "faiss: got /nowhere, allowed is a folder with the package"),
-        (["--json", "/nowhere/a.json"], "json: got /nowhere/a.json, allowed is a file in a folder"),
+        (["--json", "/nowhere/a.json"], "json: got '/nowhere/a.json', allowed is a file in"),
         (["--draw", "/nowhere.json"], "draw: got /nowhere.json, allowed is a JSON"),
         ([], "torch sees none; --draw draws a result"),
     ],

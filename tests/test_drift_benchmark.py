@@ -10,7 +10,7 @@ import torch
 from rich.progress import Progress
 
 from benchmarks import drift
-from benchmarks.drifting import measure, shifts, show, systems
+from benchmarks.drifting import kept, measure, shifts, show, systems
 from kvindex_adapters.capture import Captured
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +23,18 @@ def layer(seed=0, later=0.0):
     keys = torch.randn(2, PROMPT + WRITTEN, 16, generator=draw)
     keys[:, PROMPT:] += later
     return Captured(keys, torch.randn(4, WRITTEN, 16, generator=draw), 0.25, None)
+
+
+def test_captured_layers_are_kept_and_a_pickle_is_refused(tmp_path):
+    layers = [layer(0), Captured(*(t.bfloat16() for t in (layer(1).keys, layer(1).queries)), 2, 5)]
+    kept.save(layers, tmp_path / "a.safetensors")
+    for was, now in zip(layers, kept.load(tmp_path / "a.safetensors"), strict=True):
+        assert torch.equal(was.keys, now.keys)
+        assert torch.equal(was.queries, now.queries)
+        assert (was.scale, was.softcap) == (now.scale, now.softcap)
+    torch.save(layers, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"keep: got '.*', allowed is a file that this script"):
+        kept.load(tmp_path / "b.safetensors")
 
 
 def exact(one, **options):

@@ -152,15 +152,15 @@ def test_where_all_fail_nothing_is_measured(played):
 
 def test_what_is_known_is_written_after_each_round(played, monkeypatch):
     written = []
-    write = Path.write_text
+    replace = Path.replace
 
-    def kept(path, text):
-        if path.name == "out.json":
-            points = json.loads(text)["points"]
+    def kept(path, target):
+        if target.name == "out.json":
+            points = json.loads(path.read_text())["points"]
             written.append(sum(len(point["rounds"]) for point in points))
-        return write(path, text)
+        return replace(path, target)
 
-    monkeypatch.setattr(Path, "write_text", kept)
+    monkeypatch.setattr(Path, "replace", kept)
     run(played, tree(played, "a", 40), "--tokens", "4096", "--rounds", "3")
     assert written == [0, 1, 2, 3, 3]
 
@@ -224,7 +224,7 @@ def test_dense_attention_that_does_not_fit_is_told():
         (["a=.", "--index", "exact"], "index: got 'exact', allowed is one that the fused"),
         (["a=.", "--hit-rate", "2"], "hit-rate: got 2.0, allowed is 0 to 1"),
         (["a=.", "--seconds", "0"], "seconds: got 0.0, allowed is above 0"),
-        (["a=.", "--json", "/nowhere/a.json"], "json: got /nowhere/a.json, allowed is a file in"),
+        (["a=.", "--json", "/nowhere/a.json"], "json: got '/nowhere/a.json', allowed is a file in"),
         (["a=."], "this measures a CUDA device, and torch sees none"),
         (["--json", "a.json"], "the following arguments are required: NAME=FOLDER"),
     ],

@@ -262,7 +262,7 @@ def test_kernels_that_are_launched_are_noted(monkeypatch):
         (["--rows", "disk"], "invalid choice: 'disk'"),
         (["--index", "exact"], "index: got 'exact', allowed is one that the fused kernels serve"),
         (["--hit-rate", "-1"], "hit-rate: got -1.0, allowed is 0 to 1"),
-        (["--json", "/nowhere/a.json"], "json: got /nowhere/a.json, allowed is a file in"),
+        (["--json", "/nowhere/a.json"], "json: got '/nowhere/a.json', allowed is a file in"),
         ([], "this measures a CUDA device, and torch sees none"),
     ],
 )

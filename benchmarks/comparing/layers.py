@@ -14,7 +14,7 @@ from kvindex.protocol import KVIndex
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.capture import Captured
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.generation import prefill
+from kvindex_adapters.hf.reading import prefill
 
 
 @dataclass(frozen=True)

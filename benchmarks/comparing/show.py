@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvindex_adapters.files import save_figure
+
 WHOLE, PIECES, STALE = "whole", "pieces", "stale"
 """How the text arrives: at once, in pieces, in pieces to an index that is frozen."""
 
@@ -93,7 +95,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
         panels[0][0].plot([], [], label=name, **styles[name])
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     figure.tight_layout(rect=(0, 0, 0.85, 1))
-    figure.savefig(out, dpi=110)
+    save_figure(figure, out, dpi=110)
     pyplot.close(figure)
 
 

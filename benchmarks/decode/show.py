@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvindex_adapters.files import save_figure
+
 FAISS = {"flat": "FAISS flat", "ivf": "FAISS IVF", "ivfpq": "FAISS IVF-PQ"}
 """Indexes of `benchmarks.decode.faiss_rivals`."""
 
@@ -139,7 +141,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
         left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     _bars(right, [point for point in points if point.get("stages")])
     figure.tight_layout()
-    figure.savefig(out, dpi=150)
+    save_figure(figure, out, dpi=150)
     pyplot.close(figure)
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.drifting.shifts import SHIFTS
+from kvindex_adapters.files import save_figure
 
 LINE = ("system", "stage", "learns_from")
 
@@ -92,4 +93,4 @@ def plot(
     figure.legend(handles, labels, loc="upper center", ncol=-(-len(names) // 2), frameon=False)
     figure.text(0.5, 0.005, "solid: learnt from the prompt; dotted: from all keys", ha="center")
     figure.tight_layout(rect=(0, 0.02, 1, 0.92))
-    figure.savefig(out, dpi=100)
+    save_figure(figure, out, dpi=100)

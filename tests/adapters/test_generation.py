@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvindex_adapters.hf as kvhf
 from kvindex.indexes.pariskv import ParisKV
-from kvindex_adapters.hf.generation import prefill
+from kvindex_adapters.hf.reading import prefill
 from tests.adapters.tiny import VOCABULARY, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
@@ -178,6 +178,19 @@ def test_below_the_threshold_attention_is_dense_and_the_index_fills(model):
     assert torch.equal(out, full(model, inputs))
     assert report.steps == 0
     assert report.rows_read_fraction == 1.0
+    assert "65 tokens in 4 indexed layers; shorter than 1000 tokens: attention was dense" in str(
+        report
+    )
+
+
+def test_a_report_says_what_was_read_or_why_nothing_was(model):
+    inputs = prompt(1, 50)
+    with kvhf.attach(model, **REGIONS) as cache:
+        assert str(cache.report()).endswith("attention was dense; memory: none")
+        prefill(model, inputs["input_ids"][0], cache, stop=50, chunk=60)
+        assert "no step has searched: attention was dense" in str(cache.report())
+        model(input_ids=inputs["input_ids"][:, :1], past_key_values=cache)
+        assert "; 1 searching steps read 51 of 51 rows" in str(cache.report())
 
 
 def test_half_precision(model):
@@ -233,6 +246,22 @@ def test_one_call(model, index, length):
     assert ("prefill", length, length) in calls
     assert result.token_s > 0
     assert (result.report is None) == (index is None)
+
+
+def test_progress_ends_where_the_answer_does(model):
+    calls, inputs = [], prompt(1, 20)
+    end = int(full(model, inputs)[0, 24])
+    result = kvhf.generate(
+        model,
+        Words(),
+        inputs["input_ids"][0],
+        max_new_tokens=NEW,
+        eos_token_id=end,
+        on_progress=lambda *call: calls.append(call),
+    )
+    length = len(result.answer_ids)
+    assert length <= 5
+    assert calls[-2:] == [("decode", length, NEW), ("decode", length, length)]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from kvindex_adapters.evaluate.needle import hide
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.evaluate.text import python_reference
 from kvindex_adapters.hf import attach
-from kvindex_adapters.hf.generation import generate, prefill
+from kvindex_adapters.hf.generation import generate
+from kvindex_adapters.hf.reading import prefill
 
 FIRST = json.loads(Path(__file__).with_name("smollm2_fidelity.json").read_text())
 MARGIN = 1.5

@@ -1,8 +1,13 @@
-"""The commands of `kvindex`; each lives in a file of its own."""
+"""The commands of `kvindex`; each lives in a file of its own.
+
+They import torch and transformers where they begin to work: help and version do without.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 
@@ -19,6 +24,25 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(generate)
 app.command()(indexes)
+
+
+def _version(asked: bool) -> None:
+    if not asked:
+        return
+    try:
+        typer.echo(f"kvindex {version('kvindex-torch')}")
+    except PackageNotFoundError:
+        typer.echo("kvindex, from a folder that is not installed")
+    raise typer.Exit
+
+
+@app.callback()
+def kvindex(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """The KV cache of a language model as a vector database."""
 
 
 def main() -> None:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from kvindex_adapters.cli.inputs import (
+from kvindex_adapters.cli.options import (
     INDEX,
-    check_device,
-    check_dtype,
-    check_output,
-    check_search,
-    read_text,
+    Device,
+    Dtype,
+    FullThreshold,
+    JsonFile,
+    K,
+    Local,
+    Sink,
+    UpdateEvery,
 )
-from kvindex_adapters.cli.progress import Bars, bars, console
-from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
-from kvindex_adapters.evaluate.needle import Needle, hide
-from kvindex_adapters.evaluate.text import paragraphs, python_reference
-from kvindex_adapters.hf.generation import Generation, generate
-from kvindex_adapters.hf.punctuation import punctuated
-from kvindex_adapters.machine import describe
-from kvindex_adapters.models import load, smollm2
+
+if TYPE_CHECKING:
+    from kvindex_adapters.cli.progress import Bars
+    from kvindex_adapters.evaluate.fidelity import Fidelity
+    from kvindex_adapters.evaluate.needle import Needle
+    from kvindex_adapters.hf.generation import Generation
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
 ANSWER_TOKENS = 48
@@ -37,31 +35,52 @@ def demo(
         int, typer.Option(min=500, max=8000, help="Length of the prompt, about.")
     ] = 4000,
     index: Annotated[str, typer.Option(help=INDEX + ".")] = "pariskv",
-    k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
+    k: K = 100,
+    sink: Sink = 64,
+    local: Local = 256,
+    update_every: UpdateEvery = 256,
+    full_threshold: FullThreshold = 2048,
     seed: Annotated[int, typer.Option(help="Of the needle and of the order of the text.")] = 0,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="Hide the needle in this text instead.")
+        Path | None, typer.Option(help="Hide the needle in this text; - for standard input.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result and the machine here.")
-    ] = None,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    json_file: JsonFile = None,
 ) -> None:
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
-    text = paragraphs(read_text(prompt_file)) if prompt_file else python_reference()
-    number = check_dtype(dtype)
-    check_device(device)
-    check_search(index, k, device)
-    check_output(json_file)
-    folder, file = smollm2()
+    from kvindex import check
+    from kvindex_adapters import files, models
+    from kvindex_adapters.cli import inputs
+    from kvindex_adapters.cli.progress import bars, console
+    from kvindex_adapters.evaluate.fidelity import teacher_forced
+    from kvindex_adapters.evaluate.needle import hide
+    from kvindex_adapters.evaluate.text import paragraphs, python_reference
+    from kvindex_adapters.hf.punctuation import punctuated
+    from kvindex_adapters.machine import describe
+
+    number = inputs.check_dtype(dtype)
+    models.check_device(device)
+    regions = dict(sink=sink, local=local, update_every=update_every, full_threshold=full_threshold)
+    inputs.check_search(index, k, device, regions)
+    check.seed(seed)
+    files.check_output("json", json_file)
+    text = paragraphs(inputs.read_text(prompt_file)) if prompt_file else python_reference()
+    folder, file = models.smollm2()
     console.print("loading the model")  # transformers shows bars of its own
-    model, tokenizer = load(folder, gguf_file=file, dtype=number, device=device)
+    model, tokenizer = models.load(folder, gguf_file=file, dtype=number, device=device)
     with bars() as progress:
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
         full = _answer(progress, "full attention", model, tokenizer, needle, index=None)
         found = _answer(
-            progress, index.partition(":")[0], model, tokenizer, needle, index=index, k=k
+            progress,
+            index.partition(":")[0],
+            model,
+            tokenizer,
+            needle,
+            index=index,
+            k=k,
+            attach_options=regions,
         )
         fidelity = teacher_forced(
             model,
@@ -69,23 +88,25 @@ def demo(
             full.answer_ids,
             index=index,
             k=k,
-            attach_options=punctuated(index, tokenizer),
+            attach_options=punctuated(index, tokenizer, regions),
             on_progress=lambda done, total: progress.update("comparing step by step", done, total),
         )
     result = _result(needle, index, k, full, found, fidelity)
     result |= {"model": MODEL.format(dtype=dtype), "machine": describe(device)}
     _show(result)
     if json_file:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+        files.write_json(json_file, result, indent=2)
 
 
 def _answer(
     progress: Bars, name: str, model: Any, tokenizer: Any, needle: Needle, **options: Any
 ) -> Generation:
+    from kvindex_adapters.hf.generation import generate
+
     def report(phase: str, done: int, total: int) -> None:
         progress.update(f"{name}: {phase}", done, total)
 
-    answer = generate(
+    return generate(
         model,
         tokenizer,
         needle.ids,
@@ -93,9 +114,6 @@ def _answer(
         on_progress=report,
         **options,
     )
-    tokens = len(answer.answer_ids)
-    report("decode", tokens, tokens)  # the answer may end before the limit
-    return answer
 
 
 def _result(
@@ -121,6 +139,7 @@ def _result(
             "found": needle.found(found.text),
             "prefill_s": found.prefill_s,
             "token_s": found.token_s,
+            "read": found.report.read,
             "rows_read_fraction": found.report.rows_read_fraction,
             "recall_at_k": fidelity.recall_at_k,
             "recall_limit": fidelity.recall_limit,
@@ -133,6 +152,9 @@ def _result(
 
 
 def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     full, index = result["full"], result["index"]
     tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in index["nbytes"].items())
     k, steps = index["k"], result["steps_compared"]
@@ -141,8 +163,11 @@ def _show(result: dict[str, Any]) -> None:
     table.add_row(
         f"needle {result['needle']} found", *("yes" if r["found"] else "no" for r in (full, index))
     )
-    table.add_row("rows read per token", "100%", f"{index['rows_read_fraction']:.1%}")
-    recall = "nothing was searched: the prompt is too short, so attention was dense"
+    read = f"{index['rows_read_fraction']:.1%}"
+    if index["recall_at_k"] is None:
+        read += f" ({index['read']})"
+    table.add_row("rows read per token", "100%", read)
+    recall = "nothing was searched"
     if index["recall_at_k"] is not None:
         limit = f"exact search with as many rows: {index['recall_limit']:.2f}"
         recall = f"{index['recall_at_k']:.2f} ({limit})"

@@ -2,92 +2,100 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from transformers import TextStreamer
 
-from kvindex import check
-from kvindex_adapters.cli.inputs import (
+from kvindex_adapters.cli.options import (
     INDEX,
-    check_device,
-    check_dtype,
-    check_output,
-    check_search,
-    read_text,
+    Device,
+    Dtype,
+    FullThreshold,
+    JsonFile,
+    K,
+    Local,
+    Sink,
+    UpdateEvery,
 )
-from kvindex_adapters.cli.progress import bars, console
-from kvindex_adapters.hf.generation import generate as run
-from kvindex_adapters.machine import describe
-from kvindex_adapters.models import load
 
 
 def generate(
     model: Annotated[str, typer.Option(help="Folder, .gguf file or hub id of the model.")],
-    prompt_file: Annotated[Path, typer.Option(help="Text file with the prompt.")],
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Text file with the prompt; - for standard input.")
+    ] = None,
+    ask: Annotated[
+        list[str] | None,
+        typer.Option(help="A question about the prompt, which is read once. May be repeated."),
+    ] = None,
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
     index: Annotated[str, typer.Option(help=INDEX + "; 'none' for full attention.")] = "pariskv",
-    k: Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")] = 100,
+    k: K = 100,
+    sink: Sink = 64,
+    local: Local = 256,
+    update_every: UpdateEvery = 256,
+    full_threshold: FullThreshold = 2048,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
     sample: Annotated[bool, typer.Option(help="Sample instead of the most likely token.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result and the machine here.")
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Sample; below 1 sharpens the probabilities."),
     ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens of this share in all.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from so many of the likeliest tokens.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens with this share of the likeliest's.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: tokens that were there become less likely.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    json_file: JsonFile = None,
 ) -> None:
     """Generate from a prompt through an index; tokens appear as they come."""
-    number = check_dtype(dtype)
-    check_device(device)
-    check.at_least("max_new_tokens", max_new_tokens, 1)
+    import torch
+
+    from kvindex import check
+    from kvindex_adapters import files, models
+    from kvindex_adapters.cli import answers, inputs
+    from kvindex_adapters.cli.progress import console
+
+    number = inputs.check_dtype(dtype)
+    models.check_device(device)
+    regions = dict(sink=sink, local=local, update_every=update_every, full_threshold=full_threshold)
     if index != "none":
-        check_search(index, k, device)
-    check_output(json_file)
-    text = read_text(prompt_file)
-    console.print("loading the model")  # transformers shows bars of its own
-    loaded, tokenizer = load(model, gguf_file=gguf_file, dtype=number, device=device)
-    torch.manual_seed(seed)
-    with bars() as progress:
-
-        def report(phase: str, done: int, total: int) -> None:
-            if phase == "prefill":
-                progress.update("reading the prompt", done, total)
-                if done == total:  # the answer follows, which shows itself how decoding goes
-                    progress.stop()
-
-        result = run(
-            loaded,
-            tokenizer,
-            [{"role": "user", "content": text}] if chat else text,
-            index=None if index == "none" else index,
-            k=k,
-            max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            on_progress=report,
-            do_sample=sample,
-        )
-    console.print(
-        f"{len(result.prompt_ids)} prompt tokens in {result.prefill_s:.1f} s, then "
-        f"{result.token_s * 1000:.0f} ms per token. {result.report or 'Full attention.'}"
+        inputs.check_search(index, k, device, regions)
+    request = answers.Request(
+        index=None if index == "none" else index,
+        k=k,
+        regions=regions,
+        chat=chat,
+        max_new_tokens=inputs.check_size("max_new_tokens", max_new_tokens, 1),
+        options=inputs.sampling(
+            sample,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        ),
     )
+    check.seed(seed)
+    files.check_output("json", json_file)
+    questions = inputs.check_questions(ask)
+    text = inputs.prompt_of(prompt, prompt_file)
+    console.print("loading the model")  # transformers shows bars of its own
+    loaded, tokenizer = models.load(model, gguf_file=gguf_file, dtype=number, device=device)
+    torch.manual_seed(seed)
+    result = answers.answer(loaded, tokenizer, text, questions, request)
     if json_file:
-        written = {
-            "model": model,
-            "index": index,
-            "k": k,
-            "prompt_tokens": len(result.prompt_ids),
-            "answer": result.text,
-            "prefill_s": result.prefill_s,
-            "token_s": result.token_s,
-            "machine": describe(device),
-        }
-        if result.report:
-            written["backend"] = result.backend
-            written["rows_read_fraction"] = result.report.rows_read_fraction
-            written["nbytes"] = result.report.nbytes
-        json_file.write_text(json.dumps(written, indent=2) + "\n")
+        files.write_json(json_file, answers.described(result, request, model, device), indent=2)

@@ -16,8 +16,8 @@ from kvindex.protocol import KVIndex
 from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.generation import prefill
 from kvindex_adapters.hf.place import placed
+from kvindex_adapters.hf.reading import prefill
 
 PIECE = 128
 """Steps that run at once: bounds the rows gathered for them."""

@@ -16,7 +16,7 @@ from kvindex.ops.select import top_k
 from kvindex.wrappers.reuse import similarity
 from kvindex_adapters.capture import Captured, capture
 from kvindex_adapters.evaluate.recall import SINK
-from kvindex_adapters.hf.generation import Progress
+from kvindex_adapters.hf.reading import Progress
 
 ALWAYS = math.nextafter(1.0, 2.0)
 """The least threshold at which every step searches."""

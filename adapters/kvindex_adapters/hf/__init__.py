@@ -10,6 +10,7 @@ from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generation import Generation, generate
 from kvindex_adapters.hf.punctuation import sentence_ends
+from kvindex_adapters.hf.reading import read
 from kvindex_adapters.hf.refuse import UnsupportedError
 from kvindex_adapters.hf.report import Report
 
@@ -20,5 +21,6 @@ __all__ = [
     "UnsupportedError",
     "attach",
     "generate",
+    "read",
     "sentence_ends",
 ]

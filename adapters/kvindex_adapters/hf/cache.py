@@ -113,6 +113,7 @@ class IndexCache(DynamicCache):
         return Report(
             tokens=max((len(layer) for layer in layers), default=0),
             layers=len(self._indexed()),
+            full_threshold=max((layer.full_threshold for layer in layers), default=0),
             steps=max((part.steps for part in traffic), default=0),
             rows_read=float(sum(float(part.rows_read) for part in traffic)) / max(steps, 1),
             rows_full=float(sum(float(part.rows_full) for part in traffic)) / max(steps, 1),

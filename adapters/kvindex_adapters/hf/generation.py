@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +13,22 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvindex import check
 from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.clock import Clock
+from kvindex_adapters.hf.conversation import (
+    assisted,
+    check_follows,
+    check_past_known,
+    following,
+    past_ids,
+    remember,
+)
 from kvindex_adapters.hf.punctuation import punctuated
+from kvindex_adapters.hf.reading import Progress, Prompt, check_prompt, encode_prompt, prefill
 from kvindex_adapters.hf.report import Report
 
-Progress = Callable[[str, int, int], None]
-"""Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
-
+INDEX, K = "pariskv", 100
+"""What `generate` attaches unless it is told."""
 
 ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
 """What `generate` insists on, whatever the model's own generation configuration says."""
@@ -51,10 +59,12 @@ class Generation:
 def generate(
     model: PreTrainedModel,
     tokenizer: Any,
-    prompt: str | list[dict[str, str]] | Tensor,
+    prompt: Prompt,
     *,
-    index: Any = "pariskv",
-    k: int = 100,
+    index: Any = INDEX,
+    k: int = K,
+    cache: IndexCache | None = None,
+    used: str = "refuse",
     max_new_tokens: int = 256,
     chunk: int = 1024,
     streamer: BaseStreamer | None = None,
@@ -71,37 +81,54 @@ def generate(
     `do_sample=True`). One prompt gives one answer: for beams, batches or several answers call
     `attach` and `model.generate`.
 
-    Raises ValueError for an empty prompt, sizes out of range or options that do not fit, and
-    what `attach` raises.
+    cache: one that the caller's `attach` gave, in place of `index`, `k` and `attach_options`;
+    used: what happens to one that holds tokens: "refuse" it, "continue": the prompt follows what
+    it holds, and it keeps prompt and answer, or "branch": the prompt follows what it holds, and
+    afterwards it is as it was. A call that fails leaves the cache as it was.
+
+    Raises ValueError for an empty prompt, sizes out of range, options that do not fit or a used
+    cache, and what `attach` raises.
     """
     _check_options(attach_options, generate_options)
     check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
-    ids = encode_prompt(tokenizer, prompt).to(model.device)
-    if len(ids) == 0:
-        raise ValueError("prompt: got no tokens, allowed is at least one")
-    clock = _Clock(streamer, on_progress, len(ids), max_new_tokens)
+    _check_cache(cache, used, index, k, attach_options)
+    held = 0 if cache is None else cache.get_seq_length()
+    ids = encode_prompt(tokenizer, prompt, follows=held > 0).to(model.device)
+    check_prompt(ids)
+    clock = Clock(streamer, on_progress, ids, max_new_tokens)
     options = {**ONE_ANSWER, "do_sample": False, **generate_options}
-    if index is None:
-        context: Any = nullcontext(DynamicCache(config=model.config))
+    if cache is not None:
+        context: Any = following(cache, used)
+    elif index is None:
+        context = nullcontext(DynamicCache(config=model.config))
     else:
         context = attach(model, index=index, k=k, **punctuated(index, tokenizer, attach_options))
-    with context as cache, torch.no_grad():
+    with context as holder, torch.no_grad():
+        past = past_ids(holder)
+        whole = _check_past(model, options, held, past)
         # generate() reads the last chunk: several queries, so the first answer token is exact
-        prefill(model, ids, cache, stop=max(len(ids) - chunk, 0), chunk=chunk, report=on_progress)
+        stop = 0 if whole else max(len(ids) - chunk, 0)
+        prefill(model, ids, holder, stop=stop, chunk=chunk, report=on_progress)
+        length = held + len(ids)
         if index is not None:
-            _make_room(cache, len(ids) + max_new_tokens)
+            _make_room(holder, length + max_new_tokens)
+        # all ids, of which it slices off what is held; or the new ones alone under a longer mask
+        given = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
-            input_ids=ids[None],
-            attention_mask=torch.ones_like(ids[None]),
-            past_key_values=cache,
+            input_ids=given[None],
+            attention_mask=given.new_ones(1, length),
+            past_key_values=holder,
             max_new_tokens=max_new_tokens,
             streamer=clock,
             **options,
         )
-        report = None if index is None else cache.report()
-        made = None if index is None else cache.indexes()[0]
-    answer = sequence[0, len(ids) :]
+        answer = sequence[0, len(given) :]
+        if cache is not None and used != "branch":
+            _keep_answer(model, cache, answer, length + len(answer))
+            remember(cache, past, torch.cat([ids, answer]))
+        report = None if index is None else holder.report()
+        made = None if index is None else holder.indexes()[0]
     return Generation(
         text=tokenizer.decode(answer, skip_special_tokens=True),
         prompt_ids=ids,
@@ -112,6 +139,40 @@ def generate(
         config=None if made is None else made.config,
         backend=None if made is None else getattr(made, "backend", "torch"),
     )
+
+
+def _check_past(
+    model: PreTrainedModel, options: dict[str, Any], held: int, past: Tensor | None
+) -> bool:
+    """Whether `model.generate` must read the whole prompt. Raises ValueError where it cannot."""
+    config = options.get("generation_config") or model.generation_config
+    if past is None:
+        check_past_known(config, options)
+    name = assisted(config, options)
+    if name and held:
+        raise ValueError(
+            f"{name}: got a value, allowed is none with a cache that holds tokens: assisted "
+            "decoding of transformers would read them once more"
+        )
+    return name is not None
+
+
+def _keep_answer(model: PreTrainedModel, cache: IndexCache, answer: Tensor, length: int) -> None:
+    """Read the end of an answer, which no step has read, so that the cache holds `length`."""
+    if missing := length - cache.get_seq_length():
+        prefill(model, answer[-missing:], cache, stop=missing, chunk=missing + 1)
+
+
+def _check_cache(cache: Any, used: str, index: Any, k: int, attach_options: Any) -> None:
+    """Raises ValueError for a cache that cannot be used so, or options that it has already."""
+    if cache is None:
+        if used != "refuse":
+            raise ValueError(f'used: got {used!r}, allowed is "refuse" without cache=')
+        return
+    check_follows(cache, used)
+    given = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
+    for name in (name for name, changed in given.items() if changed):
+        raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
 
 
 def _make_room(cache: Any, tokens: int) -> None:
@@ -135,76 +196,3 @@ def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> Non
                 f"{name}: got {generate_options[name]}, allowed is {only}; for more call "
                 "attach() and model.generate"
             )
-
-
-def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]] | Tensor) -> Tensor:
-    """Ids int64 `[N]` of a text, of chat messages (with the cue to answer), or as given."""
-    if isinstance(prompt, Tensor):
-        return check.tensor("prompt", prompt, {"N": None}, torch.int64)
-    if isinstance(prompt, str):
-        return torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.int64)
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def prefill(
-    model: PreTrainedModel,
-    ids: Tensor,
-    cache: Any,
-    *,
-    stop: int,
-    chunk: int,
-    report: Progress | None = None,
-) -> None:
-    """Read the first `stop` of ids int64 `[N]` into an empty cache, about `chunk` at a time.
-
-    A chunk of one token would be a searching step, so the last chunk takes what would be left.
-    """
-    start = 0
-    while start < stop:
-        end = start + chunk if stop - start - chunk > 1 else stop
-        model(
-            input_ids=ids[None, start:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        start = end
-        if report:
-            report("prefill", start, len(ids))
-
-
-class _Clock(BaseStreamer):
-    """Notes when tokens come, and passes them on."""
-
-    def __init__(
-        self, inner: BaseStreamer | None, progress: Progress | None, prompt: int, total: int
-    ) -> None:
-        self._inner, self._progress = inner, progress
-        self._prompt, self._total, self._tokens = prompt, total, 0
-        self._prompt_seen = False
-        self.start = self.first = self.last = time.perf_counter()
-
-    def put(self, value: Tensor) -> None:
-        """A batch of tokens: the prompt first, then one at a time."""
-        now, answer, self._prompt_seen = time.perf_counter(), self._prompt_seen, True
-        if answer:
-            self.last = now
-            if self._tokens == 0:
-                self.first = now
-                self._report("prefill", self._prompt, self._prompt)  # before any answer appears
-            self._tokens += 1
-        if self._inner:
-            self._inner.put(value)
-        if answer:
-            self._report("decode", self._tokens, self._total)
-
-    def _report(self, *progress: Any) -> None:
-        if self._progress:
-            self._progress(*progress)
-
-    def end(self) -> None:
-        """No more tokens come."""
-        if self._inner:
-            self._inner.end()

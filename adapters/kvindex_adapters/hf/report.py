@@ -15,7 +15,8 @@ class Report:
     that those steps copied out of the stores (steps that attend exactly are not counted);
     nbytes: bytes in use per tier (`codes`, `rows`, `window`; `other` for layers without index);
     mass: share of the indexes' attention that the rows are believed to hold, mean over layers,
-    heads and steps, where `attach` was asked for one; else None.
+    heads and steps, where `attach` was asked for one; else None; full_threshold: below this many
+    tokens attention is dense.
     """
 
     tokens: int
@@ -26,17 +27,29 @@ class Report:
     bytes_fetched: int
     nbytes: dict[str, int]
     mass: float | None = None
+    full_threshold: int = 0
 
     @property
     def rows_read_fraction(self) -> float:
         """Rows read over rows that full attention would have read; 1 before the first search."""
         return self.rows_read / self.rows_full if self.rows_full else 1.0
 
+    @property
+    def read(self) -> str:
+        """What the searching steps have read, or why none has searched."""
+        if self.steps:
+            return (
+                f"{self.steps} searching steps read {self.rows_read:.0f} of {self.rows_full:.0f} "
+                f"rows per KV head ({self.rows_read_fraction:.1%}) and fetched "
+                f"{self.bytes_fetched / 2**20:.1f} MiB"
+            )
+        if self.tokens < self.full_threshold:
+            return f"shorter than {self.full_threshold} tokens: attention was dense"
+        return "no step has searched: attention was dense"
+
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in self.nbytes.items())
         return (
-            f"{self.tokens} tokens in {self.layers} indexed layers; {self.steps} searching steps "
-            f"read {self.rows_read:.0f} of {self.rows_full:.0f} rows per KV head "
-            f"({self.rows_read_fraction:.1%}) and fetched {self.bytes_fetched / 2**20:.1f} MiB; "
-            f"memory: {tiers}"
+            f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
+            f"memory: {tiers or 'none'}"
         )

@@ -1,0 +1,99 @@
+"""A prompt that meets a cache of the caller's: refused, continued, or a branch that is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvindex import check
+from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.refuse import UnsupportedError
+
+USED = ("refuse", "continue", "branch")
+"""What may happen to a cache that holds tokens already."""
+
+OF_THE_PAST: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
+"""Options of `model.generate` that look at ids before the prompt, and where they do nothing."""
+
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Options of `model.generate` for assisted decoding."""
+
+_IDS: WeakKeyDictionary[IndexCache, Tensor] = WeakKeyDictionary()
+"""Ids `[N]` of what a cache holds, where `read` and `generate` put all of it there."""
+
+
+def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
+    """`cache`, if a prompt may be read into it. Raises ValueError, or RuntimeError once closed."""
+    if not isinstance(cache, IndexCache):
+        raise ValueError(
+            f"cache: got {type(cache).__name__}, allowed is what attach() gave: "
+            "with attach(model) as cache"
+        )
+    check.one_of("used", used, allowed)
+    cache.check_usable()
+    held = cache.get_seq_length()
+    if held and used == "refuse":
+        others = " or ".join(f'used="{name}"' for name in allowed if name != "refuse")
+        raise ValueError(
+            f"cache: got one that holds {held} tokens, allowed is an empty one; for a prompt that "
+            f"follows them say {others}, to begin anew cache.reset()"
+        )
+    batch = max((layer.batch_size for layer in cache.attention_layers()), default=1)
+    if batch > 1:
+        raise ValueError(f"cache: got one of {batch} sequences, allowed is one sequence")
+    if used == "branch" and any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        raise UnsupportedError(
+            'used: got "branch", allowed is "continue" for a model with linear attention, whose '
+            "state cannot go back; pass a copy.deepcopy of the cache to keep it as it is"
+        )
+    return cache
+
+
+@contextmanager
+def following(cache: IndexCache, used: str) -> Iterator[IndexCache]:
+    """The cache, which is as it was after a failure, and after a branch."""
+    marks, done = cache.marks(), False
+    try:
+        yield cache
+        done = used != "branch"
+    finally:
+        if not done:
+            cache.back_to(marks)
+
+
+def past_ids(cache: Any) -> Tensor | None:
+    """Ids int64 `[N]` of what the cache holds, or None where others put tokens there."""
+    held = cache.get_seq_length()
+    ids = _IDS.get(cache) if held else torch.empty(0, dtype=torch.int64)
+    return ids if ids is not None and len(ids) == held else None
+
+
+def remember(cache: IndexCache, past: Tensor | None, ids: Tensor) -> None:
+    """The cache holds ids `[N]` after the past."""
+    if past is not None:
+        _IDS[cache] = torch.cat([past.to(ids), ids])
+
+
+def assisted(config: Any, options: dict[str, Any]) -> str | None:
+    """The option that asks for assisted decoding, if any does.
+
+    transformers then reads all ids in the first step, whatever the cache holds.
+    """
+    given = {name: options.get(name, getattr(config, name, None)) for name in ASSISTED}
+    return next((name for name, value in given.items() if value not in (None, False)), None)
+
+
+def check_past_known(config: Any, options: dict[str, Any]) -> None:
+    """Raises ValueError for options that look at a past whose ids nobody knows."""
+    for name, unused in OF_THE_PAST.items():
+        value = options.get(name, getattr(config, name, None))
+        if value is not None and value != unused:
+            raise ValueError(
+                f"{name}: got {value!r}, allowed is {unused!r} with a cache that holds tokens of "
+                "other calls than kvhf.read and kvhf.generate: it looks at ids of the past"
+            )
