@@ -72,7 +72,7 @@ class Guarded(Restorable):
     """Base of what has public calls: methods of the names above are guarded in every subclass."""
 
     parts_are_its_own: ClassVar[bool] = False
-    """Whether nobody but its own calls changes its parts: a checkpoint then holds until one does."""
+    """Whether only its own calls change its parts: a checkpoint then holds until one does."""
 
     _access: Access
     _broken: str | None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvindex.check import LARGEST
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.ops import codes
 from kvindex.ops.learn import SEEN
@@ -244,12 +245,12 @@ def test_keys_out_of_range_change_nothing(wrong, place, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_keys_whose_sums_have_no_float32_are_finite(dtype, device):
+def test_the_largest_keys_have_the_centres_of_the_reference(dtype, device):
     case = Case(q_heads=2, kv_heads=2, head_dim=16, dtype=dtype)
     mine, theirs = pair(device, case, check=True)
     keys, values = tokens_of(case, 512, device)
-    keys[:, :, 100:140, 3] = 3e38
-    keys[:, :, 300:, 5] = -3e38
+    keys[:, :, 100:140, 3] = LARGEST
+    keys[:, :, 300:, 5] = -LARGEST
     append((mine, theirs), keys, values)
     assert torch.equal(mine._learnt["centres"], theirs._learnt["centres"])
 
