@@ -76,12 +76,12 @@ class Guarded(Restorable):
 
     _access: Access
     _broken: str | None
-    _known: Any  # the checkpoint since the last change
+    _last_checkpoint: Any  # the checkpoint since the last change
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """An object that nobody has called yet."""
         made = super().__new__(cls)
-        made._access, made._broken, made._known = Access(), None, None
+        made._access, made._broken, made._last_checkpoint = Access(), None, None
         return made
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -101,9 +101,9 @@ class Guarded(Restorable):
         """What this object is now, for `rollback`."""
         if not self.parts_are_its_own:
             return super().checkpoint()
-        if self._known is None:
-            self._known = super().checkpoint()
-        return self._known
+        if self._last_checkpoint is None:
+            self._last_checkpoint = super().checkpoint()
+        return self._last_checkpoint
 
     def _undone(self, name: str) -> bool:
         """Whether a call is undone where it fails."""
@@ -141,7 +141,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 before = self.checkpoint() if self._undone(name) else None
                 result = plain(self, *args, **options)
                 if before is not None:
-                    self._known = None
+                    self._last_checkpoint = None
             finally:
                 access.leave(alone=alone)
             return result

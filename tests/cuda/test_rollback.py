@@ -74,7 +74,7 @@ def test_a_copy_has_blocks_of_its_own(device):
 
 def test_a_step_that_fails_leaves_the_layer_as_it_was(device):
     """What kernels read of the window and the index, a captured step too."""
-    case = placed(device)
+    case, here = placed(device), Sequence.of(CASE, 60)
     sequence = Sequence.of(case, 60)
 
     def begun():
@@ -85,11 +85,11 @@ def test_a_step_that_fails_leaves_the_layer_as_it_was(device):
             sequence.feed(layer, token, token + 1)
         return layer
 
-    layer, want = begun(), sequence.dense()
+    layer, want = begun(), here.dense()
     count = operations_of(lambda: sequence.feed(layer, 34, 35))
     for point in points(count, 4 if device == "cpu" else 30):
         layer = begun()
         if fail_at(lambda layer=layer: sequence.feed(layer, 34, 35), point):
             for token in range(34, 42):
                 got = sequence.feed(layer, token, token + 1)
-                sequence.assert_equals(got.cpu(), want.cpu(), token)
+                here.assert_equals(got.cpu(), want, token)
