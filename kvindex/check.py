@@ -128,9 +128,13 @@ ALLOWED_NUMBER = "a finite number of at most 2^48 in magnitude"
 """What a number in a key or a query may be."""
 
 
+LIMITS = {torch.float16: torch.finfo(torch.float16).max}
+"""Below `LARGEST`, of types that hold no number so large."""
+
+
 def out_of_range(value: Tensor) -> Tensor:
     """Which numbers of keys or queries are not allowed: NaN, infinite, or above `LARGEST`; bool."""
-    return ~(value.abs() <= min(LARGEST, torch.finfo(value.dtype).max))
+    return ~(value.abs() <= LIMITS.get(value.dtype, LARGEST))
 
 
 def finite(name: str, value: Tensor) -> None:

@@ -186,6 +186,15 @@ class Valid(Restorable):
         elif start < touched[0]:
             place.fill_(1)  # of a sequence that was cut, or of a call that failed
 
+    def checkpoint(self) -> Any:
+        """What is held now, for `rollback`."""
+        return self._columns, self._columns.checkpoint(), self._touched, self.all_from
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says."""
+        self._columns, columns, self._touched, self.all_from = checkpoint
+        self._columns.rollback(columns)
+
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         self._columns.truncate(length)

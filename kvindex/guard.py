@@ -48,11 +48,10 @@ class Access:
 
     def enter(self, name: str, *, alone: bool) -> None:
         """Begin a call, which `leave` ends. Raises RuntimeError beside another thread's."""
-        me = threading.get_ident()
-        calls = self._owners if alone else self._readers
+        me, owners, readers = threading.get_ident(), self._owners, self._readers
+        calls = owners if alone else readers
         calls[me] = calls.get(me, 0) + 1
-        inside = [*self._owners, *self._readers] if alone else [*self._owners]
-        if any(thread != me for thread in inside):
+        if _others(owners, me) or (alone and _others(readers, me)):
             raise RuntimeError(
                 f"{name}: got a call while another thread's is under way, allowed are reads "
                 "beside reads (search, fetch, encode) and nothing beside a change: use a lock"
@@ -60,12 +59,17 @@ class Access:
 
     def leave(self, *, alone: bool) -> None:
         """End a call."""
-        me = threading.get_ident()
-        calls = self._owners if alone else self._readers
-        if calls.get(me, 0) > 1:
-            calls[me] -= 1
+        me, calls = threading.get_ident(), self._owners if alone else self._readers
+        left = calls.get(me, 0) - 1
+        if left > 0:
+            calls[me] = left
         else:
             calls.pop(me, None)
+
+
+def _others(calls: dict[int, int], me: int) -> bool:
+    """Whether threads other than `me` are among those that call."""
+    return len(calls) > (me in calls)
 
 
 class Guarded(Restorable):
@@ -84,13 +88,14 @@ class Guarded(Restorable):
         made._access, made._broken, made._last_checkpoint = Access(), None, None
         return made
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
+        """guarded: False for a class whose public methods do nothing."""
         super().__init_subclass__(**options)
         for name, method in list(vars(cls).items()):
-            if name in READS | ALONE | CHANGES:
+            if guarded and name in READS | ALONE | CHANGES:
                 setattr(cls, name, _guarded(method))
             elif name == "__init__":
-                setattr(cls, name, _in_plain_torch(method))
+                setattr(cls, name, in_plain_torch(method))
 
     def _shallow(self) -> Self:
         twin = super()._shallow()
@@ -129,7 +134,7 @@ class Guarded(Restorable):
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    name, plain = method.__name__, _in_plain_torch(method)
+    name, plain = method.__name__, in_plain_torch(method)
 
     @functools.wraps(method)
     def call(self: Guarded, *args: Any, **options: Any) -> Any:
@@ -153,7 +158,9 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
+def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, computed as by default whatever the caller has set (`plain_torch`)."""
+
     @functools.wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         if not _unusual():

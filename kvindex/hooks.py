@@ -19,7 +19,7 @@ from kvindex.config import NoConfig
 from kvindex.protocol import Codes, Hits, Rows
 
 
-class Hooks(Checked, ABC):
+class Hooks(Checked, ABC, guarded=False):
     """What `BaseIndex` asks of an index, with what it does where nothing is said."""
 
     _codes: Columns

@@ -135,21 +135,28 @@ class AttentionLayer(Guarded):
 
     def checkpoint(self) -> Any:
         """What the layer is now, for `rollback`: it asks the device for nothing."""
-        return super().checkpoint(), len(self.index)
+        index, regions, tally = self.index, self._regions, self._tally
+        before = index.checkpoint() if isinstance(index, Restorable) else len(index)
+        parts = before, regions, regions.checkpoint(), tally, tally.checkpoint()
+        return parts, self._move, self._sealed
 
     def rollback(self, checkpoint: Any) -> None:
         """Be again what `checkpoint` says, the index, too.
 
         One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
         """
-        before, indexed = checkpoint
-        move = self._move
-        super().rollback(before)
-        if move is not None and move is not self._move:
-            move.wait()  # the index writes to the same places again
-        if not isinstance(self.index, Restorable) and len(self.index) != indexed:
-            self.index.truncate(indexed)
-            if not indexed:
+        parts, move, self._sealed = checkpoint
+        before, self._regions, regions, self._tally, tally = parts
+        if self._move is not None and self._move is not move:
+            self._move.wait()  # the index writes to the same places again
+        self._move = move
+        self._regions.rollback(regions)
+        self._tally.rollback(tally)
+        if isinstance(self.index, Restorable):
+            self.index.rollback(before)
+        elif len(self.index) != before:
+            self.index.truncate(before)
+            if not before:
                 self.index.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

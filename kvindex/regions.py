@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,19 @@ class Regions(Restorable):
         self._moved = False  # whether rows have gone or moved since that was filled
         self._padded: Tensor | float | None = 0.0  # None: not counted yet
 
-    def _after_rollback(self) -> None:
+    def checkpoint(self) -> Any:
+        """What is held now, for `rollback`: one by one, for each step asks for it."""
+        sizes = self.leaving, self.local, self._local_before
+        parts = self._window, self._window.checkpoint(), self._valid, self._valid.checkpoint()
+        return sizes, parts, self.sink, self._near, self._padded
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says."""
+        sizes, parts, self.sink, self._near, self._padded = checkpoint
+        self.leaving, self.local, self._local_before = sizes
+        self._window, window, self._valid, valid = parts
+        self._window.rollback(window)
+        self._valid.rollback(valid)
         self._moved = True  # the buffer may hold what has been forgotten
 
     def _after_copy(self) -> None:

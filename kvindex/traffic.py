@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,14 @@ class Tally(Restorable):
         """The sums so far; waits for nothing."""
         self._add_up()
         return self._sum
+
+    def checkpoint(self) -> Any:
+        """What has been counted so far, for `rollback`."""
+        return self._sum, self._new
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Forget the steps that came after."""
+        self._sum, self._new = checkpoint
 
     def _add_up(self) -> None:
         new, self._new = self._new, []

@@ -69,7 +69,7 @@ def test_a_step_that_fails_while_rows_are_leaving(monkeypatch, at, error, tokens
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(layer.index, at, fail)
+        patch.setattr(type(layer.index), at, fail)
         with pytest.raises(error):
             sequence.feed(layer, tokens, tokens + 1)
     assert (len(layer), len(layer.index), layer._regions.leaving) == (tokens, 10, 6)
@@ -86,7 +86,7 @@ def test_an_update_that_cannot_begin_leaves_all_as_it_was(monkeypatch, error):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(layer.index, "begin_append", fail)
+        patch.setattr(type(layer.index), "begin_append", fail)
         with pytest.raises(error):
             sequence.feed(layer, 19, 20)
     assert (len(layer), len(layer.index), layer._regions.leaving) == (19, 10, 0)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from kvindex.guard import in_plain_torch
 from kvindex.ops.attention import attend_blocks
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.indexed import IndexedLayer
@@ -46,24 +47,38 @@ def attention(
         )
     cache, layer = pending
     check_attention(name, module, query.shape[2], dropout, kwargs)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        if isinstance(layer, IndexedLayer):
-            if attention_mask is not None and attention_mask.ndim != 2:
-                raise UnsupportedError(
-                    f"attention_mask: got one of shape {list(attention_mask.shape)} in a "
-                    "full-attention layer, allowed is causal attention with left padding [B, N]"
-                )
-            mask = None if attention_mask is None else attention_mask.bool()
-            told: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens)
-            output = layer.attend(query, key, value, mask, **told)
-        else:
-            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-            output = _dense(query, key, value, attention_mask, scaling, softcap)
+    with torch.no_grad():
+        output = _attended(cache, layer, query, key, value, attention_mask, scaling, softcap)
     output = output.to(query.dtype).transpose(1, 2).contiguous()
     if torch.is_grad_enabled() and query.requires_grad:
         apply: Callable[..., Tensor] = _NoGradient.apply  # torch leaves it untyped
         output = apply(output, query)
     return output, None
+
+
+@in_plain_torch
+def _attended(
+    cache: Any,
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """`[B, H, T, Dv]`, whatever autocast and other defaults are, by an index or densely."""
+    if not isinstance(layer, IndexedLayer):
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _dense(query, key, value, mask, scaling, softcap)
+    if mask is not None and mask.ndim != 2:
+        raise UnsupportedError(
+            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
+            "allowed is causal attention with left padding [B, N]"
+        )
+    padding = None if mask is None else mask.bool()
+    told: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens)
+    return layer.attend(query, key, value, padding, **told)
 
 
 def mask(
