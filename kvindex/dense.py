@@ -18,20 +18,32 @@ GATHERED_BYTES = 2**30
 times as fast on a CPU (benchmarks/results/reference.json); more are read block by block."""
 
 
-def attend_densely(index: KVIndex, window: Rows, queries: Tensor, valid: Tensor | None) -> Tensor:
+def attend_densely(
+    index: KVIndex,
+    window: Rows,
+    queries: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Attention of queries `[B, H, T, D]`, those of the newest tokens, to all: `[B, H, T, Dv]`.
 
     window: rows `[B, G, W, D]` of the tokens after those in the index, the newest ones last;
-    valid: bool `[B, N]`, which of all tokens are real, or None where all are.
+    valid: bool `[B, N]`, which of all tokens are real, or None where all are; bias: a term of the
+    logits `[B, H, T, N]`, or None.
     """
     g, parts = index.geometry, []
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
-    if g.softcap is None and len(index) * queries.shape[0] * width <= GATHERED_BYTES:
+    if (
+        g.softcap is None
+        and bias is None
+        and len(index) * queries.shape[0] * width <= GATHERED_BYTES
+    ):
         return _gathered(index, window, queries, valid)
     N, T = len(index) + window.keys.shape[2], queries.shape[2]
     for start in range(0, T, BLOCK):
         some = queries[:, :, start : start + BLOCK]
-        blocks = _causal_blocks(index, window, valid, N - T + start, some.shape[2])
+        more = None if bias is None else bias[:, :, start : start + BLOCK]
+        blocks = _causal_blocks(index, window, valid, N - T + start, some.shape[2], more)
         parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap))
     return torch.cat(parts, dim=2)
 
@@ -61,9 +73,17 @@ def _gathered(index: KVIndex, window: Rows, queries: Tensor, valid: Tensor | Non
 
 
 def _causal_blocks(
-    index: KVIndex, window: Rows, valid: Tensor | None, first: int, count: int
+    index: KVIndex,
+    window: Rows,
+    valid: Tensor | None,
+    first: int,
+    count: int,
+    more: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """What `count` queries see, of which the first is at position `first`: rows and their bias."""
+    """What `count` queries see, of which the first is at position `first`: rows and their bias.
+
+    more: a term of the logits of these queries, `[B, H, count, N]`.
+    """
     positions = torch.arange(first, first + count, device=window.keys.device)
     for start, rows in _blocks(index, window, first + count):
         stop = start + rows.keys.shape[2]
@@ -74,6 +94,9 @@ def _causal_blocks(
         if valid is not None:
             padding = bias_of(valid[:, None, None, start:stop])  # [B, 1, 1, R]
             bias = padding if bias is None else bias + padding
+        if more is not None:
+            term = more[..., start:stop].float()
+            bias = term if bias is None else bias + term
         yield rows.keys, rows.values, bias
 
 

@@ -100,13 +100,21 @@ class AttentionLayer(Guarded):
         return self._tally.traffic
 
     def step(
-        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        valid: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
 
         queries `[B, H, T, D]`, keys `[B, G, T, D]`, values `[B, G, T, Dv]`; valid bool `[B, T]`
         marks left padding. Several queries attend exactly to everything; a single query searches
-        once the sequence is long enough. What a padded query gets means nothing.
+        once the sequence is long enough. What a padded query gets means nothing. bias: a term of
+        the logits `[B, H, T, N + T]`, by which no index searches: it should be 0 for rows that have
+        left the window (a bias by distance, of no more tokens than are `local`).
 
         Raises ValueError or TypeError for a wrong tensor, NaN or infinity in valid keys (on a
         CUDA device later), or a padded token after a real one; the layer stays as it was.
@@ -117,8 +125,11 @@ class AttentionLayer(Guarded):
             self.index.seal()
             self._sealed = True
         length = len(self) + T
+        if bias is not None:
+            shape = {"B": queries.shape[0], "H": queries.shape[1], "T": T, "N": length}
+            check.tensor("bias", bias, dict(shape), device=keys.device)
         searches = self._searches(length, T)
-        follows = searches and valid is None and self._attends("attend_next")
+        follows = searches and valid is None and bias is None and self._attends("attend_next")
         if not follows:
             regions.append(len(self.index), keys, values, valid)
         if getattr(self.index, "observes", True):
@@ -127,9 +138,10 @@ class AttentionLayer(Guarded):
         if follows:
             output = self._follow(queries[:, :, 0], Rows(keys, values))[:, :, None]
         elif searches:
-            output = self._retrieve(queries[:, :, 0])[:, :, None]
+            some = None if bias is None else bias[:, :, 0]
+            output = self._retrieve(queries[:, :, 0], some)[:, :, None]
         else:
-            output = attend_densely(self.index, regions.window, queries, regions.valid)
+            output = attend_densely(self.index, regions.window, queries, regions.valid, bias)
         self._update(beside=T == 1 and getattr(self.index, "appends_beside", False))
         return output
 
@@ -228,10 +240,13 @@ class AttentionLayer(Guarded):
         self._count(found, len(near), near.hidden)
         return output
 
-    def _retrieve(self, queries: Tensor) -> Tensor:
-        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`."""
+    def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
+
+        bias: of all tokens, `[B, H, N]`.
+        """
         index: Any = self.index
-        if self._attends("attend"):
+        if bias is None and self._attends("attend"):
             near = self._regions.near(len(index))
             output: Tensor
             output, found = index.attend(queries, near, k=self._wanted)
@@ -242,12 +257,20 @@ class AttentionLayer(Guarded):
             seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
             seen = seen.expand(-1, len(self._regions))
         hits = index.search(queries, k=self._wanted, mass=self.mass)
-        return self._over_regions(queries, hits, index.fetch(hits), seen)
+        return self._over_regions(queries, hits, index.fetch(hits), seen, bias)
 
-    def _over_regions(self, queries: Tensor, hits: Hits, found: Rows, seen: Tensor) -> Tensor:
+    def _over_regions(
+        self,
+        queries: Tensor,
+        hits: Hits,
+        found: Rows,
+        seen: Tensor,
+        more: Tensor | None = None,
+    ) -> Tensor:
         """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
 
-        seen: bool `[B, W]`. Returns `[B, H, Dv]`. A layer of batch 1 serves any `B` queries.
+        seen: bool `[B, W]`; more: a term of the logits, of all tokens `[B, H, N]`. Returns
+        `[B, H, Dv]`. A layer of batch 1 serves any `B` queries.
         """
         g, B = self.index.geometry, len(queries)
         near, shown = self._regions.rows(seen)
@@ -258,6 +281,11 @@ class AttentionLayer(Guarded):
         bias = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
         if hits.log_weight is not None:
             bias[..., : hits.log_weight.shape[-1]] += hits.log_weight
+        if more is not None:
+            beside = self._regions.positions(len(self.index))[:, None]
+            places = torch.cat([hits.ids, beside.expand(-1, g.kv_heads, -1)], dim=2)
+            places = places.repeat_interleave(g.group_size, dim=1)
+            bias += more.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
         keys = torch.cat([found.keys, near.keys.expand(B, -1, -1, -1)], dim=2)
         values = torch.cat([found.values, near.values.expand(B, -1, -1, -1)], dim=2)
         return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)

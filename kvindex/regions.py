@@ -219,6 +219,12 @@ class Regions(Restorable):
         values = torch.cat([part.values for part in parts], dim=2)
         return Rows(keys, values), torch.cat([self.sink.shown.expand(len(seen), -1), seen], dim=1)
 
+    def positions(self, indexed: int) -> Tensor:
+        """Where the tokens of `rows` are in the sequence, int64 `[B, S + W]`, -1 for none."""
+        window = torch.arange(indexed, indexed + len(self), device=self._geometry.device)
+        window = window.expand(self.batch_size, -1)
+        return window if self.sink is None else torch.cat([self.sink.ids, window], dim=1)
+
     def near(self, indexed: int, more: int = 0) -> Near:
         """The same in a buffer that gets what has come since the last step.
 

@@ -210,3 +210,26 @@ def test_only_an_index_that_observes_is_told_positions(monkeypatch):
     layer.step(queries, *tokens)
     assert [positions.tolist() for positions in told] == [[3, 4, 5]]
     assert Case().index("h2o").observes
+
+
+@pytest.mark.parametrize("pads", [None, [3, 0]])
+@pytest.mark.parametrize("group", ["mean_share", "union"])
+def test_a_bias_of_the_logits_is_added_for_the_rows_that_are_read(pads, group):
+    case = Case(q_heads=4, kv_heads=2, batch=2)
+    sequence, layer = Sequence.of(case, 40, pads), layer_of(case, group=group)
+    bias = 3 * case.tensor(5, 2, 4, 40, 40)
+    g, valid = layer.index.geometry, sequence.valid[:, None, None]
+    keys, values = (
+        part.double().repeat_interleave(2, dim=1) for part in (sequence.keys, sequence.values)
+    )
+    logits = g.scale * sequence.queries.double() @ keys.mT + bias
+    seen = torch.ones(40, 40, dtype=torch.bool).tril() & valid
+    want = logits.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0) @ values
+    for start, stop in [(0, 15), *((i, i + 1) for i in range(15, 30)), (30, 37), (37, 38)]:
+        part = sequence.parts(start, stop)
+        padding = sequence.valid[:, start:stop] if start == 0 and pads else None
+        some = bias[:, :, start:stop, :stop]
+        sequence.assert_equals(layer.step(*part, valid=padding, bias=some), want, start)
+    with pytest.raises(ValueError, match=r"bias: got shape \[2, 4, 1, 40\], allowed is"):
+        layer.step(*sequence.parts(38, 39), bias=bias[:, :, 38:39])
+    assert len(layer) == 38

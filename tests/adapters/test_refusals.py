@@ -32,7 +32,6 @@ MLA = dict(
     topk_group=1,
     num_key_value_heads=4,
 )
-INKLING = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,6 @@ def refused(model, match, **options):
         ("mistral", {"sliding_window": 16}, "no full-attention layer"),
         ("mamba", {"state_size": 4}, "no full-attention layer|AttentionInterface"),
         ("diffllama", {}, "the difference of two softmaxes"),
-        ("inkling_text", {**INKLING, "d_rel": 8, "rel_extent": 32}, "a learnt bias by distance"),
     ],
 )
 def test_models_that_are_not_served(family, options, match):

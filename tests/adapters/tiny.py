@@ -76,6 +76,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
         "router_hidden_size": 16,
     },
+    # a bias by distance beside the logits
+    "inkling_text": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"d_rel": 8, "rel_extent": 32, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    },
 }
 
 

@@ -41,11 +41,22 @@ class ParallelLayer(AttentionLayer):
         self._sealed = self._begun = True
 
     def step(
-        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        valid: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """As `AttentionLayer.step` does for each token in turn: `[1, H, T, Dv]`."""
+        """As `AttentionLayer.step` does for each token in turn: `[1, H, T, Dv]`.
+
+        Raises ValueError for a bias.
+        """
         if not self._begun:
-            return super().step(queries, keys, values, valid=valid)
+            return super().step(queries, keys, values, valid=valid, bias=bias)
+        if bias is not None:
+            raise ValueError("bias: got a tensor, allowed is None where steps come at once")
         keys, values, _ = self._checked(queries, keys, values, valid)
         done, outputs = 0, []
         while done < queries.shape[2]:

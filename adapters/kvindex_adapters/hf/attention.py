@@ -48,7 +48,9 @@ def attention(
     cache, layer = pending
     check_attention(name, module, query.shape[2], dropout, kwargs)
     with torch.no_grad():
-        output = _attended(cache, layer, query, key, value, attention_mask, scaling, softcap)
+        given: Any = dict(mask=attention_mask, scaling=scaling, softcap=softcap)
+        given |= dict(bias=kwargs.get("position_bias"))
+        output = _attended(cache, layer, query, key, value, **given)
     output = output.to(query.dtype).transpose(1, 2).contiguous()
     if torch.is_grad_enabled() and query.requires_grad:
         apply: Callable[..., Tensor] = _NoGradient.apply  # torch leaves it untyped
@@ -63,21 +65,23 @@ def _attended(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """`[B, H, T, Dv]`, whatever autocast and other defaults are, by an index or densely."""
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _dense(query, key, value, mask, scaling, softcap)
+        return _dense(query, key, value, mask, scaling, softcap, bias)
     if mask is not None and mask.ndim != 2:
         raise UnsupportedError(
             f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
             "allowed is causal attention with left padding [B, N]"
         )
     padding = None if mask is None else mask.bool()
-    told: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens)
+    told: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias)
     return layer.attend(query, key, value, padding, **told)
 
 
@@ -129,10 +133,12 @@ def _dense(
     mask: Tensor | None,
     scale: float,
     softcap: float | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """A layer without an index: `T` queries, the newest of `N` tokens, over all of them.
 
     mask: bool `[B, 1, T, N]`; `[B, N]`, padding beside causal order; or None for causal order.
+    bias: a term of the logits `[B, H, T, N]`, or None.
     """
     T, N = query.shape[2], key.shape[2]
     parts = []
@@ -150,6 +156,8 @@ def _dense(
             visible = torch.zeros_like(visible, dtype=torch.float32).masked_fill(
                 ~visible, float("-inf")
             )
+        if bias is not None:
+            visible = visible + bias[:, :, start : start + QUERIES, :N].float()
         parts.append(attend_blocks(some, [(key, value, visible)], scale=scale, softcap=softcap))
     return torch.cat(parts, dim=2)
 

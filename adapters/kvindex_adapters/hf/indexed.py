@@ -77,10 +77,12 @@ class IndexedLayer(CacheLayerMixin):
         scale: float | None,
         softcap: float | None,
         tokens: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Append and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
 
-        tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown.
+        tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown;
+        bias: as of `AttentionLayer.step`.
         Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
         and what `AttentionLayer.step` raises.
         """
@@ -98,7 +100,7 @@ class IndexedLayer(CacheLayerMixin):
         self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
         valid = self._padding.of_new(self.attention, padding, keys.shape[2])
         queries, values = queries.to(keys.dtype), values.to(keys.dtype)
-        output = self.attention.step(queries, keys, values, valid=valid)
+        output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
         T = keys.shape[2]
         if tokens is not None and tokens.shape == (len(keys), T):
             # after the step: a boundary that is marked in it lies before these tokens

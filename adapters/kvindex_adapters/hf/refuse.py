@@ -20,7 +20,7 @@ class UnsupportedError(ValueError):
 
 
 UNKNOWN = (
-    *("s_aux", "sinks", "position_bias", "alibi"),  # terms of the softmax
+    *("s_aux", "sinks", "alibi"),  # terms of the softmax
     *("indices", "block_indices", "cache"),  # rows that the model chooses itself
     *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
 )
@@ -30,7 +30,6 @@ UNKNOWN = (
 TERMS = {
     "sinks": "learnt sinks in the softmax",
     "lambda_q1": "the difference of two softmaxes over the same keys",
-    "rel_logits_proj": "a learnt bias by distance in the softmax",
 }
 """Attributes of attention modules -> what they add to the softmax over rows."""
 
