@@ -341,3 +341,16 @@ def test_empty_configuration_values_do_not_hide_a_refusal():
     model = AutoModelForCausalLM.from_config(config)
     with kvhf.attach(model, **REGIONS):
         pass
+
+
+@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": "llama"}])
+def test_assisted_decoding_with_a_used_cache(model, how):
+    """Its first step reads all ids again, whatever the cache holds."""
+    inputs, how = prompt(1, 20), dict(how)
+    if "assistant_model" in how:
+        how["assistant_model"] = build(how["assistant_model"], num_hidden_layers=1)
+    with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+        model(input_ids=inputs["input_ids"][:, :12], past_key_values=cache)
+        with pytest.raises(UnsupportedError, match="past_key_values: got a cache of 12 tokens"):
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=4, **how)
+        assert cache.get_seq_length() == 12

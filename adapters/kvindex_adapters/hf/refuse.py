@@ -128,6 +128,13 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
                 "second time, with a cache of its own"
             )
     assistant = options.get("assistant_model")
+    lookup = options.get("prompt_lookup_num_tokens", config.prompt_lookup_num_tokens)
+    cache = options.get("past_key_values")
+    if (assistant is not None or lookup) and cache is not None and cache.get_seq_length():
+        raise UnsupportedError(
+            f"past_key_values: got a cache of {cache.get_seq_length()} tokens with assisted "
+            "decoding, allowed is an empty one: its first step reads all ids again"
+        )
     if isinstance(assistant, nn.Module) and any(part in attached for part in assistant.modules()):
         raise UnsupportedError(
             "assistant_model: got a model that is attached, allowed is one that is not: it would "
