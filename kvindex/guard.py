@@ -99,7 +99,7 @@ class Guarded(Restorable):
 
     def _shallow(self) -> Self:
         twin = super()._shallow()
-        twin._access = Access()
+        twin._access, twin._last_checkpoint = Access(), None
         return twin
 
     def checkpoint(self) -> Any:

@@ -224,6 +224,23 @@ def test_a_copy_and_its_original_go_their_own_ways():
         assert (len(index), len(twin)) == (25, 31)
 
 
+def test_a_copy_goes_back_to_what_it_was_itself():
+    """Also one of an index whose own checkpoint is known."""
+    layer = AttentionLayer(CASE.index("pariskv"), k=6, **SIZES)
+    sequence = Sequence.of(CASE, 60)
+    sequence.feed(layer, 0, 30)
+    layer.checkpoint()
+    twin = copy.deepcopy(layer)
+    before = twin.checkpoint()
+    sequence.feed(twin, 30, 45)
+    twin.rollback(before)
+    sequence.feed(twin, 30, 50)
+    assert twin.index._codes is not layer.index._codes
+    assert (len(layer), len(layer.index)) == (30, 26)
+    again = copy.deepcopy(layer)
+    assert torch.equal(sequence.feed(again, 30, 31), sequence.feed(layer, 30, 31))
+
+
 def test_an_index_is_not_pickled():
     for made in (CASE.index("exact"), AttentionLayer(CASE.index("exact"))):
         with pytest.raises(TypeError, match=r"allowed is copy\.deepcopy"):
