@@ -1,8 +1,8 @@
 """What all indexes share: growth, storage, fetch, housekeeping.
 
 An index on this base writes `_encode` and `_search` (`kvindex.hooks` has all that it may).
-The public methods check their arguments first (`kvindex.checked`), and change nothing before
-everything that may fail (for want of memory, say) has succeeded.
+The public methods check their arguments first (`kvindex.checked`); one that fails all the same is
+undone (`kvindex.guard`).
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ class BaseIndex(Hooks):
         checks.wanted_rows(k)
         if mass is not None:
             checks.within("mass", mass, 0, 1)
+            self.check_mass(mass)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
         self._check_finite("queries", queries)

@@ -54,9 +54,10 @@ def at_least(name: str, value: object, minimum: int) -> int:
 
 def wanted_rows(value: object) -> int:
     """`k`, if it is an integer from 1 to `MOST_ROWS`. Raises ValueError."""
-    if at_least("k", value, 1) > MOST_ROWS:
+    k = at_least("k", value, 1)
+    if k > MOST_ROWS:
         raise ValueError(f"k: got {value}, allowed is 1 to {MOST_ROWS}")
-    return at_least("k", value, 1)
+    return k
 
 
 def seed(value: object, bits: int = 63) -> int:

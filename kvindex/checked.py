@@ -27,6 +27,10 @@ class Checked(Guarded):
         self.geometry, self._check = geometry, at_once
         self._deferred: dict[str, tuple[Tensor, str]] = {}  # argument -> (flag, message)
 
+    def _after_copy(self) -> None:
+        flags = self._deferred.items()  # which are written to in place
+        self._deferred = {name: (flag.clone(), message) for name, (flag, message) in flags}
+
     def _check_tensor(self, name: str, value: Tensor, shape: dict[str, int | None]) -> None:
         check.tensor(name, value, shape, self.geometry.dtype, self.geometry.device)
 

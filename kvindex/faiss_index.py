@@ -8,6 +8,7 @@ has no batch of indexes, so making and searching them loops over rows and KV hea
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ BLOCK = 16_384
 """Tokens read from the store at a time."""
 
 PLACES = ("cpu", "gpu")
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while an index makes FAISS's indexes."""
 
 LARGEST_K = 2048
 """Rows that FAISS's selection on a GPU gives at most."""
@@ -103,6 +107,7 @@ class FaissIndex(BaseIndex):
         self._made, self._in_step = [], False  # FAISS may have stopped anywhere
 
     def _after_copy(self) -> None:
+        super()._after_copy()
         self._after_rollback()
 
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
@@ -121,14 +126,17 @@ class FaissIndex(BaseIndex):
         """Make FAISS's indexes hold the valid tokens; those of a failed call are given up."""
         if self._in_step:
             return
-        try:
-            self._prepare()
-            while (held := self._tokens_held()) != self.counts.tolist():
-                self._fill(held)
-        except BaseException:
-            self._made = []  # FAISS may have stopped anywhere
-            raise
-        self._in_step = True
+        with _ONE_AT_A_TIME:  # a search may find it out of step, and so may another beside it
+            if self._in_step:
+                return
+            try:
+                self._prepare()
+                while (held := self._tokens_held()) != self.counts.tolist():
+                    self._fill(held)
+            except BaseException:
+                self._made = []  # FAISS may have stopped anywhere
+                raise
+            self._in_step = True
 
     def _tokens_held(self) -> list[int]:
         """Tokens that all of FAISS's indexes of a row hold."""

@@ -18,7 +18,9 @@ import torch
 
 from kvindex.restore import Restorable
 
-READS = frozenset({"encode", "search", "fetch", "nbytes", "bytes_per_key"})
+READS = frozenset(
+    {"encode", "search", "fetch", "nbytes", "bytes_per_key", "repeated", "__deepcopy__"}
+)
 """Calls that may run beside one another."""
 
 ALONE = frozenset({"attend", "attend_next", "attend_to", "prepare", "make_room"})
@@ -27,7 +29,7 @@ ALONE = frozenset({"attend", "attend_next", "attend_to", "prepare", "make_room"}
 CHANGES = frozenset(
     {
         *("append", "begin_append", "_end_append", "truncate", "reorder", "reset"),
-        *("seal", "observe", "mark_boundary", "read", "step", "begin"),
+        *("seal", "observe", "mark_boundary", "read", "step", "_settle"),
     }
 )
 """Calls that are undone where they fail."""
@@ -91,11 +93,12 @@ class Guarded(Restorable):
     def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
         """guarded: False for a class whose public methods do nothing."""
         super().__init_subclass__(**options)
-        for name, method in list(vars(cls).items()):
-            if guarded and name in READS | ALONE | CHANGES:
-                setattr(cls, name, _guarded(method))
-            elif name == "__init__":
-                setattr(cls, name, in_plain_torch(method))
+        if "__init__" in vars(cls):
+            cls.__init__ = in_plain_torch(cls.__init__)  # type: ignore[method-assign]
+        for name in READS | ALONE | CHANGES if guarded else ():
+            owner = next((base for base in cls.__mro__ if name in vars(base)), Guarded)
+            if owner is cls or not issubclass(owner, Restorable):  # its own, or of a mixin
+                setattr(cls, name, _guarded(vars(owner)[name]))
 
     def _shallow(self) -> Self:
         twin = super()._shallow()
@@ -214,3 +217,7 @@ def plain_torch() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+# a copy is a read
+Guarded.__deepcopy__ = _guarded(Restorable.__deepcopy__)  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from kvindex import budget
 from kvindex.checked import Checked
 from kvindex.columns import Columns
 from kvindex.config import NoConfig
@@ -22,6 +23,7 @@ from kvindex.protocol import Codes, Hits, Rows
 class Hooks(Checked, ABC, guarded=False):
     """What `BaseIndex` asks of an index, with what it does where nothing is said."""
 
+    config: Any
     _codes: Columns
     _learnt: Codes
 
@@ -30,6 +32,8 @@ class Hooks(Checked, ABC, guarded=False):
     default_preset: ClassVar[str | None] = None
     scattered: ClassVar[bool] = False
     """Whether tokens that come together may lie anywhere, not one after the other."""
+    weighted: ClassVar[bool] = False
+    """Whether rows that a search finds have weights of their own (`Hits.log_weight`)."""
     needs_rope: ClassVar[bool] = False
     """Whether it cannot do without `Geometry.rope`."""
 
@@ -46,10 +50,19 @@ class Hooks(Checked, ABC, guarded=False):
 
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
         """As `_search`, but no more rows than hold the share `mass`, and `Hits.mass`."""
-        raise ValueError(
-            f"mass: got {mass}, allowed is None: {type(self).__name__} does not know what share "
-            "of the attention its rows hold"
-        )
+        raise NotImplementedError  # `check_mass` has refused
+
+    def check_mass(self, mass: float) -> None:
+        """Raises ValueError where a search cannot tell what share of the attention its rows hold.
+
+        It can where `_search_mass` is written and the policy of the group searches for every head.
+        """
+        if type(self)._search_mass is Hooks._search_mass:
+            raise ValueError(
+                f"mass: got {mass}, allowed is None: {type(self).__name__} does not know what "
+                "share of the attention its rows hold"
+            )
+        budget.check_policy(self.config.group)
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Parameters, tensors `[B, ...]`, once these tokens are appended; changes nothing.
@@ -84,14 +97,14 @@ class Hooks(Checked, ABC, guarded=False):
         """The statistics once the batch is reordered; changes nothing."""
 
     def _keep(self, statistics: Any) -> None:
-        """What one of the three above returned becomes the index's statistics. Must not fail."""
+        """What one of the three above returned becomes the index's statistics."""
 
     def _held(self) -> list[Tensor]:
         """Tensors that the index keeps on the device beside the codes, for `nbytes`."""
         return []
 
     def _cleared(self) -> None:
-        """Everything was forgotten. Must not fail."""
+        """Everything was forgotten."""
 
     def _scanned(self) -> list[Tensor]:
         """What a search reads of every token `[B, G, N, ...]`: all codes unless an index says."""

@@ -22,7 +22,7 @@ from kvindex.moving import Move
 from kvindex.ops.attention import attend
 from kvindex.protocol import UNUSED, AttendsNext, Hits, KVIndex, Rows
 from kvindex.regions import Regions
-from kvindex.restore import Restorable
+from kvindex.restore import Restorable, cut_back
 from kvindex.traffic import Counts, Tally, Traffic
 
 LAG = 4
@@ -43,7 +43,7 @@ class AttentionLayer(Guarded):
     `update_every` past a multiple of it, they begin even so, that layers may take turns.
     graphs: on a GPU, steps that are all alike are captured in a CUDA graph and replayed, by an
     index that can (`protocol.AttendsNext`); results are the same.
-    Raises ValueError for sizes out of range.
+    Raises ValueError for sizes out of range, or a mass that the index cannot tell.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class AttentionLayer(Guarded):
         self.full_threshold = check.at_least("full_threshold", full_threshold, 0)
         if turn is not None and not 0 <= turn < 1:
             raise ValueError(f"turn: got {turn}, allowed is a number in [0, 1), or None")
+        if mass is not None and hasattr(index, "check_mass"):
+            index.check_mass(mass)
         if len(index):
             raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
         self.index = index
@@ -128,6 +130,8 @@ class AttentionLayer(Guarded):
         if bias is not None:
             shape = {"B": queries.shape[0], "H": queries.shape[1], "T": T, "N": length}
             check.tensor("bias", bias, dict(shape), device=keys.device)
+            if not bias.is_floating_point():
+                raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
         searches = self._searches(length, T)
         follows = searches and valid is None and bias is None and self._attends("attend_next")
         if not follows:
@@ -166,14 +170,12 @@ class AttentionLayer(Guarded):
         self._tally.rollback(tally)
         if isinstance(self.index, Restorable):
             self.index.rollback(before)
-        elif len(self.index) != before:
-            self.index.truncate(before)
-            if not before:
-                self.index.reset()
+        else:
+            cut_back(self.index, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer that goes on from here by itself; what is on its way into the index arrives."""
-        self._finish()
+        self._settle()
         twin = super().__deepcopy__(memo)
         if not isinstance(self.index, Restorable):
             twin.index = deepcopy(self.index, memo)
@@ -265,11 +267,11 @@ class AttentionLayer(Guarded):
         hits: Hits,
         found: Rows,
         seen: Tensor,
-        more: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
 
-        seen: bool `[B, W]`; more: a term of the logits, of all tokens `[B, H, N]`. Returns
+        seen: bool `[B, W]`; bias: a term of the logits, of all tokens `[B, H, N]`. Returns
         `[B, H, Dv]`. A layer of batch 1 serves any `B` queries.
         """
         g, B = self.index.geometry, len(queries)
@@ -278,17 +280,17 @@ class AttentionLayer(Guarded):
         visible = torch.cat([used, shown[:, None].expand(*used.shape[:2], -1)], dim=2)
         hidden = (~shown).sum(1).float().mean()
         self._count(used.sum(-1), shown.shape[1], hidden, hits.mass)
-        bias = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
+        mask = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
         if hits.log_weight is not None:
-            bias[..., : hits.log_weight.shape[-1]] += hits.log_weight
-        if more is not None:
+            mask[..., : hits.log_weight.shape[-1]] += hits.log_weight
+        if bias is not None:
             beside = self._regions.positions(len(self.index))[:, None]
             places = torch.cat([hits.ids, beside.expand(-1, g.kv_heads, -1)], dim=2)
             places = places.repeat_interleave(g.group_size, dim=1)
-            bias += more.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
+            mask += bias.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
         keys = torch.cat([found.keys, near.keys.expand(B, -1, -1, -1)], dim=2)
         values = torch.cat([found.values, near.values.expand(B, -1, -1, -1)], dim=2)
-        return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+        return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=mask)
 
     def _count(
         self, found: Tensor, beside: int, hidden: Tensor | float, mass: Tensor | None = None
@@ -331,6 +333,10 @@ class AttentionLayer(Guarded):
         move.end()
         self._regions.end(rest, move.leaving.sink)
 
+    def _settle(self) -> None:
+        """As `_finish`, as a call of its own."""
+        self._finish()
+
     def _give_up(self) -> None:
         """What is leaving stays."""
         if self._move is not None:
@@ -367,7 +373,9 @@ class AttentionLayer(Guarded):
     def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
         g, given = self.index.geometry, (queries, keys, values)
-        if all(isinstance(one, Tensor) and one.dtype is g.dtype for one in given):
+        if all(isinstance(one, Tensor) and one.dtype is g.dtype for one in given) and all(
+            one.layout is torch.strided and not one.is_nested for one in given
+        ):
             shapes = (self.batch_size, *(one.shape for one in given))
             if shapes == self._usual and all(one.device == g.device for one in given):
                 return

@@ -17,7 +17,8 @@ Checkpoint: TypeAlias = tuple[dict[str, Any], list[tuple["Restorable", Any]]]
 class Restorable:
     """An object whose attributes are replaced, never changed; those that are `Restorable`, too.
 
-    A checkpoint holds until the object is truncated below what it held then and appended to again.
+    A checkpoint holds until the object is truncated, or rolled back, below what it held then, and
+    appended to again.
     """
 
     def checkpoint(self) -> Any:
@@ -64,6 +65,17 @@ class Restorable:
             f"pickle: got a {type(self).__name__}, which lives in this process (its memory may be "
             "pinned or on a device); allowed is copy.deepcopy"
         )
+
+
+def cut_back(index: Any, held: int) -> None:
+    """An index of others, which is no `Restorable`, holds so many tokens again, as far as it can.
+
+    What signals told it stays told.
+    """
+    if len(index) != held:
+        index.truncate(held)
+        if not held:
+            index.reset()
 
 
 def _is_part(value: object) -> bool:

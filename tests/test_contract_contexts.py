@@ -56,6 +56,9 @@ def used(spec):
     index.reorder(order)
     note()
     out.append(dict(index.encode(first[0])))
+    index.reorder(order[:1])
+    if hasattr(index, "repeated"):
+        out.append(index.repeated(3).search(queries[:1].expand(3, -1, -1), k=6).ids)
     return out
 
 

@@ -11,6 +11,7 @@ from kvindex.guard import Guarded
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from kvindex.testing import fail_at, interrupt_at, lines_of, operations_of
+from kvindex.wrappers import MeasureRecall, Wrapper
 from tests.beside import Beside
 from tests.contract.faults import check_memory_that_runs_out_anywhere_changes_nothing, points
 from tests.helpers import Case, left_padding
@@ -173,18 +174,24 @@ def test_what_cannot_be_undone_says_that_it_must_be_reset(monkeypatch):
     assert index.search(CASE.queries(), k=3).ids.min() >= 0
 
 
-def test_an_index_that_cannot_go_back_is_truncated():
+class Foreign:
     """An index of others, which is no `Restorable`."""
-    made = CASE.index("exact")
 
-    class Foreign:
-        def __getattr__(self, name):
-            return getattr(made, name)
+    def __init__(self):
+        vars(self)["made"] = CASE.index("exact")
 
-        def __len__(self):
-            return len(made)
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.made, name)
 
-    layer = AttentionLayer(Foreign(), k=6, **SIZES)
+    def __len__(self):
+        return len(self.made)
+
+
+@pytest.mark.parametrize("around", [lambda index: index, Wrapper])
+def test_an_index_that_cannot_go_back_is_truncated(around):
+    layer = AttentionLayer(around(Foreign()), k=6, **SIZES)
     sequence = Sequence.of(CASE, 60)
     sequence.feed(layer, 0, 31)
     held = len(layer.index)
@@ -194,7 +201,54 @@ def test_an_index_that_cannot_go_back_is_truncated():
     layer.rollback(before)
     assert (len(layer), len(layer.index)) == (31, held)
     layer.k = 1000
+    twin = copy.deepcopy(layer)
+    sequence.feed(twin, 31, 43)
     sequence.assert_equals(sequence.feed(layer, 31, 32), sequence.dense(), 31)
+
+
+def test_a_wrapper_around_an_index_of_others_is_undone(monkeypatch):
+    index = MeasureRecall(Foreign())
+    index.append(*CASE.tokens(5))
+
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(index._exact, "_keep", fail)
+    with pytest.raises(MemoryError):
+        index.append(*CASE.tokens(3))
+    assert (len(index.inner), len(index._exact)) == (5, 5)
+
+
+class FailsLate:
+    """A mixin before an index, which is undone as what the index has itself."""
+
+    def append(self, keys, values, *, valid=None):
+        super().append(keys, values, valid=valid)
+        raise MemoryError
+
+
+def test_a_method_of_a_mixin_is_undone():
+    class Mixed(FailsLate, Exact):
+        pass
+
+    index = Mixed(q_heads=4, kv_heads=2, head_dim=16, value_dim=8)
+    with pytest.raises(MemoryError):
+        index.append(*CASE.tokens(3))
+    assert len(index) == 0
+
+
+def test_a_copy_has_flags_of_its_own(monkeypatch):
+    """Of errors that are raised later, as on a GPU."""
+    index = CASE.index("exact")
+    index.append(*CASE.tokens(5))
+    monkeypatch.setattr(Exact, "_defers", True)
+    twin = copy.deepcopy(index)
+    twin.append(CASE.tokens(3)[0] * torch.nan, CASE.tokens(3)[1])
+    other = copy.deepcopy(twin)
+    index.raise_deferred()
+    for one in (twin, other):
+        with pytest.raises(ValueError, match="keys: got"):
+            one.raise_deferred()
 
 
 def test_rows_that_were_padded_by_a_call_that_failed_are_real_afterwards():

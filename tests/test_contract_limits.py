@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,6 +94,21 @@ def test_a_layer_asks_for_no_more_rows_than_there_can_be():
     assert time.perf_counter() - start < 1  # 2^24 rows of 96 bytes would take longer
 
 
+@pytest.mark.parametrize("spec", ["exact+recall", "exact+sample", "exact+reuse", "pariskv+sample"])
+def test_wrappers_of_more_rows_than_there_are_cost_nothing(spec):
+    index, most = CASE.index(spec), CASE.index(spec)
+    for one in (index, most):
+        one.append(*CASE.tokens(40))
+    start = time.perf_counter()
+    hits = index.search(CASE.queries(), k=10**5)
+    assert time.perf_counter() - start < 1
+    assert_well_formed(hits, index, 2, 10**5)
+    want = most.search(CASE.queries(), k=40)
+    assert torch.equal(hits.ids[..., :40].sort(-1).values, want.ids.sort(-1).values)
+    if hits.log_weight is not None:
+        assert (hits.log_weight[..., :40] == 0).all()
+
+
 @pytest.mark.parametrize("k", [0, -1, 2.0, True, MOST_ROWS + 1, 2**40])
 def test_a_k_out_of_range_is_refused(k):
     index = CASE.index("exact")
@@ -100,6 +116,23 @@ def test_a_k_out_of_range_is_refused(k):
         index.search(CASE.queries(), k=k)
     with pytest.raises(ValueError, match=f"k: got {k}"):
         AttentionLayer(index, k=k)
+
+
+def test_a_layer_refuses_other_layouts_at_any_step():
+    layer, sequence = AttentionLayer(CASE.index("exact"), k=6, **SIZES), Sequence.of(CASE, 60)
+    for token in range(3):
+        sequence.feed(layer, token, token + 1)
+    queries, keys, values = sequence.parts(3, 4)
+    with pytest.raises(ValueError, match=r"keys: got layout torch.sparse_coo"):
+        layer.step(queries, keys.to_sparse(), values)
+    with pytest.raises(ValueError, match=r"bias: got dtype torch\.int64"):
+        layer.step(queries, keys, values, bias=torch.zeros(2, 4, 1, 4, dtype=torch.int64))
+
+
+def test_a_mass_that_cannot_be_told_is_refused_when_a_layer_is_made():
+    for spec in ("quest", "exact+sample", "exact:group=mean_query", "quest+reuse"):
+        with pytest.raises(ValueError, match="mass: got"):
+            AttentionLayer(CASE.index(spec), mass=0.9)
 
 
 def test_other_layouts_are_refused():
@@ -178,6 +211,28 @@ def test_reads_run_beside_reads_and_nothing_beside_a_change(gate, first, second,
     assert not isinstance(outcome, Exception)
     assert len(index) == 30 + 3 * (first == "append")
     index.append(*CASE.tokens(3))  # nobody is in the way any more
+
+
+def test_searches_beside_one_another_make_an_index_of_faiss_once(monkeypatch):
+    pytest.importorskip("faiss", reason="needs faiss-cpu")
+    index, inside, most = CASE.index("faiss-flat"), [], []
+    index.append(*CASE.tokens(40))
+    want = index.search(CASE.queries(), k=5)
+    index.rollback(index.checkpoint())  # FAISS's own are to be made again
+    fill = type(index)._fill
+
+    def slow(self, held):
+        inside.append(held)
+        most.append(len(inside))
+        time.sleep(0.05)
+        fill(self, held)
+        inside.pop()
+
+    monkeypatch.setattr(type(index), "_fill", slow)
+    with ThreadPoolExecutor(3) as pool:
+        hits = list(pool.map(lambda _: index.search(CASE.queries(), k=5), range(3)))
+    assert most == [1]
+    assert all(torch.equal(one.ids, want.ids) for one in hits)
 
 
 def test_two_threads_in_one_layer_are_told():

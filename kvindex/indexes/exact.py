@@ -40,7 +40,6 @@ class Exact(BaseIndex):
         return self._ranked(queries, k)[0]
 
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
-        budget.check_policy(self.config.group)
         hits, scores = self._ranked(queries, k)
         known = budget.log_weights(
             scores, None, scale=self.geometry.scale, softcap=self.geometry.softcap

@@ -67,6 +67,7 @@ class MagicPIG(BaseIndex):
     """
 
     Config = MagicPIGConfig
+    weighted = True
     _sealed: int | None = None  # tokens of the prompt, once it is sealed and the index is stale
 
     def __init__(self, **options: Any) -> None:

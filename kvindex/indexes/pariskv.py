@@ -344,7 +344,6 @@ class ParisKV(BaseIndex):
             self._fused.make_room(self, tokens)
 
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
-        budget.check_policy(self.config.group)
         asked, g = _Asked.of(self, queries), self.geometry
         hits, ids, slots = self._ranked(asked, k)
         # what the candidates leave out is judged by a sample of it
@@ -473,6 +472,7 @@ class ParisKV(BaseIndex):
             self._fused = self._fused.changed(self)
 
     def _after_copy(self) -> None:
+        super()._after_copy()
         self._after_rollback()
         if self._writer:
             self._writer = self.ops.writer(self)

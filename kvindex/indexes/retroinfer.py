@@ -60,6 +60,7 @@ class RetroInfer(ClusteredIndex):
     """
 
     Config = RetroInferConfig
+    weighted = True
     means_of_values = True
 
     def _plan(self) -> Plan:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from copy import deepcopy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kvindex.geometry import Geometry
 from kvindex.guard import Guarded
 from kvindex.near import Near
 from kvindex.protocol import UNUSED, Codes, Hits, KVIndex, Rows
+from kvindex.restore import Restorable, cut_back
 
 
 class Wrapper(Guarded):
@@ -19,6 +21,24 @@ class Wrapper(Guarded):
 
     def __init__(self, inner: KVIndex) -> None:
         self.inner = inner
+
+    def checkpoint(self) -> Any:
+        """What the wrapper and the inner index are now, for `rollback`."""
+        foreign = not isinstance(self.inner, Restorable)
+        return super().checkpoint(), len(self.inner) if foreign else None
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says; an inner index that cannot go back is truncated."""
+        before, held = checkpoint
+        super().rollback(before)
+        if held is not None:
+            cut_back(self.inner, held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A wrapper around a copy of the inner index."""
+        twin = super().__deepcopy__(memo)
+        twin.inner = deepcopy(self.inner, memo)
+        return twin
 
     @property
     def geometry(self) -> Geometry:
@@ -94,6 +114,17 @@ class Wrapper(Guarded):
         inner: Any = self.inner
         output: Tensor = inner.attend_to(queries, hits, near)
         return output
+
+    def check_mass(self, mass: float) -> None:
+        """As the inner index does, where it has it."""
+        checked = getattr(self.inner, "check_mass", None)
+        if checked is not None:
+            checked(mass)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the inner index says so."""
+        return bool(getattr(self.inner, "weighted", False))
 
     def seal(self) -> None:
         """As the inner index does."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvindex import group
 from kvindex.indexes.exact import Exact, ExactConfig
-from kvindex.protocol import Hits, KVIndex
+from kvindex.protocol import UNUSED, Hits, KVIndex
 from kvindex.wrappers.base import Wrapper
 
 
@@ -44,10 +44,12 @@ class MeasureRecall(Wrapper):
         if len(self._exact):
             g = self.geometry
             scores = self._exact.scores(group.fold(queries, g.kv_heads, "union"))
-            true = self._exact.ops.select.top_k(scores, k)[1]  # [B, G, g, k]
+            most = min(k, len(self._exact))
+            true = self._exact.ops.select.top_k(scores, most)[1]  # [B, G, g, k]
             self._wanted += int((true >= 0).sum())
-            self._found += _shared(true, hits.ids)
-            self._reachable += _shared(true, self._exact.search(queries, k=k).ids)
+            used = hits.ids[..., : int((hits.ids != UNUSED).sum(-1).max())]
+            self._found += _shared(true, used)
+            self._reachable += _shared(true, self._exact.search(queries, k=most).ids)
         return hits
 
     @property

@@ -30,7 +30,8 @@ class Sample(Wrapper):
     Hits' `log_weight` is 0 for the rows that are sure. Drawing is systematic, in order of ids, so
     that the rows drawn are spread over the sequence and the same from run to run.
 
-    Raises ValueError for sizes out of range, and for an index whose scores are no shares
+    Raises ValueError for sizes out of range, for an index whose rows have weights of their own
+    (`weighted`), and for one whose scores are no shares
     (`group` other than `mean_share` and `max_share`, unless groups have one head).
     """
 
@@ -38,9 +39,18 @@ class Sample(Wrapper):
         super().__init__(inner)
         self.share = check.within("share", share, 0, 1)
         self.pool = check.at_least("pool", pool, 2)
+        if getattr(inner, "weighted", False):
+            raise ValueError(
+                f"inner: got {type(inner).__name__}, whose rows stand for others already; allowed "
+                "is an index that selects rows"
+            )
         policy = getattr(inner.config, "group", None)
         if inner.geometry.group_size > 1 and policy not in POLICIES:
             raise ValueError(f"inner: got one with group={policy!r}, allowed is {list(POLICIES)}")
+
+    def check_mass(self, mass: float) -> None:
+        """Raises ValueError: what is drawn at random has no share."""
+        raise ValueError(f"mass: got {mass}, allowed is None where rows are drawn at random")
 
     def repeated(self, count: int) -> Sample:
         """As `BaseIndex.repeated`."""
@@ -62,24 +72,21 @@ class Sample(Wrapper):
     def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
         """The best rows and some that stand for the rest.
 
-        Raises ValueError for a mass, and for an inner index whose rows have weights of their own.
+        Raises ValueError for a mass.
         """
         if mass is not None:
-            raise ValueError(f"mass: got {mass}, allowed is None where rows are drawn at random")
-        drawn = int(self.share * check.at_least("k", k, 1))
-        hits = self.inner.search(queries, k=k * self.pool)
-        if hits.log_weight is not None:
-            raise ValueError(
-                f"inner: got {type(self.inner).__name__}, whose rows stand for others already; "
-                "allowed is an index that selects rows"
-            )
+            self.check_mass(mass)
+        most = min(check.wanted_rows(k), max(len(self.inner), 1))  # of more all are sure
+        drawn = int(self.share * most)
+        hits = self.inner.search(queries, k=min(most * self.pool, check.MOST_ROWS))
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
         logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
-        places, weights = getattr(self.inner, "ops", ops).draw.draw(logits, hits.ids, k, drawn)
+        places, weights = getattr(self.inner, "ops", ops).draw.draw(logits, hits.ids, most, drawn)
         unused, at = places < 0, places.clamp_min(0)
-        return Hits(
+        found = Hits(
             hits.ids.gather(-1, at).masked_fill(unused, UNUSED),
             hits.scores.gather(-1, at).masked_fill(unused, float("-inf")),
             weights.repeat_interleave(g.group_size, dim=1),
         )
+        return found if most == k else found.widened(k)

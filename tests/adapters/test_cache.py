@@ -3,12 +3,17 @@
 Longer than most files: what transformers may do to a cache is one list.
 """
 
+import copy
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import kvindex
 import kvindex_adapters.hf as kvhf
+from kvindex.testing import interrupt_at, lines_of
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.attention import NAME
 from tests.adapters.tiny import SMALL, build, dense_steps, prompt, steps
@@ -336,3 +341,27 @@ def test_a_change_that_is_refused_changes_no_layer(family, change, error, match)
             logits.append(out.logits)
     got = torch.cat(logits, 1).masked_fill(mask[..., None] == 0, 0)
     assert torch.allclose(got, torch.cat(expected, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["crop", "reorder_cache"])
+def test_an_interrupt_of_a_change_changes_no_layer(change):
+    model, how = build("llama", num_hidden_layers=3), {"crop": -5}
+    given = how.get(change, torch.tensor([1, 1]))
+    with kvhf.attach(model, index="exact", sink=2, local=4, update_every=4) as cache:
+        steps(model, cache, prompt(2, 30), [30])
+        whole = copy.deepcopy(cache)
+        count = lines_of(lambda: getattr(whole, change)(given), Path(kvhf.__file__).parent)
+        for line in range(count):
+            some = copy.deepcopy(cache)
+            call = functools.partial(getattr(some, change), given)
+            assert interrupt_at(call, line, Path(kvhf.__file__).parent)
+            assert some.lengths() == cache.lengths()
+            rows = [layer.index.fetch(all_ids(layer)).keys for layer in some.attention_layers()]
+            want = [layer.index.fetch(all_ids(layer)).keys for layer in cache.attention_layers()]
+            assert all(map(torch.equal, rows, want))
+            some.crop(-1)  # and it can be used
+
+
+def all_ids(layer):
+    ids = torch.arange(len(layer.index)).expand(2, 2, -1)
+    return kvindex.Hits(ids, torch.zeros(ids.shape))

@@ -240,3 +240,18 @@ def test_no_branch_leaves_a_trace(model, index):
         answers = [ask(model, cache, ids(length)).answer_ids for length in (9, 9, 30, 9)]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[3])
+
+
+def test_ids_of_the_past_follow_a_copy_and_are_forgotten_where_others_change_it(model):
+    options = dict(repetition_penalty=1.5)
+    with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+        kvhf.read(model, Words(), ids(20), cache=cache)
+        twin = copy.deepcopy(cache)
+        assert torch.equal(past_ids(twin), ids(20))
+        ask(model, twin, ids(3), **options)
+        twin.crop(-3)
+        model(input_ids=ids(3)[None], past_key_values=twin)
+        assert past_ids(twin) is None
+        with pytest.raises(ValueError, match=r"repetition_penalty: got 1\.5"):
+            ask(model, twin, ids(3), **options)
+        assert torch.equal(past_ids(cache), ids(20))

@@ -14,7 +14,7 @@ REGIONS = dict(index="exact", k=10, sink=0, local=0, update_every=1, full_thresh
 UNTOLD = {
     "glm4",  # turns neighbouring coordinates
     *("zamba", "zamba2"),  # no rotary embedding; attention behind a layer with its own arguments
-    "zaya",  # a key is made of several tokens
+    *("zaya", "inkling_text"),  # a key is made of several tokens
 }
 
 

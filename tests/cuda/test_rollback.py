@@ -75,21 +75,23 @@ def test_a_copy_has_blocks_of_its_own(device):
 def test_a_step_that_fails_leaves_the_layer_as_it_was(device):
     """What kernels read of the window and the index, a captured step too."""
     case, here = placed(device), Sequence.of(CASE, 60)
+    steps, most = (1, 2) if device == "cpu" else (4, 30)
+    at = 30 + steps
     sequence = Sequence.of(case, 60)
 
     def begun():
         index = case.index("pariskv", backend="cuda", store="host")
         layer = AttentionLayer(index, k=1000, **SIZES)
         sequence.feed(layer, 0, 30)
-        for token in range(30, 34):
+        for token in range(30, 30 + steps):
             sequence.feed(layer, token, token + 1)
         return layer
 
     layer, want = begun(), here.dense()
-    count = operations_of(lambda: sequence.feed(layer, 34, 35))
-    for point in points(count, 4 if device == "cpu" else 30):
+    count = operations_of(lambda: sequence.feed(layer, at, at + 1))
+    for point in points(count, most):
         layer = begun()
-        if fail_at(lambda layer=layer: sequence.feed(layer, 34, 35), point):
-            for token in range(34, 42):
+        if fail_at(lambda layer=layer: sequence.feed(layer, at, at + 1), point):
+            for token in range(at, at + 2 * steps):
                 got = sequence.feed(layer, token, token + 1)
                 here.assert_equals(got.cpu(), want, token)

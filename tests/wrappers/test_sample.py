@@ -151,8 +151,6 @@ def test_a_mass_is_refused():
 
 @pytest.mark.parametrize("name", ["magicpig", "retroinfer"])
 def test_rows_that_stand_for_others_already_are_refused(name):
-    case = Case(head_dim=64)
-    index = case.index(f"{name}+sample")
-    index.append(*case.tokens(700))
-    with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
-        index.search(case.queries(), k=50)
+    for spec in (f"{name}+sample", f"{name}+reuse+sample"):
+        with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
+            Case(head_dim=64).index(spec)

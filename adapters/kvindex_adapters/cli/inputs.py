@@ -16,7 +16,7 @@ from kvindex_adapters.hf.attach import check_index
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-MOST = 2**24
+MOST = check.MOST_ROWS
 """Rows or tokens that an option may ask for: more than any prompt has, less than memory."""
 
 

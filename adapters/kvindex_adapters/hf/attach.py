@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,8 +16,6 @@ from kvindex.config import parse_spec
 from kvindex.geometry import Geometry
 from kvindex.layer import AttentionLayer
 from kvindex.protocol import KVIndex
-from kvindex.wrappers.base import Wrapper
-from kvindex.wrappers.sample import Sample
 from kvindex_adapters.hf.attachment import claimed
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.cache import IndexCache
@@ -30,9 +27,6 @@ from kvindex_adapters.hf.rope import rotary
 
 IndexFactory = Callable[..., KVIndex]
 """Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
-
-PROBED = 64
-"""Tokens in which an index searches to see whether it can: more than one of its units."""
 
 
 @contextmanager
@@ -94,7 +88,7 @@ def attach(
         ropes = {number: rotary(decoder, number) for number in cache.indexed}
         # bad arguments raise here, not in the first forward
         for number in _telling(ropes, layer_options):
-            _check_searches(make(number, **_geometry(config, number)))
+            make(number, **_geometry(config, number))
         with own_configurations(model, NAME):
             model.set_attn_implementation(_request(model))
             if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -180,28 +174,6 @@ def _geometry(config: Any, number: int) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": per_head,
     }
-
-
-def _check_searches(layer: AttentionLayer) -> None:
-    """Raises ValueError where searches with the layer's mass, or behind its `Sample`, cannot be.
-
-    The layer is not to be used afterwards: some tokens are searched.
-    """
-    index: Any = layer.index
-    while isinstance(index, Wrapper) and not isinstance(index, Sample):
-        index = index.inner
-    if layer.mass is None and not isinstance(index, Sample):
-        return
-    g, made = layer.index.geometry, torch.Generator().manual_seed(0)
-    heads = (g.kv_heads, g.kv_heads, g.q_heads)
-    widths = (g.head_dim, g.value_dim, g.head_dim)
-    keys, values, queries = (
-        torch.randn(1, count, PROBED, width, generator=made).to(g.device, g.dtype)
-        for count, width in zip(heads, widths, strict=True)
-    )
-    layer.index.append(keys, values)
-    layer.index.seal()
-    layer.index.search(queries[:, :, -1], k=layer.k, mass=layer.mass)
 
 
 def _request(model: PreTrainedModel) -> dict[str, str]:

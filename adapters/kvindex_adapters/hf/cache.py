@@ -50,6 +50,8 @@ class IndexCache(DynamicCache):
         """Of the model whose calls take this cache."""
         self.padding = Padding()
         """Of the step that is under way."""
+        self.ids: Tensor | None = None
+        """Ids int64 `[N]` of all that it holds, where `read` and `generate` put it there."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the step that is under way, if they are known."""
         self._config, self._make = config, make
@@ -148,26 +150,26 @@ class IndexCache(DynamicCache):
         with self.attachment.exclusive():
             self.layers = self._fresh()
             self.attachment.take_pending()
-            self._broken = None
+            self.ids = self._broken = None
 
     def lengths(self) -> list[int]:
         """Tokens that each indexed layer holds."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
-    def marks(self) -> list[Any]:
+    def checkpoint(self) -> list[Any]:
         """Where each layer is now. Keeps the rows of layers without an index alive."""
         return [
-            layer.mark() if isinstance(layer, IndexedLayer) else _held(layer)
+            layer.checkpoint() if isinstance(layer, IndexedLayer) else _held(layer)
             for layer in self.layers
         ]
 
-    def back_to(self, marks: list[Any]) -> None:
-        """After a step that failed: go back to `marks`, or stay unusable until `reset()`."""
+    def rollback(self, checkpoint: list[Any]) -> None:
+        """Be again what `checkpoint` says, or stay unusable until `reset()`."""
         self.attachment.take_pending()
         self._broken = "a step failed half way and could not be undone"
-        for layer, mark in zip(self.layers, marks, strict=True):
+        for layer, mark in zip(self.layers, checkpoint, strict=True):
             if isinstance(layer, IndexedLayer):
-                layer.back_to(mark)
+                layer.rollback(mark)
             else:
                 vars(layer).update(mark)
         # all layers make new tensors, but linear attention overwrites its state
@@ -175,21 +177,25 @@ class IndexCache(DynamicCache):
             self._broken = None
 
     def _every(self, change: Callable[[Any], None]) -> None:
-        """`change` for every layer, or for none if a layer refuses it."""
-        done = 0
-        with self.attachment.exclusive():
-            before = [_held(layer) for layer in self.layers]
-            try:
-                # those with an index last: they all hold the same, and what one does, all can
+        """`change` for every layer, or for none if a layer refuses it or it is interrupted."""
+        before: list[tuple[Any, dict[str, Any], Any]] = []
+        ids = self.ids
+        try:
+            with self.attachment.exclusive():
+                before = [(layer, _held(layer), _checkpoint(layer)) for layer in self.layers]
+                self.ids = None
+                # those without an index first: they may refuse, and make new tensors
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
                     change(layer)
-                    done += isinstance(layer, IndexedLayer)
-            except BaseException:
-                for layer, held in zip(self.layers, before, strict=True):
+        except BaseException:
+            if before:
+                self._broken = "a change of the cache failed half way"
+                for layer, held, checkpoint in before:
                     vars(layer).update(held)
-                if done:
-                    self._broken = "a change of the cache failed half way"
-                raise
+                    if isinstance(layer, IndexedLayer):
+                        layer.rollback(checkpoint)
+                self._broken, self.ids = None, ids
+            raise
 
     def _fresh(self) -> list[Any]:
         """Layers without a token; transformers' own `reset` zeroes what they hold."""
@@ -235,6 +241,11 @@ def _check_dense(dense_layers: Any, layers: int, full: list[int]) -> None:
             f"dense_layers: got {list(dense_layers)}, which leaves no layer to index; allowed is "
             f"all but one of the full-attention layers {full}"
         )
+
+
+def _checkpoint(layer: Any) -> Any:
+    """Of a layer that has an index; None for others."""
+    return layer.checkpoint() if isinstance(layer, IndexedLayer) else None
 
 
 def _held(layer: Any) -> dict[str, Any]:

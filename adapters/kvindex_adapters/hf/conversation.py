@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ OF_THE_PAST: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options of `model.generate` for assisted decoding."""
-
-_IDS: WeakKeyDictionary[IndexCache, Tensor] = WeakKeyDictionary()
-"""Ids `[N]` of what a cache holds, where `read` and `generate` put all of it there."""
 
 
 def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
@@ -57,26 +53,27 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
 @contextmanager
 def following(cache: IndexCache, used: str) -> Iterator[IndexCache]:
     """The cache, which is as it was after a failure, and after a branch."""
-    marks, done = cache.marks(), False
+    before, ids, done = cache.checkpoint(), cache.ids, False
     try:
         yield cache
         done = used != "branch"
     finally:
         if not done:
-            cache.back_to(marks)
+            cache.rollback(before)
+            cache.ids = ids
 
 
 def past_ids(cache: Any) -> Tensor | None:
     """Ids int64 `[N]` of what the cache holds, or None where others put tokens there."""
-    held = cache.get_seq_length()
-    ids = _IDS.get(cache) if held else torch.empty(0, dtype=torch.int64)
-    return ids if ids is not None and len(ids) == held else None
+    if not cache.get_seq_length():
+        return torch.empty(0, dtype=torch.int64)
+    return getattr(cache, "ids", None)
 
 
 def remember(cache: IndexCache, past: Tensor | None, ids: Tensor) -> None:
     """The cache holds ids `[N]` after the past."""
     if past is not None:
-        _IDS[cache] = torch.cat([past.to(ids), ids])
+        cache.ids = torch.cat([past.to(ids), ids])
 
 
 def assisted(config: Any, options: dict[str, Any]) -> str | None:

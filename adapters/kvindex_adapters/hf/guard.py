@@ -49,14 +49,16 @@ def _step(
         )
     with attachment.exclusive():
         cache.check_usable()
-        marks = cache.marks()
+        before = cache.checkpoint()
         ids = args[0] if args else kwargs.get("input_ids")
+        cache.ids, known = None, cache.ids  # who knows better says so afterwards
         cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
         try:
             output = forward(*args, **kwargs)
             cache.check_taken()
         except BaseException:  # an interrupt, too, leaves layers of different lengths
-            cache.back_to(marks)
+            cache.rollback(before)
+            cache.ids = known
             raise
         finally:
             cache.tokens = None

@@ -136,16 +136,16 @@ class IndexedLayer(CacheLayerMixin):
         """Forget all tokens."""
         self.attention = None
 
-    def mark(self) -> Any:
+    def checkpoint(self) -> Any:
         """Where the layer is now; None before its first step."""
         return None if self.attention is None else (self.attention, self.attention.checkpoint())
 
-    def back_to(self, mark: Any) -> None:
-        """Be again what `mark` says."""
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says."""
         self.attention = None
-        if mark is not None:
-            attention, checkpoint = mark
-            attention.rollback(checkpoint)
+        if checkpoint is not None:
+            attention, before = checkpoint
+            attention.rollback(before)
             self.attention = attention
 
     def crop(self, tokens_to_remove: int) -> None:
