@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any, ClassVar, Self
 
 import torch
@@ -37,6 +38,9 @@ CHANGES = frozenset(
 DEVICE_TYPES = ("cpu", "cuda")
 """Whose autocast is looked for."""
 
+_FLOAT32, _default_dtype = torch.float32, torch.get_default_dtype
+_autocast, _modes = torch.is_autocast_enabled, torch._C._len_torch_function_stack
+
 
 class Access:
     """Which threads are inside: any number that read, or one that does not.
@@ -50,10 +54,11 @@ class Access:
 
     def enter(self, name: str, *, alone: bool) -> None:
         """Begin a call, which `leave` ends. Raises RuntimeError beside another thread's."""
-        me, owners, readers = threading.get_ident(), self._owners, self._readers
+        me, owners, readers = get_ident(), self._owners, self._readers
         calls = owners if alone else readers
         calls[me] = calls.get(me, 0) + 1
-        if _others(owners, me) or (alone and _others(readers, me)):
+        # more threads than this one
+        if len(owners) > (me in owners) or (alone and len(readers) > (me in readers)):
             raise RuntimeError(
                 f"{name}: got a call while another thread's is under way, allowed are reads "
                 "beside reads (search, fetch, encode) and nothing beside a change: use a lock"
@@ -61,17 +66,12 @@ class Access:
 
     def leave(self, *, alone: bool) -> None:
         """End a call."""
-        me, calls = threading.get_ident(), self._owners if alone else self._readers
+        me, calls = get_ident(), self._owners if alone else self._readers
         left = calls.get(me, 0) - 1
         if left > 0:
             calls[me] = left
         else:
             calls.pop(me, None)
-
-
-def _others(calls: dict[int, int], me: int) -> bool:
-    """Whether threads other than `me` are among those that call."""
-    return len(calls) > (me in calls)
 
 
 class Guarded(Restorable):
@@ -122,7 +122,7 @@ class Guarded(Restorable):
         return name not in READS or self._undone(name)
 
     def _check_usable(self, name: str) -> None:
-        if self._broken is not None and name != "reset":
+        if name != "reset":
             raise RuntimeError(
                 f"{name}: got a {type(self).__name__} of which {self._broken} failed and could not "
                 "be undone, allowed is reset()"
@@ -137,17 +137,24 @@ class Guarded(Restorable):
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    name, plain = method.__name__, in_plain_torch(method)
+    name, reads = method.__name__, method.__name__ in READS
 
     @functools.wraps(method)
     def call(self: Guarded, *args: Any, **options: Any) -> Any:
-        access, alone, before = self._access, self._alone(name), None
+        access, before = self._access, None
+        alone = not reads or self._alone(name)
         try:
             try:
                 access.enter(name, alone=alone)
-                self._check_usable(name)
-                before = self.checkpoint() if self._undone(name) else None
-                result = plain(self, *args, **options)
+                if self._broken is not None:
+                    self._check_usable(name)
+                if self._undone(name):
+                    before = self.checkpoint()
+                if _unusual():
+                    with plain_torch():
+                        result = method(self, *args, **options)
+                else:
+                    result = method(self, *args, **options)
                 if before is not None:
                     self._last_checkpoint = None
             finally:
@@ -176,12 +183,11 @@ def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unusual() -> bool:
     """Whether torch computes or allocates other than by default."""
-    if torch.get_default_dtype() is not torch.float32:
-        return True
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    # torch's own functions by their names here: this runs around every call
+    if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
         return True
     # a default device is a function mode; asking for it takes longer than all of this
-    return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
+    return _modes() > 0 and torch.get_default_device().type != "cpu"
 
 
 class _Float32:
