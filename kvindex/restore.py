@@ -8,7 +8,10 @@ length). So it takes no memory of the device, and going back to it asks the devi
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+if TYPE_CHECKING:
+    from kvindex.protocol import KVIndex
 
 Checkpoint: TypeAlias = tuple[dict[str, Any], list[tuple["Restorable", Any]]]
 """The attributes of an object, and its parts with a checkpoint of each."""
@@ -67,7 +70,7 @@ class Restorable:
         )
 
 
-def cut_back(index: Any, held: int) -> None:
+def cut_back(index: KVIndex, held: int) -> None:
     """An index of others, which is no `Restorable`, holds so many tokens again, as far as it can.
 
     What signals told it stays told.
