@@ -8,13 +8,10 @@ length). So it takes no memory of the device, and going back to it asks the devi
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from kvindex.protocol import KVIndex
-
-Checkpoint: TypeAlias = tuple[dict[str, Any], list[tuple["Restorable", Any]]]
-"""The attributes of an object, and its parts with a checkpoint of each."""
 
 
 class Restorable:
@@ -25,7 +22,7 @@ class Restorable:
     """
 
     def checkpoint(self) -> Any:
-        """What this object is now, for `rollback`."""
+        """What this object is now, for `rollback`: its attributes, and a checkpoint of each part."""
         state = vars(self).copy()
         parts = [(part, part.checkpoint()) for part in state.values() if _is_part(part)]
         return state, parts
