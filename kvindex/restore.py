@@ -22,7 +22,7 @@ class Restorable:
     """
 
     def checkpoint(self) -> Any:
-        """What this object is now, for `rollback`: its attributes, and a checkpoint of each part."""
+        """What this object is now, for `rollback`: its attributes and its parts' checkpoints."""
         state = vars(self).copy()
         parts = [(part, part.checkpoint()) for part in state.values() if _is_part(part)]
         return state, parts
