@@ -39,11 +39,7 @@ class Sample(Wrapper):
         super().__init__(inner)
         self.share = check.within("share", share, 0, 1)
         self.pool = check.at_least("pool", pool, 2)
-        if getattr(inner, "weighted", False):
-            raise ValueError(
-                f"inner: got {type(inner).__name__}, whose rows stand for others already; allowed "
-                "is an index that selects rows"
-            )
+        self._check_weights(getattr(inner, "weighted", False))
         policy = getattr(inner.config, "group", None)
         if inner.geometry.group_size > 1 and policy not in POLICIES:
             raise ValueError(f"inner: got one with group={policy!r}, allowed is {list(POLICIES)}")
@@ -79,6 +75,7 @@ class Sample(Wrapper):
         most = min(check.wanted_rows(k), max(len(self.inner), 1))  # of more all are sure
         drawn = int(self.share * most)
         hits = self.inner.search(queries, k=min(most * self.pool, check.MOST_ROWS))
+        self._check_weights(hits.log_weight is not None)
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
         logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
@@ -90,3 +87,10 @@ class Sample(Wrapper):
             weights.repeat_interleave(g.group_size, dim=1),
         )
         return found if most == k else found.widened(k)
+
+    def _check_weights(self, weighted: bool) -> None:
+        if weighted:
+            raise ValueError(
+                f"inner: got {type(self.inner).__name__}, whose rows stand for others already; "
+                "allowed is an index that selects rows"
+            )

@@ -154,3 +154,15 @@ def test_rows_that_stand_for_others_already_are_refused(name):
     for spec in (f"{name}+sample", f"{name}+reuse+sample"):
         with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
             Case(head_dim=64).index(spec)
+
+
+def test_rows_of_an_index_of_others_that_have_weights_are_refused(monkeypatch):
+    index = sampled()
+    search = type(index.inner)._search
+    monkeypatch.setattr(
+        type(index.inner),
+        "_search",
+        lambda self, q, k: dataclasses.replace(search(self, q, k), log_weight=torch.zeros(2, 6, k)),
+    )
+    with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
+        index.search(CASE.queries(), k=5)
