@@ -157,10 +157,15 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                     result = method(self, *args, **options)
                 if before is not None:
                     self._last_checkpoint = None
+            except BaseException:  # an interrupt, too
+                if before is not None:  # before another thread may look
+                    self._undo(name, before)
+                    before = None
+                raise
             finally:
                 access.leave(alone=alone)
             return result
-        except BaseException:  # an interrupt, too, and one that comes after all is done
+        except BaseException:  # an interrupt that comes after all is done
             if before is not None:
                 self._undo(name, before)
             raise

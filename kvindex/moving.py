@@ -24,8 +24,9 @@ class Move:
     `end` does it all. In between the index and the rows must stay as they are. Raises as `append`.
     """
 
+    _done: torch.cuda.Event | None = None  # until the current stream has waited for it
+
     def __init__(self, index: Any, leaving: Leaving, *, beside: bool) -> None:
-        self._done: torch.cuda.Event | None = None  # until the current stream has waited for it
         self.leaving = leaving
         self._device: torch.device = index.geometry.device
         rows, valid = leaving.rows, leaving.retrievable

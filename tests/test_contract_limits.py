@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from kvindex import BaseIndex
 from kvindex.check import LARGEST, MOST_ROWS
 from kvindex.layer import AttentionLayer
 from tests.helpers import Case, assert_well_formed, left_padding
@@ -233,6 +234,20 @@ def test_searches_beside_one_another_make_an_index_of_faiss_once(monkeypatch):
         hits = list(pool.map(lambda _: index.search(CASE.queries(), k=5), range(3)))
     assert most == [1]
     assert all(torch.equal(one.ids, want.ids) for one in hits)
+
+
+def test_a_call_that_fails_is_undone_before_another_thread_may_look(monkeypatch):
+    index, rollback, inside = CASE.index("exact"), BaseIndex.rollback, []
+
+    def seen(self, checkpoint):
+        inside.append(dict(self._access._owners))
+        rollback(self, checkpoint)
+
+    monkeypatch.setattr(BaseIndex, "rollback", seen)
+    with pytest.raises(ValueError, match="values: got shape"):
+        index.append(CASE.tokens(3)[0], CASE.tokens(4)[1])
+    assert inside == [{threading.get_ident(): count} for count in (2, 1)]  # begin_append, append
+    assert not index._access._owners
 
 
 def test_two_threads_in_one_layer_are_told():

@@ -19,9 +19,6 @@ USED = ("refuse", "continue", "branch")
 OF_THE_PAST: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
 """Options of `model.generate` that look at ids before the prompt, and where they do nothing."""
 
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-"""Options of `model.generate` for assisted decoding."""
-
 
 def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
     """`cache`, if a prompt may be read into it. Raises ValueError, or RuntimeError once closed."""
@@ -74,15 +71,6 @@ def remember(cache: IndexCache, past: Tensor | None, ids: Tensor) -> None:
     """The cache holds ids `[N]` after the past."""
     if past is not None:
         cache.ids = torch.cat([past.to(ids), ids])
-
-
-def assisted(config: Any, options: dict[str, Any]) -> str | None:
-    """The option that asks for assisted decoding, if any does.
-
-    transformers then reads all ids in the first step, whatever the cache holds.
-    """
-    given = {name: options.get(name, getattr(config, name, None)) for name in ASSISTED}
-    return next((name for name, value in given.items() if value not in (None, False)), None)
 
 
 def check_past_known(config: Any, options: dict[str, Any]) -> None:

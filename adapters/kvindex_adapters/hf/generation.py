@@ -16,7 +16,6 @@ from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.clock import Clock
 from kvindex_adapters.hf.conversation import (
-    assisted,
     check_follows,
     check_past_known,
     following,
@@ -25,6 +24,7 @@ from kvindex_adapters.hf.conversation import (
 )
 from kvindex_adapters.hf.punctuation import punctuated
 from kvindex_adapters.hf.reading import Progress, Prompt, check_prompt, encode_prompt, prefill
+from kvindex_adapters.hf.refuse import assisted
 from kvindex_adapters.hf.report import Report
 
 INDEX, K = "pariskv", 100

@@ -38,6 +38,10 @@ OWN_CACHES = ("minimax",)
 """Types of models that take no cache but one of a class of their own."""
 
 
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Options of `model.generate` for assisted decoding."""
+
+
 def has_full_attention(layer: Any) -> bool:
     """Whether a cache's layer, as transformers makes it, holds every token's key and value."""
     return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -114,6 +118,15 @@ def _values(config: Any, name: str) -> list[Any]:
     return [value for value in found if value is not None]
 
 
+def assisted(config: Any, options: dict[str, Any]) -> str | None:
+    """The option that asks for assisted decoding, if any does.
+
+    transformers then reads all ids in the first step, whatever the cache holds.
+    """
+    given = {name: options.get(name, getattr(config, name, None)) for name in ASSISTED}
+    return next((name for name, value in given.items() if value not in (None, False)), None)
+
+
 def check_generate(model: Any, options: dict[str, Any]) -> None:
     """Refuse ways to generate in which the model itself runs with another cache.
 
@@ -127,10 +140,8 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
                 f"{name}: got {value}, allowed inside attach() is None: the model would run a "
                 "second time, with a cache of its own"
             )
-    assistant = options.get("assistant_model")
-    lookup = options.get("prompt_lookup_num_tokens", config.prompt_lookup_num_tokens)
-    cache = options.get("past_key_values")
-    if (assistant is not None or lookup) and cache is not None and cache.get_seq_length():
+    cache, assistant = options.get("past_key_values"), options.get("assistant_model")
+    if assisted(config, options) and cache is not None and cache.get_seq_length():
         raise UnsupportedError(
             f"past_key_values: got a cache of {cache.get_seq_length()} tokens with assisted "
             "decoding, allowed is an empty one: its first step reads all ids again"
