@@ -30,10 +30,10 @@ from benchmarks.appending import encode, layers, offload, small, update
 from benchmarks.decode.floors import ceilings
 from benchmarks.decode.setting import D, G, H
 from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
-from kvindex_cuda import launch as launching
+from kvindex_cuda.runtime import launch as launching
 
 PARTS = ("ceilings", "encode", "small", "offload", "update", "layers")
 SHORT = 2**14

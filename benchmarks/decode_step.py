@@ -42,8 +42,8 @@ from benchmarks.decode.timing import Clock, GraphTimer, OutOfTimeError
 from benchmarks.decode.workload import ROWS, Pool, Workload, row_pools, sequences_of
 from kvindex_adapters.files import PICTURES, output, write_json
 from kvindex_adapters.machine import describe
-from kvindex_cuda import launch as launching
-from kvindex_cuda.layout import BLOCK
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.runtime import launch as launching
 
 TOKENS = (32_768, 131_072, 1_048_576)
 

@@ -25,9 +25,9 @@ from benchmarks.drifting.measure import APART, ASKED, along, shifted
 from benchmarks.drifting.show import plot, show
 from benchmarks.drifting.systems import BETA, System, systems
 from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, reported, write
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.evaluate.recall import SINK
-from kvindex_adapters.evaluate.text import python_reference
+from kvindex_adapters.evaluate.texts import python_reference
 from kvindex_adapters.files import PICTURES, output
 
 

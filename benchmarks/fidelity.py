@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from kvindex_adapters.evaluate.fidelity import Fidelity, teacher_forced
-from kvindex_adapters.evaluate.text import python_reference
+from kvindex_adapters.evaluate.texts import python_reference
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2

@@ -46,10 +46,11 @@ from benchmarks.reading import (
     reported,
     write,
 )
-from kvindex import backend, faiss_library
-from kvindex.cluster import watched
+from kvindex.bases import faiss_library
+from kvindex.core import backend
+from kvindex.ops.kmeans import watched
 from kvindex_adapters.files import PICTURES, output
-from kvindex_adapters.hf.punctuation import punctuated
+from kvindex_adapters.hf.tokenizer import punctuated
 
 SPECS = {
     "exact": ("exact", "exact+sample"),

@@ -46,7 +46,7 @@ from benchmarks.reading import add_model, described, write
 from benchmarks.turns import Figures, counted, in_turns
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.generation import ONE_ANSWER
+from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.place import placed
 from kvindex_adapters.hf.reading import prefill
 from kvindex_adapters.models import load, smollm2

@@ -6,8 +6,8 @@
 
 A model reads a text and goes on with it; at each of the last T tokens every layer selects its k
 rows of the text, all steps of a layer in a few searches. The cache is that of
-kvindex_cuda/row_cache.py, empty at first: R slots per KV head in sets of 4, the oldest of a set
-given up. The first half of the T steps fills it and does not count. OUT is written after each
+kvindex_cuda/memory/row_cache.py, empty at first: R slots per KV head in sets of 4, the oldest of
+a set given up. The first half of the T steps fills it and does not count. OUT is written after each
 text; once --seconds are over none is begun: --join adds those of another run, and says so
 (`joined`).
 """
@@ -31,8 +31,8 @@ from torch import Tensor
 
 import kvindex
 from benchmarks.reading import add_model, described, loaded, read_and_write, reported, write
-from kvindex_adapters.capture import Captured
-from kvindex_cuda.row_cache import WAYS
+from kvindex_adapters.evaluate.capture import Captured
+from kvindex_cuda.memory.row_cache import WAYS
 
 Ints = NDArray[np.int64]
 

@@ -30,7 +30,7 @@ from benchmarks.beside.worker import Bench
 from benchmarks.decode.setting import geometry
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
-from kvindex_cuda.code_blocks import Fill
+from kvindex_cuda.memory.code_blocks import Fill
 
 ROOT = Path(__file__).parent.parent
 

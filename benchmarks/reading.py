@@ -11,7 +11,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from kvindex_adapters.capture import Captured, capture
+from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 from kvindex_adapters.models import load, smollm2
@@ -60,7 +60,7 @@ def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:
 
 
 def clustering(progress: Progress) -> Callable[[int, int], None]:
-    """A line of `progress` while keys are clustered, for `kvindex.cluster.watched`."""
+    """A line of `progress` while keys are clustered, for `kvindex.ops.kmeans.watched`."""
     task = progress.add_task("k-means", total=1.0, visible=False)
     return lambda done, total: progress.update(
         task, completed=done, total=total, visible=done < total

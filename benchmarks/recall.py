@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.reading import SEED, add_model, described, loaded, read_and_write, reported, write
-from kvindex.config import parse_spec
+from kvindex.core.config import parse_spec
 from kvindex_adapters.evaluate.recall import Certified, Recall, bytes_per_key, certify, measure
 from kvindex_adapters.files import PICTURES, output, save_figure
 

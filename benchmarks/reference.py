@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 import kvindex
-from kvindex import dense
-from kvindex.group import POLICIES
-from kvindex.layer import AttentionLayer
+from kvindex.layer import AttentionLayer, dense
+from kvindex.ops.group import POLICIES
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import kvindex
 from benchmarks.reading import SEED, read_and_write
-from kvindex.config import parse_spec
+from kvindex.core.config import parse_spec
 from kvindex.indexes.pariskv import LISTS
 from kvindex.ops.coarse import ceil_share
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.evaluate.recall import SINK
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from benchmarks.comparing.layers import Layer, capture
 from benchmarks.reading import add_model, described, loaded, write
-from kvindex.geometry import Geometry
-from kvindex.protocol import Rows
-from kvindex.rows import NAMES, codec
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Rows
+from kvindex.storage.codecs import NAMES, codec
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.reading import prefill

@@ -23,15 +23,15 @@ import torch
 import kvindex
 from benchmarks.decode.setting import D, G, H, K
 from benchmarks.decode.timing import captured
-from kvindex.geometry import Geometry
-from kvindex.near import Near
-from kvindex.rows import NAMES
+from kvindex.core.geometry import Geometry
+from kvindex.core.resident import Near
+from kvindex.storage.codecs import NAMES
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
-from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.layout import Layout
-from kvindex_cuda.step import State, Step
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.memory.layout import Layout
+from kvindex_cuda.pariskv.step import State, Step
 
 NEAR = 64 + 256 + 256
 """Sink, window, and what the window grows by until it is updated."""

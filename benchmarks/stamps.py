@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvindex_cuda import launch as launching
+from kvindex_cuda.runtime import launch as launching
 
 BLOCKS = 4096
 """Of a kernel, that are stamped: the first."""

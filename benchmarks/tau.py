@@ -21,7 +21,7 @@ from torch import Tensor
 
 import kvindex_adapters.hf as kvhf
 from benchmarks.reading import add_model, described, loaded, reported, write
-from kvindex_adapters.capture import capture
+from kvindex_adapters.evaluate.capture import capture
 from kvindex_adapters.evaluate.tau import calibrate_tau, calibrated
 
 

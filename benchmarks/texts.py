@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvindex_adapters.evaluate.text import python_reference, python_source
+from kvindex_adapters.evaluate.texts import python_reference, python_source
 from kvindex_adapters.models import load, smollm2
 
 CHARACTERS = 400_000

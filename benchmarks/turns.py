@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from kvindex_cuda.replay import GRAPHS
+from kvindex_cuda.pariskv.graph import GRAPHS
 
 PINNING = "kvindex-pin"
-"""Threads that pin memory ahead (`kvindex_cuda.slabs`)."""
+"""Threads that pin memory ahead (`kvindex_cuda.memory.slab_pool`)."""
 
 Figures = dict[str, list[float]]
 """What a turn measures, by name."""

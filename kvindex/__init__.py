@@ -1,8 +1,8 @@
 """The KV cache of a language model as a vector database: encode, append, search, fetch."""
 
-from kvindex.base import BaseIndex
-from kvindex.geometry import Geometry
-from kvindex.protocol import Codes, Hits, KVIndex, Rows
+from kvindex.bases.index import BaseIndex
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Codes, Hits, KVIndex, Rows
 from kvindex.registry import create, get, names
 
 __version__ = "0.1.0"

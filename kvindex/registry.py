@@ -7,10 +7,11 @@ import inspect
 import pkgutil
 from typing import Any
 
-from kvindex import check, indexes, wrappers
-from kvindex.base import BaseIndex
-from kvindex.config import parse_spec, unknown
-from kvindex.protocol import KVIndex
+from kvindex import indexes, wrappers
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.config import parse_spec, unknown
+from kvindex.core.protocol import KVIndex
 from kvindex.wrappers.base import Wrapper
 
 

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 import torch
 
-from kvindex.geometry import Geometry
-from kvindex_cuda import (
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.ops import (
     attention,
     coarse,
     codes,
-    draw,
     fetch,
-    launch,
     learn,
     rerank,
+    sampling,
     select,
     transform,
 )
-from kvindex_cuda.append import writer
-from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.fused import fused
-from kvindex_cuda.host_store import HostStore
+from kvindex_cuda.pariskv.append import writer
+from kvindex_cuda.pariskv.executor import fused
+from kvindex_cuda.runtime import launch
 
 __all__ = [
     "attention",
     "coarse",
     "codes",
-    "draw",
     "fetch",
     "fused",
     "learn",
     "ready",
     "rerank",
+    "sampling",
     "select",
     "store",
     "transform",
@@ -53,7 +53,7 @@ def ready(device: torch.device) -> None:
 def store(geometry: Geometry, place: str, rows: str = "plain") -> HostStore:
     """Where rows live: in blocks that kernels read, pinned on a GPU's host or on the device.
 
-    rows: "plain", "int8" or "fp8" (`kvindex.rows`).
+    rows: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
     """
     pinned = place == "host" and geometry.device.type == "cuda"
     return HostStore(geometry, rows=rows) if pinned else DeviceStore(geometry, rows=rows)

@@ -13,8 +13,8 @@ from benchmarks import append
 from benchmarks.appending import encode, layers, small, update
 from benchmarks.decode.timing import Launches
 from benchmarks.tabling import append as tabling
-from kvindex.geometry import Geometry
-from kvindex_cuda.append import Writer
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.pariskv.append import Writer
 from tests.cuda import emulator
 
 emulated = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate kernels with")

@@ -26,10 +26,10 @@ from benchmarks.decode.timing import (
     read_pieces,
 )
 from benchmarks.decode.workload import Pool, Workload, row_pools, sequences_of
-from kvindex.geometry import Geometry
-from kvindex_cuda import launch as launching
-from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.layout import Layout
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.layout import Layout
+from kvindex_cuda.runtime import launch as launching
 from tests.cuda import emulator
 from tests.cuda.host_memory import FakeAllocator
 

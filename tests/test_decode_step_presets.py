@@ -13,7 +13,7 @@ from benchmarks.decode.stages import measure, public
 from benchmarks.decode.timing import Clock, Launches
 from benchmarks.decode.workload import Pool, Workload, row_pools
 from benchmarks.tabling import decode as tabling
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 from tests.cuda import emulator
 from tests.cuda.test_presets import NAMES
 from tests.test_decode_step_benchmark import RATES, TOKENS, WHOLE, Mapped, Once

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from benchmarks import drift
 from benchmarks.drifting import kept, measure, shifts, show, systems
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 
 ROOT = Path(__file__).parents[1]
 PROMPT, WRITTEN = 400, 200

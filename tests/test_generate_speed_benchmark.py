@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import generate_speed, turns
 from benchmarks.tabling.speed import generate_speed as table_of
-from kvindex_cuda.replay import GRAPHS
+from kvindex_cuda.pariskv.graph import GRAPHS
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 from tests.cuda.graphs import kept

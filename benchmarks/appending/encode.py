@@ -10,11 +10,11 @@ from torch import Tensor
 import kvindex
 from benchmarks.decode.setting import synthetic
 from benchmarks.decode.timing import Timed, Times
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 from kvindex.ops import codes
 from kvindex.ops.learn import SEEN
-from kvindex_cuda.code_blocks import Fill
-from kvindex_cuda.layout import BLOCK, Layout
+from kvindex_cuda.memory.code_blocks import Fill
+from kvindex_cuda.memory.layout import BLOCK, Layout
 
 INDEX = "pariskv"
 

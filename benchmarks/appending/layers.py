@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.appending.encode import index_of, keys_of
 from benchmarks.appending.update import PIECE, UPDATE
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 from kvindex.layer import AttentionLayer
 
 LOCAL = 256

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode.timing import Times, quartiles, read_all
-from kvindex.geometry import Geometry
-from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.slabs import Budget
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.slab_pool import Budget
 
 REPEATS, WARM_UP = 20, 2
 

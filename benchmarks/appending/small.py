@@ -11,15 +11,15 @@ from benchmarks.appending.update import UPDATE, Decode
 from benchmarks.decode.floors import Bytes
 from benchmarks.decode.setting import K
 from benchmarks.decode.timing import Timed
-from kvindex.geometry import Geometry
-from kvindex.near import Near
-from kvindex.protocol import Rows
-from kvindex_cuda.draw import draw
-from kvindex_cuda.fetch import gather_blocks
-from kvindex_cuda.grow import grow
-from kvindex_cuda.hold import hold
-from kvindex_cuda.keep import keep
-from kvindex_cuda.layout import BLOCK, Layout
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Rows
+from kvindex.core.resident import Near
+from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.memory.write_rows import keep
+from kvindex_cuda.ops.fetch import gather_blocks
+from kvindex_cuda.ops.sampling import draw
+from kvindex_cuda.pariskv.stage_token import hold
+from kvindex_cuda.pariskv.update_state import grow
 
 POOL = 8
 """Rows that `pariskv+sample` draws from, over those that it reads."""

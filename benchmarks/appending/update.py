@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks.appending.encode import index_of, keys_of
 from benchmarks.decode.setting import NEAR, K
-from kvindex.geometry import Geometry
-from kvindex.near import Near
-from kvindex.streams import side_stream
+from kvindex.core.geometry import Geometry
+from kvindex.core.resident import Near
+from kvindex.core.streams import side_stream
 
 UPDATE = 256
 """Tokens between two updates of a layer, and of each update (paper, Table 1)."""

@@ -29,10 +29,10 @@ import kvindex_cuda
 from benchmarks.decode import rivals, timing, workload
 from benchmarks.decode.correctness import check, sound
 from benchmarks.decode.setting import D, G, H, Setting
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 from kvindex_adapters.machine import describe
-from kvindex_cuda import launch as launching
-from kvindex_cuda.layout import BLOCK
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.runtime import launch as launching
 
 LAYERS = 16
 """In a row, as in `decode_step.py`."""

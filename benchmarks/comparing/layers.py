@@ -10,9 +10,9 @@ from torch import Tensor
 
 import kvindex
 from kvindex import Hits
-from kvindex.protocol import KVIndex
+from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import Wrapper
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.reading import prefill
 

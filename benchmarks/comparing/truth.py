@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.setting import Setting
 from kvindex import BaseIndex, Hits, Rows
+from kvindex.core.protocol import UNUSED
 from kvindex.ops.attention import attend, cap
-from kvindex.protocol import UNUSED
 
 NEVER = float("-inf")
 MEASURES = ("recall", "mass", "error", "used", "error_exact")

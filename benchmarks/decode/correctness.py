@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.workload import Pool, RowPool, Workload
-from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.slabs import Budget
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.slab_pool import Budget
 
 CHECKED = 20_000
 """Tokens at which the answer is checked; no multiple of 256."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Clock, OutOfTimeError, Timed
 from benchmarks.decode.workload import PIECE
-from kvindex.faiss_library import check_gpu
-from kvindex.faiss_library import resources as shared
+from kvindex.bases.faiss_library import check_gpu
+from kvindex.bases.faiss_library import resources as shared
 
 NAMES = ("flat", "ivf", "ivfpq")
 PROBES, SUBSPACES, BITS, PER_LIST = 64, 32, 8, 64

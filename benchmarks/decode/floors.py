@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.decode.setting import Setting
 from benchmarks.decode.timing import Timed, read_all, read_pieces
-from kvindex_cuda import step as steps
-from kvindex_cuda.base_step import APART, COUNTERS
-from kvindex_cuda.layout import BLOCK, SubspaceLayout
+from kvindex_cuda.memory.layout import BLOCK, SubspaceLayout
+from kvindex_cuda.pariskv import step as steps
+from kvindex_cuda.pariskv.base_step import APART, COUNTERS
 
 SECTOR = 32
 """Bytes that memory moves at least."""

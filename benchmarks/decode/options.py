@@ -6,7 +6,7 @@ import argparse
 
 from benchmarks.decode.setting import Setting, geometry
 from kvindex.indexes.pariskv import ParisKV
-from kvindex_cuda.fused import serves
+from kvindex_cuda.pariskv.executor import serves
 
 
 def add(parser: argparse.ArgumentParser) -> None:

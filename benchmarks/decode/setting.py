@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import kvindex
-from kvindex.geometry import Geometry
+from kvindex.core.geometry import Geometry
 from kvindex.ops.coarse import TIERS, ceil_share
-from kvindex_cuda.layout import BLOCK, Layout, SubspaceLayout
-from kvindex_cuda.serving import STEPS, kind_of, layout_of, options_of, room_of
+from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
+from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, options_of, room_of
 
 H, G, D, K = 32, 8, 128, 100
 NEAR = 64 + 256

@@ -14,7 +14,7 @@ from benchmarks.decode.floors import Bytes, stage_bytes
 from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Launches, Timed
 from benchmarks.decode.workload import Workload
-from kvindex.near import Near
+from kvindex.core.resident import Near
 
 
 def measure(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex_cuda import launch as launching
+from kvindex_cuda.runtime import launch as launching
 
 Times = dict[str, float]
 Timed = Callable[..., Times]
@@ -143,7 +143,7 @@ def quartiles(times_us: list[float]) -> Times:
 def read_all(data: Tensor, total: Tensor, blocks: int = 2112, loads: int = 4) -> None:
     """Read a contiguous tensor once, adding its 32-bit words to `total`, int32 `[1]`."""
     words = data.nbytes // 16
-    launching.launch("ceiling.cu", "total", (blocks,), (512,), data, words, total, LOADS=loads)
+    launching.launch("ops/ceiling.cu", "total", (blocks,), (512,), data, words, total, LOADS=loads)
 
 
 def read_pieces(data: Tensor, total: Tensor, piece: int, apart: int, blocks: int = 264) -> None:
@@ -154,4 +154,4 @@ def read_pieces(data: Tensor, total: Tensor, piece: int, apart: int, blocks: int
     shape = (blocks,), (256,)
     records = data.nbytes // apart
     given = data, records, apart, piece, total
-    launching.launch("ceiling.cu", "pieces", *shape, *given, shared_bytes=16 * piece, LOADS=4)
+    launching.launch("ops/ceiling.cu", "pieces", *shape, *given, shared_bytes=16 * piece, LOADS=4)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Clock, Launches
-from kvindex.rows import NAMES
-from kvindex_cuda.base_step import BaseStep, State, words_of
-from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.layout import BLOCK
-from kvindex_cuda.row_cache import RowCache
-from kvindex_cuda.slabs import Budget
+from kvindex.storage.codecs import NAMES
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.memory.slab_pool import Budget
+from kvindex_cuda.pariskv.base_step import BaseStep, State, words_of
 
 PIECE = 65_536
 """Tokens drawn or encoded at once: the temporaries of encoding take 3 GB."""
@@ -105,7 +105,7 @@ def sequences_of(scanned_bytes: int, layers: int, l2_bytes: int) -> int:
 class RowPool:
     """Blocks of rows that the layers share: addresses int64 `[P]`, and what keeps them alive.
 
-    codec: of the rows, a name of `kvindex.rows`.
+    codec: of the rows, a name of `kvindex.storage.codecs`.
     """
 
     addresses: Tensor

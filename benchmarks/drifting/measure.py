@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.drifting.shifts import SHIFTS
 from benchmarks.drifting.systems import System
 from benchmarks.reading import SEED
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.evaluate.recall import SINK
 
 ASKED, APART = 16, 4

@@ -13,7 +13,7 @@ from torch import Tensor
 import kvindex
 from kvindex.ops.coarse import ceil_share
 from kvindex.ops.select import top_k
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.evaluate.pq import Quantised
 from kvindex_adapters.evaluate.recall import bytes_per_key
 

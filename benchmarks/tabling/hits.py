@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.tabling.parts import RESULTS, machine, table
 
 SLOTS = 4096
-"""Of `kvindex_cuda.row_cache`: those of which each layer is shown."""
+"""Of `kvindex_cuda.memory.row_cache`: those of which each layer is shown."""
 
 
 def found_in_texts() -> float | None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.pages import PagedIndex, box_scores, extremes
-from kvindex.protocol import Codes
+from kvindex.bases.pages import PagedIndex, box_scores, extremes
+from kvindex.core import check
+from kvindex.core.protocol import Codes
+from kvindex.ops import group
 
 VOLUMES = ("cuboid", "ball", "centre")
 
@@ -29,7 +30,7 @@ class ArkValeConfig:
       radius for each coordinate (published code), a "ball" with one, or the "centre" alone.
     radius: "mean" distance of the keys from the centre (published code), which leaves some of
       them outside, or the "max", with which the score bounds every product from above.
-    group: how query heads agree (`kvindex.group`).
+    group: how query heads agree (`kvindex.ops.group`).
     """
 
     page: int = 32

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex import check, group, grouped
-from kvindex.clustered import ClusteredIndex, Plan
-from kvindex.protocol import Hits
+from kvindex.bases import units as unit_rows
+from kvindex.bases.clusters import ClusteredIndex, Plan
+from kvindex.core import check
+from kvindex.core.protocol import Hits
+from kvindex.ops import group
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class ClusterKVConfig:
     per_cluster: keys of the prompt per cluster, on average.
     block: later tokens that are clustered together, into `block_clusters`.
     iterations: of k-means, at most; seed: of its starting points.
-    group: how query heads agree (`kvindex.group`).
+    group: how query heads agree (`kvindex.ops.group`).
     """
 
     per_cluster: int = 80
@@ -59,4 +61,6 @@ class ClusterKV(ClusteredIndex):
     def _search(self, queries: Tensor, k: int) -> Hits:
         units = self._units()
         scores = self._scores(self._estimates(queries, units), units)
-        return grouped.best_rows(scores, units.starts, units.sizes, units.members, k, units.singles)
+        return unit_rows.best_rows(
+            scores, units.starts, units.sizes, units.members, k, units.singles
+        )

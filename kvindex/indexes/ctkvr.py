@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.base import BaseIndex
-from kvindex.lists import Blocks, Lister, queued, recalled
-from kvindex.observed import CHOICES, Observed
-from kvindex.protocol import UNUSED, Codes, Hits
+from kvindex.bases.index import BaseIndex
+from kvindex.bases.prompt_queries import CHOICES, Observed
+from kvindex.bases.query_lists import Blocks, Lister, queued, recalled
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group
 
 BLOCK = 16_384
 """Tokens offered to the lists at a time: bounds what a host store copies at once."""
@@ -36,7 +37,7 @@ class CTkvrConfig:
     rho: rows in a list (paper: 2.5 times the rows retrieved, which are 512 or 1024).
     update: whether searches replace the oldest centroids (paper, 3.1.3).
     stale: whether keys appended once there are centroids are kept from their lists.
-    group: how query heads agree on the recalled keys (`kvindex.group`; paper: "max_share").
+    group: how query heads agree on the recalled keys (`kvindex.ops.group`; paper: "max_share").
     seed: of the random choice.
     """
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex import budget, check, group
-from kvindex.base import BaseIndex
-from kvindex.protocol import Codes, Hits
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes, Hits
+from kvindex.ops import coverage, group
 
 BLOCK = 16_384
 """Tokens scored at a time: bounds what a host store copies at once."""
@@ -17,7 +18,7 @@ BLOCK = 16_384
 
 @dataclass(frozen=True)
 class ExactConfig:
-    """group: how query heads agree (`kvindex.group`)."""
+    """group: how query heads agree (`kvindex.ops.group`)."""
 
     group: str = "mean_share"
 
@@ -41,10 +42,10 @@ class Exact(BaseIndex):
 
     def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
         hits, scores = self._ranked(queries, k)
-        known = budget.log_weights(
+        known = coverage.log_weights(
             scores, None, scale=self.geometry.scale, softcap=self.geometry.softcap
         )
-        return budget.within(hits, hits.ids, known, known.logsumexp(-1), mass)
+        return coverage.within(hits, hits.ids, known, known.logsumexp(-1), mass)
 
     def _ranked(self, queries: Tensor, k: int) -> tuple[Hits, Tensor]:
         """Hits, and the scores of all tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvindex.faiss_index import FaissConfig, FaissIndex
+from kvindex.bases.faiss import FaissConfig, FaissIndex
 
 
 class FaissFlat(FaissIndex):

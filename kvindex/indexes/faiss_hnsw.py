@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex import check
-from kvindex.faiss_index import FaissConfig, FaissIndex
+from kvindex.bases.faiss import FaissConfig, FaissIndex
+from kvindex.core import check
 
 
 @dataclass(frozen=True)

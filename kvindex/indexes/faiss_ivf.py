@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex import check
-from kvindex.faiss_index import FaissConfig, FaissIndex
-from kvindex.faiss_library import each
-from kvindex.protocol import Codes
+from kvindex.bases.faiss import FaissConfig, FaissIndex
+from kvindex.bases.faiss_library import each
+from kvindex.core import check
+from kvindex.core.protocol import Codes
 
 PER_LIST = 39
 """Keys per list at least, where `lists` is None: what FAISS asks k-means to be given."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex import check
-from kvindex.cluster import assign
-from kvindex.faiss_library import each
+from kvindex.bases.faiss_library import each
+from kvindex.core import check
 from kvindex.indexes.faiss_ivf import FaissIVF, FaissIVFConfig
+from kvindex.ops.kmeans import assign
 
 BLOCK = 1024
 """Candidates quantised at a time, where FAISS does not reconstruct them."""

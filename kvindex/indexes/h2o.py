@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.kept import NEVER, WatchingIndex, attended, real
+from kvindex.bases.eviction import NEVER, WatchingIndex, attended, real
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes
+from kvindex.ops import group
 from kvindex.ops.coarse import ceil_share
-from kvindex.protocol import UNUSED, Codes
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.base import BaseIndex
-from kvindex.grouped import at, best_rows, walk
-from kvindex.kept import joined
-from kvindex.observed import priority
+from kvindex.bases.eviction import joined
+from kvindex.bases.index import BaseIndex
+from kvindex.bases.prompt_queries import priority
+from kvindex.bases.units import at, best_rows, walk
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group
 from kvindex.ops.select import compact
-from kvindex.protocol import UNUSED, Codes, Hits
 
 LIKENESSES = 2**24
 """Held at once while keys find their anchors (64 MiB)."""

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvindex import check, group
-from kvindex.columns import Columns
-from kvindex.pages import PagedIndex
-from kvindex.protocol import Codes
+from kvindex.bases.pages import PagedIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes
+from kvindex.ops import group
+from kvindex.storage.columns import Columns
 
 CHUNK = 4096
 """Keys scored at a time: bounds what is copied, not the result."""
@@ -32,7 +33,7 @@ class InfLLMConfig:
 
     page: tokens of a block (published: 128); representatives: keys that stand for a block, for
     each query head (published: 4); span: queries after a key that count (published: 4096, the
-    local window); group: how query heads agree (`kvindex.group`).
+    local window); group: how query heads agree (`kvindex.ops.group`).
     """
 
     page: int = 128

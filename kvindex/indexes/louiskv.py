@@ -13,11 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvindex import check, cluster, group
-from kvindex.base import BaseIndex
-from kvindex.grouped import best_rows
+from kvindex.bases.index import BaseIndex
+from kvindex.bases.units import best_rows
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group, kmeans
 from kvindex.ops.select import compact
-from kvindex.protocol import UNUSED, Codes, Hits
 
 BLOCK = 16_384
 """Tokens scored at a time before `seal`: bounds what a host store copies at once."""
@@ -30,7 +31,7 @@ class LouisKVConfig:
     per_cluster: keys of the prompt per cluster, on average.
     iterations: of k-means.
     longest: tokens of a segment, where no boundary ends it earlier.
-    group: how query heads agree on units (`kvindex.group`).
+    group: how query heads agree on units (`kvindex.ops.group`).
     seed: of the starting points of k-means.
     """
 
@@ -162,9 +163,9 @@ class LouisKV(BaseIndex):
             keys = self._store.gather(ids[:, None].expand(-1, g.kv_heads, -1)).keys[rows]
             points, clusters = keys.float().flatten(0, 1), -(-count // per)
             options = dict(iterations=self.config.iterations, seed=self.config.seed)
-            labels = cluster.assign(points, cluster.kmeans(points, clusters, **options))[0]
+            labels = kmeans.assign(points, kmeans.kmeans(points, clusters, **options))[0]
             labels = _by_first(labels, clusters)
-            means, held = cluster.means(points, labels, clusters)
+            means, held = kmeans.means(points, labels, clusters)
             order = labels.sort(dim=1, stable=True).indices  # ids ascend within a cluster
             wide = ids[rows].repeat_interleave(g.kv_heads, dim=0).gather(1, order)
             shape = (len(rows), g.kv_heads)

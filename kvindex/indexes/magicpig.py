@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.base import BaseIndex
-from kvindex.protocol import UNUSED, Codes, Hits
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group
 
 LONGEST = 15
 """Bits of a hash: an int16 holds it."""

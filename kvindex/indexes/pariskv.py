@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex import budget, check, group
-from kvindex.base import BaseIndex
-from kvindex.near import Near
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.core.resident import Near
+from kvindex.ops import coverage, group
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
-from kvindex.protocol import UNUSED, Codes, Hits, Rows
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
@@ -64,7 +65,7 @@ class ParisKVConfig:
     lists: whose candidates are reranked: "head": each query head takes `C` keys by its own votes,
       and all heads of the group rerank the union; "group": the group takes `C` keys by the largest
       vote of its heads (each head's votes on its own scale).
-    group: how query heads agree on the estimates (`kvindex.group`).
+    group: how query heads agree on the estimates (`kvindex.ops.group`).
     seed: of the rotation's signs.
     """
 
@@ -351,9 +352,9 @@ class ParisKV(BaseIndex):
         left = left.scatter_(-1, torch.where(ids < 0, len(self), ids), False)[..., :-1]
         if self.valid is not None:
             left = left & self.valid[:, None]
-        rest = self.ops.select.compact(budget.sample(left, budget.SAMPLE))
+        rest = self.ops.select.compact(coverage.sample(left, coverage.SAMPLE))
         known, others = (
-            budget.log_weights(
+            coverage.log_weights(
                 self._estimates(asked, some),
                 self._errors(asked, some),
                 scale=g.scale,
@@ -361,8 +362,8 @@ class ParisKV(BaseIndex):
             )
             for some in (ids, rest)
         )
-        total = budget.log_total(known, others, left.sum(-1))
-        return budget.within(hits, slots, known, total, mass)
+        total = coverage.log_total(known, others, left.sum(-1))
+        return coverage.within(hits, slots, known, total, mass)
 
     def _ranked(self, asked: _Asked, k: int) -> tuple[Hits, Tensor, Tensor]:
         """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""

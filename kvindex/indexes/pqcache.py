@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.base import BaseIndex
-from kvindex.cluster import assign, kmeans
-from kvindex.protocol import Codes, Hits
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes, Hits
+from kvindex.ops import group
+from kvindex.ops.kmeans import assign, kmeans
 
 LARGEST = 8
 """Bits of a code: one byte per subspace."""
@@ -28,7 +29,7 @@ class PQCacheConfig:
     subspaces: into how many parts a key is cut, `M`; it divides `head_dim`.
     bits: of a code; a subspace has `2^bits` centroids. 1 to 8.
     iterations: of Lloyd's algorithm; 0 leaves the starting points as they are.
-    group: how query heads agree (`kvindex.group`).
+    group: how query heads agree (`kvindex.ops.group`).
     seed: of the starting points.
     """
 

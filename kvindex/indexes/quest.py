@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.pages import PagedIndex, box_scores, extremes
-from kvindex.protocol import Codes
+from kvindex.bases.pages import PagedIndex, box_scores, extremes
+from kvindex.core import check
+from kvindex.core.protocol import Codes
+from kvindex.ops import group
 
 
 @dataclass(frozen=True)
 class QuestConfig:
-    """page: tokens of a page (published: 16); group: how query heads agree (`kvindex.group`)."""
+    """page: tokens of a page (published: 16); group: how query heads agree (`ops/group.py`)."""
 
     page: int = 16
     group: str = "mean_share"

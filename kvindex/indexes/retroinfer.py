@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex import check, group, grouped
-from kvindex.clustered import ClusteredIndex, Plan
-from kvindex.protocol import UNUSED, Hits, Rows
+from kvindex.bases import units as unit_rows
+from kvindex.bases.clusters import ClusteredIndex, Plan
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Hits, Rows
+from kvindex.ops import group
 
 ESTIMATED = 0.446
 """Of all rows that are read, those that stand for clusters: of published 1.8% of clusters with 16
@@ -30,7 +32,7 @@ class RetroInferConfig:
     estimated: share of the `k` slots that stand for whole clusters, in [0, 1).
     centred: whether the mean of what is clustered together is taken off the keys first.
     iterations: of k-means, at most; seed: of its starting points.
-    group: how query heads agree (`kvindex.group`).
+    group: how query heads agree (`kvindex.ops.group`).
     """
 
     per_cluster: int = 16
@@ -76,16 +78,16 @@ class RetroInfer(ClusteredIndex):
         units = self._units()
         scores = self._scores(self._estimates(queries, units), units)
         best, taken = self.ops.select.top_k(scores, min(k, scores.shape[-1]))
-        sizes = grouped.at(units.sizes, taken, 0).long()  # [B, G, W]
+        sizes = unit_rows.at(units.sizes, taken, 0).long()  # [B, G, W]
         exact = self._exact(sizes, (units.sizes > 0).sum(-1, keepdim=True), k)
-        slot, offset = grouped.walk(torch.where(exact, sizes, sizes.clamp_max(1)), k)
-        unit, size = grouped.at(taken, slot, UNUSED), grouped.at(sizes, slot, 1)
-        summary = (unit >= 0) & (unit < units.starts.shape[-1]) & ~grouped.at(exact, slot, 0)
-        rows = grouped.rows_at(unit, offset, units.starts, units.members, units.singles)
+        slot, offset = unit_rows.walk(torch.where(exact, sizes, sizes.clamp_max(1)), k)
+        unit, size = unit_rows.at(taken, slot, UNUSED), unit_rows.at(sizes, slot, 1)
+        summary = (unit >= 0) & (unit < units.starts.shape[-1]) & ~unit_rows.at(exact, slot, 0)
+        rows = unit_rows.rows_at(unit, offset, units.starts, units.members, units.singles)
         ids = torch.where(summary, UNUSED - 1 - unit, rows)
         weights = size.float().log().masked_fill(~summary, 0.0)
         weights = weights.repeat_interleave(self.geometry.group_size, dim=1)
-        return grouped.ranked(ids, grouped.at(best, slot, float("-inf")), weights)
+        return unit_rows.ranked(ids, unit_rows.at(best, slot, float("-inf")), weights)
 
     def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
         """Which of the best units give all their rows: a prefix, bool `[B, G, W]`.

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvindex import check, group
-from kvindex.base import BaseIndex
-from kvindex.grouped import best_rows
-from kvindex.heard import Heard, split
+from kvindex.bases.index import BaseIndex
+from kvindex.bases.pages import PageColumns, Tail
+from kvindex.bases.sentences import Heard, split
+from kvindex.bases.units import best_rows
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group
 from kvindex.ops.select import compact
-from kvindex.pages import PageColumns, Tail
-from kvindex.protocol import UNUSED, Codes, Hits
 
 BLOCK = 16_384
 """Slots of sentences that are averaged at a time: bounds what is copied, not the result."""
@@ -34,7 +35,7 @@ class SentenceKVConfig:
     longest: tokens of a sentence; a longer one is cut into pieces. punctuation: ids of the tokens
     that end a sentence, for `read`, integers of at least 0 (or one). query: a search ranks by the
     mean of the "sentence"'s queries (published), or by the newest "token"'s alone. group: how
-    query heads agree (`kvindex.group`).
+    query heads agree (`kvindex.ops.group`).
     """
 
     longest: int = 64

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.grouped import at, best_rows, ranked
-from kvindex.pages import PagedIndex, Tail
-from kvindex.protocol import Codes, Hits, Rows
-from kvindex.rope import turned
+from kvindex.bases.pages import PagedIndex, Tail
+from kvindex.bases.units import at, best_rows, ranked
+from kvindex.core import check
+from kvindex.core.protocol import Codes, Hits, Rows
+from kvindex.core.rope import turned
+from kvindex.ops import group
 
 BLOCK = 16_384
 """Tokens factorised at a time: bounds memory, not the result."""
@@ -31,7 +32,7 @@ class ShadowKVConfig:
     outliers: chunks per KV head that every search returns, as far as half of its slots go.
     rank: of the keys that `fetch` rebuilds once the prompt is sealed, shared by all heads; None
       (or a prompt of no more tokens) leaves them as they are.
-    group: how query heads agree (`kvindex.group`).
+    group: how query heads agree (`kvindex.ops.group`).
     stale: tokens past the prompt's last whole chunk at `seal` are never returned.
     """
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvindex import check, group
-from kvindex.kept import NEVER, WatchingIndex, attended, joined, real
-from kvindex.observed import Observed
-from kvindex.protocol import UNUSED, Codes
+from kvindex.bases.eviction import NEVER, WatchingIndex, attended, joined, real
+from kvindex.bases.prompt_queries import Observed
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes
+from kvindex.ops import group
 
 POOLS: dict[str, Any] = {"mean": avg_pool1d, "max": max_pool1d}
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex import check, group, grouped
-from kvindex.clustered import ClusteredIndex, Plan, Units
-from kvindex.observed import Observed, Watching
+from kvindex.bases import units as unit_rows
+from kvindex.bases.clusters import ClusteredIndex, Plan, Units
+from kvindex.bases.prompt_queries import Observed, Watching
+from kvindex.core import check
+from kvindex.core.protocol import Hits
+from kvindex.ops import group
 from kvindex.ops.attention import cap
-from kvindex.protocol import Hits
 
 BINS = 4096
 """Of the histogram of shares."""
@@ -35,7 +37,7 @@ class SqueezedConfig:
     calibration: how many of the prompt's last queries those are (published: 100).
     stale: later tokens are never clustered (published); they stay clusters of one.
     iterations: of k-means, at most; seed: of its starting points.
-    group: how query heads agree on an order (`kvindex.group`).
+    group: how query heads agree on an order (`kvindex.ops.group`).
     """
 
     per_cluster: int = 20
@@ -83,7 +85,7 @@ class Squeezed(Watching, ClusteredIndex):
             passes = (self._shares(estimates, units) > least).any(2)
             scores = scores.masked_fill(~passes, float("-inf"))
         parts = units.starts, units.sizes, units.members
-        return grouped.best_rows(scores, *parts, k, units.singles)
+        return unit_rows.best_rows(scores, *parts, k, units.singles)
 
     def _shares(self, estimates: Tensor, units: Units) -> Tensor:
         """Logarithms of `e^{q·c_i} / Σ_j n_j e^{q·c_j}`, `-inf` for none: `[B, G, g, U]`."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex import check, group
-from kvindex.kept import KeptIndex
+from kvindex.bases.eviction import KeptIndex
+from kvindex.core import check
+from kvindex.ops import group
 from kvindex.ops.select import compact
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvindex import check, group
-from kvindex.kept import NEVER, WatchingIndex, joined, real
-from kvindex.protocol import UNUSED, Codes
+from kvindex.bases.eviction import NEVER, WatchingIndex, joined, real
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes
+from kvindex.ops import group
 
 BLOCK = 16_384
 """Keys that are scored at a time: bounds what is held of them in float32, not the result."""
@@ -40,7 +41,7 @@ class Centres:
     def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centres:
         """Of queries `[B, H, R, D]` at positions int64 `[R]` where counted bool `[B, R]`, by row.
 
-        The fields have a leading axis `B`; zeros where none counts. rope: `kvindex.rope`.
+        The fields have a leading axis `B`; zeros where none counts. rope: `kvindex.core.rope`.
         """
         pairs = paired(queries.float(), rope)
         angles = positions[:, None].double() * frequencies(pairs.shape[-1], rope)

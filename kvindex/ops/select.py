@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvindex.protocol import UNUSED
+from kvindex.core.protocol import UNUSED
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

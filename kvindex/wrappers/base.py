@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvindex.geometry import Geometry
-from kvindex.guard import Guarded
-from kvindex.near import Near
-from kvindex.protocol import UNUSED, Codes, Hits, KVIndex, Rows
-from kvindex.restore import Restorable, cut_back
+from kvindex.core.geometry import Geometry
+from kvindex.core.guard import Guarded
+from kvindex.core.protocol import UNUSED, Codes, Hits, KVIndex, Rows
+from kvindex.core.resident import Near
+from kvindex.core.restore import Restorable, cut_back
 
 
 class Wrapper(Guarded):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvindex import group
+from kvindex.core.protocol import UNUSED, Hits, KVIndex
 from kvindex.indexes.exact import Exact, ExactConfig
-from kvindex.protocol import UNUSED, Hits, KVIndex
+from kvindex.ops import group
 from kvindex.wrappers.base import Wrapper
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvindex import check
-from kvindex.protocol import Hits, KVIndex
+from kvindex.core import check
+from kvindex.core.protocol import Hits, KVIndex
 from kvindex.wrappers.base import Wrapper
 
 

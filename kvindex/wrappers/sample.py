@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex import check, ops
-from kvindex.near import Near
+from kvindex import ops
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Hits, KVIndex
+from kvindex.core.resident import Near
 from kvindex.ops.attention import cap
-from kvindex.protocol import UNUSED, Hits, KVIndex
 from kvindex.wrappers.base import Wrapper
 
 POLICIES = ("mean_share", "max_share")
@@ -79,7 +80,9 @@ class Sample(Wrapper):
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
         logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
-        places, weights = getattr(self.inner, "ops", ops).draw.draw(logits, hits.ids, most, drawn)
+        places, weights = getattr(self.inner, "ops", ops).sampling.draw(
+            logits, hits.ids, most, drawn
+        )
         unused, at = places < 0, places.clamp_min(0)
         found = Hits(
             hits.ids.gather(-1, at).masked_fill(unused, UNUSED),

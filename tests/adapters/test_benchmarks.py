@@ -9,7 +9,7 @@ import torch
 from benchmarks.divergence import group_of, ratio_interval
 from benchmarks.recall import expand, summary
 from benchmarks.rounding import recalls
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.evaluate.recall import Recall
 
 

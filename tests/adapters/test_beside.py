@@ -6,7 +6,7 @@ import torch
 import kvindex_adapters.hf as kvhf
 from tests.adapters.test_cache import fails_in_the_last_layer
 from tests.adapters.tiny import build, dense_steps, prompt, steps
-from tests.beside import Beside
+from tests.support.beside import Beside
 
 REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import kvindex
-from kvindex import cluster
+from kvindex.ops import kmeans
 from kvindex_adapters.cli import app, main
 from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli.answers import shared_length
@@ -235,10 +235,10 @@ def test_what_an_index_clusters_shows_in_a_bar(capsys):
     keys = torch.randn(1, 50, 4)
     with bars() as progress:
         for _ in range(3):
-            cluster.kmeans(keys, 2, iterations=4)
+            kmeans.kmeans(keys, 2, iterations=4)
         (task,) = progress._progress.tasks
         assert (task.description, task.completed, task.total) == ("clustering keys", 18, 18)
-    cluster.kmeans(keys, 2)
+    kmeans.kmeans(keys, 2)
     assert task.completed == 18
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.hf.indexed import IndexedLayer
+from kvindex_adapters.hf.cache_layer import IndexedLayer
 from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
 
 TOLERANCE = 1e-4

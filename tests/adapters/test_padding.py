@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
-from kvindex.regions import Regions
+from kvindex.layer.regions import Regions
 from kvindex_adapters.hf import padding
 from kvindex_adapters.hf.padding import Padding
 from tests.adapters.tiny import build, dense_steps, prompt, steps
-from tests.helpers import Case, left_padding
-from tests.sequences import layer_of
+from tests.support.helpers import Case, left_padding
+from tests.support.sequences import layer_of
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
 

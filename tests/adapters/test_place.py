@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
-from kvindex import backend
+from kvindex.core import backend
 from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.hf.place import placed
-from kvindex_cuda.host_store import HostStore
+from kvindex_cuda.memory.block_store import HostStore
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 from tests.cuda.devices import DEVICES, on
 

@@ -5,8 +5,8 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.parallel import ParallelLayer
-from kvindex_adapters.hf.punctuation import punctuated
 from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.tokenizer import punctuated
 from tests.adapters.tiny import build, prompt
 
 STOPS = tuple(range(5, 101, 9))

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.attention import attention as attention_function
-from kvindex_adapters.hf.refuse import UNKNOWN, UnsupportedError, check_attention
+from kvindex_adapters.hf.unsupported import UNKNOWN, UnsupportedError, check_attention
 from tests.adapters.tiny import MIXED, SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)

@@ -5,10 +5,10 @@ import torch
 
 import kvindex
 import kvindex_adapters.hf as kvhf
-from kvindex.rope import turned
+from kvindex.core.rope import turned
 from kvindex_adapters.hf.rope import rotary
 from tests.adapters.tiny import FAMILIES, build, prompt
-from tests.helpers import all_rows
+from tests.support.helpers import all_rows
 
 REGIONS = dict(index="exact", k=10, sink=0, local=0, update_every=1, full_threshold=10**9)
 UNTOLD = {

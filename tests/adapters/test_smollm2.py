@@ -12,14 +12,14 @@ import torch
 
 import kvindex
 from benchmarks.fidelity import CONTINUATION, PROMPT, SEED, K, text_ids
-from kvindex.protocol import UNUSED, Hits
+from kvindex.core.protocol import UNUSED, Hits
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.evaluate.fidelity import PIECE, kl
-from kvindex_adapters.evaluate.needle import hide
 from kvindex_adapters.evaluate.parallel import ParallelLayer
-from kvindex_adapters.evaluate.text import python_reference
+from kvindex_adapters.evaluate.tasks import hide
+from kvindex_adapters.evaluate.texts import python_reference
 from kvindex_adapters.hf import attach
-from kvindex_adapters.hf.generation import generate
+from kvindex_adapters.hf.generate import generate
 from kvindex_adapters.hf.reading import prefill
 
 FIRST = json.loads(Path(__file__).with_name("smollm2_fidelity.json").read_text())

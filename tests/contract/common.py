@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from kvindex import BaseIndex, Hits
-from tests.helpers import Case, assert_well_formed
+from tests.support.helpers import Case, assert_well_formed
 
 Make: TypeAlias = Callable[..., BaseIndex]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.contract.common import Make, N, filled, searched
-from tests.helpers import (
+from tests.support.helpers import (
     Case,
     all_rows,
     assert_same_hits,

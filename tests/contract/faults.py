@@ -11,7 +11,7 @@ import torch
 from kvindex import BaseIndex
 from kvindex.testing import fail_at, operations_of
 from tests.contract.common import Make, searched
-from tests.helpers import (
+from tests.support.helpers import (
     Case,
     assert_same_hits,
     assert_same_snapshot,

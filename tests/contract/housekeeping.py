@@ -6,7 +6,7 @@ import torch
 
 from kvindex import Hits
 from tests.contract.common import K, Make, N, filled, searched
-from tests.helpers import (
+from tests.support.helpers import (
     ROUNDED,
     Case,
     all_rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.contract.common import K, Make, N, filled, searched
-from tests.helpers import (
+from tests.support.helpers import (
     Case,
     assert_same_hits,
     assert_well_formed,

@@ -1,4 +1,4 @@
-"""Kernels on a CPU: what `kvindex_cuda.launch` loads for CPU tensors while `emulated()` holds.
+"""Kernels on a CPU: what `runtime.launch` loads for CPU tensors while `emulated()` holds.
 
 `emulator.h` says what a kernel may use and which mistakes end a launch (RuntimeError).
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from kvindex_cuda import launch as launching
-from kvindex_cuda.launch import Grid, Launch
+from kvindex_cuda.runtime import launch as launching
+from kvindex_cuda.runtime.launch import Grid, Launch
 
 HEADER = Path(__file__).with_name("emulator.h")
 ORDERS = ("forward", "backward", "random")
@@ -61,7 +61,7 @@ def available() -> bool:
 
 @contextmanager
 def emulated(*, order: str = "forward", seed: int = 0) -> Iterator[None]:
-    """`kvindex_cuda.launch.launch` takes CPU tensors.
+    """`kvindex_cuda.runtime.launch.launch` takes CPU tensors.
 
     order: in which warps, lanes and blocks run: "forward", "backward" or "random" by the seed.
     """
@@ -83,7 +83,7 @@ def load(
     order: str = "forward",
     seed: int = 0,
 ) -> Launch:
-    """`name` of `kernels/<file>`: a `kvindex_cuda.launch.Loader`."""
+    """`name` of `kernels/<file>`: a `kvindex_cuda.runtime.launch.Loader`."""
     text = launching.source(file)
     return compile_text(text, name, defines, file=file, order=order, seed=seed)
 
@@ -150,7 +150,7 @@ def _key(*parts: str) -> str:
 def _included(text: str) -> list[str]:
     """The texts of what a source includes of `kernels/`, and of what these do."""
     found = []
-    for name in re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE):
+    for name in re.findall(r'^#include "([\w/]+\.cuh)"', text, re.MULTILINE):
         inner = launching.source(name)
         found += [inner, *_included(inner)]
     return found
@@ -224,7 +224,7 @@ def _run(
 
 
 def _typed(which: str, kind: str, value: Any) -> Any:
-    """As `kvindex_cuda.launch` passes it: an address, a `long long` or a `float`."""
+    """As `kvindex_cuda.runtime.launch` passes it: an address, a `long long` or a `float`."""
     wanted = float if kind == "f" else int
     if type(value) is not wanted:
         raise TypeError(f"{which}: got {value!r}, allowed is {wanted.__name__}")

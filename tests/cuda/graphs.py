@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvindex_cuda import launch as launching
-from kvindex_cuda import replay as replaying
+from kvindex_cuda.pariskv import graph as replaying
+from kvindex_cuda.runtime import launch as launching
 
 
 class NoWork(TorchDispatchMode):

@@ -5,9 +5,9 @@ import threading
 
 import torch
 
-from kvindex.geometry import Geometry
-from kvindex_cuda.host_store import HostStore
-from kvindex_cuda.slabs import Budget, host_view
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.slab_pool import Budget, host_view
 
 GEOMETRY = Geometry.of(q_heads=4, kv_heads=2, head_dim=8, value_dim=3)
 ROW = 48  # 11 float32, a multiple of 16

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvindex_cuda import launch as launching
+from kvindex_cuda.runtime import launch as launching
 
 
 class Recorded(TorchDispatchMode):

@@ -21,11 +21,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 # a script finds the project only now, hence imports that are not at the top (E402)
-from kvindex.near import Near  # noqa: E402
-from kvindex.protocol import Rows  # noqa: E402
-from kvindex_cuda.hold import hold  # noqa: E402
+from kvindex.core.protocol import Rows  # noqa: E402
+from kvindex.core.resident import Near  # noqa: E402
+from kvindex_cuda.pariskv.stage_token import hold  # noqa: E402
 from tests.cuda.test_compile import KERNEL, launching  # noqa: E402
-from tests.helpers import Case, left_padding, part  # noqa: E402
+from tests.support.helpers import Case, left_padding, part  # noqa: E402
 
 OTHERS = ("scan", "paper", "accurate")
 SHAPES = (
@@ -69,7 +69,9 @@ def run(device: str) -> Iterator[str]:
 def sanitized(tool: str) -> int:
     """Run this file under a tool; its exit status, 0 where it reports nothing."""
     names = {
-        name for path in launching.SOURCES.glob("*.cu") for name in KERNEL.findall(path.read_text())
+        name
+        for path in launching.SOURCES.glob("*/*.cu")
+        for name in KERNEL.findall(path.read_text())
     }
     watched = [part for name in sorted(names) for part in ("--kernel-name", f"kne={name}")]
     options = ["--tool", tool, "--error-exitcode", "1", "--report-api-errors", "no", *watched]

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from kvindex.check import LARGEST
+from kvindex.core.check import LARGEST
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.ops import codes
 from kvindex.ops.learn import SEEN
-from kvindex_cuda import launch
-from kvindex_cuda.layout import BLOCK
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.runtime import launch
 from tests.cuda.devices import poisoned
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 OPTIONS = dict(preset="fast", lists="group")

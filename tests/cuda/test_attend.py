@@ -6,18 +6,18 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 
-from kvindex.geometry import Geometry
-from kvindex.near import Near
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Hits
+from kvindex.core.resident import Near
 from kvindex.ops.attention import cap
-from kvindex.protocol import Hits
-from kvindex.rows import CODES, NAMES, codec
-from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.layout import Layout
-from kvindex_cuda.row_cache import RowCache
-from kvindex_cuda.step import State, Step
+from kvindex.storage.codecs import CODES, NAMES, codec
+from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.memory.layout import Layout
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.step import State, Step
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES
-from tests.helpers import Case
+from tests.support.helpers import Case
 
 UNIT = 2.0**-24
 """Of float32's rounding."""

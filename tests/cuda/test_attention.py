@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvindex.ops import attention as reference
-from kvindex_cuda import attention
+from kvindex_cuda.ops import attention
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
-from tests.helpers import far_apart
+from tests.support.helpers import far_apart
 
 ROUNDING = 2.0**-24
 """Of one operation in float32, relative."""

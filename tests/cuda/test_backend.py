@@ -5,10 +5,10 @@ import torch
 
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
-from kvindex_cuda.host_store import HostStore
-from tests.beside import alone
+from kvindex_cuda.memory.block_store import HostStore
 from tests.cuda.host_memory import FakeAllocator
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.support.beside import alone
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 PRESETS = [
     f"pariskv:preset={preset}:lists={lists}"

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.decode.stages import nodes_of
+from kvindex.core.resident import Near
 from kvindex.layer import AttentionLayer
-from kvindex.near import Near
 from kvindex.ops.attention import attend
 from tests.cuda.test_backend import assert_found
-from tests.helpers import Case, left_padding, part
+from tests.support.helpers import Case, left_padding, part
 
 pytestmark = pytest.mark.gpu
 

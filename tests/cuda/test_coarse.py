@@ -5,10 +5,10 @@ import torch
 
 from kvindex.ops import coarse as reference
 from kvindex.ops.codes import log_factors
-from kvindex_cuda import coarse
+from kvindex_cuda.ops import coarse
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
-from tests.helpers import far_apart
+from tests.support.helpers import far_apart
 
 
 class Draw:

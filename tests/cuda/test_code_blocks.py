@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvindex.columns import Columns
-from kvindex_cuda.code_blocks import SLAB_BYTES, CodeBlocks, Fill
-from kvindex_cuda.layout import BLOCK, Layout
+from kvindex.storage.columns import Columns
+from kvindex_cuda.memory.code_blocks import SLAB_BYTES, CodeBlocks, Fill
+from kvindex_cuda.memory.layout import BLOCK, Layout
 
 LAYOUT = Layout(40, 3)
 

@@ -5,7 +5,7 @@ import torch
 
 from kvindex.ops import codes as reference
 from kvindex.ops import transform
-from kvindex_cuda import codes
+from kvindex_cuda.ops import codes
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on, poisoned
 

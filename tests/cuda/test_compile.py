@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 # a script finds the project only now, hence an import that is not at the top (E402)
-from kvindex_cuda import launch as launching  # noqa: E402
+from kvindex_cuda.runtime import launch as launching  # noqa: E402
 
 RECORDED = Path(__file__).with_name("registers.json")
 ARCHITECTURE = "sm_90"
@@ -50,20 +50,24 @@ COUNT = STEP | dict(WIDE=0, CENTRED=0)
 CHOOSE = dict(GROUP=4, WIDE=0)
 WEIGH = dict(D=128, BITS=3, GROUP=4, CENTRED=0, SOFTCAP=0, WEIGHTS=2)
 DEFINES = {
-    "agree.cu": [AGREE, AGREE | dict(GROUP=8, POLICY=1), AGREE | dict(GROUP=1, SOFTCAP=1)],
-    "all.cu": [
+    "step/select_rows.cu": [
+        AGREE,
+        AGREE | dict(GROUP=8, POLICY=1),
+        AGREE | dict(GROUP=1, SOFTCAP=1),
+    ],
+    "step/all.cu": [
         ALL,
         ALL | dict(GROUP=8),
         ALL | dict(D=64, GROUP=3, BITS=5, SOFTCAP=1, DTYPE=1),
         ALL | dict(D=256, GROUP=12, CENTRED=0),
     ],
-    "ask.cu": [
+    "step/prepare_query.cu": [
         VOTES,
         VOTES | dict(GROUP=8),
         VOTES | dict(D=64, DTYPE=1, PLANES=8),
         VOTES | dict(D=256, GROUP=16),
     ],
-    "attend.cu": [
+    "step/attend.cu": [
         ATTEND,
         ATTEND | dict(GROUP=8),
         ATTEND | dict(SOFTCAP=1, DTYPE=1),
@@ -74,35 +78,35 @@ DEFINES = {
         ATTEND | dict(GIVEN=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
-    "attention.cu": [
+    "ops/attention.cu": [
         ATTENTION,
         ATTENTION | dict(HEADS=8, SOFTCAP=1),
         ATTENTION | dict(DTYPE=0, WIDTH=4, LANES=32),
         ATTENTION | dict(D=256, DV=256, HEADS=1, LANES=32),
     ],
-    "ceiling.cu": [dict(LOADS=loads) for loads in (2, 4, 8)],
-    "coarse.cu": [
+    "ops/ceiling.cu": [dict(LOADS=loads) for loads in (2, 4, 8)],
+    "ops/coarse.cu": [
         COARSE,
         COARSE | dict(D=64),
         COARSE | dict(WIDE=1, FACTORS=1, TABLES=2),
         COARSE | dict(WIDE=1, FACTORS=2, TABLES=2),
         COARSE | dict(D=256, WIDE=1, FACTORS=1, TABLES=2),
     ],
-    "choose.cu": [
+    "step/candidates.cu": [
         CHOOSE,
         CHOOSE | dict(WIDE=1),
         CHOOSE | dict(GROUP=16),
     ],
-    "codes.cu": [{}],
-    "count.cu": [
+    "ops/codes.cu": [{}],
+    "step/vote.cu": [
         COUNT,
         COUNT | dict(D=256, GROUP=12),
         COUNT | dict(WIDE=1, CENTRED=1),
         COUNT | dict(WIDE=1, CENTRED=1, D=256, GROUP=8, DTYPE=0),
         COUNT | dict(WIDE=1, D=64, GROUP=3),
     ],
-    "draw.cu": [{}],
-    "encode.cu": [
+    "ops/sampling.cu": [{}],
+    "append/encode.cu": [
         ENCODE,
         ENCODE | dict(DTYPE=1),
         ENCODE | dict(DTYPE=0, RESIDENT=2),
@@ -112,37 +116,37 @@ DEFINES = {
         ENCODE | dict(D=120, RESIDENT=2),
         ENCODE | dict(D=256, RESIDENT=1),
     ],
-    "estimate.cu": [
+    "ops/rerank.cu": [
         ESTIMATE,
         ESTIMATE | dict(HEADS=8, BLOCK=8, DTYPE=2),
         ESTIMATE | dict(D=64, BLOCK=64, HEADS=1),
         ESTIMATE | dict(D=256, BLOCK=256, BITS=5),
     ],
-    "fetch.cu": [dict(PIECE=1), dict(PIECE=16)],
-    "grow.cu": [{}],
-    "hold.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
-    "keep.cu": [{}],
-    "learn.cu": [
+    "ops/fetch.cu": [dict(PIECE=1), dict(PIECE=16)],
+    "append/update_state.cu": [{}],
+    "step/stage_token.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
+    "append/write_rows.cu": [{}],
+    "append/learn.cu": [
         LEARN,
         LEARN | dict(DTYPE=1, WIDE=0),
         LEARN | dict(DTYPE=0),
     ],
-    "rerank.cu": [
+    "step/rerank.cu": [
         RERANK,
         RERANK | dict(GROUP=8),
         RERANK | dict(BITS=5, SOFTCAP=1),
         RERANK | dict(D=64, GROUP=3),
         RERANK | dict(D=256, GROUP=1),
     ],
-    "scan.cu": [
+    "step/scan.cu": [
         VOTES,
         VOTES | dict(GROUP=8, PLANES=8),
         VOTES | dict(GROUP=16, PLANES=4),
         VOTES | dict(CENTRED=0, D=64, DTYPE=1),
         VOTES | dict(D=256),
     ],
-    "select.cu": [dict(VOTES=0), dict(VOTES=1)],
-    "turn.cu": [
+    "ops/select.cu": [dict(VOTES=0), dict(VOTES=1)],
+    "step/query_table.cu": [
         TURN,
         TURN | dict(GROUP=8, DTYPE=1),
         TURN | dict(TABLE=1),
@@ -150,14 +154,14 @@ DEFINES = {
         TURN | dict(TABLE=2),
         TURN | dict(TABLE=2, D=256, DTYPE=0),
     ],
-    "weigh.cu": [
+    "step/rerank_blocks.cu": [
         WEIGH,
         WEIGH | dict(WEIGHTS=1, CENTRED=1),
         WEIGH | dict(GROUP=8, SOFTCAP=1),
         WEIGH | dict(D=64, GROUP=3, BITS=5),
         WEIGH | dict(D=256, GROUP=12, WEIGHTS=1),
     ],
-    "transform.cu": [dict(DTYPE=dtype) for dtype in range(3)],
+    "ops/transform.cu": [dict(DTYPE=dtype) for dtype in range(3)],
 }
 """Of each file, what its "Compile-time:" line leaves open: the usual, and the ends."""
 
@@ -233,7 +237,9 @@ def recorded():
 
 def test_every_kernel_is_compiled_here():
     """If not: give the file a row in `DEFINES`, then run this file with `--write`."""
-    assert {path.name for path in launching.SOURCES.glob("*.cu")} == set(DEFINES)
+    assert {str(p.relative_to(launching.SOURCES)) for p in launching.SOURCES.rglob("*.cu")} == set(
+        DEFINES
+    )
 
 
 @pytest.mark.parametrize("file", DEFINES)
@@ -394,7 +400,7 @@ def test_a_driver_that_does_not_answer_is_an_error_of_its_own(monkeypatch):
 def test_tensors_elsewhere_are_refused(devices, message):
     tensors = [torch.zeros(4, dtype=torch.int32, device=device) for device in devices]
     with pytest.raises(ValueError, match=message):
-        launching.launch("ceiling.cu", "total", (1,), (32,), *tensors, LOADS=2)
+        launching.launch("ops/ceiling.cu", "total", (1,), (32,), *tensors, LOADS=2)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import kvindex_cuda
-from kvindex.geometry import Geometry
-from kvindex.store import Store
-from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.host_store import HostStore
+from kvindex.core.geometry import Geometry
+from kvindex.storage.store import Store
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.device_store import DeviceStore
 from tests.cuda.host_memory import GEOMETRY, SLAB, append, assert_same, tokens
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvindex_cuda import launch as launching
+from kvindex_cuda.runtime import launch as launching
 from tests.cuda.emulator import ORDERS, available, compile_text, emulated
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs g++ to compile the emulator")
 
 
 def run(text, grid, block, *arguments, shared_bytes=0, name="kernel", defines=(), **settings):
-    """Passes arguments as `kvindex_cuda.launch.launch` does."""
+    """Passes arguments as `kvindex_cuda.runtime.launch.launch` does."""
     passed = [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments]
     passed = [0 if part is None else part for part in passed]
     compile_text(text, name, defines, **settings)(grid, block, passed, shared_bytes)
@@ -343,7 +343,7 @@ def test_mistakes_end_the_launch_with_a_message(message, order):
 
 
 PIECES = """
-#include "common.cuh"
+#include "common/common.cuh"
 extern "C" __global__ void kernel(const uint4* from, uint4* out, i64 in) {
     __shared__ uint4 values[32];
     copy_piece<16>(shared_place(values + threadIdx.x), from + threadIdx.x, threadIdx.x < in);
@@ -414,7 +414,7 @@ def test_launch_takes_cpu_tensors_while_emulated(tmp_path, monkeypatch):
     (tmp_path / "common.cuh").write_text("#define SCALE 3\n")
     body = "out[blockIdx.x] = SCALE * factor + BIAS;"
     head = 'extern "C" __global__ void kernel(float* out, const float* nothing, float factor)'
-    (tmp_path / "some.cu").write_text(f'#include "common.cuh"\n{head} {{ {body} }}')
+    (tmp_path / "some.cu").write_text(f'#include "common/common.cuh"\n{head} {{ {body} }}')
     monkeypatch.setattr(launching, "SOURCES", tmp_path)
     out = torch.zeros(2)
     with emulated(order="backward"):

@@ -6,13 +6,13 @@ Longer than most files for what says that: the bound of a code's roundings, whic
 import pytest
 import torch
 
-from kvindex.check import LARGEST
+from kvindex.core.check import LARGEST
 from kvindex.ops import codes, learn, transform
-from kvindex_cuda.encode import Encoder, Fresh
-from kvindex_cuda.layout import BLOCK, Layout, places
+from kvindex_cuda.memory.layout import BLOCK, Layout, places
+from kvindex_cuda.pariskv.encode import Encoder, Fresh
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on
-from tests.helpers import Case, far_apart, left_padding
+from tests.support.helpers import Case, far_apart, left_padding
 
 ROUNDED = 2.0**-20
 """Of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖. Sums of ±x_i/√D stay below ‖x‖, so a

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvindex.ops import fetch as reference
-from kvindex_cuda import fetch
+from kvindex_cuda.ops import fetch
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
 

@@ -15,11 +15,11 @@ import torch
 from benchmarks.decode.timing import Launches
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
-from kvindex_cuda import replay as replaying
-from kvindex_cuda.replay import WARM
+from kvindex_cuda.pariskv import graph as replaying
+from kvindex_cuda.pariskv.graph import WARM
 from tests.cuda.graphs import kept
-from tests.helpers import Case, Operations
-from tests.sequences import Sequence
+from tests.support.helpers import Case, Operations
+from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
 PADDED = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64, batch=2)
@@ -99,7 +99,7 @@ def two(device, steps=WARM + 2, **options):
 def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case, pads):
     """It is these that cost a host its time: some 5 µs each, and 1 µs for a view."""
     monkeypatch.setattr(ParisKV, "_defers", True)
-    monkeypatch.setattr("kvindex.check.finite", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)  # as on a GPU
     pair = two(device, update_every=40, case=case, pads=pads)
     step = pair.sequence.parts(pair.length, pair.length + 1)
     parts, found = [one.to(device).contiguous() for one in step], []
@@ -296,7 +296,7 @@ def test_a_step_that_fails_after_a_replay_is_undone(device, graphs, monkeypatch)
 
 def test_a_query_that_is_not_finite_is_an_error_later(device, graphs, monkeypatch):
     monkeypatch.setattr(ParisKV, "_defers", True)
-    monkeypatch.setattr("kvindex.check.finite", lambda *_: None)
+    monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
     pair = two(device)
     layer = pair.layers[0]
     queries, keys, values = (
@@ -324,7 +324,9 @@ def test_layers_share_a_steps_buffers_and_what_graphs_read_and_write(device, gra
 def test_a_layers_step_is_not_for_a_callers_capture(device, graphs, monkeypatch):
     pair = two(device, steps=1)
     parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
-    monkeypatch.setattr(import_module("kvindex_cuda.fused"), "capturing", lambda device: True)
+    monkeypatch.setattr(
+        import_module("kvindex_cuda.pariskv.executor"), "capturing", lambda device: True
+    )
     with pytest.raises(
         RuntimeError, match=r"graph: got a layer's step, .* allowed is index.attend"
     ):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvindex_cuda import launch as launching
+from kvindex_cuda.runtime import launch as launching
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kvindex.ops import learn as reference
-from kvindex_cuda import launch, learn
+from kvindex_cuda.ops import learn
+from kvindex_cuda.runtime import launch
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on, poisoned
-from tests.helpers import far_apart, left_padding
+from tests.support.helpers import far_apart, left_padding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -209,7 +210,7 @@ def test_names_and_constants_are_the_references():
         reference.HEADROOM,
         reference.SEEN,
     )
-    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", launch.source("learn.cu")))
+    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", launch.source("append/learn.cu")))
     assert int(found["LEAN"]) == learn.LEAN
     assert int(found["HEADROOM"]) == learn.HEADROOM
     assert int(found["SEEN"]) == learn.SEEN

@@ -5,16 +5,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from kvindex.near import Near
+from kvindex.core.resident import Near
 from kvindex.ops import codes
 from kvindex.ops import select as reference
-from kvindex_cuda import rerank, select
-from kvindex_cuda.layout import MAX_TOKENS
+from kvindex_cuda.memory.layout import MAX_TOKENS
+from kvindex_cuda.ops import rerank, select
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
 from tests.cuda.test_backend import assert_found
 from tests.cuda.test_capture import attention
-from tests.helpers import Case, hits_of, left_padding
+from tests.support.helpers import Case, hits_of, left_padding
 
 K = 2048
 

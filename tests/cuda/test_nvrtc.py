@@ -11,7 +11,7 @@ from importlib import metadata
 
 import pytest
 
-from kvindex_cuda import launch as launching
+from kvindex_cuda.runtime import launch as launching
 from tests.cuda.test_compile import DEFINES, KERNEL, ROWS, named
 
 WHEEL = "nvidia-cuda-nvrtc"

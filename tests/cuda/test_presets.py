@@ -10,23 +10,31 @@ import pytest
 import torch
 
 from benchmarks.decode.timing import Launches
-from kvindex import backend, ops
+from kvindex import ops
+from kvindex.core import backend
+from kvindex.core.resident import Near
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
-from kvindex.near import Near
 from kvindex.ops import coarse, select
 from kvindex_cuda import store, writer
-from kvindex_cuda.code_blocks import CodeBlocks
-from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.fused import fused
-from kvindex_cuda.layout import SubspaceLayout
-from kvindex_cuda.serving import STEPS, kind_of, options_of
+from kvindex_cuda.memory.code_blocks import CodeBlocks
+from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.memory.layout import SubspaceLayout
+from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of
+from kvindex_cuda.pariskv.executor import fused
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
 from tests.cuda.test_capture import CASE as LARGE
 from tests.cuda.test_capture import TOKENS, K, Replayed, assert_eager, near_rows
 from tests.cuda.test_step import assert_close, expected, run, setting
-from tests.helpers import ROUNDED, Case, assert_same_hits, follow_changes, left_padding, part
+from tests.support.helpers import (
+    ROUNDED,
+    Case,
+    assert_same_hits,
+    follow_changes,
+    left_padding,
+    part,
+)
 
 LISTS = dict(scan="group", paper="head", accurate="group")
 NAMES = dict(

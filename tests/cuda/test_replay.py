@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvindex import backend, ops
-from kvindex.checked import Checked
-from kvindex.near import Near
-from kvindex_cuda import draw, store
-from kvindex_cuda.device_store import DeviceStore
-from kvindex_cuda.fused import Fused
+from kvindex import ops
+from kvindex.bases.deferred import Checked
+from kvindex.core import backend
+from kvindex.core.resident import Near
+from kvindex_cuda import store
+from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.ops import sampling
+from kvindex_cuda.pariskv.executor import Fused
 from tests.cuda import emulator
 from tests.cuda.recorder import Recorded
-from tests.helpers import Case, left_padding, part
+from tests.support.helpers import Case, left_padding, part
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64)
 K = 20
@@ -29,8 +31,8 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emul
 def setup(monkeypatch):
     """An index of 300 tokens by name, and what was recorded of it."""
     resolve, names = backend.resolve, {name: getattr(ops, name) for name in ops.__all__}
-    fused = import_module("kvindex_cuda.fused")
-    kernels = dict(fused=fused.fused, store=store, draw=draw, ready=lambda device: None)
+    fused = import_module("kvindex_cuda.pariskv.executor")
+    kernels = dict(fused=fused.fused, store=store, draw=sampling, ready=lambda device: None)
     both = SimpleNamespace(**names | kernels)
     monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
     monkeypatch.setattr(DeviceStore, "far", True)  # with a cache of its rows

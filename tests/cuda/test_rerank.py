@@ -8,10 +8,10 @@ import torch
 from kvindex import ops
 from kvindex.ops import codes
 from kvindex.ops import rerank as reference
-from kvindex_cuda import attention, coarse, fetch, rerank, select
+from kvindex_cuda.ops import attention, coarse, fetch, rerank, select
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
-from tests.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding
 
 ROUNDING = 2.0**-24
 """Of one operation in float32, relative."""

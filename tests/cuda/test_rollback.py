@@ -9,8 +9,8 @@ from kvindex.layer import AttentionLayer
 from kvindex.testing import fail_at, operations_of
 from tests.contract.faults import check_memory_that_runs_out_anywhere_changes_nothing, points
 from tests.cuda.devices import DEVICES, on
-from tests.helpers import Case, assert_same_snapshot, left_padding, part, snapshot
-from tests.sequences import SIZES, Sequence
+from tests.support.helpers import Case, assert_same_snapshot, left_padding, part, snapshot
+from tests.support.sequences import SIZES, Sequence
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, batch=2)
 

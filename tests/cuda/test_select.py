@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex.ops import select as reference
-from kvindex_cuda import select
+from kvindex_cuda.ops import select
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
 

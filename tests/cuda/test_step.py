@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 import torch
 
-from kvindex.check import LARGEST
+from kvindex.core.check import LARGEST
 from kvindex.ops.attention import attend
-from kvindex_cuda.layout import BLOCK, Layout
-from kvindex_cuda.row_cache import RowCache
-from kvindex_cuda.serving import STEPS, kind_of, layout_of, options_of, room_of
-from kvindex_cuda.step import BINS, State, Step, words_of
+from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, options_of, room_of
+from kvindex_cuda.pariskv.step import BINS, State, Step, words_of
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
-from tests.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding
 
 
 def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvindex.ops import transform as reference
-from kvindex_cuda import transform
+from kvindex_cuda.ops import transform
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on
 

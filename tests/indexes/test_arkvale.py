@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex.indexes.arkvale import ArkVale
-from tests import literal
 from tests.contract import CHECKS
-from tests.helpers import Case, left_padding, part
+from tests.support import literal
+from tests.support.helpers import Case, left_padding, part
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 KINDS = [

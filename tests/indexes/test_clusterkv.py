@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import literal
-from tests.helpers import Case, assert_same_hits, left_padding
+from tests.support import literal
+from tests.support.helpers import Case, assert_same_hits, left_padding
 
 SMALL = dict(per_cluster=4, block=8, block_clusters=2)
 

@@ -8,11 +8,18 @@ import math
 import pytest
 import torch
 
-from kvindex.observed import Observed, priority
-from tests import literal
-from tests.exactly import assert_follows_exact_in_a_layer
-from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
-from tests.policies import assert_bad_signals_are_refused
+from kvindex.bases.prompt_queries import Observed, priority
+from tests.support import literal
+from tests.support.exactly import assert_follows_exact_in_a_layer
+from tests.support.helpers import (
+    Case,
+    assert_same_hits,
+    assert_same_snapshot,
+    left_padding,
+    part,
+    snapshot,
+)
+from tests.support.policies import assert_bad_signals_are_refused
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 64
@@ -84,7 +91,7 @@ def test_keys_appended_later_take_their_places_in_every_list():
 def test_blocks_and_chunks_change_no_list(monkeypatch):
     whole = built(every=2, rho=7)
     monkeypatch.setattr("kvindex.indexes.ctkvr.BLOCK", 13)
-    monkeypatch.setattr("kvindex.lists.SCORES", 500)
+    monkeypatch.setattr("kvindex.bases.query_lists.SCORES", 500)
     pieces = built(every=2, rho=7)
     assert torch.equal(pieces._learnt["lists"], whole._learnt["lists"])
 

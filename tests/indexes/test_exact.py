@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvindex.indexes import exact
-from tests import literal
-from tests.helpers import Case, hits_of, left_padding
+from tests.support import literal
+from tests.support.helpers import Case, hits_of, left_padding
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvindex import faiss_index, faiss_library
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from kvindex.bases import faiss, faiss_library
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 ONE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 GROUPS = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
@@ -95,13 +95,13 @@ def test_many_queries_of_one_sequence_are_one_search(monkeypatch):
     index, calls = case.index("faiss-flat"), []
     index.append(*case.tokens(100))
     view, queries = index.repeated(8), case.queries(batch=8)
-    ask = faiss_index.FaissIndex._ask
+    ask = faiss.FaissIndex._ask
 
     def spy(*given):
         calls.append(1)
         return ask(*given)
 
-    monkeypatch.setattr(faiss_index.FaissIndex, "_ask", spy)
+    monkeypatch.setattr(faiss.FaissIndex, "_ask", spy)
     got = view.search(queries, k=5)
     assert len(calls) == 2  # one for each KV head
     for b in range(8):
@@ -113,7 +113,7 @@ def test_adding_in_blocks_changes_nothing(monkeypatch):
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     tokens, valid = ONE.tokens(100), left_padding([3, 30], 100)
     want = searched(ONE, "faiss-flat", tokens, k=9, valid=valid)
-    monkeypatch.setattr(faiss_index, "BLOCK", 7)
+    monkeypatch.setattr(faiss, "BLOCK", 7)
     assert_same_hits(searched(ONE, "faiss-flat", tokens, k=9, valid=valid), want)
 
 
@@ -130,7 +130,7 @@ def test_an_append_that_faiss_has_no_memory_for_is_made_good_by_the_next_search(
         made.add(keys.numpy())
 
     with monkeypatch.context() as patch:
-        patch.setattr(faiss_index.FaissIndex, "_add", failing)
+        patch.setattr(faiss.FaissIndex, "_add", failing)
         index.append(*part(tokens, 40, 60))
         with pytest.raises(MemoryError):
             index.search(ONE.queries(), k=9)
@@ -196,9 +196,9 @@ def test_faiss_without_a_gpu_part_is_named():
 def test_the_way_of_a_gpu_finds_the_same(spec, monkeypatch):
     """Played on a CPU: FAISS reconstructs nothing, indexes are made again when they are cut."""
     pytest.importorskip("faiss", reason="needs faiss-cpu")
-    monkeypatch.setattr(faiss_index, "check_gpu", lambda faiss, device: None)
-    monkeypatch.setattr(faiss_index, "resources", lambda device: None)
-    monkeypatch.setattr(faiss_index.FaissIndex, "_placed", lambda self, index: index)
+    monkeypatch.setattr(faiss, "check_gpu", lambda faiss, device: None)
+    monkeypatch.setattr(faiss, "resources", lambda device: None)
+    monkeypatch.setattr(faiss.FaissIndex, "_placed", lambda self, index: index)
     index = assert_both_ways_find_the_same(GROUPS, spec)
     with pytest.raises(ValueError, match="k: got 3000 candidates, allowed with where='gpu'"):
         index._candidates(GROUPS.queries(batch=3).unflatten(1, (2, 3)), 3000)

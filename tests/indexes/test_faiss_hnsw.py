@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.helpers import Case, assert_same_hits, part
+from tests.support.helpers import Case, assert_same_hits, part
 
 faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
 ONE = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)

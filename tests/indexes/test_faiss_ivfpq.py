@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contract import CHECKS
-from tests.helpers import Case, assert_same_hits
+from tests.support.helpers import Case, assert_same_hits
 
 faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
 CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2)

@@ -5,10 +5,17 @@ import math
 import pytest
 import torch
 
-from tests import literal
-from tests.exactly import assert_follows_exact_in_a_layer
-from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
-from tests.policies import STILL_HOLD, kept
+from tests.support import literal
+from tests.support.exactly import assert_follows_exact_in_a_layer
+from tests.support.helpers import (
+    Case,
+    assert_same_hits,
+    assert_same_snapshot,
+    left_padding,
+    part,
+    snapshot,
+)
+from tests.support.policies import STILL_HOLD, kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N, STEPS = 30, 12
@@ -215,7 +222,7 @@ def test_in_pieces_or_at_once(monkeypatch):
     whole.append(*CASE.tokens(9, seed=1))
     assert_same_hits(index.search(CASE.queries(), k=9), whole.search(CASE.queries(), k=9))
     once = built()
-    monkeypatch.setattr("kvindex.kept.LOGITS", 1)
+    monkeypatch.setattr("kvindex.bases.eviction.LOGITS", 1)
     for name in ("ids", "scores"):
         torch.testing.assert_close(built()._learnt[name], once._learnt[name])
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvindex.indexes import icecache
-from tests import literal
 from tests.contract import CHECKS
-from tests.helpers import Case, assert_same_hits, left_padding, part
+from tests.support import literal
+from tests.support.helpers import Case, assert_same_hits, left_padding, part
 
 SMALL = dict(page=4, ratio=0.2, view=2, group="mean_share")
 

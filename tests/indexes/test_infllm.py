@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvindex.layer import AttentionLayer
-from tests import literal
-from tests.helpers import Case, left_padding, part
+from tests.support import literal
+from tests.support.helpers import Case, left_padding, part
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 NONE = float("-inf")

@@ -5,8 +5,8 @@ import torch
 
 from tests import contract
 from tests.contract.common import N
-from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
-from tests.helpers import Case, assert_same_hits, left_padding, part
+from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
+from tests.support.helpers import Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 SINGLE = dict(per_cluster=1, longest=1)

@@ -8,7 +8,7 @@ import torch
 
 from kvindex.indexes.magicpig import log_chance
 from tests.contract import CHECKS
-from tests.helpers import Case, assert_well_formed, join, left_padding, part
+from tests.support.helpers import Case, assert_well_formed, join, left_padding, part
 
 CASE = Case(q_heads=3, kv_heads=1, head_dim=8, value_dim=8)
 FEW = dict(bits=2, tables=8)  # most keys are candidates of some seeds and not of others

@@ -10,8 +10,8 @@ from kvindex.indexes import pariskv
 from kvindex.ops.coarse import histogram
 from kvindex.ops.codes import levels
 from kvindex.ops.transform import rotation
-from tests import literal
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding
+from tests.support import literal
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding
 
 LEVELS = levels(8, 3).tolist()
 

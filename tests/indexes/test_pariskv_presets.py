@@ -10,7 +10,7 @@ import torch
 
 import kvindex
 from kvindex.indexes.pariskv import ParisKVConfig, _Asked
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 PAST = ["fast", "accurate", "precise", "scan"]

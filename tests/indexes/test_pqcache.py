@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.contract import CHECKS
-from tests.helpers import Case, assert_same_hits, left_padding
+from tests.support.helpers import Case, assert_same_hits, left_padding
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 GROUPS = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)

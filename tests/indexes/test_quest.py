@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex.indexes.quest import Quest
-from tests.helpers import Case, left_padding, part
+from tests.support.helpers import Case, left_padding, part
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 seeds = st.integers(0, 10_000)

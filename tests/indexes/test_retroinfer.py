@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from tests import literal
 from tests.contract import CHECKS
-from tests.helpers import Case, join, left_padding, part
-from tests.sequences import Sequence, layer_of, steps_of
+from tests.support import literal
+from tests.support.helpers import Case, join, left_padding, part
+from tests.support.sequences import Sequence, layer_of, steps_of
 
 SMALL = dict(per_cluster=4, segment=16, block=8)
 

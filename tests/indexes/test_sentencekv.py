@@ -8,8 +8,8 @@ import torch
 
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers.reuse import Reuse
-from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact
-from tests.helpers import Case, assert_same_hits, left_padding, part
+from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact
+from tests.support.helpers import Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 STOP, COMMA = 13, 11

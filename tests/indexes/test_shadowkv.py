@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.contract import CHECKS
-from tests.helpers import Case, all_rows, assert_well_formed, left_padding, part
+from tests.support.helpers import Case, all_rows, assert_well_formed, left_padding, part
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 GROUPS = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)

@@ -5,11 +5,18 @@ import math
 import pytest
 import torch
 
-from tests import literal
 from tests.contract.housekeeping import check_truncated_ids_never_return
-from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
-from tests.helpers import Case, assert_same_hits, assert_same_snapshot, left_padding, part, snapshot
-from tests.policies import STILL_HOLD, assert_bad_signals_are_refused, kept
+from tests.support import literal
+from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
+from tests.support.helpers import (
+    Case,
+    assert_same_hits,
+    assert_same_snapshot,
+    left_padding,
+    part,
+    snapshot,
+)
+from tests.support.policies import STILL_HOLD, assert_bad_signals_are_refused, kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tests import literal
-from tests.helpers import Case, assert_same_hits, left_padding, part
-from tests.sequences import Sequence, layer_of, steps_of
+from tests.support import literal
+from tests.support.helpers import Case, assert_same_hits, left_padding, part
+from tests.support.sequences import Sequence, layer_of, steps_of
 
 SMALL = dict(per_cluster=4, block=8)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.contract import CHECKS
-from tests.exactly import assert_follows_exact_in_a_layer
-from tests.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.support.exactly import assert_follows_exact_in_a_layer
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
+from kvindex.core.rope import turned
 from kvindex.indexes import triattention
 from kvindex.indexes.triattention import Centres, paired, unpaired
-from kvindex.rope import turned
-from tests.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
-from tests.helpers import Case, left_padding, part, rope
-from tests.policies import kept
+from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
+from tests.support.helpers import Case, left_padding, part, rope
+from tests.support.policies import kept
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex.ops import coarse, codes, transform
-from tests import literal
+from tests.support import literal
 
 seeds = st.integers(0, 2**31)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvindex.ops import codes
 from kvindex.ops.transform import normalize
-from tests import literal
+from tests.support import literal
 
 SPEC = (0.0425, 0.1280, 0.2152, 0.3053, 0.4003, 0.5030, 0.6193, 0.7648)
 LEVELS = codes.levels(8, 3)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvindex.ops import codes
 from kvindex.ops.rerank import estimate
 from kvindex.ops.transform import normalize
-from tests import literal
+from tests.support import literal
 
 LEVELS = codes.levels(8, 3)
 seeds = st.integers(0, 2**31)

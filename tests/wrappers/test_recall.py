@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from kvindex import Hits, group
+from kvindex import Hits
 from kvindex.indexes.exact import Exact
+from kvindex.ops import group
 from kvindex.wrappers import MeasureRecall, Wrapper
-from tests.helpers import Case, assert_same_hits, left_padding
+from tests.support.helpers import Case, assert_same_hits, left_padding
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 K = 5

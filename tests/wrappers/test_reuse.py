@@ -9,7 +9,7 @@ import kvindex
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers import Reuse
 from tests import contract
-from tests.helpers import Case, assert_same_hits, part
+from tests.support.helpers import Case, assert_same_hits, part
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 COUNT, K = 60, 7

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from kvindex.ops.draw import drawn_in_order, inclusion
+from kvindex.ops.sampling import drawn_in_order, inclusion
 from kvindex.wrappers import Sample
-from tests.helpers import Case, assert_well_formed
+from tests.support.helpers import Case, assert_well_formed
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=32, value_dim=32, batch=2)
 COUNT = 400

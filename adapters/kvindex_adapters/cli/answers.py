@@ -13,9 +13,9 @@ from transformers import TextStreamer
 from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.conversation import check_follows
-from kvindex_adapters.hf.generation import Generation, generate
-from kvindex_adapters.hf.punctuation import punctuated
+from kvindex_adapters.hf.generate import Generation, generate
 from kvindex_adapters.hf.reading import Progress, encode_prompt, read
+from kvindex_adapters.hf.tokenizer import punctuated
 from kvindex_adapters.machine import describe
 
 

@@ -13,7 +13,7 @@ import typer
 
 from kvindex_adapters.cli.demo import demo
 from kvindex_adapters.cli.generate import generate
-from kvindex_adapters.cli.indexes import indexes
+from kvindex_adapters.cli.list import indexes
 
 app = typer.Typer(
     help="The KV cache of a language model as a vector database.",

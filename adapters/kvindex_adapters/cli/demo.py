@@ -23,8 +23,8 @@ from kvindex_adapters.cli.options import (
 if TYPE_CHECKING:
     from kvindex_adapters.cli.progress import Bars
     from kvindex_adapters.evaluate.fidelity import Fidelity
-    from kvindex_adapters.evaluate.needle import Needle
-    from kvindex_adapters.hf.generation import Generation
+    from kvindex_adapters.evaluate.tasks import Needle
+    from kvindex_adapters.hf.generate import Generation
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
 ANSWER_TOKENS = 48
@@ -49,23 +49,23 @@ def demo(
     json_file: JsonFile = None,
 ) -> None:
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
-    from kvindex import check
+    from kvindex.core import check
     from kvindex_adapters import files, models
-    from kvindex_adapters.cli import inputs
+    from kvindex_adapters.cli import common
     from kvindex_adapters.cli.progress import bars, console
     from kvindex_adapters.evaluate.fidelity import teacher_forced
-    from kvindex_adapters.evaluate.needle import hide
-    from kvindex_adapters.evaluate.text import paragraphs, python_reference
-    from kvindex_adapters.hf.punctuation import punctuated
+    from kvindex_adapters.evaluate.tasks import hide
+    from kvindex_adapters.evaluate.texts import paragraphs, python_reference
+    from kvindex_adapters.hf.tokenizer import punctuated
     from kvindex_adapters.machine import describe
 
-    number = inputs.check_dtype(dtype)
+    number = common.check_dtype(dtype)
     models.check_device(device)
     regions = dict(sink=sink, local=local, update_every=update_every, full_threshold=full_threshold)
-    inputs.check_search(index, k, device, regions)
+    common.check_search(index, k, device, regions)
     check.seed(seed)
     files.check_output("json", json_file)
-    text = paragraphs(inputs.read_text(prompt_file)) if prompt_file else python_reference()
+    text = paragraphs(common.read_text(prompt_file)) if prompt_file else python_reference()
     folder, file = models.smollm2()
     console.print("loading the model")  # transformers shows bars of its own
     model, tokenizer = models.load(folder, gguf_file=file, dtype=number, device=device)
@@ -101,7 +101,7 @@ def demo(
 def _answer(
     progress: Bars, name: str, model: Any, tokenizer: Any, needle: Needle, **options: Any
 ) -> Generation:
-    from kvindex_adapters.hf.generation import generate
+    from kvindex_adapters.hf.generate import generate
 
     def report(phase: str, done: int, total: int) -> None:
         progress.update(f"{name}: {phase}", done, total)

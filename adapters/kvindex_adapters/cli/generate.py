@@ -64,23 +64,23 @@ def generate(
     """Generate from a prompt through an index; tokens appear as they come."""
     import torch
 
-    from kvindex import check
+    from kvindex.core import check
     from kvindex_adapters import files, models
-    from kvindex_adapters.cli import answers, inputs
+    from kvindex_adapters.cli import answers, common
     from kvindex_adapters.cli.progress import console
 
-    number = inputs.check_dtype(dtype)
+    number = common.check_dtype(dtype)
     models.check_device(device)
     regions = dict(sink=sink, local=local, update_every=update_every, full_threshold=full_threshold)
     if index != "none":
-        inputs.check_search(index, k, device, regions)
+        common.check_search(index, k, device, regions)
     request = answers.Request(
         index=None if index == "none" else index,
         k=k,
         regions=regions,
         chat=chat,
-        max_new_tokens=inputs.check_size("max_new_tokens", max_new_tokens, 1),
-        options=inputs.sampling(
+        max_new_tokens=common.check_size("max_new_tokens", max_new_tokens, 1),
+        options=common.sampling(
             sample,
             temperature=temperature,
             top_p=top_p,
@@ -91,8 +91,8 @@ def generate(
     )
     check.seed(seed)
     files.check_output("json", json_file)
-    questions = inputs.check_questions(ask)
-    text = inputs.prompt_of(prompt, prompt_file)
+    questions = common.check_questions(ask)
+    text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = models.load(model, gguf_file=gguf_file, dtype=number, device=device)
     torch.manual_seed(seed)

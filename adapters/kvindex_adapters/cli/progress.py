@@ -15,7 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from kvindex.cluster import watched
+from kvindex.ops.kmeans import watched
 
 console = Console(stderr=True)
 """Progress goes to standard error, so that standard output holds the result alone."""
@@ -36,7 +36,7 @@ class Bars:
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
     def clustering(self, done: int, total: int) -> None:
-        """Pass `done` of `total` of a k-means (`kvindex.cluster.watched`); the bar is of all."""
+        """Pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`); the bar is of all."""
         self._passes += 1
         self.update("clustering keys", self._passes, self._passes + total - done)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvindex
-from kvindex import check
+from kvindex.core import check
+from kvindex.core.protocol import KVIndex
 from kvindex.indexes.triattention import Centres
-from kvindex.protocol import KVIndex
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.reading import Progress, prefill

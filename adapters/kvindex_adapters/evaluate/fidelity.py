@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvindex
-from kvindex import check
-from kvindex.protocol import KVIndex
+from kvindex.core import check
+from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
-from kvindex.protocol import KVIndex
 
 
 class ParallelLayer(AttentionLayer):

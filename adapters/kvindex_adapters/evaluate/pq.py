@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvindex import check
-from kvindex.cluster import assign, kmeans
+from kvindex.core import check
+from kvindex.ops.kmeans import assign, kmeans
 from kvindex.ops.select import top_k
 
 

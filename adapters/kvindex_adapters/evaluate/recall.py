@@ -14,7 +14,7 @@ from torch import Tensor
 import kvindex
 from kvindex import BaseIndex
 from kvindex.ops.select import top_k
-from kvindex_adapters.capture import Captured
+from kvindex_adapters.evaluate.capture import Captured
 
 SINK = 64
 """Tokens left out at the start: a layer always attends to them."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from kvindex import check, group
+from kvindex.core import check
+from kvindex.ops import group
 from kvindex.ops.select import top_k
 from kvindex.wrappers.reuse import similarity
-from kvindex_adapters.capture import Captured, capture
+from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.recall import SINK
 from kvindex_adapters.hf.reading import Progress
 

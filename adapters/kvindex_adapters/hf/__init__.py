@@ -8,11 +8,11 @@ print(cache.report())
 
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.generation import Generation, generate
-from kvindex_adapters.hf.punctuation import sentence_ends
+from kvindex_adapters.hf.generate import Generation, generate
 from kvindex_adapters.hf.reading import read
-from kvindex_adapters.hf.refuse import UnsupportedError
 from kvindex_adapters.hf.report import Report
+from kvindex_adapters.hf.tokenizer import sentence_ends
+from kvindex_adapters.hf.unsupported import UnsupportedError
 
 __all__ = [
     "Generation",

@@ -12,18 +12,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kvindex
-from kvindex.config import parse_spec
-from kvindex.geometry import Geometry
+from kvindex.core.config import parse_spec
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
-from kvindex.protocol import KVIndex
 from kvindex_adapters.hf.attachment import claimed
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
 from kvindex_adapters.hf.place import placed
-from kvindex_adapters.hf.refuse import UnsupportedError, check_model, layer_configs
 from kvindex_adapters.hf.restored import own_configurations, subclassed
 from kvindex_adapters.hf.rope import rotary
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, layer_configs
 
 IndexFactory = Callable[..., KVIndex]
 """Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
@@ -52,13 +52,13 @@ def attach(
     index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
     k: rows per KV head that a step retrieves; mass: fewer, where the index believes that fewer
     hold this share of its attention; sink, local, update_every: sizes of the regions
-    (`kvindex.layer`); full_threshold: below this many tokens the index fills but attention is
+    (`AttentionLayer`); full_threshold: below this many tokens the index fills but attention is
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
     for the index (`preset`, `store`, …), but not its geometry, which the model decides;
     layer_options: the same for single layers, by number. An index by name runs on the kernels where
     the model is on a GPU that can (`place.placed`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
-    steps of a layer that are all alike are replayed as a CUDA graph (`kvindex.layer`). Afterwards
+    steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`). Afterwards
     the model is as it was, and as it was changed meanwhile (hooks, options of its configuration).
 
     One thread at a time calls the model or a cache. Raises UnsupportedError (a ValueError) for a

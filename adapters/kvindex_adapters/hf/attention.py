@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvindex.guard import in_plain_torch
+from kvindex.core.guard import in_plain_torch
 from kvindex.ops.attention import attend_blocks
 from kvindex_adapters.hf.attachment import attached
-from kvindex_adapters.hf.indexed import IndexedLayer
-from kvindex_adapters.hf.refuse import UnsupportedError, check_attention
+from kvindex_adapters.hf.cache_layer import IndexedLayer
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_attention
 
 NAME = "kvindex"
 """What the attention implementation is called in a model's configuration."""

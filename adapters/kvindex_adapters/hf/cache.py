@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
-from kvindex.protocol import KVIndex
 from kvindex_adapters.hf.attachment import Attachment
-from kvindex_adapters.hf.indexed import IndexedLayer, LayerFactory, check_crop, in_place_of
+from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop, in_place_of
 from kvindex_adapters.hf.padding import Padding
-from kvindex_adapters.hf.refuse import UnsupportedError, has_full_attention
 from kvindex_adapters.hf.report import Report
+from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
 
 
 class IndexCache(DynamicCache):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex import check
+from kvindex.core import check
 from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.refuse import UnsupportedError
+from kvindex_adapters.hf.unsupported import UnsupportedError
 
 USED = ("refuse", "continue", "branch")
 """What may happen to a cache that holds tokens already."""

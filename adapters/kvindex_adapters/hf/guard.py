@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvindex_adapters.hf.attachment import Attachment, attached
 from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.refuse import UnsupportedError, check_generate
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_generate
 
 
 class GuardedDecoder(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.refuse import UnsupportedError
+from kvindex_adapters.hf.unsupported import UnsupportedError
 
 
 class Padding:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kvindex import backend
-from kvindex.config import parse_spec
+from kvindex.core import backend
+from kvindex.core.config import parse_spec
 
 
 def placed(

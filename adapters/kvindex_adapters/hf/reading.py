@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvindex import check
+from kvindex.core import check
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import check_follows, following, past_ids, remember
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvindex.rope import turned
+from kvindex.core.rope import turned
 
 PLACES = (0, 1, 7)
 """Where one and the same token is put."""
@@ -40,7 +40,7 @@ class _Catcher:
 
 
 def rotary(decoder: nn.Module, layer: int) -> Tensor | None:
-    """Inverse frequencies float32 `[F]` (`kvindex.rope`) of a full-attention layer of a decoder.
+    """Inverse frequencies float32 `[F]` of a decoder's full-attention layer (`kvindex.core.rope`).
 
     Zeros for a layer that turns nothing. None where they cannot be told: no `rotary_emb`,
     frequencies that change with the length, other pairs of coordinates, a layer that cannot be

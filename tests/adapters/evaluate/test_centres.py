@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.cli.inputs import check_search
+from kvindex_adapters.cli.common import check_search
 from kvindex_adapters.evaluate.centres import calibrate_centres
 from kvindex_adapters.evaluate.recall import bytes_per_key
 from tests.adapters.tiny import build, prompt

@@ -5,7 +5,7 @@ import torch
 
 import kvindex
 from kvindex_adapters.evaluate.pq import PQ, Quantised
-from tests.helpers import ROUNDED, assert_well_formed
+from tests.support.helpers import ROUNDED, assert_well_formed
 
 CENTRED = ["fast", "accurate", "precise", "scan"]
 

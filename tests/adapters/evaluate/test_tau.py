@@ -7,7 +7,7 @@ import kvindex
 from benchmarks.tabling.tau import tau as table
 from benchmarks.tau import rate, tried
 from kvindex.wrappers import Reuse
-from kvindex_adapters.capture import capture
+from kvindex_adapters.evaluate.capture import capture
 from kvindex_adapters.evaluate.recall import SINK
 from kvindex_adapters.evaluate.tau import ALWAYS, calibrate_tau, calibrated
 from tests.adapters.tiny import build, prompt

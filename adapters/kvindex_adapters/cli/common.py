@@ -1,0 +1,121 @@
+"""Checks that need no model, so that a mistake shows before one is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvindex
+from kvindex.core import check
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.attach import check_index
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+MOST = check.MOST_ROWS
+"""Rows or tokens that an option may ask for: more than any prompt has, less than memory."""
+
+
+def check_dtype(dtype: str) -> torch.dtype:
+    """The type of that name. Raises ValueError for another."""
+    return DTYPES[check.one_of("dtype", dtype, sorted(DTYPES))]
+
+
+def check_size(name: str, value: int, minimum: int) -> int:
+    """`value`, if it is from `minimum` to `MOST`. Raises ValueError."""
+    if check.at_least(name, value, minimum) > MOST:
+        raise ValueError(f"{name}: got {value}, allowed is {minimum} to {MOST}")
+    return value
+
+
+def check_search(index: str, k: int, device: str, regions: Mapping[str, Any] | None = None) -> None:
+    """Raises ValueError for an index that cannot be made, or for sizes out of range.
+
+    regions: sizes as `attach` takes them, where they are not its defaults.
+    """
+    regions = dict(regions or {})
+    check_size("k", k, 1)
+    for name in regions.keys() & {"sink", "local", "update_every"}:
+        check_size(name, regions[name], int(name == "update_every"))
+    check_index(index)
+    rope = torch.ones(4, device=device)  # the model's own comes later
+    made = kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
+    AttentionLayer(made, k=k, **regions)
+
+
+def sampling(
+    sample: bool,
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+) -> dict[str, Any]:
+    """Options of `model.generate`; one of how to sample means to sample.
+
+    Raises ValueError for a value out of range.
+    """
+    drawn: dict[str, Any] = {}
+    if temperature is not None:
+        drawn["temperature"] = check.positive("temperature", temperature)
+    if top_p is not None:
+        drawn["top_p"] = check.within("top_p", top_p, 0, 1)
+    if top_k is not None:
+        drawn["top_k"] = check.at_least("top_k", top_k, 1)
+    if min_p is not None:
+        drawn["min_p"] = check.within("min_p", min_p, 0, 1)
+    chosen = {"do_sample": sample or bool(drawn), **drawn}
+    if repetition_penalty is not None:
+        chosen["repetition_penalty"] = check.positive("repetition_penalty", repetition_penalty)
+    return chosen
+
+
+def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
+    """The text of `--prompt` or of `--prompt-file`. Raises ValueError unless one is given."""
+    if (prompt is None) == (prompt_file is None):
+        raise ValueError(
+            f"prompt: got {'neither' if prompt is None else 'both'}, allowed is either --prompt or "
+            "--prompt-file"
+        )
+    if prompt_file is not None:
+        return read_text(prompt_file)
+    assert prompt is not None
+    return _some("prompt", prompt)
+
+
+def check_questions(questions: Sequence[str] | None) -> list[str]:
+    """The questions, each with some text. Raises ValueError."""
+    return [_some("ask", question) for question in questions or ()]
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or of standard input for `-`.
+
+    Raises FileNotFoundError or ValueError naming `--prompt-file`.
+    """
+    if str(path) == "-":
+        content = sys.stdin.buffer.read()
+    elif path.is_file():
+        content = path.read_bytes()
+    else:
+        raise FileNotFoundError(
+            f"prompt-file: got {str(path)!r}, allowed is a file that exists, or -"
+        )
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt-file: got {str(path)!r}, allowed is UTF-8 text") from error
+    if not text.strip():
+        raise ValueError(f"prompt-file: got {str(path)!r}, which is empty; allowed is some text")
+    return text
+
+
+def _some(name: str, text: str) -> str:
+    if not text.strip():
+        raise ValueError(f"{name}: got {text!r}, allowed is some text")
+    return text

@@ -1,0 +1,78 @@
+"""Keys and queries of a real model, as it reads a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvindex
+from kvindex import Hits
+from kvindex.core import check
+from kvindex.core.protocol import KVIndex
+from kvindex.wrappers import Wrapper
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.reading import Progress, prefill
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One full-attention layer: keys `[G, N, D]`, queries `[H, T, D]` of the newest `T` tokens.
+
+    scale, softcap: of the layer's logits. As attention sees them, after rotary embedding.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    scale: float
+    softcap: float | None
+
+
+class _Recorder(Wrapper):
+    """Keeps the queries of the tokens from position `start` on."""
+
+    def __init__(self, inner: KVIndex, start: int) -> None:
+        super().__init__(inner)
+        self._start = start
+        self.queries: list[Tensor] = []
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        self.queries.append(queries[0, :, positions >= self._start])
+        super().observe(queries, positions)
+
+    def captured(self) -> Captured:
+        g = self.geometry
+        ids = torch.arange(len(self), device=g.device).expand(1, g.kv_heads, -1)
+        rows = self.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
+        return Captured(rows.keys[0], torch.cat(self.queries, 1), g.scale, g.softcap)
+
+
+def capture(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    queries: int,
+    chunk: int = 1024,
+    on_progress: Progress | None = None,
+) -> list[Captured]:
+    """What each full-attention layer held and asked after reading ids int64 `[N]`.
+
+    queries: how many of the newest tokens' queries are kept. Attention is dense. Raises
+    ValueError for sizes out of range, and what `attach` raises.
+    """
+    check.tensor("ids", ids, {"N": None}, torch.int64)
+    if check.at_least("queries", queries, 1) > len(ids):
+        raise ValueError(f"queries: got {queries}, allowed is up to the {len(ids)} tokens")
+    start = len(ids) - queries
+
+    def recorder(**geometry: Any) -> KVIndex:
+        return _Recorder(kvindex.create("exact", **geometry), start)
+
+    # no window: every token is in the index when its step ends; and never long enough to search
+    regions: dict[str, Any] = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
+    with attach(model, index=recorder, **regions) as cache, torch.no_grad():
+        prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)
+        return [index.captured() for index in cache.indexes() if isinstance(index, _Recorder)]

@@ -1,0 +1,244 @@
+"""Layers of a transformers cache whose tokens are in an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from kvindex.core import check
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.model_info import DescribedRows
+from kvindex_adapters.hf.padding import Padding
+from kvindex_adapters.hf.unsupported import UnsupportedError
+
+LayerFactory = Callable[..., AttentionLayer]
+"""Makes a layer from its number and the geometry that its first call shows."""
+
+
+class IndexedLayer(CacheLayerMixin):
+    """A layer of the cache around a `kvindex.AttentionLayer`; padding: of all layers."""
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, make: LayerFactory, padding: Padding) -> None:
+        self._make, self._padding = make, padding
+        self.attention: AttentionLayer | None = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` leaves no trace."""
+        return True
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has seen a token."""
+        return self.attention is not None
+
+    @property
+    def keys(self) -> DescribedRows | None:
+        """Shape `[B, G, N, D]`, dtype and device of the keys; None before the first token."""
+        return self._described("head_dim")
+
+    @property
+    def values(self) -> DescribedRows | None:
+        """Shape `[B, G, N, Dv]`, dtype and device of the values; None before the first token."""
+        return self._described("value_dim")
+
+    def _described(self, width: str) -> DescribedRows | None:
+        if self.attention is None:
+            return None
+        g, held = self.attention.index.geometry, len(self.attention)
+        shape = torch.Size((self._batch, g.kv_heads, held, getattr(g, width)))
+        return DescribedRows(shape, g.dtype, g.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new tokens as they are; `attend` appends them."""
+        return key_states, value_states
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        padding: Tensor | None,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        tokens: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Append and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
+
+        tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown;
+        bias: as of `AttentionLayer.step`.
+        Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
+        and what `AttentionLayer.step` raises.
+        """
+        if self.attention is None:
+            self.attention = self._make(
+                q_heads=queries.shape[1],
+                kv_heads=keys.shape[1],
+                head_dim=keys.shape[3],
+                value_dim=values.shape[3],
+                scale=scale,
+                softcap=softcap,
+                dtype=keys.dtype,
+                device=keys.device,
+            )
+        self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
+        valid = self._padding.of_new(self.attention, padding, keys.shape[2])
+        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
+        output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
+        T = keys.shape[2]
+        if tokens is not None and tokens.shape == (len(keys), T):
+            # after the step: a boundary that is marked in it lies before these tokens
+            self.attention.index.read(tokens, first=len(self.attention) - T)
+        return output
+
+    def _check_same(self, scale: float, softcap: float | None) -> None:
+        """The index was made for one scale and one softcap."""
+        assert self.attention is not None
+        g = self.attention.index.geometry
+        if (scale, softcap) != (g.scale, g.softcap):
+            raise UnsupportedError(
+                f"scaling, softcap: got {scale}, {softcap}, allowed is what the layer's first "
+                f"call had: {g.scale}, {g.softcap}"
+            )
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return 0 if self.attention is None else len(self.attention)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask covers: all of them."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first `attend` makes the index."""
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.attention = None
+
+    def checkpoint(self) -> Any:
+        """Where the layer is now; None before its first step."""
+        return None if self.attention is None else (self.attention, self.attention.checkpoint())
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says."""
+        self.attention = None
+        if checkpoint is not None:
+            attention, before = checkpoint
+            attention.rollback(before)
+            self.attention = attention
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
+        removed = check_crop(tokens_to_remove)
+        if self.attention is not None:
+            self.attention.truncate(max(len(self.attention) + removed, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        if self.attention is not None:
+            self.attention.reorder(beam_idx.long())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row of the batch `repeats` times in a row."""
+        check.at_least("repeats", repeats, 1)
+        self.batch_select_indices(torch.arange(self._batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
+        if self.attention is None:
+            return
+        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
+            check.tensor("indices", indices, {"B": self._batch})
+            indices = indices.nonzero()[:, 0]
+        self.attention.reorder(indices)
+
+    def offload(self) -> None:
+        """Refused: where rows live is the index's own choice (`store`)."""
+        raise UnsupportedError('offloading: got True; allowed is index_options={"store": "host"}')
+
+    prefetch = offload
+
+    @property
+    def _batch(self) -> int:
+        return 0 if self.attention is None else self.attention.batch_size
+
+
+class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
+    """A layer with linear attention beside full attention, whose tokens are in an index.
+
+    states: how many the linear attention has.
+    """
+
+    def __init__(self, make: LayerFactory, padding: Padding, states: int) -> None:
+        IndexedLayer.__init__(self, make, padding)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    @property
+    def is_croppable(self) -> bool:
+        """As the linear attention says."""
+        return bool(super(IndexedLayer, self).is_croppable)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the linear attention, which names what it passes."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.reset(self)
+        IndexedLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As both do; linear attention cannot, mostly, and raises RuntimeError."""
+        LinearAttentionLayer.crop(self, check_crop(tokens_to_remove))
+        IndexedLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        IndexedLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
+        IndexedLayer.batch_select_indices(self, indices)
+        if self.attention is not None:
+            rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+            LinearAttentionLayer.reorder_cache(self, rows)
+
+
+def in_place_of(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
+    """What stands in for a layer of transformers that `has_full_attention`."""
+    if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+        return HybridLayer(make, padding, layer.number_of_states)
+    return IndexedLayer(make, padding)
+
+
+def check_crop(tokens_to_remove: Any) -> int:
+    """As an int: transformers 5.17 passes a tensor of no dimensions. Raises ValueError above 0."""
+    removed = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
+    if not isinstance(removed, int) or isinstance(removed, bool) or removed > 0:
+        raise ValueError(
+            f"tokens_to_remove: got {removed!r}, allowed is 0 or minus the number of tokens"
+        )
+    return removed

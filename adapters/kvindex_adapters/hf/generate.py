@@ -1,0 +1,198 @@
+"""One call from a prompt to an answer, with or without an index."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from kvindex.core import check
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.clock import Clock
+from kvindex_adapters.hf.conversation import (
+    check_follows,
+    check_past_known,
+    following,
+    past_ids,
+    remember,
+)
+from kvindex_adapters.hf.reading import Progress, Prompt, check_prompt, encode_prompt, prefill
+from kvindex_adapters.hf.report import Report
+from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.unsupported import assisted
+
+INDEX, K = "pariskv", 100
+"""What `generate` attaches unless it is told."""
+
+ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
+"""What `generate` insists on, whatever the model's own generation configuration says."""
+
+OURS = {"inputs", "input_ids", "attention_mask", "past_key_values"}
+"""Options of `model.generate` that `generate` sets itself."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer and what it took.
+
+    text: the answer; prompt_ids, answer_ids: int64 `[N]`; prefill_s: seconds until the first
+    token of the answer; token_s: seconds per token after it; report: what was read and held,
+    config: the index's configuration, backend: whose ops it ran; all None for full attention.
+    """
+
+    text: str
+    prompt_ids: Tensor
+    answer_ids: Tensor
+    prefill_s: float
+    token_s: float
+    report: Report | None
+    config: Any
+    backend: str | None = None
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    index: Any = INDEX,
+    k: int = K,
+    cache: IndexCache | None = None,
+    used: str = "refuse",
+    max_new_tokens: int = 256,
+    chunk: int = 1024,
+    streamer: BaseStreamer | None = None,
+    on_progress: Progress | None = None,
+    attach_options: dict[str, Any] | None = None,
+    **generate_options: Any,
+) -> Generation:
+    """Generate an answer to one prompt.
+
+    prompt: text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`;
+    index, k, attach_options: as `attach` takes them, `index=None` for full attention with
+    transformers' own cache; an index that reads punctuation gets the tokenizer's; chunk: tokens of
+    the prompt read at a time; generate_options: passed to `model.generate` (greedy unless they say
+    `do_sample=True`). One prompt gives one answer: for beams, batches or several answers call
+    `attach` and `model.generate`.
+
+    cache: one that the caller's `attach` gave, in place of `index`, `k` and `attach_options`;
+    used: what happens to one that holds tokens: "refuse" it, "continue": the prompt follows what
+    it holds, and it keeps prompt and answer, or "branch": the prompt follows what it holds, and
+    afterwards it is as it was. A call that fails leaves the cache as it was.
+
+    Raises ValueError for an empty prompt, sizes out of range, options that do not fit or a used
+    cache, and what `attach` raises.
+    """
+    _check_options(attach_options, generate_options)
+    check.at_least("chunk", chunk, 2)
+    check.at_least("max_new_tokens", max_new_tokens, 1)
+    _check_cache(cache, used, index, k, attach_options)
+    held = 0 if cache is None else cache.get_seq_length()
+    ids = encode_prompt(tokenizer, prompt, follows=held > 0).to(model.device)
+    check_prompt(ids)
+    clock = Clock(streamer, on_progress, ids, max_new_tokens)
+    options = {**ONE_ANSWER, "do_sample": False, **generate_options}
+    if cache is not None:
+        context: Any = following(cache, used)
+    elif index is None:
+        context = nullcontext(DynamicCache(config=model.config))
+    else:
+        context = attach(model, index=index, k=k, **punctuated(index, tokenizer, attach_options))
+    with context as holder, torch.no_grad():
+        past = past_ids(holder)
+        whole = _check_past(model, options, held, past)
+        # generate() reads the last chunk: several queries, so the first answer token is exact
+        stop = 0 if whole else max(len(ids) - chunk, 0)
+        prefill(model, ids, holder, stop=stop, chunk=chunk, report=on_progress)
+        length = held + len(ids)
+        if index is not None:
+            _make_room(holder, length + max_new_tokens)
+        # all ids, of which it slices off what is held; or the new ones alone under a longer mask
+        given = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
+        sequence = model.generate(
+            input_ids=given[None],
+            attention_mask=given.new_ones(1, length),
+            past_key_values=holder,
+            max_new_tokens=max_new_tokens,
+            streamer=clock,
+            **options,
+        )
+        answer = sequence[0, len(given) :]
+        if cache is not None and used != "branch":
+            _keep_answer(model, cache, answer, length + len(answer))
+            remember(cache, past, torch.cat([ids, answer]))
+        report = None if index is None else holder.report()
+        made = None if index is None else holder.indexes()[0]
+    return Generation(
+        text=tokenizer.decode(answer, skip_special_tokens=True),
+        prompt_ids=ids,
+        answer_ids=answer,
+        prefill_s=clock.first - clock.start,
+        token_s=(clock.last - clock.first) / max(len(answer) - 1, 1),
+        report=report,
+        config=None if made is None else made.config,
+        backend=None if made is None else getattr(made, "backend", "torch"),
+    )
+
+
+def _check_past(
+    model: PreTrainedModel, options: dict[str, Any], held: int, past: Tensor | None
+) -> bool:
+    """Whether `model.generate` must read the whole prompt. Raises ValueError where it cannot."""
+    config = options.get("generation_config") or model.generation_config
+    if past is None:
+        check_past_known(config, options)
+    name = assisted(config, options)
+    if name and held:
+        raise ValueError(
+            f"{name}: got a value, allowed is none with a cache that holds tokens: assisted "
+            "decoding of transformers would read them once more"
+        )
+    return name is not None
+
+
+def _keep_answer(model: PreTrainedModel, cache: IndexCache, answer: Tensor, length: int) -> None:
+    """Read the end of an answer, which no step has read, so that the cache holds `length`."""
+    if missing := length - cache.get_seq_length():
+        prefill(model, answer[-missing:], cache, stop=missing, chunk=missing + 1)
+
+
+def _check_cache(cache: Any, used: str, index: Any, k: int, attach_options: Any) -> None:
+    """Raises ValueError for a cache that cannot be used so, or options that it has already."""
+    if cache is None:
+        if used != "refuse":
+            raise ValueError(f'used: got {used!r}, allowed is "refuse" without cache=')
+        return
+    check_follows(cache, used)
+    given = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
+    for name in (name for name, changed in given.items() if changed):
+        raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
+
+
+def _make_room(cache: Any, tokens: int) -> None:
+    """Memory for the whole answer, before its first token, where there is as much."""
+    for made in cache.indexes():
+        while hasattr(made, "inner"):  # what wrappers are around has the memory
+            made = made.inner
+        if hasattr(made, "make_room"):
+            with suppress(MemoryError):  # the answer may be shorter
+                made.make_room(tokens)
+
+
+def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:
+    for name in sorted({"index", "k"} & set(attach_options or {})):
+        raise ValueError(f"attach_options: got {name}, allowed is {name} as an argument of its own")
+    for name in sorted(OURS & set(generate_options)):
+        raise ValueError(f"{name}: got a value, allowed is none: the prompt decides it")
+    for name, only in ONE_ANSWER.items():
+        if generate_options.get(name, only) != only:
+            raise ValueError(
+                f"{name}: got {generate_options[name]}, allowed is {only}; for more call "
+                "attach() and model.generate"
+            )

@@ -1,0 +1,1 @@
+"""Bases of indexes: what several of them share."""

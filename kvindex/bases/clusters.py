@@ -1,0 +1,297 @@
+"""What indexes of clustered keys share: which tokens are clustered when, and what is kept.
+
+Of each row of the batch, the first append is clustered as the prompt, in segments; later tokens
+are clustered in blocks. Tokens that wait for their block to fill are clusters of one, so that
+every token can be found from the moment it is appended. All is counted in valid tokens: padding
+moves nothing. Clusters are a function of the tokens and of the length of the first append, not
+of how the later ones came; `truncate` makes anew what it cuts in the prompt.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvindex.bases.index import BaseIndex
+from kvindex.core.protocol import UNUSED, Codes, Rows
+from kvindex.ops import group, kmeans
+
+PER_CLUSTER = {"members", "sizes", "centroids", "means"}
+"""What is learnt that grows with the clusters, `[B, G, P or S, ...]`."""
+
+Read: TypeAlias = Callable[[Tensor], Rows]
+"""Rows of ids int64 `[B, G, n]`, -1 for none."""
+
+
+class Cut(NamedTuple):
+    """Valid tokens `start` to `stop` of a row are clustered together into so many clusters."""
+
+    start: int
+    stop: int
+    clusters: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """segment: tokens of the prompt that are clustered together, None for all; per_cluster: of
+    these, as many per cluster; block: later tokens that are clustered together; per_block: into so
+    many clusters, 0 for never. A first append of fewer than `block` tokens waits like later ones.
+    """
+
+    segment: int | None
+    per_cluster: int
+    block: int
+    per_block: int
+
+    def cuts(self, prompt: int, count: int) -> list[Cut]:
+        """How a row of `count` valid tokens is cut, the first `prompt` of which came first."""
+        segment, cuts = self.segment or max(prompt, 1), []
+        for start in range(0, prompt, segment):
+            stop = min(start + segment, prompt)
+            cuts.append(Cut(start, stop, max(round((stop - start) / self.per_cluster), 1)))
+        last = count - self.block if self.per_block else prompt - 1
+        for start in range(prompt, last + 1, self.block):
+            cuts.append(Cut(start, start + self.block, self.per_block))
+        return cuts
+
+
+class _Row(NamedTuple):
+    """A row of the batch: tokens of its prompt, cuts that stay, ids int64 `[n]` of later tokens."""
+
+    prompt: int
+    kept: list[Cut]
+    tail: Tensor
+
+    @property
+    def clustered(self) -> int:
+        """Tokens of the cuts that stay."""
+        return self.kept[-1].stop if self.kept else 0
+
+    @property
+    def clusters(self) -> int:
+        """Their clusters."""
+        return sum(cut.clusters for cut in self.kept)
+
+    def todo(self, plan: Plan) -> list[Cut]:
+        """Cuts of the tail, counted from its first token."""
+        first = self.clustered
+        cuts = plan.cuts(self.prompt, first + len(self.tail))[len(self.kept) :]
+        return [Cut(start - first, stop - first, clusters) for start, stop, clusters in cuts]
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a search ranks: `S` clusters, then `R` tokens that wait. `U = S + R`.
+
+    keys: float32 `[B, G, U, D]`, centroids and keys; sizes: int32 `[B, G, U]`, 0 for none; starts:
+    int64 `[B, G, S]`; members: int32 `[B, G, P]`; singles: int64 `[B, R]`, as `grouped` has them.
+    """
+
+    keys: Tensor
+    sizes: Tensor
+    starts: Tensor
+    members: Tensor
+    singles: Tensor
+
+
+class ClusteredIndex(BaseIndex):
+    """Base of indexes whose units are clusters. They write `_plan`, `_labels` and `_search`.
+
+    Learnt, and so kept, reordered and forgotten by the base: `prompt` and `seen` int64 `[B]`
+    (valid tokens of the prompt; tokens looked at), `waiting` int64 `[B, R]`, `members` int32
+    `[B, G, P]`, `sizes` int32 `[B, G, S]`, `centroids` `[B, G, S, D]` (means of the raw keys) and,
+    where `means_of_values`, `means` `[B, G, S, Dv]`, both in the layer's dtype.
+    """
+
+    means_of_values = False
+    _arriving: Tensor | None = None  # values of the append that is being prepared
+
+    @abstractmethod
+    def _plan(self) -> Plan:
+        """Which tokens are clustered together."""
+
+    def _labels(self, keys: Tensor, clusters: int) -> Tensor:
+        """Clusters int64 `[R, n]` of keys float32 `[R, n, D]`: by their cosines."""
+        directions = kmeans.directions(keys)
+        options = dict(iterations=self.config.iterations, seed=self.config.seed)
+        centroids = kmeans.kmeans(directions, clusters, spherical=True, **options)
+        return kmeans.assign(directions, centroids)[0]
+
+    # Search
+
+    def _units(self) -> Units:
+        learnt = self._learnt
+        singles, sizes = learnt["waiting"], learnt["sizes"]
+        ones = (singles >= 0).int()[:, None].expand(-1, sizes.shape[1], -1)
+        keys = torch.cat([learnt["centroids"], self._waiting_keys()], dim=2).float()
+        starts = sizes.long().cumsum(-1) - sizes
+        return Units(keys, torch.cat([sizes, ones], -1), starts, learnt["members"], singles)
+
+    def _estimates(self, queries: Tensor, units: Units) -> Tensor:
+        """`q·c` or `q·k` of each unit, `-inf` for none: float32 `[B, G, g, U]`."""
+        folded = group.fold(queries, self.geometry.kv_heads, self.config.group)
+        empty = (units.sizes == 0)[:, :, None]
+        return (folded @ units.keys.mT).masked_fill(empty, float("-inf"))
+
+    def _scores(self, estimates: Tensor, units: Units) -> Tensor:
+        """What the group agrees on for a row of each unit, `-inf` for none: `[B, G, U]`."""
+        g, policy = self.geometry, self.config.group
+        return group.agree(estimates, policy, scale=g.scale, softcap=g.softcap, sizes=units.sizes)
+
+    def _waiting_keys(self) -> Tensor:
+        """`[B, G, R, D]`, zero for none."""
+        ids = self._learnt["waiting"][:, None].expand(-1, self.geometry.kv_heads, -1)
+        return self._store.gather(ids).keys
+
+    def _scanned(self) -> list[Tensor]:
+        return [self._learnt["centroids"], self._learnt["sizes"], self._waiting_keys()]
+
+    # Learning
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        return {}
+
+    def begin_append(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Callable[[], None]:
+        """As `BaseIndex.begin_append`; values are looked at, too, where clusters have a mean."""
+        self._arriving = values if self.means_of_values else None
+        try:
+            return super().begin_append(keys, values, valid=valid)
+        finally:
+            self._arriving = None
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        learnt, first = self._learnt or self._nothing(keys), len(self)
+        fixed = zip(*(learnt[name].tolist() for name in ("prompt", "seen")), strict=True)
+        rows, stop = [], first + keys.shape[2]
+        for b, (prompt, seen) in enumerate(fixed):
+            waiting = learnt["waiting"][b]
+            waiting = waiting[waiting >= 0]
+            tail = torch.arange(max(seen, first), stop, device=keys.device)
+            if valid is not None:
+                tail = tail[valid[b, tail - first]]
+            count = int(learnt["sizes"][b, 0].sum())
+            if not count and not len(waiting) and len(tail) >= self._plan().block:
+                prompt = len(tail)
+            kept = self._plan().cuts(prompt, count) if count else []
+            rows.append(_Row(prompt, kept, torch.cat([waiting, tail])))
+        return self._extended(learnt, rows, stop, self._reader(keys, first))
+
+    def _learnt_before(self, length: int) -> Codes:
+        if not self._learnt:
+            return self._learnt
+        rows, plan, device = [], self._plan(), self.geometry.device
+        for b, prompt in enumerate(self._learnt["prompt"].tolist()):
+            ids = torch.arange(length, device=device)
+            if self.valid is not None:
+                ids = ids[self.valid[b, :length]]
+            old = plan.cuts(prompt, int(self._learnt["sizes"][b, 0].sum()))
+            if len(ids) < prompt:
+                prompt = len(ids) if len(ids) >= plan.block else 0
+            kept = []
+            for before, after in zip(old, plan.cuts(prompt, len(ids)), strict=False):
+                if before != after:
+                    break
+                kept.append(before)
+            rows.append(_Row(prompt, kept, ids[kept[-1].stop if kept else 0 :]))
+        return self._extended(self._learnt, rows, length, self._store.gather)
+
+    def _nothing(self, keys: Tensor) -> dict[str, Tensor]:
+        """What is learnt from no token."""
+        B, G, _, D = keys.shape
+        none = {
+            "prompt": keys.new_empty((B,), dtype=torch.int64).zero_(),
+            "seen": keys.new_empty((B,), dtype=torch.int64).zero_(),
+            "waiting": keys.new_empty((B, 0), dtype=torch.int64),
+            "members": keys.new_empty((B, G, 0), dtype=torch.int32),
+            "sizes": keys.new_empty((B, G, 0), dtype=torch.int32),
+            "centroids": keys.new_empty((B, G, 0, D)),
+        }
+        if self.means_of_values:
+            none["means"] = keys.new_empty((B, G, 0, self.geometry.value_dim))
+        return none
+
+    def _reader(self, keys: Tensor, first: int) -> Read:
+        """Reads tokens that the index holds, and those that arrive with ids from `first` on."""
+        values, gather = self._arriving, self.ops.fetch.gather_rows
+        if values is None:  # nobody asks for them, or `encode` does, which has none
+            width = self.geometry.value_dim if self.means_of_values else 0
+            values = keys.new_empty((*keys.shape[:3], width)).zero_()
+        values = values.detach()
+
+        def read(ids: Tensor) -> Rows:
+            new = torch.where(ids >= first, ids - first, UNUSED)
+            rows = Rows(gather(keys, new), gather(values, new))
+            if not first:
+                return rows
+            held = self._store.gather(torch.where(ids < first, ids, UNUSED))
+            is_new = (new >= 0)[..., None]
+            return Rows(
+                torch.where(is_new, rows.keys, held.keys),
+                torch.where(is_new, rows.values, held.values[..., : values.shape[-1]]),
+            )
+
+        return read
+
+    def _extended(self, learnt: Codes, rows: list[_Row], seen: int, read: Read) -> Codes:
+        """What is learnt once the tails of the rows are clustered as far as their blocks go."""
+        found: list[list[Codes]] = [[] for _ in rows]
+        alike = defaultdict(list)  # cuts of the tail -> rows that are clustered at once
+        for b, row in enumerate(rows):
+            alike[tuple(row.todo(self._plan()))].append(b)
+        for todo, batch in alike.items():
+            for start, stop, clusters in todo:
+                ids = torch.stack([rows[b].tail[start:stop] for b in batch])
+                made = self._clustered(ids, batch, len(rows), clusters, read)
+                for place, b in enumerate(batch):
+                    found[b].append({name: tensor[place] for name, tensor in made.items()})
+        new = dict(learnt)
+        for name in PER_CLUSTER & learnt.keys():
+            kept = [row.clustered if name == "members" else row.clusters for row in rows]
+            if any(found) or learnt[name].shape[2] != max(kept):
+                new[name] = _joined(learnt[name], kept, [[x[name] for x in f] for f in found])
+        taken = [sum(made["members"].shape[1] for made in parts) for parts in found]
+        waits = [row.tail[count:] for row, count in zip(rows, taken, strict=True)]
+        new["waiting"] = pad_sequence(waits, batch_first=True, padding_value=UNUSED)
+        new["prompt"] = learnt["prompt"].new_tensor([row.prompt for row in rows])
+        new["seen"] = torch.full_like(learnt["seen"], seen)
+        return new
+
+    def _clustered(
+        self, ids: Tensor, batch: list[int], rows: int, clusters: int, read: Read
+    ) -> Codes:
+        """Clusters of tokens int64 `[b, n]` of the rows `batch`, of as many: `[b, G, ...]` each."""
+        g, (count, n) = self.geometry, ids.shape
+        asked = torch.full((rows, g.kv_heads, n), UNUSED, device=ids.device)
+        asked[batch] = ids[:, None]
+        found = read(asked)
+        keys = found.keys[batch].float().flatten(0, 1)  # [b G, n, D]
+        labels = self._labels(keys, clusters)
+        centroids, sizes = kmeans.means(keys, labels, clusters)
+        order = labels.sort(dim=1, stable=True).indices  # ids ascend within a cluster
+        members = ids.repeat_interleave(g.kv_heads, dim=0).gather(1, order)
+        made = {"members": members.int(), "sizes": sizes.int(), "centroids": centroids.to(g.dtype)}
+        if self.means_of_values:
+            values = found.values[batch].float().flatten(0, 1)
+            made["means"] = kmeans.means(values, labels, clusters)[0].to(g.dtype)
+        shape = (count, g.kv_heads)
+        return {name: tensor.view(*shape, *tensor.shape[1:]) for name, tensor in made.items()}
+
+
+def _joined(old: Tensor, kept: list[int], parts: list[list[Tensor]]) -> Tensor:
+    """The first `kept[b]` entries of each row of `old` `[B, G, X, ...]`, then its new parts
+    `[G, x, ...]`; zeros after the shorter ones.
+    """
+    rows = [
+        torch.cat([row[:, :count], *new], dim=1).transpose(0, 1)
+        for row, count, new in zip(old, kept, parts, strict=True)
+    ]
+    return pad_sequence(rows, batch_first=True).transpose(1, 2).contiguous()

@@ -1,0 +1,114 @@
+"""What policies share: indexes that keep some rows, chosen before the query is known.
+
+A policy says which rows it keeps; a search ranks those exactly and looks at no other. With `k` of
+at least as many rows it returns all that are kept, which is what the published policies attend to.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.index import BaseIndex
+from kvindex.bases.prompt_queries import Watching
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group
+from kvindex.ops.attention import cap
+
+LOGITS = 2**24
+"""Logits held at once while shares are summed (64 MiB)."""
+
+NEVER = float("-inf")
+
+
+class KeptIndex(BaseIndex):
+    """Base of the policies; `Config` has the fields `budget` and `group`.
+
+    Hits' scores: what `group.agree` returns for the true `q·k` of the rows that are kept. All
+    rows stay in the store, so that `fetch` serves them and `truncate` needs no second look.
+    """
+
+    @abstractmethod
+    def _kept(self) -> Tensor:
+        """Ids of the rows that are kept, int64 `[B, G, C]`, ascending, `-1` anywhere for none."""
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        return self._learnt
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        return {}
+
+    def _scanned(self) -> list[Tensor]:
+        return [self._store.gather(self._kept()).keys]
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy = self.geometry, self.config.group
+        ids = self._kept()
+        products = group.fold(queries, g.kv_heads, policy) @ self._store.gather(ids).keys.float().mT
+        products = products.masked_fill((ids < 0)[:, :, None], NEVER)
+        agreed = group.agree(products, policy, scale=g.scale, softcap=g.softcap)
+        best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
+        return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
+
+    def _from(self, first: int) -> Tensor:
+        """Ids of the tokens from `first` on, int64 `[B, G, n]`, `-1` where one is invalid."""
+        ids = torch.arange(first, max(first, len(self)), device=self.geometry.device)
+        ids = ids.expand(self._batch or 1, self.geometry.kv_heads, -1)
+        return ids if self.valid is None else ids.masked_fill(~self.valid[:, None, first:], UNUSED)
+
+
+class WatchingIndex(Watching, KeptIndex):
+    """Base of the policies that choose by the prompt's queries."""
+
+
+def joined(before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None) -> Tensor | None:
+    """Flags bool `[B, length + T]` once keys `[B, G, T, D]` come after `length` tokens, or None.
+
+    before: bool `[B, length]`, or None where all are valid; valid: bool `[B, T]`, or None.
+    """
+    if before is None and valid is None:
+        return None
+    device, B = keys.device, len(keys)
+    if before is None:
+        before = torch.ones((B, length), dtype=torch.bool, device=device)
+    if valid is None:
+        valid = torch.ones((B, keys.shape[2]), dtype=torch.bool, device=device)
+    return torch.cat([before, valid], dim=1)
+
+
+def real(positions: Tensor, valid: Tensor | None, batch: int) -> Tensor:
+    """Which queries at positions int64 `[R]` are of real tokens, bool `[B, R]`.
+
+    valid: bool `[B, N]`, or None; a position past its end is real (padding comes first).
+    """
+    if valid is None or not valid.shape[1]:
+        return torch.ones((batch, len(positions)), dtype=torch.bool, device=positions.device)
+    last = valid.shape[1] - 1
+    return valid[:, positions.clamp_max(last)] | (positions > last)
+
+
+def attended(
+    geometry: Geometry, queries: Tensor, positions: Tensor, known: Tensor, keys: Tensor, ids: Tensor
+) -> Tensor:
+    """The attention that each row gets, summed over queries and heads: float32 `[B, G, C]`.
+
+    Each query's softmax is over the rows of ids no greater than its position. queries
+    `[B, H, R, D]` at positions int64 `[R]`; known: bool `[B, R]`, False for a query that does not
+    count; keys `[B, G, C, D]` with ids int64 `[B, G, C]`, -1 for none.
+    """
+    B, H, R, D = queries.shape
+    heads = queries.reshape(B, geometry.kv_heads, -1, R, D)
+    rows, there = keys.float().mT[:, :, None], (ids >= 0)[:, :, None, None]
+    total = torch.zeros(ids.shape, device=ids.device)
+    size = max(LOGITS // max(B * H * ids.shape[2], 1), 1)
+    for start in range(0, R, size):
+        some = slice(start, start + size)
+        seen = there & (ids[:, :, None, None] <= positions[some, None])  # [B, G, 1, r, C]
+        seen = seen & known[:, None, None, some, None]
+        logits = cap(heads[..., some, :].float() @ rows, geometry.scale, geometry.softcap)
+        shares = logits.masked_fill(~seen, NEVER).softmax(-1)
+        total += shares.masked_fill(~seen, 0).sum((2, 3))
+    return total

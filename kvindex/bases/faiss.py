@@ -1,0 +1,305 @@
+"""What the FAISS indexes share: one FAISS index per row of the batch and KV head.
+
+Douze et al., The Faiss library (2024); inner product throughout. What is trained is learnt once
+and kept as tensors (`_learnt`), so a FAISS index is a function of the learnt parameters and the
+valid tokens in their order: it can be dropped at any time and made again from the store. FAISS
+has no batch of indexes, so making and searching them loops over rows and KV heads in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.faiss_library import check_gpu, each, library, resources, threads
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group
+
+BLOCK = 16_384
+"""Tokens read from the store at a time."""
+
+PLACES = ("cpu", "gpu")
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while an index makes FAISS's indexes."""
+
+LARGEST_K = 2048
+"""Rows that FAISS's selection on a GPU gives at most."""
+
+
+@dataclass(frozen=True)
+class FaissConfig:
+    """What all FAISS indexes can be told.
+
+    pool: each query head retrieves `pool · k` candidates.
+    where: FAISS's indexes are on the "cpu" or the "gpu" (the one of the tensors; faiss-gpu).
+    group: how query heads agree on the union of their candidates (`kvindex.ops.group`).
+    """
+
+    pool: int = 1
+    where: str = "cpu"
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("pool", self.pool, 1)
+        check.one_of("where", self.where, PLACES)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class FaissIndex(BaseIndex):
+    """Base of the indexes on FAISS. They write `_new` and `_token_bytes`.
+
+    Hits' scores: what `group.agree` returns for `q·k`, of the union of the heads' candidates, with
+    the keys as FAISS's index has them (`reconstruct`).
+    """
+
+    Config = FaissConfig
+    needs: ClassVar = "faiss"  # a package beyond torch and numpy
+    removes: ClassVar = True  # whether FAISS can remove the last tokens
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._faiss = library()
+        if self.config.where == "gpu":
+            check_gpu(self._faiss, self.geometry.device)
+
+    # What an index writes
+
+    @abstractmethod
+    def _new(self, b: int, g: int) -> Any:
+        """An empty index of FAISS, on the CPU, trained."""
+
+    @abstractmethod
+    def _token_bytes(self) -> float:
+        """Bytes per token of FAISS's index."""
+
+    def _represented(self, keys: Tensor, ids: Tensor) -> Tensor:
+        """Keys `[B, G, C, D]`, float32, as FAISS's index has them."""
+        return keys
+
+    def _add(self, index: Any, keys: Tensor) -> None:
+        index.add_c(len(keys), self._floats(keys))
+
+    def _wanted(self, k: int) -> int:
+        """Candidates of a query head."""
+        pool: int = self.config.pool
+        return pool * k
+
+    # Keeping FAISS's indexes in step
+
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        return {}
+
+    def _cleared(self) -> None:
+        self._made: list[list[Any]] = []  # [b][g], None where one is to be made
+        self._in_step = True
+
+    def _after_rollback(self) -> None:
+        self._made, self._in_step = [], False  # FAISS may have stopped anywhere
+
+    def _after_copy(self) -> None:
+        super()._after_copy()
+        self._after_rollback()
+
+    def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
+        """FAISS's indexes of the new rows: the same objects, copied when they are added to."""
+        self._synchronise()
+        return [list(self._made[b]) for b in batch_indices.tolist()]
+
+    def _keep(self, statistics: list[list[Any]] | None) -> None:
+        if statistics is not None:
+            self._made = statistics
+        self._in_step = False
+        with suppress(RuntimeError, MemoryError):  # the next search tries again, or says why not
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        """Make FAISS's indexes hold the valid tokens; those of a failed call are given up."""
+        if self._in_step:
+            return
+        with _ONE_AT_A_TIME:  # a search may find it out of step, and so may another beside it
+            if self._in_step:
+                return
+            try:
+                self._prepare()
+                while (held := self._tokens_held()) != self.counts.tolist():
+                    self._fill(held)
+            except BaseException:
+                self._made = []  # FAISS may have stopped anywhere
+                raise
+            self._in_step = True
+
+    def _tokens_held(self) -> list[int]:
+        """Tokens that all of FAISS's indexes of a row hold."""
+        return [min(index.ntotal if index else 0 for index in rows) for rows in self._made]
+
+    def _prepare(self) -> None:
+        """Have an index for each row and KV head that is ours alone, with no token too many."""
+        heads = self.geometry.kv_heads
+        if not self._made:
+            self._made = [[None] * heads for _ in range(len(self.counts))]
+        uses = Counter(id(index) for rows in self._made for index in rows)
+        for b, rows in enumerate(self._made):
+            count = int(self.counts[b])
+            for g, index in enumerate(rows):
+                if index is not None and index.ntotal != count:
+                    uses[id(index)] -= 1
+                    if uses[id(index)]:  # another row, as it is or as it will be, has it, too
+                        index = self._copy(index)
+                    if index is not None and index.ntotal > count:
+                        index = self._cut(index, count)
+                if index is None and count:
+                    index = self._placed(self._new(b, g))
+                rows[g] = index
+
+    def _fill(self, held: list[int]) -> None:
+        """Add the next tokens, at most `BLOCK`, after `held[b]` valid ones of each row."""
+        g, B = self.geometry, len(held)
+        new = [self._tokens(b)[held[b] : held[b] + BLOCK] for b in range(B)]
+        ids = torch.full((B, max(map(len, new))), UNUSED, device=g.device)
+        for b, tokens in enumerate(new):
+            ids[b, : len(tokens)] = tokens
+        keys = self._store.gather(ids[:, None].expand(-1, g.kv_heads, -1).contiguous()).keys
+        keys = self._for_faiss(keys)
+        if self.config.where == "gpu":
+            resources(g.device.index)  # follow torch's current stream
+        jobs = []
+        for b, rows in enumerate(self._made):
+            for head, index in enumerate(rows):
+                first = index.ntotal - held[b] if index else 0  # another head may be behind
+                if first < len(new[b]):
+                    jobs.append((index, keys[b, head, first : len(new[b])]))
+        at_once = 1 if self.config.where == "gpu" else torch.get_num_threads()
+        each(lambda job: self._add(*job), jobs, at_once)
+
+    def _tokens(self, b: int) -> Tensor:
+        """Ids of the valid tokens of a row, int64 `[n]`: FAISS's ids are places in it."""
+        if self.valid is None:
+            return torch.arange(len(self), device=self.geometry.device)
+        return self.valid[b].nonzero()[:, 0]
+
+    def _copy(self, index: Any) -> Any:
+        return self._faiss.clone_index(index) if self.config.where == "cpu" else None
+
+    def _cut(self, index: Any, count: int) -> Any:
+        """The index without what follows the first `count` tokens, or None to make it again."""
+        if not self.removes or self.config.where == "gpu":
+            return None
+        index.remove_ids(self._faiss.IDSelectorRange(count, index.ntotal))
+        return index
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        self._synchronise()
+        g, policy = self.geometry, self.config.group
+        folded = group.fold(queries, g.kv_heads, policy)
+        ids, keys = self._candidates(folded, min(self._wanted(k), int(self.counts.max())))
+        ids, order = ids.sort(dim=-1)
+        again = ids[..., 1:] == ids[..., :-1]
+        ids[..., 1:] = ids[..., 1:].masked_fill(again, UNUSED)
+        if keys is None:
+            keys = self._represented(self._store.gather(ids).keys.float(), ids)
+        else:
+            keys = keys.gather(2, order[..., None].expand_as(keys))
+        estimates = (folded @ keys.mT).masked_fill((ids < 0)[:, :, None], float("-inf"))
+        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        scores, slots = self.ops.select.top_k(agreed, k)  # ids ascend: equal scores stay in order
+        return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), scores)
+
+    def _candidates(self, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+        """Of queries float32 `[B, G, g, D]`: ids int64 `[B, G, g · count]`, -1 for none.
+
+        And their keys as FAISS reconstructs them, float32 `[B, G, g · count, D]`; on a GPU None.
+        """
+        B, G, heads, D = queries.shape
+        on_gpu = self.config.where == "gpu"
+        if on_gpu and count > LARGEST_K:
+            raise ValueError(f"k: got {count} candidates, allowed with where='gpu' is {LARGEST_K}")
+        asked = self._for_faiss(queries)
+        found = torch.full((B, G, heads * count), UNUSED, device=asked.device)
+        keys = None if on_gpu else asked.new_empty((B, G, heads * count, D)).zero_()
+        with threads(torch.get_num_threads()):
+            for b, g, rows in self._searches():
+                # rows that share an index; a list of places waits for a device, a slice does not
+                row: Any = slice(b, b + 1) if rows == [b] else rows
+                some = asked[row, g].contiguous()  # [b, g, D]
+                ids, vectors = self._ask(self._made[b][g], some.flatten(0, 1), count)
+                found[row, g] = ids.view(len(rows), -1)
+                if keys is not None and vectors is not None:
+                    keys[row, g] = vectors.view(len(rows), -1, D)
+        device = self.geometry.device
+        found = found.to(device)
+        if self.valid is not None:
+            for b in range(B):
+                places = self._tokens(b)
+                if len(places):
+                    found[b] = torch.where(found[b] < 0, UNUSED, places[found[b].clamp_min(0)])
+        return found, None if keys is None else keys.to(device)
+
+    def _searches(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Row and head of each index of FAISS that holds a token, and all rows that share it."""
+        for g in range(self.geometry.kv_heads):
+            alike: dict[int, list[int]] = {}
+            for b, rows in enumerate(self._made):
+                if int(self.counts[b]):
+                    alike.setdefault(id(rows[g]), []).append(b)
+            for rows_alike in alike.values():
+                yield rows_alike[0], g, rows_alike
+
+    def _ask(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+        """Ids int64 `[n, count]` for queries `[n, D]` and, on a CPU, keys `[n, count, D]`."""
+        scores = queries.new_empty((len(queries), count))
+        ids = torch.empty(scores.shape, dtype=torch.int64, device=queries.device)
+        to_ids = self._faiss.cast_integer_to_idx_t_ptr(ids.data_ptr())
+        given = (len(queries), self._floats(queries), count, self._floats(scores), to_ids)
+        if self.config.where == "gpu":
+            resources(self.geometry.device.index)  # follow torch's current stream
+            index.search_c(*given)
+            return ids, None
+        keys = queries.new_empty((*scores.shape, queries.shape[1]))
+        index.search_and_reconstruct_c(*given, self._floats(keys))
+        return ids, keys.masked_fill((ids < 0)[..., None], 0)
+
+    # FAISS's ways
+
+    def _for_faiss(self, tensor: Tensor) -> Tensor:
+        device = self.geometry.device if self.config.where == "gpu" else torch.device("cpu")
+        return tensor.to(device, torch.float32).contiguous()
+
+    def _floats(self, tensor: Tensor) -> Any:
+        """Where FAISS finds a contiguous float32 tensor."""
+        return self._faiss.cast_integer_to_float_ptr(tensor.data_ptr())
+
+    def _placed(self, index: Any) -> Any:
+        if self.config.where == "cpu":
+            return index
+        device = self.geometry.device.index or 0
+        return self._faiss.index_cpu_to_gpu(resources(device), device, index)
+
+    # Bytes
+
+    def nbytes(self) -> dict[str, int]:
+        """As `BaseIndex.nbytes`; `codes` counts FAISS's indexes."""
+        tokens = int(self.counts.sum()) * self.geometry.kv_heads
+        found = super().nbytes()
+        return {**found, "codes": found["codes"] + int(tokens * self._token_bytes())}
+
+    def bytes_per_key(self) -> dict[str, float]:
+        """As `BaseIndex.bytes_per_key`; `scanned` as the index's page derives it."""
+        found = super().bytes_per_key()
+        kept = found["kept"] + self._token_bytes()
+        return {"kept": kept, "scanned": self._scanned_bytes()}
+
+    def _scanned_bytes(self) -> float:
+        return self._token_bytes()

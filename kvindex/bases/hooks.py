@@ -1,0 +1,157 @@
+"""What an index writes: two methods, and whichever others it needs to say more.
+
+`_encode` and `_search` make an index of `kvindex.bases.index.BaseIndex`. `_learn` lets it learn
+parameters, once; the `_with_…` hooks, `_keep` and `_cleared` let it keep statistics of its tokens;
+signals tell it of the sequence (docs/adding-an-index.md).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvindex.bases.deferred import Checked
+from kvindex.core.config import NoConfig
+from kvindex.core.protocol import Codes, Hits, Rows
+from kvindex.ops import coverage
+from kvindex.storage.columns import Columns
+
+
+class Hooks(Checked, ABC, guarded=False):
+    """What `BaseIndex` asks of an index, with what it does where nothing is said."""
+
+    config: Any
+    _codes: Columns
+    _learnt: Codes
+
+    Config: ClassVar[type] = NoConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    default_preset: ClassVar[str | None] = None
+    scattered: ClassVar[bool] = False
+    """Whether tokens that come together may lie anywhere, not one after the other."""
+    weighted: ClassVar[bool] = False
+    """Whether rows that a search finds have weights of their own (`Hits.log_weight`)."""
+    needs_rope: ClassVar[bool] = False
+    """Whether it cannot do without `Geometry.rope`."""
+
+    @abstractmethod
+    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+        """Codes `[B, G, N, ...]` of finite keys `[B, G, N, D]`; invalid tokens come as zeros.
+
+        learnt: what `_learn` gave; it will hold once these keys are appended.
+        """
+
+    @abstractmethod
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
+
+    def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
+        """As `_search`, but no more rows than hold the share `mass`, and `Hits.mass`."""
+        raise NotImplementedError  # `check_mass` has refused
+
+    def check_mass(self, mass: float) -> None:
+        """Raises ValueError where a search cannot tell what share of the attention its rows hold.
+
+        It can where `_search_mass` is written and the policy of the group searches for every head.
+        """
+        if type(self)._search_mass is Hooks._search_mass:
+            raise ValueError(
+                f"mass: got {mass}, allowed is None: {type(self).__name__} does not know what "
+                "share of the attention its rows hold"
+            )
+        coverage.check_policy(self.config.group)
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """Parameters, tensors `[B, ...]`, once these tokens are appended; changes nothing.
+
+        A row of the batch learns from the first append that holds a valid token of it (an index
+        may ask for more), and keeps what it has learnt until `reset`, or until what it was learnt
+        from is gone (`_learnt_before`).
+        """
+        return {}
+
+    def _learnt_before(self, length: int) -> Codes:
+        """What stays learnt once the tokens from `length` on are gone; changes nothing."""
+        return self._learnt
+
+    def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
+        """What is learnt once these tokens are appended, and their codes as `Columns` take them.
+
+        Changes nothing that a search reads. Raises ValueError for valid keys that are not finite.
+        """
+        known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
+        self._check_finite("keys", known)
+        learnt = self._learn(known, valid)
+        return learnt, self._encode(known, learnt)
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
+        """The statistics once `codes` are appended; changes nothing."""
+
+    def _with_truncated(self, length: int) -> Any:
+        """The statistics once the tokens from `length` on are gone; changes nothing."""
+
+    def _with_reordered(self, batch_indices: Tensor) -> Any:
+        """The statistics once the batch is reordered; changes nothing."""
+
+    def _keep(self, statistics: Any) -> None:
+        """What one of the three above returned becomes the index's statistics."""
+
+    def _held(self) -> list[Tensor]:
+        """Tensors that the index keeps on the device beside the codes, for `nbytes`."""
+        return []
+
+    def _cleared(self) -> None:
+        """Everything was forgotten."""
+
+    def _scanned(self) -> list[Tensor]:
+        """What a search reads of every token `[B, G, N, ...]`: all codes unless an index says."""
+        return [self._codes[name] for name in self._codes]
+
+    def _summaries(self) -> Rows | None:
+        """Rows that are not tokens, keys `[B, G, S, D]`: row `s` has the id `-2 - s`."""
+        return None
+
+    # What it is
+
+    @property
+    def unit(self) -> int:
+        """Tokens that come together at most: 1, unless an index selects whole pages."""
+        return 1
+
+    @property
+    def appends_beside(self) -> bool:
+        """Whether `begin_append` leaves the host and other streams alone: not unless one says so.
+
+        A layer then has it run beside its steps.
+        """
+        return False
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether a search depends on the queries of other steps since the last append.
+
+        Steps of such an index cannot be searched at once (`kvindex_adapters.evaluate.parallel`).
+        """
+        return False
+
+    # Signals
+
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` does anything; else a layer need not say where its queries are."""
+        return getattr(self.observe, "__func__", None) is not Hooks.observe
+
+    def seal(self) -> None:
+        """The prompt is complete. Nothing to do unless an index says so."""
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`. Nothing to do by default."""
+
+    def mark_boundary(self) -> None:
+        """A segment ends here. Nothing to do unless an index says so."""
+
+    def read(self, tokens: Tensor, *, first: int) -> None:
+        """Ids of the tokens from `first` on, int64 `[B, T]` or `[T]`. Nothing to do by default."""

@@ -1,0 +1,313 @@
+"""What all indexes share: growth, storage, fetch, housekeeping.
+
+An index on this base writes `_encode` and `_search` (`kvindex.bases.hooks` has all that it may).
+The public methods check their arguments first (`bases/deferred.py`); one that fails all the same is
+undone (`core/guard.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.hooks import Hooks
+from kvindex.core import backend as backends
+from kvindex.core import check as checks
+from kvindex.core.config import make_config
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.storage.columns import Columns, Valid
+from kvindex.storage.store import PLACES, Store
+
+
+class BaseIndex(Hooks):
+    """Base of the indexes in `kvindex/indexes/`.
+
+    Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run); `store`
+    ("device" or "host": where rows live); `rows` ("plain": kept as they are; "int8" or "fp8": as a
+    byte per number and a scale for each key and value, and then `fetch`, and whatever else reads
+    rows, gives what these stand for); `check` (True: NaN in keys raises at once; False: it is
+    never looked for; None: at once on a CPU, and on a CUDA device, where looking would stop it, at
+    the next call that stops it anyway); `preset` and single fields of the index's own `Config`.
+    """
+
+    parts_are_its_own = True
+
+    def __init__(
+        self,
+        *,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        rope: Any = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        backend: str = "torch",
+        store: str = "device",
+        rows: str = "plain",
+        check: bool | None = None,
+        preset: str | None = None,
+        **options: Any,
+    ) -> None:
+        geometry = Geometry.of(
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            scale=scale,
+            softcap=softcap,
+            rope=rope,
+            dtype=dtype,
+            device=device,
+        )
+        super().__init__(geometry, check)
+        self.config: Any = make_config(type(self), preset, options)
+        self.backend = backend
+        self.ops: Any = backends.resolve(backend)
+        if backend != "torch":
+            self.ops.ready(self.geometry.device)
+        checks.one_of("store", store, PLACES)
+        make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
+        self._store = make_store(self.geometry, store, rows)
+        if self.needs_rope and self.geometry.rope is None:
+            raise ValueError(
+                "rope: got None, allowed are the inverse frequencies of the keys' rotary "
+                f"embedding, float [F], which {type(self).__name__} needs"
+            )
+        self._codes, self._valid = Columns(), Valid()
+        self._learnt: Codes = {}
+        self._batch: int | None = None  # unknown until the first append
+        self._length = 0
+        self._counts = torch.zeros(0, dtype=torch.int64)
+        self._cleared()
+
+    # The protocol
+
+    def encode(self, keys: Tensor) -> Codes:
+        """Codes of keys `[B, G, N, D]`. Raises ValueError or TypeError for a wrong tensor.
+
+        With parameters that are learnt: as `append` would encode these keys.
+        """
+        self._check_tensor("keys", keys, self._per_token(self._batch, None, self.geometry.head_dim))
+        self._check_finite("keys", keys)
+        keys = keys.detach()
+        return self._encode(keys, self._learn(keys, None))
+
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`.
+
+        An invalid token (left padding) keeps its id and its row, is never returned by `search`
+        and counts in no statistic.
+        Raises ValueError or TypeError for wrong shapes, dtypes, devices, a changed batch size,
+        NaN or infinity in valid keys; the index stays as it was.
+        """
+        self.begin_append(keys, values, valid=valid)()
+
+    def begin_append(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Callable[[], None]:
+        """The first part of an append, the long one where it can be; what is returned is the rest.
+
+        In between the index is as it was, to be searched and read, and the tensors must stay as
+        they are. Where `appends_beside`, what it grows by does not move what is there, so that a
+        CUDA stream may do the first part while another one searches (docs/cuda.md).
+        Raises as `append`; the rest raises ValueError if the index has changed.
+        """
+        g = self.geometry
+        self._check_tensor("keys", keys, self._per_token(self._batch, None, g.head_dim))
+        batch, count = keys.shape[0], keys.shape[2]
+        self._check_tensor("values", values, self._per_token(batch, count, g.value_dim))
+        if valid is not None:
+            checks.tensor("valid", valid, {"B": batch, "N": count}, torch.bool, g.device)
+        if keys.numel() == 0:
+            return lambda: None
+        length, held, known = self._length, self._codes, self._learnt
+        learnt, codes = self._prepared(keys.detach(), valid)
+        rows = self._store.join(keys, values)
+        counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
+        self._codes.reserve(codes)
+        self._store.reserve(rows)
+        statistics = self._with_appended(codes, valid)
+        for part, new in ((self._codes, codes), (self._store, rows)):
+            if hasattr(part, "write"):
+                part.write(new)
+
+        def end() -> None:
+            if length != self._length or held is not self._codes or known is not self._learnt:
+                raise ValueError("append: the index has changed between its beginning and its end")
+            flags = self._valid.reserve(self._length, keys, valid)
+            self._codes.append(codes)
+            self._store.append(rows)
+            self._valid.append(flags, all_real=valid is None)
+            self._learnt = learnt
+            self._batch = batch
+            self._counts = self._counts + counts if self._length else counts.expand(batch)
+            self._length += count
+            self._keep(statistics)
+
+        return partial(self._end_append, end)
+
+    def _end_append(self, end: Callable[[], None]) -> None:
+        """The rest of an append, all or nothing as a call of its own."""
+        end()
+
+    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+        """The `k` rows per KV head that queries `[B, H, D]` should attend to.
+
+        mass: in (0, 1]: slots stay unused once every head of the group is believed to find this
+        share of the index's attention in the rows before; `Hits.mass` is what each finds.
+
+        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, a k out of range,
+        or a mass out of range or of an index that cannot tell it.
+        """
+        checks.wanted_rows(k)
+        if mass is not None:
+            checks.within("mass", mass, 0, 1)
+            self.check_mass(mass)
+        g = self.geometry
+        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        self._check_finite("queries", queries)
+        if self._length == 0 or int(self._counts.max()) == 0:
+            ids = torch.full((len(queries), g.kv_heads, k), UNUSED, device=g.device)
+            found = None if mass is None else torch.ones(queries.shape[:2], device=g.device)
+            return Hits(ids, torch.full_like(ids, float("-inf"), dtype=torch.float32), mass=found)
+        most = min(k, self._rows_at_most())
+        if mass is not None:
+            hits = self._search_mass(queries.detach(), most, float(mass))
+        else:
+            hits = self._search(queries.detach(), most)
+        return hits if most == k else hits.widened(k)
+
+    def _rows_at_most(self) -> int:
+        """Rows that a search can find: valid tokens of a row of the batch, and summaries."""
+        summaries = self._summaries()
+        return int(self._counts.max()) + (0 if summaries is None else summaries.keys.shape[2])
+
+    def fetch(self, hits: Hits) -> Rows:
+        """Full-precision rows of `hits`; unused slots are zero.
+
+        Raises ValueError or TypeError for ids of a wrong shape, or that name no row.
+        """
+        summaries = self._summaries()
+        ids = self._checked_ids(hits, 0 if summaries is None else summaries.keys.shape[2])
+        rows = self._store.gather(ids)
+        if summaries is None:
+            return rows
+        named = ids < UNUSED  # id -2 is row 0 of the summaries, -3 row 1, …
+        row = torch.where(named, UNUSED - 1 - ids, UNUSED)
+        gather = self.ops.fetch.gather_rows
+        return Rows(
+            torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
+            torch.where(named[..., None], gather(summaries.values, row), rows.values),
+        )
+
+    def __len__(self) -> int:
+        """Tokens held, `N`, invalid ones included."""
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
+        checks.at_least("length", length, 0)
+        self.raise_deferred()
+        if length >= self._length:
+            return
+        gone = torch.tensor(self._length - length)
+        if self.valid is not None:
+            gone = self.valid[:, length:].sum(1).cpu()
+        statistics, learnt = self._with_truncated(length), self._learnt_before(length)
+        for part in (self._codes, self._store, self._valid):
+            part.truncate(length)
+        self._learnt = learnt
+        self._counts = self._counts - gone
+        self._length = length
+        self._keep(statistics)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ.
+
+        Raises ValueError or TypeError for a wrong tensor or an index outside the batch.
+        """
+        checks.rows("batch_indices", batch_indices, self._batch)
+        if self._batch is None:
+            return
+        self.raise_deferred()
+        order = batch_indices.to(self.geometry.device)
+        statistics = self._with_reordered(order)
+        codes, valid = self._codes.reordered(batch_indices), self._valid.reordered(batch_indices)
+        learnt = {name: tensor[order] for name, tensor in self._learnt.items()}
+        self._store = self._store.reordered(batch_indices)
+        self._codes, self._valid, self._learnt = codes, valid, learnt
+        self._batch = len(batch_indices)
+        self._counts = self._counts[batch_indices.cpu()]
+        self._keep(statistics)
+
+    def reset(self) -> None:
+        """Forget everything, learnt parameters and batch size included."""
+        self._codes, self._store = self._codes.emptied(), self._store.emptied()
+        self._valid, self._learnt = self._valid.emptied(), {}
+        self._batch, self._length = None, 0
+        self._counts = torch.zeros(0, dtype=torch.int64)
+        self._deferred, self._broken = {}, None
+        self._cleared()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per tier: `codes` (and statistics and constants) on the compute device,
+        `rows` in the store.
+        """
+        self.raise_deferred()
+        codes = self._codes.nbytes() + self._valid.nbytes()
+        codes += sum(tensor.nbytes for tensor in [*self._learnt.values(), *self._held()])
+        return {"codes": codes, "rows": self._store.nbytes()}
+
+    def bytes_per_key(self) -> dict[str, float]:
+        """Bytes per token and KV head: `kept` (codes and what is learnt), `scanned` by a search.
+
+        Raises ValueError for an empty index, whose codes have no shape yet.
+        """
+        checks.at_least("len(index)", self._length, 1)
+        tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
+        scanned = sum(tensor.nbytes for tensor in self._scanned())
+        kept = self._codes.nbytes() + sum(tensor.nbytes for tensor in self._learnt.values())
+        return {"kept": kept / tokens, "scanned": scanned / tokens}
+
+    def repeated(self, count: int) -> Self:
+        """`count` rows that all read the one row of this index: for as many queries at once.
+
+        A view, to search and to fetch from while this index stays as it is. Raises ValueError for
+        a batch other than 1.
+        """
+        checks.at_least("count", count, 1)
+        if self._batch != 1:
+            raise ValueError(f"repeated: got a batch of {self._batch}, allowed is 1")
+        rows = torch.zeros(count, dtype=torch.int64)
+        view = self._shallow()
+        view._codes, view._store = self._codes.repeated(count), self._store.repeated(count)
+        view._valid = self._valid.reordered(rows)
+        view._learnt = {name: t.expand(count, *t.shape[1:]) for name, t in self._learnt.items()}
+        view._counts, view._batch = self._counts.expand(count), count
+        view._keep(self._with_reordered(rows.to(self.geometry.device)))
+        return view
+
+    # Shared parts
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's key and value for one head, as they are stored and fetched."""
+        return self._store.row_bytes
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        return self._valid.flags
+
+    @property
+    def counts(self) -> Tensor:
+        """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
+        return self._counts

@@ -1,0 +1,147 @@
+"""Some of a prompt's queries, kept as they pass by, for indexes that are built from queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes
+
+CHOICES = ("last", "first", "random", "evenly")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The `most` queries that come first in `priority`, in order of their positions.
+
+    queries: `[B, H, R, D]`; positions: int64 `[R]`; end: the position after the newest query.
+    """
+
+    queries: Tensor
+    positions: Tensor
+    end: int
+
+    @staticmethod
+    def of(
+        before: Observed | None,
+        queries: Tensor,
+        positions: Tensor,
+        *,
+        most: int,
+        choice: str,
+        seed: int = 0,
+    ) -> Observed:
+        """Queries `[B, H, T, D]` at positions int64 `[T]`, ascending, after those of `before`.
+
+        What was kept from the first of the new positions on belongs to a sequence that was cut,
+        and goes.
+        """
+        end = int(positions[-1]) + 1
+        if before is not None:
+            still = before.positions < positions[0]
+            queries = torch.cat([before.queries[:, :, still], queries], dim=2)
+            positions = torch.cat([before.positions[still], positions])
+        kept = priority(positions, choice, seed).argsort()[:most].sort().values
+        return Observed(queries[:, :, kept].clone(), positions[kept], end)
+
+    def chosen(self, counts: Tensor, usable: Tensor, *, choice: str, seed: int = 0) -> Tensor:
+        """The first `counts[b]` of the usable queries in `priority`, bool `[B, R]`.
+
+        counts: int64 `[B]`; usable: bool `[B, R]`.
+        """
+        order = priority(self.positions, choice, seed).argsort()
+        ranked = usable[:, order]
+        chosen = torch.zeros_like(ranked)
+        chosen[:, order] = ranked & (ranked.cumsum(1) <= counts[:, None])
+        return chosen
+
+    def reordered(self, batch_indices: Tensor) -> Observed:
+        """Row `b` is row `batch_indices[b]` of this."""
+        return Observed(self.queries[batch_indices], self.positions, self.end)
+
+    def held(self) -> list[Tensor]:
+        """What takes memory."""
+        return [self.queries, self.positions]
+
+
+def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
+    """Int64 `[T]`, different for different positions below 2^32: the least are taken first.
+
+    "evenly" orders by the position's bits in reverse, so that the first of any number of them are
+    spread evenly (van der Corput, 1935); "random" by a hash of 64 bits.
+    """
+    if choice == "last":
+        return -positions
+    mixed = positions
+    if choice == "random":
+        mixed = mixed + (seed << 32)
+        for odd in (-7046029254386353131, -4658895280553007687):  # of the hash splitmix64
+            mixed = mixed * odd
+            mixed = mixed ^ mixed >> 31
+    elif choice == "evenly":
+        for shift in (16, 8, 4, 2, 1):
+            mask = 0xFFFFFFFF // (2**shift + 1)  # 0x0000FFFF, 0x00FF00FF, …
+            mixed = (mixed >> shift & mask) | (mixed & mask) << shift
+    return mixed
+
+
+class Watching(BaseIndex):
+    """Base of an index that chooses by the prompt's queries: it keeps those it may need.
+
+    `_seen` has them, or None; `_sealed` says whether the prompt is complete.
+    """
+
+    _seen: Observed | None
+    _sealed: bool
+
+    def _signal(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Observed queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
+
+        Raises ValueError or TypeError for a wrong tensor.
+        """
+        g, seen = self.geometry, self._seen
+        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
+        shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
+        self._check_tensor("queries", queries, shape)
+        check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64, g.device)
+        return queries.detach().nan_to_num(0, 0, 0)
+
+    def _watch(self, queries: Tensor, positions: Tensor, most: int) -> None:
+        """Keep the last `most` queries of the prompt, these included."""
+        if len(positions):
+            self._seen = Observed.of(self._seen, queries, positions, most=most, choice="last")
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
+        if self._batch is None and self._seen:
+            check.rows("batch_indices", batch_indices, self._seen.queries.shape[0])
+            self._seen = self._seen.reordered(batch_indices.to(self.geometry.device))
+        super().reorder(batch_indices)
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        if self._seen is not None:
+            batch = {"B": self._seen.queries.shape[0], "G": None, "N": None, "D": None}
+            check.tensor("keys", keys, batch)
+        return super()._learn(keys, valid)
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Observed | None:
+        return self._seen
+
+    def _with_truncated(self, length: int) -> Observed | None:
+        return self._seen
+
+    def _with_reordered(self, batch_indices: Tensor) -> Observed | None:
+        return self._seen and self._seen.reordered(batch_indices)
+
+    def _keep(self, statistics: Observed | None) -> None:
+        self._seen = statistics
+
+    def _cleared(self) -> None:
+        self._seen, self._sealed = None, False
+
+    def _held(self) -> list[Tensor]:
+        return self._seen.held() if self._seen else []

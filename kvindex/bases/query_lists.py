@@ -1,0 +1,155 @@
+"""Queries as centroids, each with a list of its best keys, for indexes that search through them.
+
+What there is to keep is a mapping of tensors, for `C` centroids with `L` rows in a list:
+`centroids` `[B, G, g, C, D]`; `normalisers` float32 `[B, G, g, C]`, the logarithm of what the
+softmax of each head summed when the list was made, which stays (so that the scores of later keys
+compare with those of earlier ones); `lists` int32 `[B, G, C, L]`, ids, best first, -1 for none;
+`list_scores` float32, theirs; `known` bool `[B, C]`, False for a centroid that a row lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import UNUSED, Codes
+from kvindex.ops.attention import cap
+
+AXES = {"centroids": 3, "normalisers": 3, "lists": 2, "list_scores": 2, "known": 1}
+"""The axis of each that counts centroids."""
+
+SCORES = 2**22
+"""Scores held at once while keys are offered (16 MiB)."""
+
+NEVER = float("-inf")
+
+Blocks: TypeAlias = Callable[[], Iterable[tuple[int, Tensor, Tensor | None]]]
+"""Keys in order: (first id, keys `[B, G, n, D]`, valid bool `[B, n]` or None)."""
+
+
+@dataclass(frozen=True)
+class Lister:
+    """Makes lists of `rows` ids each, by the largest share of any head. ops: the backend's."""
+
+    geometry: Geometry
+    ops: Any
+    rows: int
+
+    def listed(self, queries: Tensor, blocks: Blocks) -> Codes:
+        """Queries `[B, H, C, D]` as centroids, with the best of all keys."""
+        g, (B, _, C, _), device = self.geometry, queries.shape, queries.device
+        centroids = by_group(queries, g.kv_heads)
+        totals = torch.full(centroids.shape[:-1], NEVER, device=device)
+        for _, keys, valid in blocks() if g.group_size > 1 else ():
+            for some in self._chunks(totals, keys):
+                logits = self._logits(centroids[..., some, :], keys)
+                if valid is not None:
+                    logits = logits.masked_fill(~valid[:, None, None, None], NEVER)
+                totals[..., some] = torch.logaddexp(totals[..., some], logits.logsumexp(-1))
+        shape = (B, g.kv_heads, C, self.rows)
+        empty = {
+            "centroids": centroids,
+            "normalisers": totals.masked_fill(totals == NEVER, 0),
+            "lists": torch.full(shape, UNUSED, dtype=torch.int32, device=device),
+            "list_scores": torch.full(shape, NEVER, device=device),
+            "known": torch.ones((B, C), dtype=torch.bool, device=device),
+        }
+        return self.offered(empty, blocks)
+
+    def relisted(self, queries: Tensor, ids: Tensor, products: Tensor) -> Codes:
+        """Queries `[B, H, D]` as one centroid, with the best of the keys that a search looked at.
+
+        ids: int64 `[B, G, n]`, ascending, -1 for none; products: their `q·k`, `[B, G, g, n]`.
+        """
+        g = self.geometry
+        logits = products if g.group_size == 1 else cap(products, g.scale, g.softcap)
+        logits = logits.masked_fill((ids < 0)[:, :, None], NEVER)[:, :, :, None]  # C = 1
+        totals = logits.logsumexp(-1)
+        totals = totals.masked_fill(totals == NEVER, 0)
+        scores, slots = self.ops.select.top_k(self._shared(logits, totals), self.rows)
+        lists = ids[:, :, None].gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
+        return {
+            "centroids": by_group(queries[:, :, None], g.kv_heads),
+            "normalisers": totals,
+            "lists": lists.int(),
+            "list_scores": scores,
+            "known": torch.ones((len(queries), 1), dtype=torch.bool, device=queries.device),
+        }
+
+    def offered(self, learnt: Codes, blocks: Blocks) -> Codes:
+        """The same once keys took their places in the lists; `learnt` stays as it was.
+
+        Ids in `blocks` are above those in the lists, so that equal scores go to the lower id.
+        """
+        lists, scores = learnt["lists"].clone(), learnt["list_scores"].clone()
+        for start, keys, valid in blocks():
+            ids = torch.arange(start, start + keys.shape[2], device=keys.device, dtype=torch.int32)
+            for some in self._chunks(learnt["normalisers"], keys):
+                new = self._logits(learnt["centroids"][..., some, :], keys)
+                new = self._shared(new, learnt["normalisers"][..., some])
+                if valid is not None:
+                    new = new.masked_fill(~valid[:, None, None], NEVER)
+                both = torch.cat([scores[:, :, some], new], dim=-1)
+                scores[:, :, some], slots = self.ops.select.top_k(both, self.rows)
+                held = torch.cat([lists[:, :, some], ids.expand(new.shape)], dim=-1)
+                held = held.gather(-1, slots.clamp_min(0))
+                lists[:, :, some] = held.masked_fill(slots < 0, UNUSED)
+        return {**learnt, "lists": lists, "list_scores": scores}
+
+    def _logits(self, centroids: Tensor, keys: Tensor) -> Tensor:
+        """Logits float32 `[B, G, g, c, T]` of centroids `[B, G, g, c, D]`; bare `q·k` if g = 1."""
+        products = centroids.float() @ keys.float().mT[:, :, None]
+        g = self.geometry
+        return products if g.group_size == 1 else cap(products, g.scale, g.softcap)
+
+    def _shared(self, logits: Tensor, totals: Tensor) -> Tensor:
+        """Scores `[B, G, c, T]` in a list: logarithms of shares; bare `q·k` if g = 1."""
+        if logits.shape[2] == 1:
+            return logits[:, :, 0]
+        return (logits - totals[..., None]).amax(2)
+
+    def _chunks(self, totals: Tensor, keys: Tensor) -> Iterator[slice]:
+        """Centroids taken at a time, of those of totals `[B, G, g, C]`."""
+        each = totals[..., 0].numel() * (keys.shape[2] + self.rows)
+        step = max(SCORES // max(each, 1), 1)
+        return (slice(start, start + step) for start in range(0, totals.shape[-1], step))
+
+
+def by_group(queries: Tensor, kv_heads: int) -> Tensor:
+    """Queries `[B, H, C, D]` as centroids `[B, G, g, C, D]`, a copy."""
+    B, H, C, D = queries.shape
+    return queries.reshape(B, kv_heads, H // kv_heads, C, D).clone()
+
+
+def queued(learnt: Codes, new: Codes, oldest: int) -> Codes:
+    """The same with centroids replaced from `oldest` on, the last followed by the first."""
+    slots = torch.arange(new["known"].shape[1], device=new["known"].device)
+    slots = (slots + oldest) % learnt["known"].shape[1]
+    return {name: learnt[name].index_copy(axis, slots, new[name]) for name, axis in AXES.items()}
+
+
+def recalled(learnt: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
+    """Ids in the lists of the `probes` centroids nearest by angle, int64 `[B, G, probes · L]`.
+
+    Ascending, each once, then -1. A centroid is as near as it is to any head of the group.
+
+    queries: float32 `[B, G, g, D]`; tokens: above all ids.
+    """
+    lists = learnt["lists"]
+    centroids = normalize(learnt["centroids"].float(), dim=-1)
+    cosines = (centroids @ normalize(queries, dim=-1)[..., None])[..., 0].amax(2)  # [B, G, C]
+    cosines = cosines.masked_fill(~learnt["known"][:, None], NEVER)
+    slots = ops.select.top_k(cosines, min(probes, cosines.shape[-1]))[1]
+    rows = slots.clamp_min(0)[..., None].expand(-1, -1, -1, lists.shape[-1])
+    ids = lists.gather(2, rows).masked_fill((slots < 0)[..., None], UNUSED).flatten(2).long()
+    ids = ids.masked_fill(ids < 0, tokens).sort(dim=-1).values
+    again = torch.zeros_like(ids, dtype=torch.bool)
+    again[..., 1:] = ids[..., 1:] == ids[..., :-1]
+    ids = ids.masked_fill(again, tokens).sort(dim=-1).values
+    return ids.masked_fill(ids == tokens, UNUSED)

@@ -1,0 +1,1 @@
+"""The protocol, and what every other room builds on."""

@@ -1,0 +1,71 @@
+"""Configurations: frozen dataclasses, presets, and the one-line form of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvindex.core import check
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """The configuration of an index that has none."""
+
+
+def make_config(index: Any, preset: str | None, options: Mapping[str, Any]) -> Any:
+    """`index.Config` from a preset, with single fields overridden.
+
+    Raises ValueError for an unknown preset or option (with near matches), and whatever the
+    configuration's own validation raises.
+    """
+    preset = index.default_preset if preset is None else preset
+    fields = {}
+    if preset is not None:
+        if check.text("preset", preset) not in index.presets:
+            raise ValueError(unknown("preset", preset, index.presets))
+        fields = dict(index.presets[preset])
+    known = [field.name for field in dataclasses.fields(index.Config)]
+    for name in options:
+        if name not in known:
+            raise ValueError(unknown("option", name, known))
+    return index.Config(**{**fields, **options})
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """`"pariskv:preset=paper:beta=.05"` as `("pariskv", {"preset": "paper", "beta": 0.05})`.
+
+    Values read as integers, decimals, `true`, `false` or `none` where they look like one.
+    Raises ValueError for a part that is not `option=value`.
+    """
+    name, *parts = check.text("index", spec).split(":")
+    options: dict[str, Any] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not (option and equals and value):
+            raise ValueError(f"index: got {spec!r}, allowed is name:option=value:…")
+        options[option] = _literal(value)
+    return name, options
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message for an unknown name, with near matches."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"{kind}: got {name!r}, allowed is one of {known}{hint}"
+
+
+def _literal(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,90 @@
+"""What an index must know about the attention layer it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core import rope as turning
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shapes, scale and place of one attention layer.
+
+    q_heads, kv_heads: `H` and `G`, `H % G == 0`.
+    head_dim: `D`, a multiple of 8 (the byte of sign bits that the kernels read).
+    value_dim: `Dv`, `head_dim` unless given.
+    scale: factor on `q·k` before softmax, `D**-0.5` unless given.
+    softcap: logits become `softcap · tanh(logit / softcap)`, or None.
+    rope: inverse frequencies of the keys' rotary embedding, float `[F]` (`core/rope.py`), or None.
+    dtype: of keys, values and queries: float32, float16 or bfloat16.
+    device: where codes live and searches run.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    softcap: float | None
+    rope: Tensor | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of an index for such a layer."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+    @staticmethod
+    def of(
+        *,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        rope: Any = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Geometry:
+        """Validate and fill in defaults.
+
+        Raises ValueError naming the argument, the value received and what is allowed.
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = dict(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+        for name, value in sizes.items():
+            check.at_least(name, value, 1)
+        if q_heads % kv_heads:
+            raise ValueError(
+                f"q_heads: got {q_heads}, allowed is a multiple of kv_heads = {kv_heads}"
+            )
+        if head_dim % 8:
+            raise ValueError(f"head_dim: got {head_dim}, allowed is a multiple of 8")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: got {dtype}, allowed is one of {list(DTYPES)}")
+        scale = head_dim**-0.5 if scale is None else check.positive("scale", scale)
+        if softcap is not None:
+            softcap = check.positive("softcap", softcap)
+        try:
+            place = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        except (RuntimeError, AssertionError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"device: got {device!r}, allowed is one that this torch has ({reason})"
+            ) from error
+        rope = turning.checked(rope, head_dim, place)
+        return Geometry(q_heads, kv_heads, head_dim, value_dim, scale, softcap, rope, dtype, place)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head, `H / G`."""
+        return self.q_heads // self.kv_heads

@@ -1,0 +1,234 @@
+"""What surrounds every public call of an index, a wrapper and a layer.
+
+All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
+later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the
+default device of the caller change nothing. Threads: reads beside reads, and nothing beside a
+change; whoever comes in between gets an error in words.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any, ClassVar, Self
+
+import torch
+
+from kvindex.core.restore import Restorable
+
+READS = frozenset(
+    {"encode", "search", "fetch", "nbytes", "bytes_per_key", "repeated", "__deepcopy__"}
+)
+"""Calls that may run beside one another."""
+
+ALONE = frozenset({"attend", "attend_next", "attend_to", "prepare", "make_room"})
+"""Calls that use buffers, but change nothing that can be seen."""
+
+CHANGES = frozenset(
+    {
+        *("append", "begin_append", "_end_append", "truncate", "reorder", "reset"),
+        *("seal", "observe", "mark_boundary", "read", "step", "_settle"),
+    }
+)
+"""Calls that are undone where they fail."""
+
+DEVICE_TYPES = ("cpu", "cuda")
+"""Whose autocast is looked for."""
+
+_FLOAT32, _default_dtype = torch.float32, torch.get_default_dtype
+_autocast, _modes = torch.is_autocast_enabled, torch._C._len_torch_function_stack
+
+
+class Access:
+    """Which threads are inside: any number that read, or one that does not.
+
+    Whoever comes says so first and looks then, so that of two threads at least one sees the other.
+    """
+
+    def __init__(self) -> None:
+        self._readers: dict[int, int] = {}  # thread -> calls
+        self._owners: dict[int, int] = {}
+
+    def enter(self, name: str, *, alone: bool) -> None:
+        """Begin a call, which `leave` ends. Raises RuntimeError beside another thread's."""
+        me, owners, readers = get_ident(), self._owners, self._readers
+        calls = owners if alone else readers
+        calls[me] = calls.get(me, 0) + 1
+        # more threads than this one
+        if len(owners) > (me in owners) or (alone and len(readers) > (me in readers)):
+            raise RuntimeError(
+                f"{name}: got a call while another thread's is under way, allowed are reads "
+                "beside reads (search, fetch, encode) and nothing beside a change: use a lock"
+            )
+
+    def leave(self, *, alone: bool) -> None:
+        """End a call."""
+        me, calls = get_ident(), self._owners if alone else self._readers
+        left = calls.get(me, 0) - 1
+        if left > 0:
+            calls[me] = left
+        else:
+            calls.pop(me, None)
+
+
+class Guarded(Restorable):
+    """Base of what has public calls: methods of the names above are guarded in every subclass."""
+
+    parts_are_its_own: ClassVar[bool] = False
+    """Whether only its own calls change its parts: a checkpoint then holds until one does."""
+
+    _access: Access
+    _broken: str | None
+    _last_checkpoint: Any  # the checkpoint since the last change
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """An object that nobody has called yet."""
+        made = super().__new__(cls)
+        made._access, made._broken, made._last_checkpoint = Access(), None, None
+        return made
+
+    def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
+        """guarded: False for a class whose public methods do nothing."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = in_plain_torch(cls.__init__)  # type: ignore[method-assign]
+        for name in READS | ALONE | CHANGES if guarded else ():
+            owner = next((base for base in cls.__mro__ if name in vars(base)), Guarded)
+            if owner is cls or not issubclass(owner, Restorable):  # its own, or of a mixin
+                setattr(cls, name, _guarded(vars(owner)[name]))
+
+    def _shallow(self) -> Self:
+        twin = super()._shallow()
+        twin._access, twin._last_checkpoint = Access(), None
+        return twin
+
+    def checkpoint(self) -> Any:
+        """What this object is now, for `rollback`."""
+        if not self.parts_are_its_own:
+            return super().checkpoint()
+        if self._last_checkpoint is None:
+            self._last_checkpoint = super().checkpoint()
+        return self._last_checkpoint
+
+    def _undone(self, name: str) -> bool:
+        """Whether a call is undone where it fails."""
+        return name in CHANGES
+
+    def _alone(self, name: str) -> bool:
+        """Whether no other call may be under way beside one of this name."""
+        return name not in READS or self._undone(name)
+
+    def _check_usable(self, name: str) -> None:
+        if name != "reset":
+            raise RuntimeError(
+                f"{name}: got a {type(self).__name__} of which {self._broken} failed and could not "
+                "be undone, allowed is reset()"
+            )
+
+    def _undo(self, name: str, checkpoint: Any) -> None:
+        try:
+            self.rollback(checkpoint)
+        except BaseException:
+            self._broken = name
+            raise
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    name, reads = method.__name__, method.__name__ in READS
+
+    @functools.wraps(method)
+    def call(self: Guarded, *args: Any, **options: Any) -> Any:
+        access, before = self._access, None
+        alone = not reads or self._alone(name)
+        try:
+            try:
+                access.enter(name, alone=alone)
+                if self._broken is not None:
+                    self._check_usable(name)
+                if self._undone(name):
+                    before = self.checkpoint()
+                if _unusual():
+                    with plain_torch():
+                        result = method(self, *args, **options)
+                else:
+                    result = method(self, *args, **options)
+                if before is not None:
+                    self._last_checkpoint = None
+            except BaseException:  # an interrupt, too
+                if before is not None:  # before another thread may look
+                    self._undo(name, before)
+                    before = None
+                raise
+            finally:
+                access.leave(alone=alone)
+            return result
+        except BaseException:  # an interrupt that comes after all is done
+            if before is not None:
+                self._undo(name, before)
+            raise
+
+    return call
+
+
+def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, computed as by default whatever the caller has set (`plain_torch`)."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        if not _unusual():
+            return method(*args, **options)
+        with plain_torch():
+            return method(*args, **options)
+
+    return call
+
+
+def _unusual() -> bool:
+    """Whether torch computes or allocates other than by default."""
+    # torch's own functions by their names here: this runs around every call
+    if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
+        return True
+    # a default device is a function mode; asking for it takes longer than all of this
+    return _modes() > 0 and torch.get_default_device().type != "cpu"
+
+
+class _Float32:
+    """float32 as the default dtype while anyone is inside: it is the whole process's."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, torch.float32
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float32)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.set_default_dtype(self._before)
+
+
+_float32 = _Float32()
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """torch as it is by default: no autocast, float32, the CPU where no device is named."""
+    with ExitStack() as stack:
+        stack.enter_context(_float32)
+        stack.enter_context(torch.device("cpu"))
+        for kind in DEVICE_TYPES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+# a copy is a read
+Guarded.__deepcopy__ = _guarded(Restorable.__deepcopy__)  # type: ignore[method-assign]

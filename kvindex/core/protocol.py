@@ -1,0 +1,190 @@
+"""The protocol every index speaks: encode, append, search, fetch.
+
+Letters used in every signature, docstring and page:
+`B` batch, `H` query heads, `G` KV heads (`H % G == 0`), `N` tokens in the index, `D` head
+dimension, `M` subspaces of `m = D / M` dimensions, `C` candidates after the coarse stage,
+`K` rows selected per KV head. `Dv` is the value dimension, `T` a number of new tokens.
+
+Invariants (`tests/contract/test_contract.py` holds every index to them):
+  - ids are dense and in append order, the first token is 0; an invalid token keeps its id;
+  - `search` returns exactly `k` slots: ids distinct within a row, scores descending, equal
+    scores by the lower id, unused slots `-1` with score `-inf`;
+  - an id below -1 names a row that is not a token; `fetch` resolves it;
+  - a call that raises leaves the index as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.resident import Near
+
+Codes: TypeAlias = Mapping[str, Tensor]
+"""What an index keeps per token on the compute device: named tensors `[B, G, N, ...]`."""
+
+UNUSED = -1
+"""The id of a slot that holds no row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """The rows a search selected, best first.
+
+    ids: int64 `[B, G, K]`; `-1` marks an unused slot, lower ids name rows that are not tokens.
+    scores: float32 `[B, G, K]`, descending; what the group of query heads agreed on.
+    log_weight: float32 `[B, H, K]` added to the attention logit before softmax, or None (zeros).
+    mass: float32 `[B, H]`, the share of the index's attention that each query head is believed to
+      find in these rows, where the search was asked for one; else None.
+    """
+
+    ids: Tensor
+    scores: Tensor
+    log_weight: Tensor | None = None
+    mass: Tensor | None = None
+
+    def widened(self, k: int) -> Hits:
+        """The same hits with unused slots after them, `K = k`."""
+        more = (0, k - self.ids.shape[-1])
+        weight = self.log_weight
+        return Hits(
+            pad(self.ids, more, value=UNUSED),
+            pad(self.scores, more, value=float("-inf")),
+            None if weight is None else pad(weight, more, value=float("-inf")),
+            self.mass,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Full-precision rows: keys `[B, G, K, D]`, values `[B, G, K, Dv]`; unused slots are zero."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@runtime_checkable
+class KVIndex(Protocol):
+    """A searchable store of the keys and values of one attention layer."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Shapes, scale and place."""
+        ...
+
+    @property
+    def config(self) -> Any:
+        """The index's own configuration, a frozen dataclass."""
+        ...
+
+    def encode(self, keys: Tensor) -> Codes:
+        """Codes of keys `[B, G, N, D]`; deterministic, changes nothing."""
+        ...
+
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`."""
+        ...
+
+    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+        """The `k` rows per KV head that queries `[B, H, D]` should attend to.
+
+        mass: fewer, where fewer hold this share of the attention (some indexes only).
+        """
+        ...
+
+    def fetch(self, hits: Hits) -> Rows:
+        """Full-precision rows of `hits`, on the compute device."""
+        ...
+
+    def seal(self) -> None:
+        """The prompt is complete."""
+        ...
+
+    def observe(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]` and the ids of their tokens, int64 `[T]`."""
+        ...
+
+    def mark_boundary(self) -> None:
+        """A sentence or segment ends with the newest token."""
+        ...
+
+    def read(self, tokens: Tensor, *, first: int) -> None:
+        """The text: ids int64 `[B, T]` (or `[T]` for all rows) of the tokens from `first` on."""
+        ...
+
+    def __len__(self) -> int:
+        """Tokens held, `N`, invalid ones included."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens with ids from `length` on."""
+        ...
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything, learnt parameters and batch size included."""
+        ...
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per tier: `codes` on the compute device, `rows` in the store."""
+        ...
+
+
+class Attends(Protocol):
+    """What an index may offer beyond: to attend by itself, to rows where they lie.
+
+    Whoever calls asks for `attends` first, as a layer does, and else searches and fetches.
+    """
+
+    @property
+    def attends(self) -> bool:
+        """Whether it does, as it was made."""
+        ...
+
+    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+        """Search, fetch and attend in one go: `[B, H, Dv]`, and the rows found, int32 `[B, G]`.
+
+        The attention of queries `[B, H, D]` over the best `k` rows and those that `near` shows;
+        each head needs one at least. Raises as `search`, and ValueError where it does not attend.
+        """
+        ...
+
+    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
+        that `near` shows: `[B, H, Dv]`. Raises as `fetch`, and ValueError where it does not attend.
+        """
+        ...
+
+
+class AttendsNext(Attends, Protocol):
+    """What an index that attends may offer beyond: the whole of a decoded token's step.
+
+    A layer calls it where it is there, and else copies the rows and calls `attend`.
+    """
+
+    def attend_next(
+        self,
+        queries: Tensor,
+        token: Rows,
+        near: Near,
+        window: Rows,
+        *,
+        k: int,
+        graphs: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, once `near` holds the token, and its rows are in their places in a window.
+
+        token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape;
+        graphs: whether steps that are all alike may be captured in a CUDA graph. `near` must have
+        room. Raises as `attend`, and ValueError for rows of other shapes; what `near` and the
+        window hold of the token is then undefined.
+        """
+        ...

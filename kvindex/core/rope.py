@@ -1,0 +1,41 @@
+"""The rotary embedding that keys come with, for indexes that look behind it.
+
+`Geometry.rope` are its inverse frequencies, float `[F]`: coordinate `j < F` of the token at place
+`t` has been turned with coordinate `j + F` by the angle `t · rope[j]`; others have not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+
+
+def checked(rope: Any, head_dim: int, device: torch.device) -> Tensor | None:
+    """`rope`, if it is None or inverse frequencies. Raises TypeError or ValueError."""
+    if rope is None:
+        return None
+    check.tensor("rope", rope, {"F": None}, device=device)
+    if not rope.is_floating_point() or not 1 <= len(rope) <= head_dim // 2:
+        raise ValueError(
+            f"rope: got {rope.dtype} of {len(rope)} entries, allowed is None or 1 to "
+            f"head_dim / 2 = {head_dim // 2} inverse frequencies"
+        )
+    found: Tensor = rope
+    return found
+
+
+def turned(vectors: Tensor, places: Tensor, rope: Tensor | None) -> Tensor:
+    """Vectors float32 `[…, n, D]` turned by the angles of places, integers `[…, n]`; `-places`
+    turns back.
+    """
+    if rope is None:
+        return vectors
+    angles = places[..., None].double() * rope.double()
+    cos, sin = angles.cos().float(), angles.sin().float()
+    F = len(rope)
+    a, b, rest = vectors[..., :F], vectors[..., F : 2 * F], vectors[..., 2 * F :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

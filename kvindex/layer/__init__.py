@@ -1,0 +1,5 @@
+"""One attention layer over an index: sink, retrieval, local window, update buffer."""
+
+from kvindex.layer.attention_layer import AttentionLayer
+
+__all__ = ["AttentionLayer"]

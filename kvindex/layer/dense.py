@@ -1,0 +1,112 @@
+"""Exact causal attention to everything: the rows of an index, then those of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvindex.core.protocol import Hits, KVIndex, Rows
+from kvindex.ops.attention import attend_blocks, attend_causal
+
+BLOCK = 1024
+"""Queries and rows taken at a time: bounds the memory that this needs, not its result."""
+
+GATHERED_BYTES = 2**30
+"""Rows up to this size are copied out of the index for one fused call of torch's attention, several
+times as fast on a CPU (benchmarks/results/reference.json); more are read block by block."""
+
+
+def attend_densely(
+    index: KVIndex,
+    window: Rows,
+    queries: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of queries `[B, H, T, D]`, those of the newest tokens, to all: `[B, H, T, Dv]`.
+
+    window: rows `[B, G, W, D]` of the tokens after those in the index, the newest ones last;
+    valid: bool `[B, N]`, which of all tokens are real, or None where all are; bias: a term of the
+    logits `[B, H, T, N]`, or None.
+    """
+    g, parts = index.geometry, []
+    width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
+    if (
+        g.softcap is None
+        and bias is None
+        and len(index) * queries.shape[0] * width <= GATHERED_BYTES
+    ):
+        return _gathered(index, window, queries, valid)
+    N, T = len(index) + window.keys.shape[2], queries.shape[2]
+    for start in range(0, T, BLOCK):
+        some = queries[:, :, start : start + BLOCK]
+        more = None if bias is None else bias[:, :, start : start + BLOCK]
+        blocks = _causal_blocks(index, window, valid, N - T + start, some.shape[2], more)
+        parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap))
+    return torch.cat(parts, dim=2)
+
+
+def bias_of(visible: Tensor) -> Tensor:
+    """0 where a row is visible, `-inf` where it is not; float32."""
+    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, float("-inf"))
+
+
+def _gathered(index: KVIndex, window: Rows, queries: Tensor, valid: Tensor | None) -> Tensor:
+    """The same with all rows in one piece, where that fits."""
+    keys, values = window.keys, window.values
+    N, T = len(index) + keys.shape[2], queries.shape[2]
+    if len(index):
+        blocks = [rows for _, rows in _blocks(index, window, N)]
+        keys = torch.cat([rows.keys for rows in blocks], dim=2)
+        values = torch.cat([rows.values for rows in blocks], dim=2)
+    size = T if N == T and valid is None else BLOCK  # a mask is held per block
+    parts = []
+    for start in range(0, T, size):
+        some = queries[:, :, start : start + size]
+        end = N - T + start + some.shape[2]
+        seen = None if valid is None else valid[:, :end]
+        rows = keys[:, :, :end], values[:, :, :end]
+        parts.append(attend_causal(some, *rows, scale=index.geometry.scale, valid=seen))
+    return torch.cat(parts, dim=2)
+
+
+def _causal_blocks(
+    index: KVIndex,
+    window: Rows,
+    valid: Tensor | None,
+    first: int,
+    count: int,
+    more: Tensor | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """What `count` queries see, of which the first is at position `first`: rows and their bias.
+
+    more: a term of the logits of these queries, `[B, H, count, N]`.
+    """
+    positions = torch.arange(first, first + count, device=window.keys.device)
+    for start, rows in _blocks(index, window, first + count):
+        stop = start + rows.keys.shape[2]
+        bias = None
+        if stop > first + 1:
+            columns = torch.arange(start, stop, device=positions.device)
+            bias = bias_of(columns <= positions[:, None])[None, None]  # [1, 1, T, R]
+        if valid is not None:
+            padding = bias_of(valid[:, None, None, start:stop])  # [B, 1, 1, R]
+            bias = padding if bias is None else bias + padding
+        if more is not None:
+            term = more[..., start:stop].float()
+            bias = term if bias is None else bias + term
+        yield rows.keys, rows.values, bias
+
+
+def _blocks(index: KVIndex, window: Rows, end: int) -> Iterator[tuple[int, Rows]]:
+    """The rows before position `end`, in order: (position of the first, rows)."""
+    indexed, keys, values = len(index), window.keys, window.values
+    for start in range(0, min(indexed, end), BLOCK):
+        ids = torch.arange(start, min(start + BLOCK, indexed, end), device=keys.device)
+        ids = ids.expand(*keys.shape[:2], -1)
+        yield start, index.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
+    for start in range(indexed, end, BLOCK):
+        some = slice(start - indexed, min(start + BLOCK, end) - indexed)
+        yield start, Rows(keys[:, :, some], values[:, :, some])

@@ -1,0 +1,252 @@
+"""What a layer holds beside its index: the sink, and the window of leaving, local, new tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Rows
+from kvindex.core.resident import Near
+from kvindex.core.restore import Restorable
+from kvindex.layer.sink import Sink, joined, joining
+from kvindex.storage.columns import Columns, Valid
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """The oldest rows of a window, `[B, G, n, D]`, as they go into the index.
+
+    retrievable: bool `[B, n]`, which of them searches may return, or None for all; sink: what it
+    is once they are there.
+    """
+
+    rows: Rows
+    retrievable: Tensor | None
+    sink: Sink | None
+
+    @property
+    def count(self) -> int:
+        """`n`."""
+        return self.rows.keys.shape[2]
+
+
+class Regions(Restorable):
+    """Rows of the newest tokens, and of the first ones among those that have left for the index.
+
+    sink_size, local_size: in tokens; room: tokens that the window holds while single ones come.
+    The window is `leaving` tokens on their way into the index, then `local` ones, then the
+    `buffer`: tokens that came since. Positions are those in the sequence, `indexed` is how many
+    tokens the index holds, `N` those and the window's.
+    """
+
+    def __init__(self, geometry: Geometry, *, sink_size: int, local_size: int, room: int) -> None:
+        self._geometry = geometry
+        self._sink_size, self._local_size, self._room = sink_size, local_size, room
+        self.reset()
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self._window = Columns()  # keys, values [B, G, W, D]
+        self._valid = Valid()  # of all tokens, in the index and in the window
+        self.leaving = self.local = self._local_before = 0
+        self.sink: Sink | None = None
+        self._near: Near | None = None  # sink and window, for an index that attends by itself
+        self._moved = False  # whether rows have gone or moved since that was filled
+        self._padded: Tensor | float | None = 0.0  # None: not counted yet
+
+    def checkpoint(self) -> Any:
+        """What is held now, for `rollback`: one by one, for each step asks for it."""
+        sizes = self.leaving, self.local, self._local_before
+        parts = self._window, self._window.checkpoint(), self._valid, self._valid.checkpoint()
+        return sizes, parts, self.sink, self._near, self._padded
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says."""
+        sizes, parts, self.sink, self._near, self._padded = checkpoint
+        self.leaving, self.local, self._local_before = sizes
+        self._window, window, self._valid, valid = parts
+        self._window.rollback(window)
+        self._valid.rollback(valid)
+        self._moved = True  # the buffer may hold what has been forgotten
+
+    def _after_copy(self) -> None:
+        self._near = None
+
+    def __len__(self) -> int:
+        """Tokens in the window, `W`."""
+        return len(self._window)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, `B`; 0 before the first token."""
+        return self._window.batch
+
+    @property
+    def buffer(self) -> int:
+        """Tokens that are neither leaving nor local."""
+        return len(self) - self.leaving - self.local
+
+    @property
+    def window(self) -> Rows:
+        """Its rows, `[B, G, W, D]`."""
+        return Rows(self._window["keys"], self._window["values"])
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        return self._valid.flags
+
+    def real(self, start: int, stop: int | None = None) -> Tensor | None:
+        """`valid` from position `start` on; None, too, where none is padded from there on."""
+        if self.valid is None or start >= self._valid.all_from:
+            return None
+        return self.valid[:, start:stop]
+
+    @property
+    def padded(self) -> Tensor | float:
+        """Tokens that are not real, mean over the batch: the same object until there are others."""
+        if self._padded is None:
+            flags = self.valid
+            self._padded = 0.0 if flags is None else (~flags).sum(1).float().mean()
+        return self._padded
+
+    # Tokens come and go
+
+    def padding(self, length: int, valid: Tensor) -> Tensor | None:
+        """Flags bool `[B, T]` of tokens after `length` others, or None where none is padded.
+
+        Asks the device. Raises ValueError for a padded token after a real one.
+        """
+        flags, sequence = self.valid, valid
+        if length:
+            last = torch.ones_like(valid[:, :1]) if flags is None else flags[:, -1:]
+            sequence = torch.cat([last, valid], dim=1)
+        after_real = (sequence[:, :-1] & ~sequence[:, 1:]).any()
+        wrong, padded = torch.stack([after_real, ~valid.all()]).tolist()
+        if wrong:
+            raise ValueError(
+                "valid: got a padded token after a real one, allowed is padding on the left"
+            )
+        return valid if padded else None
+
+    def append(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
+        """More tokens: keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+
+        valid: bool `[B, T]`, or None where none of these is padded.
+        """
+        places = self.claim(indexed, keys, values, valid)
+        places.keys.copy_(keys)
+        places.values.copy_(values)
+
+    def claim(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> Rows:
+        """As `append`, but for copying: where the caller is to write keys and values."""
+        start = indexed + len(self)
+        flags = self._valid.reserve(start, keys, valid)
+        places = self._window.claim({"keys": keys, "values": values})
+        self._valid.append(flags, all_real=valid is None)
+        if valid is not None:
+            self._padded = None
+        return Rows(places["keys"], places["values"])
+
+    def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
+        """Forget the tokens from position `length` on, none of which is leaving.
+
+        sink: what is left of it.
+        """
+        self.sink, self._moved = sink, True
+        self._window.truncate(max(length - indexed, 0))
+        self.local = min(self.local, len(self) - self.leaving)
+        self._valid.truncate(length)
+        self._padded = None
+
+    def reordered(self, batch_indices: Tensor) -> Regions:
+        """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        other = self._shallow()
+        other._window = self._window.reordered(batch_indices)
+        other._valid = self._valid.reordered(batch_indices)
+        other.sink = None if self.sink is None else self.sink.reordered(batch_indices)
+        other._moved, other._padded = True, None
+        return other
+
+    # They leave for the index: `oldest`, `begin`, then `without` and `end`, or `stay`
+
+    def oldest(self, indexed: int) -> Leaving:
+        """All but the newest tokens, of which as many as are local stay; changes nothing."""
+        count = len(self) - min(len(self), self._local_size)
+        window = self.window
+        rows = Rows(window.keys[:, :, :count], window.values[:, :, :count])
+        if not count:
+            return Leaving(rows, None, self.sink)
+        real = self.real(indexed, indexed + count)
+        new = joining(self.sink, self._sink_size, rows, real)
+        if new is None:
+            return Leaving(rows, real, self.sink)
+        sink = joined(self.sink, new, rows, indexed)
+        return Leaving(rows, ~new if real is None else real & ~new, sink)
+
+    def begin(self, count: int) -> None:
+        """The oldest `count` tokens are leaving; what stays is local."""
+        self._local_before, self.leaving = self.local, count
+        self.local = len(self) - count
+
+    def without(self, count: int) -> Columns:
+        """A copy of the window without its oldest `count` tokens, for `end`; need not grow soon."""
+        return self._window.after(count, self._room)
+
+    def end(self, rest: Columns, sink: Sink | None) -> None:
+        """They are gone. Does not fail."""
+        self._window, self.sink, self.leaving, self._moved = rest, sink, 0, True
+
+    def stay(self) -> None:
+        """None is leaving: all is as it was before `begin`."""
+        self.leaving, self.local = 0, min(self._local_before, len(self))
+
+    # What attention reads of them
+
+    def rows(self, seen: Tensor) -> tuple[Rows, Tensor]:
+        """Rows of sink and window `[B, G, S + W, D]`, and which are shown, bool `[B', S + W]`.
+
+        seen: bool `[B', W]`, which of the window's are.
+        """
+        if self.sink is None:
+            return self.window, seen
+        parts = [self.sink.rows, self.window]
+        keys = torch.cat([part.keys for part in parts], dim=2)
+        values = torch.cat([part.values for part in parts], dim=2)
+        return Rows(keys, values), torch.cat([self.sink.shown.expand(len(seen), -1), seen], dim=1)
+
+    def positions(self, indexed: int) -> Tensor:
+        """Where the tokens of `rows` are in the sequence, int64 `[B, S + W]`, -1 for none."""
+        window = torch.arange(indexed, indexed + len(self), device=self._geometry.device)
+        window = window.expand(self.batch_size, -1)
+        return window if self.sink is None else torch.cat([self.sink.ids, window], dim=1)
+
+    def near(self, indexed: int, more: int = 0) -> Near:
+        """The same in a buffer that gets what has come since the last step.
+
+        more: rows that it has room for beyond those.
+        """
+        held = 0 if self.sink is None else self.sink.ids.shape[1]
+        near, count = self._near, len(self) + more
+        if near is None or near.batch != self.batch_size or near.room < held + count:
+            room = max(held, self._sink_size) + max(count, self._room)
+            near = self._near = Near(self._geometry, self.batch_size, room)
+        elif self._moved:
+            near.clear()
+        if not len(near) and self.sink is not None:
+            near.add(self.sink.rows.keys, self.sink.rows.values, self.sink.shown)
+        if (new := len(near) - held) < len(self):
+            window, seen = self.window, self.real(indexed + new)
+            near.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
+        self._moved = False
+        return near
+
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        used = self._window.nbytes() + self._valid.nbytes()
+        used += 0 if self.sink is None else self.sink.nbytes()
+        return used + (0 if self._near is None else self._near.nbytes())

@@ -1,0 +1,1 @@
+"""Where rows and codes live: growable columns, row codecs, stores."""

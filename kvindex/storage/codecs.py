@@ -1,0 +1,161 @@
+"""Row codecs: the key and the value of a token as the bytes of one row, and back.
+
+A row is a multiple of 16 bytes, so that every row of an aligned block can be read 16 bytes at a
+time; what the padding holds is zero. A row of zero bytes is a key and a value of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvindex.core import check
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Rows
+
+WORD = torch.int64
+"""What rows are copied in: a row is a multiple of it, and few large elements copy fastest."""
+
+ALIGNMENT_BYTES = 16
+"""The widest load of a GPU's thread."""
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""A subnormal scale has few bits, and is flushed to zero by kernels compiled so."""
+
+CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Of a codec with scales: the type of a code and its largest value."""
+
+NAMES = ("plain", *CODES)
+
+PIECE = 2**17
+"""Rows that are coded at a time: bounds the float32 copies of them."""
+
+
+class RowCodec(Protocol):
+    """How rows become bytes."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        ...
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[..., row_bytes]` of finite keys `[..., D]` and values `[..., Dv]`."""
+        ...
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys and values, of the geometry's dtype, of uint8 `[B, G, N, row_bytes]`."""
+        ...
+
+
+def codec(name: str, geometry: Geometry) -> RowCodec:
+    """The codec `name`: "plain", "int8" or "fp8". Raises ValueError for another."""
+    check.one_of("rows", name, NAMES)
+    return Plain(geometry) if name == "plain" else Scaled(geometry, name)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Keys and values bit for bit: `D` elements, then `Dv`."""
+
+    geometry: Geometry
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        return _aligned(self._used)
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[..., row_bytes]`."""
+        rows = torch.cat(_in_words(keys.detach(), values.detach()), dim=-1).view(torch.uint8)
+        padding = self.row_bytes - self._used
+        return pad(rows, (0, padding)) if padding else rows  # `pad` by nothing copies
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""
+        both = rows[..., : self._used].view(self.geometry.dtype)
+        D = self.geometry.head_dim
+        return Rows(both[..., :D], both[..., D:])
+
+    @property
+    def _used(self) -> int:
+        return (self.geometry.head_dim + self.geometry.value_dim) * self.geometry.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One byte per number, and one float32 scale for a row's key, one for its value.
+
+    `D` key codes, `Dv` value codes, zeros up to a multiple of 4, the key's scale, the value's. A
+    number is `code · scale`, computed in float32; `scale = absmax / largest code`, and 0 with
+    zero codes for a part whose scale would not be a normal float32 (zeros, for one).
+
+    codes: "int8" (rounded half to even, -127 to 127) or "fp8" (e4m3, up to 448).
+    """
+
+    geometry: Geometry
+    codes: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        return _aligned(self.scales_at + 8)
+
+    @property
+    def scales_at(self) -> int:
+        """The first byte of the two scales."""
+        return _aligned(self.geometry.head_dim + self.geometry.value_dim, 4)
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[..., row_bytes]`."""
+        *outer, D = keys.shape
+        rows = torch.zeros((*outer, self.row_bytes), dtype=torch.uint8, device=keys.device)
+        codes, scales = rows[..., : D + values.shape[-1]], rows[..., self.scales_at :][..., :8]
+        axis = outer.index(max(outer))
+        piece = max(1, PIECE * outer[axis] // max(1, math.prod(outer)))
+        for start in range(0, outer[axis], piece):
+            some = (*[slice(None)] * axis, slice(start, start + piece))
+            parts = self._quantized(keys[some]), self._quantized(values[some])
+            codes[some].copy_(torch.cat([code for code, _ in parts], dim=-1))
+            scales[some].view(torch.float32).copy_(torch.cat([scale for _, scale in parts], dim=-1))
+        return rows
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        D, Dv = self.geometry.head_dim, self.geometry.value_dim
+        dtype, _ = CODES[self.codes]
+        codes = rows[..., : D + Dv].view(dtype).float()
+        scales = rows[..., self.scales_at : self.scales_at + 8].view(torch.float32)
+        keys, values = codes[..., :D] * scales[..., :1], codes[..., D:] * scales[..., 1:]
+        return Rows(keys.to(self.geometry.dtype), values.to(self.geometry.dtype))
+
+    def _quantized(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes uint8 `[B, G, N, D]` and scales float32 `[B, G, N, 1]`."""
+        dtype, largest = CODES[self.codes]
+        part = part.detach().float()
+        scale = part.abs().amax(dim=-1, keepdim=True) / largest
+        # float32's largest number / largest may round up: the product must stay finite
+        scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
+        scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
+        scaled = torch.where(scale > 0, part / scale, 0)
+        codes = scaled.round() if dtype == torch.int8 else scaled
+        return codes.to(dtype).view(torch.uint8), scale
+
+
+def _in_words(*parts: Tensor) -> tuple[Tensor, ...]:
+    """The same bytes in words, where all of them lie so."""
+    for part in parts:
+        elements = [part.shape[-1], part.storage_offset(), *part.stride()[:-1]]
+        places = [part.data_ptr(), *(count * part.element_size() for count in elements)]
+        if part.stride(-1) != 1 or any(place % WORD.itemsize for place in places):
+            return parts
+    return tuple(part.view(WORD) for part in parts)
+
+
+def _aligned(count: int, multiple: int = ALIGNMENT_BYTES) -> int:
+    return -(-count // multiple) * multiple

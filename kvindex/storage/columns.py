@@ -1,0 +1,216 @@
+"""Growable per-token tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvindex.core.restore import Restorable
+
+
+class Columns(Restorable):
+    """Named tensors that grow along their token axis, like the columns of a table.
+
+    Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. The
+    first append fixes names, dtypes, devices and all sizes but that of the token axis.
+    fill: what room holds that nobody has written, 0 or 1.
+    """
+
+    def __init__(self, axis: int = 2, fill: int = 0) -> None:
+        self._axis, self._fill = axis, fill
+        self._data: dict[str, Tensor] = {}  # each as long as its capacity
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A view of the column: its shape has `len(self)` at the token axis."""
+        return self._data[name].narrow(self._axis, 0, self._length)
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch, 0 before the first append."""
+        return next((tensor.shape[0] for tensor in self._data.values()), 0)
+
+    def reserve(self, new: Mapping[str, Tensor]) -> None:
+        """Make room for `new`. May run out of memory; what is held stays as it was."""
+        self._data = self._room(new)
+
+    def append(self, new: Mapping[str, Tensor]) -> None:
+        """Append tensors that agree with the columns in all but the token axis."""
+        if not new:
+            return
+        for name, place in self.claim(new).items():
+            place.copy_(new[name])
+
+    def claim(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `append`, but for copying: where the caller is to write each of `new`."""
+        self.reserve(new)
+        start = self._length
+        self._length += next(iter(new.values())).shape[self._axis]
+        return {
+            name: self._data[name].narrow(self._axis, start, self._length - start) for name in new
+        }
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self._length = min(self._length, length)
+
+    def after(self, count: int, room: int = 0) -> Columns:
+        """A copy without the first `count` tokens, with room for `room` tokens at least."""
+        copy, rest = Columns(self._axis, self._fill), len(self) - count
+        for name, tensor in self._data.items():
+            shape = list(tensor.shape)
+            shape[self._axis] = max(rest, room)
+            copy._data[name] = self._new(tensor, shape)
+        copy.append({name: self[name].narrow(self._axis, count, rest) for name in self._data})
+        return copy
+
+    def reordered(self, batch_indices: Tensor) -> Columns:
+        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        copy = type(self)(self._axis, self._fill)
+        copy._length = self._length
+        copy._data = {
+            name: tensor.index_select(0, batch_indices.to(tensor.device))
+            for name, tensor in self._data.items()
+        }
+        return copy
+
+    def repeated(self, count: int) -> Columns:
+        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        view = type(self)(self._axis, self._fill)
+        view._length = self._length
+        view._data = {
+            name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in self._data.items()
+        }
+        return view
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], int]:
+        """What is held now, for `rollback`: an object of two attributes, many times a step."""
+        return self._data, self._length
+
+    def rollback(self, checkpoint: tuple[dict[str, Tensor], int]) -> None:
+        """Be again what `checkpoint` says."""
+        self._data, self._length = checkpoint
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with room of its own to write to."""
+        twin = self._shallow()
+        twin._data = {name: tensor.clone() for name, tensor in self._data.items()}
+        return twin
+
+    def emptied(self) -> Self:
+        """The same before its first append, names and sizes included."""
+        return type(self)(self._axis, self._fill)
+
+    def nbytes(self) -> int:
+        """Bytes in use (what is reserved beyond the length is not counted)."""
+        return sum(self[name].numel() * self[name].element_size() for name in self._data)
+
+    def _room(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        grown = dict(self._data)
+        for name, tensor in new.items():
+            need = self._length + tensor.shape[self._axis]
+            held = self._data.get(name)
+            if held is not None and not self._length and not _alike(held, tensor, self._axis):
+                held = None  # left by a first append that failed
+            capacity = 0 if held is None else held.shape[self._axis]
+            if held is not None and need <= capacity:
+                continue
+            shape = list(tensor.shape)
+            shape[self._axis] = max(need, 2 * capacity)
+            grown[name] = self._new(tensor, shape)
+            if held is not None:
+                grown[name].narrow(self._axis, 0, self._length).copy_(self[name])
+        return grown
+
+    def _new(self, like: Tensor, shape: list[int]) -> Tensor:
+        make = torch.ones if self._fill else torch.zeros
+        return make(shape, dtype=like.dtype, device=like.device)
+
+
+def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
+    return held.shape[:axis] == new.shape[:axis] and held.shape[axis + 1 :] == new.shape[axis + 1 :]
+
+
+class Valid(Restorable):
+    """Which tokens are real, bool `[B, N]`: takes no memory before the first padded token.
+
+    all_from: tokens from this one on are real, as far as the host knows without asking a device;
+    their flags are what unwritten room holds, so that they cost no operation.
+    """
+
+    def __init__(self) -> None:
+        self._columns = Columns(axis=1, fill=1)
+        self._touched = [0]  # of this room, tokens that ever had flags; going back leaves it
+        self.all_from = 0
+
+    @property
+    def flags(self) -> Tensor | None:
+        """Bool `[B, N]`, or None while every token is real."""
+        return self._columns["valid"] if len(self._columns) else None
+
+    def reserve(self, length: int, like: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        """Make room for tokens `[B, G, n, ...]` `like` after `length` others; gives the flags."""
+        B, count, device = like.shape[0], like.shape[2], like.device
+        if valid is None and self.flags is None:
+            return {}
+        if valid is None:
+            valid = self._columns["valid"][:, :1].expand(B, count)  # of that shape: not read
+        elif self.flags is None:
+            before = torch.ones((B, length), dtype=torch.bool, device=device)
+            valid = torch.cat([before, valid], dim=1)
+        self._columns.reserve({"valid": valid})
+        return {"valid": valid}
+
+    def append(self, reserved: dict[str, Tensor], *, all_real: bool) -> None:
+        """Append what `reserve` gave; all_real: whether it had no flags to go by."""
+        if not reserved:
+            return
+        start, touched = len(self._columns), self._touched
+        place = self._columns.claim(reserved)["valid"]
+        if not all_real:
+            touched[0] = max(touched[0], len(self._columns))
+            place.copy_(reserved["valid"])
+            self.all_from = len(self._columns)
+        elif start < touched[0]:
+            place.fill_(1)  # of a sequence that was cut, or of a call that failed
+
+    def checkpoint(self) -> Any:
+        """What is held now, for `rollback`."""
+        return self._columns, self._columns.checkpoint(), self._touched, self.all_from
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says."""
+        self._columns, columns, self._touched, self.all_from = checkpoint
+        self._columns.rollback(columns)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self._columns.truncate(length)
+        self.all_from = min(self.all_from, length)
+
+    def reordered(self, batch_indices: Tensor) -> Valid:
+        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        copy = Valid()
+        copy._columns = self._columns.reordered(batch_indices)
+        copy._touched, copy.all_from = self._touched.copy(), self.all_from
+        return copy
+
+    def emptied(self) -> Valid:
+        """The same before its first append."""
+        return Valid()
+
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return self._columns.nbytes()

@@ -1,0 +1,474 @@
+// Keys to codes in blocks: centre off, normalise, rotate, code, log weight (paper, A.1 to A.3;
+// ops/{transform,codes}.py with block = D, kvindex_cuda/memory/layout.py). Centres of segments whose keys are
+// all here are made on the way (ops/learn.py), so that keys come from memory once.
+//
+// How a key is turned and coded: rotated.cuh.
+//
+// Grid: as many blocks as there is room for, 8 warps; a block takes segments of heads as it is done
+// with others (those of a multiprocessor are not equally fast), a warp 32 keys of one. Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW
+// bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
+// keys in registers, it sends for 8 of the next segment's to the same place. A fresh segment's keys are
+// added up there, which the matrix unit does with ones on the other side (an instruction for 256
+// coordinates); then the block makes the centre and codes. Elsewhere a warp adds up what it loads, and
+// loads again from L1 or L2 to code; before the last 8 keys are coded, the next segment's are sent for.
+// From memory a key is read once, 2 D bytes of a centre that is given per 256; written are (1 + BITS)
+// STRIDE + 3 bytes per key and 2 D per 256, of a fresh segment 4 D.
+// Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
+// 16-bit keys): 1,490 instructions of a warp per 16 keys, 1,350 of them to code and to send, 140 for
+// centres and what a segment needs; 23.3 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
+// heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading;
+// shuffles, shared memory and keys take that pipe some 21 cycles per key. Between the two barriers of a
+// segment all warps of a block wait for its centre; other blocks code meanwhile.
+// Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
+//
+// As the reference but for rounding: sums are in float32, and the centre goes off after four
+// stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
+// Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
+// multiple of 16 bytes), RESIDENT (blocks of a multiprocessor). Longer than most files: it is one
+// kernel.
+#include "common/rotated.cuh"
+
+constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
+constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
+constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
+constexpr bool AHEAD = !STAGED && C * HELD <= 16;     // registers hold the next keys
+constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight to be added up
+constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
+constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
+constexpr float LONGEST = 1152921504606846976.0f;     // transform.LONGEST
+constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
+
+// Eight coordinates as they lie in memory. LAST: nobody reads them again.
+template <bool LAST>
+__device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
+#if WIDE
+    const uint4* wide = reinterpret_cast<const uint4*>(at);
+#pragma unroll
+    for (int r = 0; r < HELD / 4; r++) {
+        uint4 all = LAST ? __ldcs(wide + r) : __ldg(wide + r);
+        words[4 * r] = all.x, words[4 * r + 1] = all.y;
+        words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
+    }
+#else
+    const u16* from = reinterpret_cast<const u16*>(at);  // little-endian
+#pragma unroll
+    for (int r = 0; r < HELD; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
+#endif
+}
+
+// A place of which the compiler does not know what it is, or that it was computed before.
+__device__ __forceinline__ Shared hidden(Shared place) {
+#ifndef EMULATED
+    asm volatile("" : "+r"(place));
+#endif
+    return place;
+}
+
+// The r-th four words of a lane's byte of coordinates.
+__device__ __forceinline__ void of_stage(u32 (&words)[HELD], int r, Shared at) {
+    uint4 all = load_from<uint4>(at);
+    words[4 * r] = all.x, words[4 * r + 1] = all.y;
+    words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
+}
+
+// A segment of a head, of which a block of threads codes the keys: what they need of it now and
+// then, for no registers are left for it.
+enum { NONE, SOME, WHOLE };
+struct Segment {
+    const char* keys;  // of token 0, which may come before the first that is there
+    const u8* flags;   // likewise, or null
+    char* block;
+    u16* centre;  // or null
+    u8* known;    // or null: nobody asks
+    i64 head;     // where the head begins in a block
+    float reference, inverted;
+    u32 from, to;  // tokens that are there
+    u32 unit;      // its number, of all
+    u32 after;     // where the next one lies
+    bool fresh;    // whether its centre is made here
+    u8 state;      // NONE: no such segment; WHOLE: all keys are there, and there are no flags
+};
+
+// Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
+// lanes that read at once, of two keys or of four, find them in different banks.
+__device__ constexpr u32 placed(u32 chunk, u32 key) {
+    return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
+}
+
+// Sums of a warp's 32 keys, to `sums` [C * 32]. The left factor has a byte of four keys in two rows
+// as it lies in memory: words 0 and 2 in one, 1 and 3 in the other. The right one adds up each
+// coordinate of such a row in a column of its own. Products are exact, sums float32.
+// read(words, i, tile): byte `tile * 8 + lane / 4` of key `i + lane % 4`, zeros for an invalid one.
+template <class Read>
+__device__ __forceinline__ void add_up(float* sums, const Read& read) {
+    int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
+    u32 one = (DTYPE == 1 ? 0x3c00u : 0x3f80u) << byte % 2 * 16;
+    u32 b0 = byte & 2 ? 0 : one, b1 = byte & 2 ? one : 0;
+    float found[TILES][4] = {};
+#pragma unroll(LOADS)
+    for (int i = 0; i < GROUP; i += 4) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            u32 words[HELD] = {}, parts[PARTS][4];
+            if (tile * 8 + 8 <= M || tile * 8 + byte < M) read(words, i, tile);
+            split(parts, words);
+#pragma unroll
+            for (int p = PARTS - 1; p >= 0; p--)
+                if (DTYPE == 1)
+                    mma_halves(found[tile], parts[p][0], parts[p][1], parts[p][2], parts[p][3], b0,
+                               b1);
+                else
+                    mma_bfloats(found[tile], parts[p][0], parts[p][1], parts[p][2], parts[p][3], b0,
+                                b1);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+        if (t < 2 && tile * 8 + byte < C * 4)
+            reinterpret_cast<float4*>(sums)[(tile * 8 + byte) * 2 + t] = {
+                found[tile][0], found[tile][1], found[tile][2], found[tile][3]};
+}
+
+// Above ‖y‖² of every key whose coordinates are allowed (check.LARGEST, 2^48): (2^49 D)² at most.
+constexpr float TOO_LONG = 1.3e36f;
+
+// The mean of coordinate d of a segment's n valid keys, of the warps' sums. All lanes call it.
+static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, i64 step,
+                              const Segment& own, int* wrong) {
+    double total = 0;
+    for (int w = 0; w < WARPS; w++) total += sums[w][d];
+    bool odd = !(fabs(total) <= 3.4e38);  // a key that is not finite, or sums beyond float32's range
+    if (__any_sync(ALL, odd)) {
+        total = 0;
+        for (int i = 0; i < TOKENS; i++) {
+            if (d >= D || (own.flags && !own.flags[i])) continue;
+            const char* at = own.keys + i * step + d * BYTES;
+            float x = DTYPE == 0 ? *reinterpret_cast<const float*>(at) : 0;
+            if (DTYPE == 1) x = from_float16(*reinterpret_cast<const u16*>(at));
+            if (DTYPE == 2) x = from_bfloat16(*reinterpret_cast<const u16*>(at));
+            if (!(fabsf(x) <= 3.402823466e38f)) *wrong = 1;
+            total += x;
+        }
+    }
+    float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));  // a product, as a rule
+    return to_bfloat16(fminf(fmaxf(mean, -LONGEST), LONGEST));
+}
+
+// keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centres
+// bfloat16 [B, G, S, D], strides cb, cg, cs, or null; references float32 [B, G]; table int64
+// [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
+// [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
+// levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
+// start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; fresh, stale:
+// segments whose centres are made, and the first that is not again; known bool [B, kb], or null;
+// wrong int32 [1], or null without them; taken int32 [1]: 0, also afterwards, or null where there are no
+// more segments than blocks; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+encode(const void* data, const u8* valid, u16* centres, const float* references,
+       const i64* table, const uint4* flips, const float* given_hartley, const float* given,
+       i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
+       i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre,
+       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, int* taken, float scale,
+       float root) {
+    __shared__ uint4 flip[C * 4];
+    __shared__ float4 bases[C * 8];  // minus the centre after the matrix unit
+    __shared__ __align__(16) float sums[WARPS][C * 32];
+    __shared__ __align__(16) u16 means[C * 32];
+    __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
+    __shared__ float edges[CELLS], levels[LEVELS];
+    __shared__ Segment segments[3];  // this one, the next, and the one after it
+    __shared__ u8 indices[2 * CELLS];
+    DYNAMIC_SHARED(memory);  // if STAGED, each warp's 32 keys
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+    Shared stage = shared_place(memory);
+
+    i64 step = sn * BYTES;
+    u32 units = u32(blocks * kv_heads * batches);
+    // One thread plans a segment while the second before it is coded, for that waits for memory; once
+    // what it asked for is there, the rest (`planned`).
+    auto plan = [&](u32 unit, Segment& found) {
+        found.unit = unit, found.fresh = false;
+        found.from = found.to = 0, found.state = NONE;
+        if (unit >= units) return;
+        i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
+        i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
+        i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
+        copy_piece<8>(shared_place(&found.block), table + batch * row + s);
+        copy_piece<4>(shared_place(&found.reference), references + bg);
+        found.head = g * head;
+        found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
+        found.flags = valid ? valid + batch * vb + offset : nullptr;
+        found.centre = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
+        found.known = known && g == 0 ? known + batch * kb + s : nullptr;
+        found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
+        found.fresh = s >= fresh && s < stale;
+        found.state = !valid && found.to - found.from == TOKENS ? WHOLE : SOME;
+    };
+    auto planned = [&](Segment& found) {
+        if (found.unit >= units) return;
+        found.block += found.head, found.inverted = 1.0f / found.reference;
+    };
+    // Eight of a segment's keys, the half-th, on their way to shared memory, zeros for those that are
+    // not there. piece: where this lane's first 16 bytes of them are, which is moved on.
+    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // pieces of a row; rows at a time
+    u32 place = placed(lane % PADDED, lane / PADDED);
+    Shared to_stage = hidden(stage + lane / PADDED * ROW + place * 16);
+    auto first_of = [&](const Segment& segment) {
+        return segment.keys + (warp * GROUP + lane / PADDED) * step + lane % PADDED * 16;
+    };
+    auto send = [&](const Segment& segment, u32 half, const char*& piece) {
+        constexpr u32 BIT = placed(0, 2);  // in which places of rows 2 apart differ
+        Shared to = to_stage + half * (HALF * ROW), other = to;
+        if (ROWS == 2) other += BIT * 16 - (hidden(place) & BIT) * 32;  // no register is left for it
+        bool mine = D * BYTES == ROW || lane % PADDED * 16 < D * BYTES;
+        if (segment.state == WHOLE) {
+#pragma unroll
+            for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step)
+                if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece);
+            return;
+        }
+#pragma unroll 1
+        for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step) {
+            u32 id = half * HALF + j + lane / PADDED;
+            bool in = id >= segment.from && id < segment.to;
+            if (valid && in) in = segment.flags[id];
+            if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
+        }
+    };
+    if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
+    for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
+    if (ODD > 1)
+        for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
+    for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = given[i];
+    for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(given[CELLS + i]);
+    for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = given[3 * CELLS + i];
+    after_previous();  // which teaches the reference
+    if (threadIdx.x < 2) {
+        Segment& found = segments[threadIdx.x];
+        plan(blockIdx.x + threadIdx.x * gridDim.x, found);
+        pieces_wait();
+        planned(found);
+    }
+    __syncthreads();
+    Tables tables;
+    tables.edges = edges, tables.levels = levels, tables.indices = indices;
+    tables.edge = edges[lane % CELLS];
+    u32 index = indices[lane % (2 * CELLS)], half = u32(to_float16(levels[index])) << 16;
+    tables.one = half | spread<4>(index) << 4, tables.two = half | spread<4>(index) << 5;
+    uint4 b = factors(DTYPE == 1 ? 0x3c00 : 0x3f80);
+    Exchange exchange = exchange_of(t);
+    u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
+
+    const char* coming = first_of(segments[0]);
+    if (STAGED)
+        for (u32 half = warp * 4; half < warp * 4 + 4; half++) send(segments[0], half, coming);
+    for (u32 turn = 0; segments[turn].unit < units; turn = segments[turn].after) {
+        const Segment& own = segments[turn];
+        u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
+        pieces_wait();
+        __syncwarp();
+        if (own.fresh && STAGED) {
+            Shared keys = stage + (warp * GROUP + t) * ROW;
+            add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+#pragma unroll
+                for (int r = 0; r < HELD / 4; r++)
+                    of_stage(words, r, keys + i * ROW + tile * 8 * CHUNKS * 16 +
+                                           placed(lane / 4 * CHUNKS + r, t) * 16);
+            });
+        } else if (own.fresh) {
+            const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
+            const u8* flags = valid ? own.flags + warp * GROUP + t : nullptr;
+            auto read = [&](u32 (&words)[HELD], int i, int tile) {
+                load<false>(words, keys + i * step + tile * 64 * BYTES);
+            };
+            if (valid)
+                add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+                    if (flags[i]) read(words, i, tile);
+                });
+            else
+                add_up(sums[warp], read);
+        }
+        // all keys of the segment before are coded, all of this one added up
+        int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
+        u32 unit = ~0u;  // none
+        if (threadIdx.x == WARPS * 32 - 1) {
+            if (own.unit != blockIdx.x) planned(segments[own.after]);
+            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(taken, 1));
+        }
+        for (int c = warp; c < C; c += WARPS) {
+            int d = c * 32 + lane;
+            u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
+            if (own.fresh) {
+                x = mean_of(sums, d, n, step, own, wrong);
+                if (!own.centre) x = 0;
+                if (own.centre && d < D) own.centre[d] = x;
+                if (own.known && d == 0) *own.known = n > 0;
+            }
+            means[d] = x;
+            if (d < D) reinterpret_cast<u16*>(own.block + centre)[d] = x;
+            __syncwarp();
+            uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
+            u32 pairs[4] = {all.x, all.y, all.z, all.w};
+            float turned[2][4] = {};
+            multiply<false>(turned, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
+#pragma unroll
+            for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
+                if (lane < 4)
+                    bases[c * 8 + n * 4 + t] = {0 - turned[n][0], 0 - turned[n][1],
+                                                0 - turned[n][2], 0 - turned[n][3]};
+        }
+        __syncthreads();
+        const Segment& next = segments[own.after];
+        if (threadIdx.x == WARPS * 32 - 1) {
+            plan(unit, segments[next.after]);
+            if (unit + 1 == units + gridDim.x) *taken = 0;  // all blocks have asked for the last time
+        }
+
+        u32 held[C][HELD];
+        // a shuffle hides where an address comes from, which the compiler would compute each time
+        const char* first = own.keys + t * 8 * BYTES;
+        first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
+        if (!STAGED) from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
+        auto fetch = [&](u32 half) {
+            u32 id = min(max(half * HALF + lane / 4, from), to - 1);
+            const char* key = first + id * step;
+            Shared row = stage + (half * HALF + lane / 4) * ROW;
+            if (!STAGED && valid && !own.flags[id]) {
+#pragma unroll
+                for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
+                return;
+            }
+#pragma unroll
+            for (int c = 0; c < C; c++)
+                if (M % 4 == 0 || c * 4 + t < M) {
+                    if (!STAGED) load<true>(held[c], key + c * 32 * BYTES);
+                    constexpr int OVER = 2 / CHUNKS;  // values of c that share 128 bytes of a row
+#pragma unroll
+                    for (int r = 0; STAGED && r < HELD / 4; r++)
+                        of_stage(held[c], r,
+                                 row + c / OVER * 128 +
+                                     placed((c % OVER * 4 + t) * CHUNKS + r, lane / 4) * 16);
+                } else {
+#pragma unroll
+                    for (int r = 0; r < HELD; r++) held[c][r] = 0;
+                }
+        };
+        char* out = own.block + (t ? magnitudes + (t - 1) * STRIDE : 0);
+        out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
+        if (AHEAD && from < to) fetch(from / HALF);
+
+        coming = first_of(next);
+        float mine = 0;
+#pragma unroll 1
+        for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
+            if (STAGED) from = own.from, to = own.to;
+            bool some = (half + 1) * HALF > from && half * HALF < to;
+            if (STAGED || (!AHEAD && some)) fetch(half);
+            if (STAGED && next.state) {
+                __syncwarp();  // the keys that lay there are read
+                send(next, half, coming);
+            }
+            if (!some) continue;
+            Turned y;
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    float4 less = bases[c * 8 + n * 4 + t];
+                    y[c][n][0] = less.x, y[c][n][1] = less.y;
+                    y[c][n][2] = less.z, y[c][n][3] = less.w;
+                }
+                u32 parts[PARTS][4];
+                split(parts, held[c]);
+#pragma unroll
+                for (int p = PARTS - 1; p >= 0; p--)
+                    multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
+            }
+            if (AHEAD && (half + 1) * HALF < to) fetch(half + 1);
+            if (!STAGED && half % 4 == 2 && next.fresh) {
+                const char* key = next.keys + (warp * GROUP + lane) * step;
+#pragma unroll
+                for (int i = 0; i < D * BYTES; i += 128) to_l2(key + i);
+            }
+            finish(y, hartley);
+
+            float squares = 0, longer = 1;
+#pragma unroll
+            for (int i = 0; i < C * 8; i++)
+                squares = fmaf(y[i / 8][i / 4 % 2][i % 4], y[i / 8][i / 4 % 2][i % 4], squares);
+            squares = quad_sum(squares);
+            // out of float32's range: y by a power of two that brings its largest to 1
+            bool far = !(squares > 1e-24f && squares < 1e30f);
+            if (__any_sync(ALL, far)) {
+                u32 seen = min(max(half * HALF + lane / 4, own.from), own.to - 1);
+                bool real = !own.flags || own.flags[seen];
+                if (wrong && real && !(squares <= TOO_LONG)) *wrong = 1;
+                float peak = 0;
+#pragma unroll
+                for (int i = 0; i < C * 8; i++)
+                    peak = fmaxf(peak, fabsf(y[i / 8][i / 4 % 2][i % 4]));
+                peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
+                peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+                u32 octave = __float_as_uint(peak) >> 23;
+                float power = far ? __uint_as_float(u32(max(254 - int(octave), 1)) << 23) : 1.0f;
+                longer = 1.0f / power;
+                squares = 0;
+#pragma unroll
+                for (int i = 0; i < C * 8; i++) {
+                    float& x = y[i / 8][i / 4 % 2][i % 4];
+                    x *= power;
+                    squares = fmaf(x, x, squares);
+                }
+                squares = quad_sum(squares);
+            }
+            float inverse = squares > 0 ? rsqrtf(squares) : 0.0f, length = squares * inverse;
+            float per = inverse * scale, aligned = 0;
+            u32 rows[WORDS][(C + 1) / 2 * 2] = {};
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                u32 words[WORDS];
+                coded(words, aligned, y[c], per, tables);
+#pragma unroll
+                for (int w = 0; w < WORDS; w++)
+                    rows[w][c] = M % 4 && c * 4 + t >= M ? 0 : words[w];
+            }
+            u32 key = half * HALF + lane / 4;
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                u32 mine[C];
+#pragma unroll
+                for (int c = 0; c < C; c += 2) {
+                    transpose(rows[w][c], rows[w][c + 1], exchange);
+                    mine[c] = rows[w][c];
+                    if (c + 1 < C) mine[c + 1] = rows[w][c + 1];
+                }
+                u32 plane = w * 4 + t;  // 0 of signs
+                char* to_row = out + key * width;
+                if (w)
+                    to_row = own.block + magnitudes + (key * BITS + plane - 1) * STRIDE;
+                if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
+            }
+            aligned = quad_sum(aligned) * inverse;
+            float norm = fminf(length * longer * root, LONGEST);
+            float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
+            if (half % 4 == t) mine = weight;
+            if (half % 4 < 3 && (half + 1) * HALF < to) continue;
+
+            // weights of up to 32 keys, one of each lane
+            u32 id = half / 4 * GROUP + t * HALF + lane / 4;
+            int code = 0;
+            if (mine > 0) {  // ops.codes.log_codes; the exponent apart, for precision's sake
+                u32 ratio = __float_as_uint(fmaxf(mine * own.inverted, 6.103515625e-05f));
+                double power = int(ratio >> 23) - 127;
+                power += log2f(__uint_as_float((ratio & 0x7fffff) | 0x3f800000));
+                power = fmax(rint(power * STEPS + 65535.0), 1.0);
+                code = mine < own.reference ? min(int(power), 65535) : 65535;
+            }
+            if (id >= from && id < to) {
+                u8* upper = reinterpret_cast<u8*>(own.block + weights);
+                upper[half / 4 * GROUP + lane] = u8(code >> 8);  // layout.places
+                reinterpret_cast<u16*>(own.block + logs)[id] = u16(code);
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+// What an index learns of tokens as they come: centres of segments, a reference for weights
+// (ops/learn.py).
+//
+// Sums of a segment are in double and in a fixed order, so that two runs learn the same. Where keys are
+// coded next, segments that an append covers whole are left to `encode.cu`, which makes their centres
+// as it codes them.
+// Compile-time: DTYPE (of the keys), WIDE (whether each key begins at a multiple of 16 bytes).
+#include "common/common.cuh"
+
+constexpr int LEAN = 16;      // learn.LEAN
+constexpr int HEADROOM = 5;   // learn.HEADROOM
+constexpr int SEEN = 4096;    // learn.SEEN
+constexpr int THREADS = 256;
+constexpr int TALL = 32;  // keys that a block reads at once, at most
+constexpr double LONGEST = 1152921504606846976.0;  // transform.LONGEST
+
+constexpr int AHEAD = DTYPE == 0 ? 2 : 4;  // keys that a thread has loads in flight for
+
+// Eight coordinates as they lie in memory.
+struct Eight {
+    u32 words[DTYPE == 0 ? 8 : 4];
+};
+
+__device__ __forceinline__ Eight fetched(const void* data, i64 i) {
+    Eight x;
+#if DTYPE == 0
+    const u32* from = static_cast<const u32*>(data) + i;
+#else
+    const u16* from = static_cast<const u16*>(data) + i;
+#endif
+#if WIDE
+    const uint4* wide = reinterpret_cast<const uint4*>(from);
+#pragma unroll
+    for (int j = 0; j < int(sizeof(x)) / 16; j++) {
+        uint4 all = wide[j];
+        x.words[4 * j] = all.x, x.words[4 * j + 1] = all.y;
+        x.words[4 * j + 2] = all.z, x.words[4 * j + 3] = all.w;
+    }
+#else
+#pragma unroll
+    for (int j = 0; j < int(sizeof(x)) / 4; j++)
+        x.words[j] = DTYPE == 0 ? u32(from[j]) : from[2 * j] | u32(from[2 * j + 1]) << 16;
+#endif
+    return x;
+}
+
+__device__ __forceinline__ float coordinate(const Eight& x, int j) {
+    if (DTYPE == 0) return __uint_as_float(x.words[j]);
+    u16 bits = u16(x.words[j / 2] >> (j % 2 * 16));
+    return DTYPE == 1 ? from_float16(bits) : from_bfloat16(bits);
+}
+
+// Where keys and what is learnt already lie.
+struct Keys {
+    const void* data;
+    const u8* valid;  // [B, N], or null
+    i64 count, sb, sg, sn, vb;
+};
+
+struct Found {
+    int count;   // of valid keys
+    bool wrong;  // whether one that this thread has seen is not finite
+};
+
+// Σ of the valid keys `from` to `to` in `totals` [D]: a thread takes 8 coordinates of every `tall`-th
+// key; then the threads' sums in their order. All threads call it.
+static __device__ Found sum_of(double* totals, double* parts, const Keys& keys, i64 batch, i64 head,
+                               i64 from, i64 to, int dim) {
+    __shared__ int found;
+    int M = dim / 8, tall = min(THREADS / M, TALL), byte = threadIdx.x % M, row = threadIdx.x / M;
+    bool own = row < tall;
+    i64 base = batch * keys.sb + head * keys.sg + byte * 8;
+    double sums[8] = {};
+    Found result = {0, false};
+    if (threadIdx.x == 0) found = 0;
+    for (i64 first = from; first < to; first += AHEAD * tall) {
+        Eight loaded[AHEAD] = {};
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            i64 i = first + k * tall + row;
+            bool in = own && i < to;
+            if (in && keys.valid) in = keys.valid[batch * keys.vb + i];
+            if (in) loaded[k] = fetched(keys.data, base + i * keys.sn), result.count++;
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) sums[j] += coordinate(loaded[k], j);
+    }
+    for (int j = 0; j < 8; j++)  // sums of finite floats are finite
+        result.wrong |= !(fabs(sums[j]) <= 1.7976931348623157e308);
+    __syncthreads();
+    if (own)
+        for (int j = 0; j < 8; j++) parts[row * dim + byte * 8 + j] = sums[j];
+    if (byte == 0 && result.count) atomicAdd(&found, result.count);
+    __syncthreads();
+    for (int d = threadIdx.x; d < dim; d += THREADS) {
+        double total = 0;
+        for (int r = 0; r < tall; r++) total += parts[r * dim + d];
+        totals[d] = total;
+    }
+    result.count = found;
+    __syncthreads();
+    return result;
+}
+
+__device__ __forceinline__ u16 rounded(double mean) {  // learn._rounded
+    return to_bfloat16(float(fmin(fmax(mean, -LONGEST), LONGEST)));
+}
+
+// The reference of a largest norm, above 0: the logarithm rounded to float32, as torch's.
+__device__ __forceinline__ float reference_of(float norm) {
+    return ldexpf(1.0f, int(floorf(float(log2(double(norm))))) + HEADROOM);
+}
+
+// Of the SEEN keys from the first one on that has a norm, the `part`-th THREADS: a power of two grows
+// with the norm, so that each block's own is a candidate, and their maximum, as bits of positive
+// floats, the answer, which is zero before; of no more than THREADS keys there is one block, and it
+// may be anything. real(i): whether key i has one; norm(i). All threads call it.
+template <class Real, class Norm>
+static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* answer) {
+    constexpr int EACH = SEEN / THREADS;
+    __shared__ u32 first;
+    __shared__ double tops[THREADS / 32];
+    if (threadIdx.x == 0) first = u32(count);
+    __syncthreads();
+    for (i64 from = 0; from < count; from += SEEN) {
+        i64 i = from + threadIdx.x * EACH, to = min(i + EACH, count);
+        while (i < to && !real(i)) i++;
+        if (i < to) atomicMin(&first, u32(i));
+        __syncthreads();
+        bool found = first < u32(count);
+        __syncthreads();
+        if (found) break;
+    }
+    i64 i = first + part * THREADS + threadIdx.x;
+    double longest = part < EACH && i < count && real(i) ? norm(i) : 0.0;
+    longest = warp_max(longest);
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = longest;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < THREADS / 32; i++) longest = fmax(longest, tops[i]);
+    float top = float(fmin(longest, LONGEST));
+    float found = top > 0 ? reference_of(top) : 0.0f;
+    if (count <= THREADS)
+        *answer = found;
+    else if (found > 0)
+        atomicMax(reinterpret_cast<u32*>(answer), __float_as_uint(found));
+}
+
+// Grid: (segments + windows, G, B), THREADS threads, 8 (1 + min(TALL, 2048 / D)) D bytes of dynamic
+// shared memory. A block makes a segment's centre and looks whether its keys are finite; where the last
+// segment has only begun, the block of the one before makes both. What is known already is copied.
+// `windows` more blocks look at THREADS of the first keys each, for a reference. Reads the keys of
+// its segments once and at most SEEN more of each head, writes 2 D bytes per segment, 1 with the
+// first head. Limited by the bus where it has all segments: a million keys of 8 heads at D = 128 took
+// .79 ms on an H200, norms included, .60 of the rate of reading.
+// keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; old
+// bfloat16 [B, G, old_row, D], `before` of them learnt; held bool [B, before]; centres bfloat16
+// [B, G, row, D], or null: no centres; it may be old, from `begin` on: a block reads no other's.
+// known bool [B, S]; given float32 [B, G], references, or null; answer float32 [B, G]: as
+// of `refer`; wrong int32 [1], or null: set where a valid key is not finite. start: id of the first
+// key; every: tokens of a segment. Segments: those from `begin` to S but for `left` of them from `leave` on.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* centres, u8* known,
+      const float* given, float* answer, int* wrong, i64 count, i64 dim, i64 before, i64 old_row,
+      i64 row, i64 start, i64 every, i64 begin, i64 S, i64 leave, i64 left, i64 sb, i64 sg, i64 sn,
+      i64 vb) {
+    let_next_begin();
+    DYNAMIC_SHARED(space);
+    double *totals = reinterpret_cast<double*>(space), *parts = totals + dim;
+    Keys keys = {data, valid, count, sb, sg, sn, vb};
+    i64 G = gridDim.y, batch = blockIdx.z, head = blockIdx.y, bg = batch * G + head;
+    i64 s = begin + blockIdx.x, first = start / every, stop = (start + count + every - 1) / every;
+    if (s >= leave) s += left;
+    bool begun = stop * every > start + count && stop > 1;  // the last segment is, and can lean
+    if (centres && blockIdx.x == 0 && head == 0)
+        for (i64 i = threadIdx.x; i < begin; i += THREADS)
+            known[batch * S + i] = held[batch * before + i];
+    if (s >= S) {
+        if (given && given[bg] > 0) {
+            if (threadIdx.x == 0 && s == S) answer[bg] = given[bg];
+            return;
+        }
+        i64 base = batch * sb + head * sg;
+        auto real = [&](i64 i) {
+            if (valid && !valid[batch * vb + i]) return false;
+            for (int d = 0; d < dim; d += 8) {
+                Eight x = fetched(data, base + i * sn + d);
+                for (u32 word : x.words)
+                    if (word & (DTYPE == 0 ? 0x7fffffffu : 0x7fff7fffu)) return true;
+            }
+            return false;
+        };
+        auto norm = [&](i64 i) {
+            double squares = 0;
+#pragma unroll 4
+            for (int d = 0; d < dim; d += 8) {
+                Eight x = fetched(data, base + i * sn + d);
+                for (int j = 0; j < 8; j++) {
+                    double y = coordinate(x, j);
+                    squares = fma(y, y, squares);
+                }
+            }
+            return sqrt(squares);
+        };
+        refer(s - S, count, real, norm, answer + bg);
+        return;
+    }
+    // the last one's centre needs the one before: its block does it, unless that is an old one
+    if (begun && s == stop - 1 && stop - 2 >= first) return;
+    int knows = 0;
+    for (;; s++) {
+        bool had = centres && s < before && held[batch * before + s], here = s >= first && s < stop;
+        int n = 0;
+        if (here && (wrong || !had)) {
+            i64 from = max(s * every - start, i64(0)), to = min((s + 1) * every - start, count);
+            Found found = sum_of(totals, parts, keys, batch, head, from, to, int(dim));
+            n = found.count;
+            if (wrong && found.wrong) *wrong = 1;
+        }
+        u16* mine = centres + (bg * row + s) * dim;
+        const u16* earlier = old + (bg * old_row + s) * dim;
+        if (centres && (!here || had)) {
+            for (int d = threadIdx.x; d < dim; d += THREADS) mine[d] = s < before ? earlier[d] : 0;
+            knows = had;
+        } else if (centres) {
+            bool leans = begun && s == stop - 1;
+            i64 last = s - 1;  // of which the centre is known: made by this block, or old
+            if (leans && last < first) knows = last < before && held[batch * before + last];
+            int lean = leans && knows ? LEAN : 0;
+            const u16* one = last >= first ? mine - dim : earlier - dim;
+            for (int d = threadIdx.x; d < dim; d += THREADS) {
+                double total = totals[d];
+                if (lean) total += lean * double(from_bfloat16(one[d]));
+                mine[d] = rounded(total / max(n + lean, 1));
+            }
+            knows = n > 0;
+        }
+        if (centres && head == 0 && threadIdx.x == 0) known[batch * S + s] = u8(knows);
+        if (!begun || s != stop - 2 || s < first) return;
+        __syncthreads();
+    }
+}
+
+// Grid: (windows, BG), THREADS threads. Reads 4 bytes per norm of the first SEEN.
+// norms float32 [BG, N]; valid as above; old float32 [BG] or null; found float32 [BG]: old, or 0.
+extern "C" __global__ void __launch_bounds__(THREADS)
+reference(const float* norms, const u8* valid, const float* old, float* found, i64 count, i64 vb,
+          i64 kv_heads) {
+    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    if (old && old[bg] > 0) return;
+    auto norm = [&](i64 i) { return double(norms[bg * count + i]); };
+    auto real = [&](i64 i) { return (!valid || valid[batch * vb + i]) && norm(i) > 0; };
+    refer(blockIdx.x, count, real, norm, found + bg);
+}

@@ -1,0 +1,85 @@
+// Codes of 16 keys times the heads of a group, on the matrix unit (paper, B.2.2, equation 10): for
+// rerank.cu and all.cu.
+//
+// Codes become float16 in registers, which hold the levels exactly (ops.codes.levels). Up to four
+// heads (FOLDED) a lane has the sums of one key, else of two.
+// Compile-time: D, BITS (of a magnitude), GROUP.
+#pragma once
+#include "common/levels.cuh"
+#include "common/operands.cuh"
+
+constexpr int ROWS = FOLDED ? 1 : 2;  // keys of 16 whose estimates a lane has
+
+// Codes of 16 keys: of rows lane / 4 and 8 further.
+struct Tile {
+    u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
+    int logs[2];
+};
+
+// Row `half` of a tile: `key` of a block, whose parts begin at `logs` and `magnitudes`. ONCE: whether
+// nobody reads them again soon.
+template <bool ONCE>
+__device__ __forceinline__ void load(Tile& tile, int half, const char* block, int key, i64 logs,
+                                     i64 magnitudes) {
+    auto read = [](const u32* from) { return ONCE ? __ldcs(from) : __ldg(from); };
+    const u32* signs = reinterpret_cast<const u32*>(block) + key * WORDS;
+    const u32* planes = reinterpret_cast<const u32*>(block + magnitudes) + key * (BITS * WORDS);
+#pragma unroll
+    for (int quad = 0; quad < QUADS; quad++) {
+        int w = quad * 4 + threadIdx.x % 4;
+        bool has = QUADS * 4 == WORDS || w < WORDS;
+        tile.signs[half][quad] = has ? read(signs + w) : 0;
+        tile.planes[half][quad][0] = 0;
+#pragma unroll
+        for (int p = 0; p < BITS; p++)
+            tile.planes[half][quad][p] = has ? read(planes + p * WORDS + w) : 0;
+    }
+    tile.logs[half] = reinterpret_cast<const u16*>(block + logs)[key];
+}
+
+// The heads of a lane's sums: two of each set of 8, or of the four.
+__device__ __forceinline__ int head_of(int set, int side) {
+    int t = threadIdx.x % 4;
+    return FOLDED ? 2 * (t % 2) + side : set * 8 + 2 * t + side;
+}
+// The key of 16 that they are of, and its log weight.
+__device__ __forceinline__ int key_of(int half) {
+    int lane = threadIdx.x % 32;
+    return (FOLDED ? lane % 4 >= 2 : half) * 8 + lane / 4;
+}
+__device__ __forceinline__ int log_of(const Tile& tile, int half) {
+    return (FOLDED ? threadIdx.x % 4 >= 2 : half) ? tile.logs[1] : tile.logs[0];
+}
+
+// Sums of levels times operands, of keys `key_of(·)` and heads `head_of(set, ·)`. asked: uint2
+// [OPERANDS], of prepare_query.cu or query_table.cu, in shared memory. All lanes of a warp call it.
+__device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* asked,
+                                         int set, const Levels& levels) {
+    float c[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int quad = 0; quad < QUADS; quad++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            u32 upper[2], lower[2];
+            decode(upper, tile.signs[0][quad], tile.planes[0][quad], i / 2, i % 2, levels);
+            decode(lower, tile.signs[1][quad], tile.planes[1][quad], i / 2, i % 2, levels);
+            int from = ((set * QUADS + quad) * 8 + i) * 32 + threadIdx.x % 32;
+            uint2 b = asked[FOLDED ? from : 2 * from];
+            mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
+            if (FOLDED) continue;
+            b = asked[2 * from + 1];
+            mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
+        }
+    // of a folded row the lanes of the upper two columns have the other half
+    bool later = threadIdx.x % 4 >= 2;
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        if (FOLDED) {
+            float other = __shfl_xor_sync(ALL, later ? c[side] : c[2 + side], 2);
+            sums[0][side] = (later ? c[2 + side] : c[side]) + other;
+        } else {
+            sums[0][side] = c[side];
+            sums[ROWS - 1][side] = c[2 + side];
+        }
+    }
+}

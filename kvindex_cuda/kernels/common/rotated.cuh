@@ -1,0 +1,252 @@
+// How a key is turned and coded by the four lanes that share it (paper, A.1 to A.3), for encode.cu.
+//
+// Idea: R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit does four of H's stages of 8 keys at
+// a time, on keys as they come: entries of H are ±1, float32 is the sum of 3 bfloat16, all exact,
+// and the sum starts at minus the centre's, which is turned before. The other stages are sums in
+// registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole bytes of
+// coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
+// A level's index: of |u|'s cell, one of equal ones that hold an edge at most, and of which side of
+// the edge it is on. Up to 3 bits the tables are the registers of a warp's lanes, and a level, a
+// float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
+// Compile-time: D, BITS (of a magnitude), DTYPE (of the keys).
+#pragma once
+#include "common/common.cuh"
+
+constexpr int POWER = D & -D, ODD = D / POWER;        // orders of H and Q
+constexpr int M = D / 8, C = (M + 3) / 4;             // bytes of a plane; of them in a lane
+constexpr int STRIDE = 4 * C;                         // of a plane in a block
+constexpr int UNITS = POWER >= 32 ? POWER / 32 : 1;   // bytes of a lane that share a row of Q
+constexpr int LANES = POWER >= 32 ? 1 : 32 / POWER;   // of the four that share a column of Q
+constexpr int TERMS = POWER >= 32 ? ODD : C;          // rows of Q in a lane
+constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill the lanes
+constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
+constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
+constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
+constexpr int LEVELS = 1 << BITS;
+constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
+constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
+
+// A turned key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
+typedef float Turned[C][2][4];
+
+// c += a b for a of 16 x 16 and b of 16 x 8 bfloat16 (PTX, mma.m16n8k16; fragments as in
+// `mma_halves`). Rows `row` and `row + 8` of a are pairs (0, 2) and (1, 3) of key `row`.
+__device__ __forceinline__ void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                           u32 b1) {
+#ifdef EMULATED
+    emulator::mma_m16n8k16_bf16(c, a0, a1, a2, a3, b0, b1);
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+__device__ __forceinline__ float at_most_one(float x) {  // x ≥ 0
+#ifdef EMULATED
+    return fminf(x, 1.0f);
+#else
+    return __saturatef(x);
+#endif
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(ALL, x, 1);
+    return x + __shfl_xor_sync(ALL, x, 2);
+}
+
+// As pairs of 16-bit numbers, the most significant part first; of float32 each is exact.
+__device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)[HELD]) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        if (DTYPE) {
+            pairs[0][r] = words[r];
+            continue;
+        }
+        float x = __uint_as_float(words[HELD / 4 * r]);
+        float y = __uint_as_float(words[HELD / 4 * r + 1]);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            u32 low = __float_as_uint(x) & 0xffff0000u, high = __float_as_uint(y) & 0xffff0000u;
+            pairs[part][r] = high | low >> 16;
+            x -= __uint_as_float(low), y -= __uint_as_float(high);
+        }
+    }
+}
+
+// The right factor: the stages of H over bits 0 and 2 of a coordinate's number and, where H has
+// them, 3 and 4. Row (bit 2, lane of the quad, bit 0), column (lane of the quad, bit 0), for
+// outputs with bit 2 clear; for the others b1 is negative. Bit 1 tells rows of the left factor
+// apart. unit: 1 in 16 bits.
+__device__ __forceinline__ u32 factor(u32 unit) {
+    int t = threadIdx.x % 4, column = threadIdx.x % 32 / 4, to = column / 2;
+    int both = POWER >= 32 ? 3 : POWER == 16 ? 1 : 0;  // bits of the lane that H mixes
+    u32 one = (t & ~both) != (to & ~both) ? 0 : __popc(t & to & both) & 1 ? unit ^ 0x8000 : unit;
+    return one | (column % 2 && one ? one ^ 0x8000 : one) << 16;
+}
+
+// Both of its halves for either n. A shuffle hides from the compiler which are the same: of one
+// register in two pairs it makes copies, again and again.
+__device__ __forceinline__ uint4 factors(u32 unit) {
+    u32 b = factor(unit);
+    u32 y = __shfl_sync(ALL, b, threadIdx.x % 32), z = __shfl_xor_sync(ALL, b, 0);
+    return {b, y, z, __shfl_up_sync(ALL, b, 0) ^ 0x80008000u};
+}
+
+// The lane's byte of a key, float16 or bfloat16, added to what the matrix unit leaves.
+template <bool HALVES>
+__device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4], const uint4& b,
+                                         const uint4& flip) {
+    u32 a0 = a[0] ^ flip.x, a1 = a[1] ^ flip.y, a2 = a[2] ^ flip.z, a3 = a[3] ^ flip.w;
+    if (HALVES) {
+        mma_halves(sums[0], a0, a1, a2, a3, b.x, b.y);
+        mma_halves(sums[1], a0, a1, a2, a3, b.z, b.w);
+    } else {
+        mma_bfloats(sums[0], a0, a1, a2, a3, b.x, b.y);
+        mma_bfloats(sums[1], a0, a1, a2, a3, b.z, b.w);
+    }
+}
+
+// The other stages: bit 1, then bits 5 and up, then Q.
+__device__ __forceinline__ void finish(Turned& y, const float* hartley) {
+    auto stage = [](float& low, float& high) {
+        float a = low, b = high;
+        low = a + b, high = a - b;
+    };
+#pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) stage(y[c][i / 2][i % 2], y[c][i / 2][i % 2 + 2]);
+#pragma unroll
+    for (int step = 1; step < UNITS; step *= 2)
+#pragma unroll
+        for (int c = 0; c < C; c++)
+            if (!(c & step))
+#pragma unroll
+                for (int i = 0; i < 8; i++) stage(y[c][i / 4][i % 4], y[c + step][i / 4][i % 4]);
+    if (ODD == 1) return;
+    int own = threadIdx.x % 4 * LANES / 4;
+#pragma unroll
+    for (int unit = 0; unit < UNITS; unit++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (ODD > 7) __syncwarp();  // keeps Q in shared memory: no registers are left for it
+            float found[TERMS];
+#pragma unroll
+            for (int row = 0; row < ORDER; row++) {
+                float sum = 0;
+#pragma unroll
+                for (int o = 0; o < TERMS; o++)
+                    sum = fmaf(hartley[row * ORDER + o * LANES + own],
+                               y[o * UNITS + unit][i / 4][i % 4], sum);
+                if (LANES == 4) sum += __shfl_xor_sync(ALL, sum, 1);
+                if (LANES >= 2) sum += __shfl_xor_sync(ALL, sum, 2);
+                if (row % LANES == own) found[row / LANES] = sum;
+            }
+#pragma unroll
+            for (int o = 0; o < TERMS; o++) y[o * UNITS + unit][i / 4][i % 4] = found[o];
+        }
+}
+
+// Bit p of an index as the lowest bit of digit p of WIDTH bits.
+template <int WIDTH>
+__device__ __forceinline__ u32 spread(u32 index) {
+    constexpr u32 STEP = (1u << WIDTH) / 2, ONES = WIDTH == 8 ? 0x01010101u : 0x1111u;
+    return (index & 15) * (1 + STEP + STEP * STEP + STEP * STEP * STEP) & ONES;
+}
+
+__device__ __forceinline__ float upper_half(u32 word) {
+#ifdef EMULATED
+    return from_float16(u16(word >> 16));
+#else
+    float x;
+    asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, high;\n\t}"
+        : "=f"(x) : "r"(word));
+    return x;
+#endif
+}
+
+struct Tables {
+    const float *edges, *levels;  // in shared memory, as are the levels' indices
+    const u8* indices;
+    float edge;  // of this lane's cell
+    u32 one, two;  // of its side of a cell: level in the upper half, index in digits; twice that
+};
+
+// Which side of which cell |u| is on. x: |u| by the scale of the edges.
+__device__ __forceinline__ u32 side_of(float x, const Tables& tables) {
+    u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));  // rounded: in the lowest bits
+    float edge = BITS <= 3 ? __shfl_sync(ALL, tables.edge, int(cell))
+                           : tables.edges[cell & (CELLS - 1)];
+    return __funnelshift_l(__float_as_uint(edge - x), cell, 1);  // 2 cell + (x > edge)
+}
+
+// A lane's byte of signs and of each plane, four to a word; adds Σ |y| level to `aligned`.
+__device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const float (&y)[2][4],
+                                      float per, const Tables& tables) {
+    u32 digits[2] = {};  // of four coordinates each: signs, planes; what is above only moves up
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) words[w] = 0;
+#pragma unroll
+    for (int j = 7; j >= 0; j -= 2) {
+        u32 pair = 0;
+#pragma unroll
+        for (int i = j; i > j - 2; i--) {
+            float x = y[i / 4][i % 4], size = fabsf(x), level;
+            u32 sign = __float_as_uint(x);
+            if (BITS == 0) {
+                level = tables.levels[0];
+            } else if (BITS <= 3) {
+                int side = int(side_of(at_most_one(size * per), tables));
+                u32 found = __shfl_sync(ALL, i % 2 ? tables.two : tables.one, side);
+                level = upper_half(found), pair += found;
+            } else {
+                u32 side = side_of(at_most_one(size * per), tables) & (2 * CELLS - 1);
+                u32 index = tables.indices[side];
+                level = tables.levels[index];
+                index = __funnelshift_l(sign, index, 1);
+#pragma unroll
+                for (int w = 0; w < WORDS; w++)
+                    words[w] = 2 * words[w] + spread<8>(index >> 4 * w);
+            }
+            if (BITS <= 3) digits[j / 4] = __funnelshift_l(sign, digits[j / 4], 1);
+            aligned = fmaf(size, level, aligned);
+        }
+        digits[j / 4] += pair;
+    }
+    if (BITS <= 3) {
+        u32 even = (digits[0] & 0x0f0f0f0fu) | (digits[1] << 4 & 0xf0f0f0f0u);  // signs, plane 1
+        u32 odd = (digits[0] >> 4 & 0x0f0f0f0fu) | (digits[1] & 0xf0f0f0f0u);   // planes 0 and 2
+        words[0] = __byte_perm(even, odd, 0x5140);
+    }
+    words[0] ^= 0xff;
+}
+
+// How lanes of a quad exchange bytes; the same for all keys.
+struct Exchange {
+    u32 two, one, order;
+};
+__device__ __forceinline__ Exchange exchange_of(int t) {
+    u32 order = t == 0 ? 0x6240 : t == 1 ? 0x2604 : t == 2 ? 0x4062 : 0x0426;
+    return {t & 2 ? 0x7632u : 0x5410u, t & 1 ? 0x7531u : 0x6420u, order};
+}
+
+// Byte i of lane r's words to byte r of lane i's, of the four lanes of a quad.
+__device__ __forceinline__ void transpose(u32& a, u32& b, const Exchange& by) {
+    u32 kept = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
+    other = __shfl_xor_sync(ALL, other, 2);
+    u32 mine = __byte_perm(kept, other, by.one), others = __byte_perm(kept, other, by.one ^ 0x1111);
+    others = __shfl_xor_sync(ALL, others, 1);
+    a = __byte_perm(mine, others, by.order), b = __byte_perm(mine, others, by.order + 0x1111);
+}
+
+__device__ __forceinline__ void store_row(char* to, const u32 (&row)[C]) {
+    if (C % 4 == 0)
+#pragma unroll
+        for (int c = 0; c < C / 4 * 4; c += 4)
+            reinterpret_cast<uint4*>(to)[c / 4] = {row[c], row[c + 1], row[c + 2], row[c + 3]};
+    else
+#pragma unroll
+        for (int c = 0; c < C; c++) reinterpret_cast<u32*>(to)[c] = row[c];
+}

@@ -1,0 +1,229 @@
+// Votes of keys by signed dots (paper, B.2.1; ops.coarse, lists=group): for prepare_query.cu and scan.cu.
+//
+// vote = f · Σ_j s_j r_j + offset of the key's segment, the largest over the heads of the group.
+// Σ s r = 2 Σ b r − Σ r for sign bits b, and Σ b r is the sum over the bit planes of r of 2^p
+// times a count of common bits, which the matrix unit makes for 16 keys, 128 bits and 8 columns at
+// a time: 2 planes of 4 heads. Signs go in as they are stored; nothing is unpacked. Counts are then what
+// a second product takes as they lie, each with its power of four (three counts of four in a register's
+// bytes take a third of these products, and shifts, which cost more). To the base -2 each odd plane
+// counts -2 times what the even one before it does, so that both take the same powers.
+// Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTRED, PLANES (digits of
+// r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85).
+#pragma once
+#include "common/operands.cuh"
+
+constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
+constexpr int PARTS = PLANES / 2;
+constexpr int EIGHTS = (D + 31) / 32;        // coordinates of a centre and of a query, per lane
+constexpr int PIECES = 3 - DTYPE;            // bfloat16 numbers whose sum a query's coordinate is
+constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of four are multiplied by: bytes hold them
+constexpr bool HELD = SETS * EIGHTS * PIECES <= 8;  // whether registers hold the queries
+constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda/memory/layout.py)
+constexpr int CENTRE = WEIGHTS + TOKENS;
+constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block that make votes
+
+// What a warp needs of the query: planes as fragments; powers of four, for the first key of a product and
+// the second; -Σ r of the two heads that a lane has in each set: 2 lane % 4 and 1 more; votes per unit of
+// q·k of these; pieces (`half_of`) of head lane / 4 % 4 of a set.
+struct Group {
+    u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
+    int less[SETS][2];
+    float units[SETS][2];
+    uint2 queries[HELD && CENTRED ? SETS : 1][EIGHTS][PIECES];
+    const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
+};
+
+// Piece `piece` of coordinates 32 i + 8 (lane % 4) to 7 more of a head, two in each word, 0 past D: what
+// the pieces before leave, cut off after 8 bits, so that their sum is exact.
+__device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int piece) {
+    int j = 32 * i + threadIdx.x % 4 * 8;
+    if (h >= GROUP || j >= D) return {0, 0, 0, 0};
+    if (DTYPE == 2) return *reinterpret_cast<const uint4*>(static_cast<const u16*>(queries) + h * D + j);
+    uint4 words;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        float x = element(queries, h * D + j + e);
+#pragma unroll
+        for (int p = 0; p < piece; p++) x -= __uint_as_float(__float_as_uint(x) & 0xffff0000u);
+        u32 bits = __float_as_uint(x) >> 16;
+        (&words.x)[e / 2] = e % 2 ? (&words.x)[e / 2] | bits << 16 : bits;
+    }
+    return words;
+}
+// Half of its words, for a product whose upper rows are words 0 and 2 of a centre's and whose lower ones
+// are 1 and 3: what one half of the columns makes with these, the other makes with those.
+__device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int piece) {
+    int lane = threadIdx.x % 32;
+    uint4 all = piece_of(queries, n * 4 + lane / 4 % 4, i, piece);
+    return lane < 16 ? uint2{all.x, all.z} : uint2{all.y, all.w};
+}
+__device__ __forceinline__ void load_queries(Group& group, const void* queries) {
+    group.all = queries;
+    if (CENTRED && HELD)
+#pragma unroll
+        for (int n = 0; n < SETS; n++)
+#pragma unroll
+            for (int i = 0; i < EIGHTS * PIECES; i++)
+                group.queries[HELD ? n : 0][i / PIECES][i % PIECES] =
+                    half_of(queries, n, i / PIECES, i % PIECES);
+}
+
+// Right factors of the second products: of head t in rows 4 t and column t for one key, in rows 16 +
+// 4 t and column 4 + t for the other.
+__device__ __forceinline__ void set_powers(Group& group) {
+    int lane = threadIdx.x % 32;
+    bool own = lane % 4 == lane / 4 % 4, second = lane >= 16;
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        group.powers[0][p] = own && !second ? DOUBLE << (2 * p) : 0;
+        group.powers[1][p] = own && second ? DOUBLE << (2 * p) : 0;
+    }
+}
+
+// queries: DTYPE [BG, GROUP, D]; planes, sums, units: of prepare_query.cu.
+__device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
+                                     const int* sums, const float* units, i64 bg) {
+    int lane = threadIdx.x % 32;
+    constexpr int SIZE = DTYPE == 0 ? 4 : 2;
+    load_queries(group, static_cast<const char*>(queries) + bg * (GROUP * D * SIZE));
+#pragma unroll
+    for (int i = 0; i < SETS * QUADS * PARTS; i++)
+        (&group.planes[0][0][0])[i] = planes[(bg * (SETS * QUADS * PARTS) + i) * 32 + lane];
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        const int* two = sums + bg * SETS * 4 + n * 4 + 2 * lane % 4;
+        group.less[n][0] = -two[0], group.less[n][1] = -two[1];
+        for (int i = 0; i < 2; i++) group.units[n][i] = units[bg * SETS * 4 + n * 4 + 2 * lane % 4 + i];
+    }
+    set_powers(group);
+}
+
+// Coordinates of a centre, as `piece_of` has a query's.
+struct Mean {
+    uint4 eights[EIGHTS];
+};
+template <class Place>  // in memory or in shared memory
+__device__ __forceinline__ void load(Mean& mean, Place centre) {
+#pragma unroll
+    for (int i = 0; i < EIGHTS; i++) {
+        int j = 32 * i + threadIdx.x % 4 * 8;
+        mean.eights[i] = CENTRED && j < D ? load_from<uint4>(centre + 2 * j) : uint4{0, 0, 0, 0};
+    }
+}
+
+// ⟨q, μ⟩ in votes for this lane's two heads in each set, LEAST where there is none; and, if it is KEPT, as
+// it is, to products: of the lane's heads, those of a set 4 after those of the one before.
+template <bool KEPT>
+__device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
+                                           const Group& group, float* products) {
+    bool later = threadIdx.x & 2;  // of a lane's four sums the later two are its own
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        float dots[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < (CENTRED ? EIGHTS : 0); i++)
+#pragma unroll
+            for (int piece = 0; piece < PIECES; piece++) {
+                uint4 a = mean.eights[i];
+                uint2 b = HELD ? group.queries[HELD ? n : 0][i][piece] : half_of(group.all, n, i, piece);
+                mma_halves<true>(dots, a.x, a.y, a.z, a.w, b.x, b.y);
+            }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int h = n * 4 + 2 * threadIdx.x % 4 + i;
+            float dot = later ? dots[2 + i] : dots[i];
+            dot += __shfl_xor_sync(ALL, dot, 2);
+            if (CENTRED && KEPT && threadIdx.x % 32 < 2 && h < GROUP) products[n * 4 + i] = dot;
+            float votes = fminf(fmaxf(dot * group.units[n][i], -1073741824.0f), 1073741824.0f);
+            offsets[n][i] = h >= GROUP ? LEAST : CENTRED ? __float2int_rn(votes) : 0;
+        }
+    }
+}
+
+// Signs of 32 keys: words of keys lane / 4 + 8 i.
+struct Signs {
+    u32 rows[4][QUADS];
+};
+template <class Place>
+__device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // of a block's 32 `part`-th keys
+    int lane = threadIdx.x % 32, t = lane % 4;
+    signs += part * (32 * STRIDE);
+    if constexpr (WORDS == 4 && is_shared(Place())) {
+        u32 words[4];
+        load_rows(words, signs + lane * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) found.rows[i][0] = words[i];
+        return;
+    }
+    Place mine = signs + (lane / 4 * WORDS + t) * 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++) {
+            bool has = QUADS * 4 == WORDS || quad * 4 + t < WORDS;
+            found.rows[i][quad] = has ? load_from<u32>(mine + (i * 8 * WORDS + quad * 4) * 4) : 0;
+        }
+}
+
+// Weights of the keys of `rows`, as they lie (layout.places).
+template <class Place>
+__device__ __forceinline__ u32 load_weights(Place weights, int part) {
+    return load_from<u32>(weights + (part * 8 + threadIdx.x % 32 / 4) * 4);
+}
+
+// The key whose vote a lane gets, of 32.
+__device__ __forceinline__ int own_key() {
+    return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
+}
+
+// The group's vote of `own_key`. factors: int32 [256], by weight, aligned to 1,024 bytes (FACTORS).
+#define FACTORS __align__(1024)
+template <class Place>
+__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Group& group,
+                                       const int (&offsets)[SETS][2], Place factors) {
+    bool later = threadIdx.x & 1, upper = threadIdx.x & 2;  // which 16 keys, which 8 of them
+    weights = __funnelshift_l(weights, weights, upper ? 26 : 2);
+    int factor[2], best[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
+    // of each half, of one key even planes of two heads and odd ones
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        int dots[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) dots[half][i] = DOUBLE == 2 && i < 2 ? group.less[n][i] : 0;
+#pragma unroll
+            for (int quad = 0; quad < QUADS; quad++) {
+#pragma unroll
+                for (int p = 0; p < PARTS; p++) {
+                    int c[4] = {0, 0, 0, 0};
+                    mma_bits(c, signs.rows[2 * half][quad], signs.rows[2 * half + 1][quad],
+                             group.planes[n][quad][p]);
+                    mma_bytes(dots[half], c[0], c[1], c[2], c[3], group.powers[0][p], group.powers[1][p]);
+                }
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                int dot = mad(dots[half][2 + side], -2, dots[half][side]);
+                if (DOUBLE == 1) dot = mad(dot, 2, group.less[n][side]);
+                int vote = mad(dot, factor[half], offsets[n][side]);  // of no head: LEAST
+                best[half] = n || side ? max(best[half], vote) : vote;
+            }
+    }
+    return max(later ? best[1] : best[0], __shfl_xor_sync(ALL, later ? best[0] : best[1], 1));
+}
+
+// Warps of the scan in teams, one for each group or so many as there are warps: the first of a team, and
+// how many it has.
+__device__ __forceinline__ u32 first_of(u32 team, u32 teams, u32 warps) {
+    return (team * warps + teams - 1) / teams;
+}
+__device__ __forceinline__ u32 warps_of(u32 team, u32 teams, u32 warps) {
+    return first_of(team + 1, teams, warps) - first_of(team, teams, warps);
+}

@@ -1,0 +1,188 @@
+// Exact softmax attention of one query per head over the rows given (paper, equations 1 to 3;
+// ops.attention). Keys and values lie apart, in any strides; `attend.cu` is the fused step's.
+//
+// LANES lanes take a row, 32 / LANES rows a warp, each lane up to 16 bytes at a time, for up to 8
+// heads of a group. Every such part of a warp keeps a running softmax (Milakov and Gimelshein,
+// 2018); parts, warps and then blocks are merged, the last block of a group by what all wrote.
+// Grid: (BG, splits, heads / HEADS rounded up), 256 threads. Reads (D + DV) size bytes per row for
+// each tile of heads, 4 per row and head of bias; writes (DV + 2) 4 bytes per split and head, and
+// the output. Sums are float32. The bound is memory; with few rows, the latency of two reads.
+// Compile-time: D, DV, HEADS, DTYPE, SOFTCAP, WIDTH (elements of a load), LANES.
+#include "common/common.cuh"
+
+constexpr int SIZE = DTYPE == 0 ? 4 : 2;
+constexpr int KEYS = (D / WIDTH + LANES - 1) / LANES;     // loads of a lane for a key
+constexpr int VALUES = (DV / WIDTH + LANES - 1) / LANES;  // and for a value
+constexpr int ROWS = 32 / LANES;                          // of a warp at a time
+constexpr int PARTIAL = DV + 2;                           // of a split: maximum, sum, output
+
+__device__ __forceinline__ void chunk_of(float (&x)[WIDTH], const char* row, int chunk) {
+    u32 words[4];
+    const char* from = row + chunk * (WIDTH * SIZE);
+    if constexpr (WIDTH * SIZE == 16) {
+        uint4 all = *reinterpret_cast<const uint4*>(from);
+        words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+    } else if constexpr (WIDTH * SIZE == 8) {
+        uint2 all = *reinterpret_cast<const uint2*>(from);
+        words[0] = all.x, words[1] = all.y;
+    } else if constexpr (WIDTH * SIZE == 4) {
+        words[0] = *reinterpret_cast<const u32*>(from);
+    } else {
+        words[0] = *reinterpret_cast<const u16*>(from);
+    }
+#pragma unroll
+    for (int e = 0; e < WIDTH; e++) {
+#if DTYPE == 0
+        x[e] = __uint_as_float(words[e]);
+#elif DTYPE == 1
+        x[e] = from_float16(u16(words[e / 2] >> e % 2 * 16));
+#else
+        x[e] = from_bfloat16(u16(words[e / 2] >> e % 2 * 16));
+#endif
+    }
+}
+
+// queries DTYPE [BG, heads, D]; keys DTYPE [B, G, rows, D] and values DTYPE [B, G, rows, DV] with
+// strides; bias float32 [B, G heads, rows] with strides, or null: −inf hides a row. partial float32
+// [BG, tiles, splits, HEADS, PARTIAL]; output DTYPE [BG, heads, DV]; tickets int32 [BG, tiles]:
+// cleared before.
+extern "C" __global__ void __launch_bounds__(256)
+attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key_row,
+       const char* values, i64 value_batch, i64 value_head, i64 value_row, const float* bias,
+       i64 bias_batch, i64 bias_head, i64 bias_row, float* partial, void* output, int* tickets,
+       i64 rows, i64 heads, i64 kv_heads, float scale, float softcap) {
+    __shared__ float queries[D * HEADS];
+    __shared__ float merged[8][PARTIAL];
+    i64 bg = blockIdx.x, batch = bg / kv_heads, group = bg % kv_heads;
+    i64 head = i64(blockIdx.z) * HEADS;
+    int many = int(min(i64(HEADS), heads - head));
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane / LANES, own = lane % LANES;
+    for (int i = threadIdx.x; i < D * HEADS; i += 256)
+        queries[i] = i % HEADS < many
+                         ? element(given, (bg * heads + head + i % HEADS) * D + i / HEADS) : 0.0f;
+    __syncthreads();
+    keys += (batch * key_batch + group * key_head) * SIZE;
+    values += (batch * value_batch + group * value_head) * SIZE;
+    if (bias) bias += batch * bias_batch + (group * heads + head) * bias_head;
+
+    float peak[HEADS], total[HEADS], sum[VALUES][HEADS][WIDTH];
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) peak[h] = NEVER, total[h] = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES * HEADS * WIDTH; i++) (&sum[0][0][0])[i] = 0;
+    i64 stride = i64(gridDim.y) * 8 * ROWS;
+    for (i64 start = (i64(blockIdx.y) * 8 + warp) * ROWS; start < rows; start += stride) {
+        i64 i = start + part;
+        float more[HEADS];  // of bias
+        bool seen = false;
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            more[h] = NEVER;
+            if (i < rows && h < many) more[h] = bias ? bias[h * bias_head + i * bias_row] : 0.0f;
+            seen |= more[h] > NEVER;
+        }
+        float k[KEYS][WIDTH] = {}, v[VALUES][WIDTH] = {}, logit[HEADS] = {};
+        if (seen) {
+#pragma unroll
+            for (int j = 0; j < KEYS; j++)
+                if (own + j * LANES < D / WIDTH)
+                    chunk_of(k[j], keys + i * key_row * SIZE, own + j * LANES);
+#pragma unroll
+            for (int j = 0; j < VALUES; j++)
+                if (own + j * LANES < DV / WIDTH)
+                    chunk_of(v[j], values + i * value_row * SIZE, own + j * LANES);
+        }
+#pragma unroll
+        for (int j = 0; j < KEYS; j++) {
+            if (own + j * LANES >= D / WIDTH) continue;
+            const float* q = queries + (own + j * LANES) * WIDTH * HEADS;
+#pragma unroll
+            for (int e = 0; e < WIDTH; e++)
+#pragma unroll
+                for (int h = 0; h < HEADS; h++) logit[h] += k[j][e] * q[e * HEADS + h];
+        }
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            float s = logit[h];
+#pragma unroll
+            for (int step = LANES / 2; step; step /= 2) s += __shfl_xor_sync(ALL, s, step);
+            s *= scale;
+#if SOFTCAP
+            s = softcap * tanhf(s / softcap);
+#endif
+            s += more[h];
+            if (!(more[h] > NEVER)) continue;
+            if (s > peak[h]) {
+                float shrink = expf(peak[h] - s);
+                peak[h] = s;
+                total[h] *= shrink;
+#pragma unroll
+                for (int j = 0; j < VALUES; j++)
+#pragma unroll
+                    for (int e = 0; e < WIDTH; e++) sum[j][h][e] *= shrink;
+            }
+            float p = expf(s - peak[h]);
+            total[h] += p;
+#pragma unroll
+            for (int j = 0; j < VALUES; j++)
+#pragma unroll
+                for (int e = 0; e < WIDTH; e++) sum[j][h][e] += p * v[j][e];
+        }
+    }
+
+    i64 tile = bg * gridDim.z + blockIdx.z;
+    partial += tile * gridDim.y * (HEADS * PARTIAL);
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        // parts of a warp
+#pragma unroll
+        for (int step = LANES; step < 32; step *= 2) {
+            float other = __shfl_xor_sync(ALL, peak[h], step), most = fmaxf(peak[h], other);
+            float mine = peak[h] > NEVER ? expf(peak[h] - most) : 0.0f;
+            float its = other > NEVER ? expf(other - most) : 0.0f;
+            peak[h] = most;
+            total[h] = total[h] * mine + __shfl_xor_sync(ALL, total[h], step) * its;
+#pragma unroll
+            for (int j = 0; j < VALUES; j++)
+#pragma unroll
+                for (int e = 0; e < WIDTH; e++)
+                    sum[j][h][e] = sum[j][h][e] * mine + __shfl_xor_sync(ALL, sum[j][h][e], step) * its;
+        }
+        // warps
+        if (lane == 0) merged[warp][0] = peak[h], merged[warp][1] = total[h];
+#pragma unroll
+        for (int j = 0; j < VALUES; j++)
+            if (part == 0 && own + j * LANES < DV / WIDTH)
+#pragma unroll
+                for (int e = 0; e < WIDTH; e++)
+                    merged[warp][2 + (own + j * LANES) * WIDTH + e] = sum[j][h][e];
+        __syncthreads();
+        float most = NEVER;
+        for (int w = 0; w < 8; w++) most = fmaxf(most, merged[w][0]);
+        float* to = partial + (i64(blockIdx.y) * HEADS + h) * PARTIAL;
+        for (int i = 1 + threadIdx.x; i < PARTIAL; i += 256) {
+            float all = 0;
+            for (int w = 0; w < 8; w++)
+                if (merged[w][0] > NEVER) all += merged[w][i] * expf(merged[w][0] - most);
+            to[i] = all;
+        }
+        if (threadIdx.x == 0) to[0] = most;
+        __syncthreads();
+    }
+    // splits
+    if (!last_block(tickets + tile, gridDim.y)) return;
+    for (int i = threadIdx.x; i < many * DV; i += 256) {
+        const float* parts = partial + i / DV * PARTIAL;
+        float most = NEVER, all = 0, out = 0;
+        for (int s = 0; s < int(gridDim.y); s++)
+            most = fmaxf(most, __ldcg(parts + i64(s) * HEADS * PARTIAL));
+        for (int s = 0; s < int(gridDim.y); s++) {
+            const float* from = parts + i64(s) * HEADS * PARTIAL;
+            if (!(__ldcg(from) > NEVER)) continue;
+            float share = expf(__ldcg(from) - most);
+            all += __ldcg(from + 1) * share;
+            out += __ldcg(from + 2 + i % DV) * share;
+        }
+        store(output, (bg * heads + head) * DV + i, all > 0 ? out / all : 0.0f);
+    }
+}

@@ -1,0 +1,156 @@
+// Inner products estimated from codes that lie row by row, and their standard deviations (paper,
+// B.2.2, equation 10; ops.rerank). For any magnitude bits and any block of coordinates that shares
+// a weight; `rerank.cu` is the fused step's.
+//
+// A thread takes a key for up to 8 heads: its bits stay in registers, coordinates are decoded once
+// for all heads, queries and levels are read from shared memory by all lanes at once.
+// Grid: (BG, splits, heads / HEADS rounded up), 256 threads. Reads M (1 + BITS) + W size bytes per
+// key, writes 4 per head; sums are float32, in order of coordinates. The bound is arithmetic:
+// D (HEADS + BITS + 3) operations per key beside M (1 + BITS) bytes.
+// Compile-time: D, BITS (of a magnitude), HEADS, BLOCK (coordinates that share a weight), DTYPE
+// (of weights).
+#include "common/common.cuh"
+
+constexpr int M = D / 8;
+constexpr int PIECE = M % 16 == 0 ? 16 : M % 8 == 0 ? 8 : M % 4 == 0 ? 4 : M % 2 == 0 ? 2 : 1;
+constexpr int WORDS = (M + 3) / 4;
+constexpr int LEVELS = 1 << BITS;
+constexpr int W = D / BLOCK;
+
+// M bytes as 32-bit words, the first byte lowest.
+__device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) words[w] = 0;
+#pragma unroll
+    for (int b = 0; b < M; b += PIECE) {
+        if constexpr (PIECE == 16) {
+            uint4 all = *reinterpret_cast<const uint4*>(from + b);
+            words[b / 4] = all.x, words[b / 4 + 1] = all.y;
+            words[b / 4 + 2] = all.z, words[b / 4 + 3] = all.w;
+        } else if constexpr (PIECE == 8) {
+            uint2 all = *reinterpret_cast<const uint2*>(from + b);
+            words[b / 4] = all.x, words[b / 4 + 1] = all.y;
+        } else if constexpr (PIECE == 4) {
+            words[b / 4] = *reinterpret_cast<const u32*>(from + b);
+        } else if constexpr (PIECE == 2) {
+            words[b / 4] |= u32(*reinterpret_cast<const u16*>(from + b)) << b % 4 * 8;
+        } else {
+            words[b / 4] |= u32(from[b]) << b % 4 * 8;
+        }
+    }
+}
+
+// The bits of a key; coordinate j by the word it is in and the bit there.
+struct Key {
+    u32 sign[WORDS], plane[BITS > 0 ? BITS : 1][WORDS];
+
+    __device__ __forceinline__ void load(const u8* signs, const u8* magnitudes, i64 key) {
+        bytes_of(sign, signs + key * M);
+#pragma unroll
+        for (int p = 0; p < BITS; p++) bytes_of(plane[p], magnitudes + (key * BITS + p) * M);
+    }
+    __device__ __forceinline__ float coordinate(const float* levels, int w, int b) const {
+        int level = 0;
+#pragma unroll
+        for (int p = 0; p < BITS; p++) level |= (plane[p][w] >> b & 1) << p;
+        // a clear sign bit is a negative coordinate
+        return __uint_as_float(__float_as_uint(levels[level]) ^ (~sign[w] >> b & 1) << 31);
+    }
+};
+
+// Queries of some heads as [D][HEADS], zeros for heads that there are none of.
+static __device__ int fill(float* queries, float* levels, const float* given, const float* sizes,
+                           i64 heads) {
+    i64 head = i64(blockIdx.z) * HEADS;
+    int many = int(min(i64(HEADS), heads - head));
+    given += (blockIdx.x * heads + head) * D;
+    for (int i = threadIdx.x; i < D * HEADS; i += 256)
+        queries[i] = i % HEADS < many ? given[i % HEADS * D + i / HEADS] : 0.0f;
+    for (int i = threadIdx.x; i < LEVELS; i += 256) levels[i] = sizes[i];
+    __syncthreads();
+    return many;
+}
+
+// queries float32 [BG, heads, D]; signs uint8 [BG, n, M]; magnitudes uint8 [BG, n, BITS, M];
+// weights DTYPE [BG, n, W]; sizes float32 [LEVELS]; out float32 [BG, heads, n].
+extern "C" __global__ void __launch_bounds__(256)
+estimate(const float* given, const u8* signs, const u8* magnitudes, const void* weights,
+         const float* sizes, float* out, i64 n, i64 heads) {
+    __shared__ float queries[D * HEADS];
+    __shared__ float levels[LEVELS];
+    i64 bg = blockIdx.x;
+    int many = fill(queries, levels, given, sizes, heads);
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+        Key key;
+        key.load(signs, magnitudes, bg * n + i);
+        i64 row = (bg * n + i) * W;
+        float found[HEADS] = {}, weight = element(weights, row);
+#pragma unroll
+        for (int w = 0; w < WORDS; w++)
+#pragma unroll 8
+            for (int b = 0; b < 32; b++) {
+                int j = w * 32 + b;
+                if (j >= D) break;
+                if (W > 1 && j % BLOCK == 0) weight = element(weights, row + j / BLOCK);
+                float v = key.coordinate(levels, w, b) * weight;
+                const float* q = queries + j * HEADS;
+#pragma unroll
+                for (int h = 0; h < HEADS; h++) found[h] += v * q[h];
+            }
+#pragma unroll
+        for (int h = 0; h < HEADS; h++)
+            if (h < many) out[(bg * heads + i64(blockIdx.z) * HEADS + h) * n + i] = found[h];
+    }
+}
+
+// σ² = Σ_b w_b² ‖v_b‖² / (1 + τ) · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1).
+// share: 1 + τ; spread: τ / (BLOCK − 1). Everything else as for `estimate`.
+extern "C" __global__ void __launch_bounds__(256)
+errors(const float* given, const u8* signs, const u8* magnitudes, const void* weights,
+       const float* sizes, float* out, i64 n, i64 heads, float share, float spread) {
+    __shared__ float queries[D * HEADS];
+    __shared__ float levels[LEVELS];
+    __shared__ float squares[W * HEADS];  // ‖q_b‖²
+    i64 bg = blockIdx.x;
+    int many = fill(queries, levels, given, sizes, heads);
+    for (int i = threadIdx.x; i < W * HEADS; i += 256) {
+        float sum = 0;
+        for (int j = 0; j < BLOCK; j++) {
+            float q = queries[(i / HEADS * BLOCK + j) * HEADS + i % HEADS];
+            sum += q * q;
+        }
+        squares[i] = sum;
+    }
+    __syncthreads();
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+        Key key;
+        key.load(signs, magnitudes, bg * n + i);
+        float found[HEADS] = {}, along[HEADS] = {}, size = 0;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++)
+#pragma unroll 8
+            for (int b = 0; b < 32; b++) {
+                int j = w * 32 + b;
+                if (j >= D) break;
+                float v = key.coordinate(levels, w, b);
+                const float* q = queries + j * HEADS;
+                size += v * v;
+#pragma unroll
+                for (int h = 0; h < HEADS; h++) along[h] += v * q[h];
+                if (j % BLOCK != BLOCK - 1) continue;
+                float weight = element(weights, (bg * n + i) * W + j / BLOCK);
+                float length = weight * weight * size / share;  // ‖k_b‖²
+#pragma unroll
+                for (int h = 0; h < HEADS; h++) {
+                    float across = squares[j / BLOCK * HEADS + h] - along[h] * along[h] / size;
+                    found[h] += length * fmaxf(across, 0.0f);
+                    along[h] = 0;
+                }
+                size = 0;
+            }
+#pragma unroll
+        for (int h = 0; h < HEADS; h++)
+            if (h < many)
+                out[(bg * heads + i64(blockIdx.z) * HEADS + h) * n + i] = sqrtf(found[h] * spread);
+    }
+}

@@ -1,0 +1,125 @@
+// Rows drawn at random for all that are not read (kvindex/ops/sampling.py; Horvitz and Thompson, 1952).
+//
+// Sums of exponentials from the worst row to the best tell how many are read for certain and what
+// chance the others have; then ids are put in order (bitonic), and a row is drawn where the running
+// sum of chances passes half an odd number. Sums are float64, in a fixed order.
+// Grid: BG, THREADS threads. Reads 12 bytes per row, writes 12 per row that is kept; limited by
+// latency: 55 barriers of the order for up to 1,024 rows, and some 20 more.
+// Dynamic shared memory: 13 bytes for each of `size`.
+// Compile-time: nothing.
+#include "common/common.cuh"
+
+constexpr int THREADS = 1024;
+
+// Sum of the threads before this one, in their order. All threads call it.
+template <class T>
+__device__ T before(T mine) {
+    __shared__ T sums[THREADS / 32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    T run = mine, base = 0;
+    for (int step = 1; step < 32; step *= 2) {
+        T add = __shfl_up_sync(ALL, run, step);
+        if (lane >= step) run += add;
+    }
+    if (lane == 31) sums[warp] = run;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) base += sums[w];
+    T last = __shfl_up_sync(ALL, run, 1);
+    __syncthreads();
+    return lane ? base + last : base;
+}
+
+// logits float32 [BG, count], descending, −inf for none; ids int64 [BG, count], below 2^47, or
+// negative; places int64, weights float32 [BG, k]. size: a power of two, at least count and THREADS,
+// below 2^16.
+extern "C" __global__ void __launch_bounds__(THREADS)
+draw(const float* logits, const i64* ids, i64* places, float* weights, i64 size, i64 count, i64 k,
+     i64 drawn) {
+    DYNAMIC_SHARED(memory);
+    u64* words = reinterpret_cast<u64*>(memory);
+    float* chances = reinterpret_cast<float*>(words + size);
+    u8* picked = reinterpret_cast<u8*>(chances + size);
+    __shared__ int certain;
+    __shared__ double total;
+    int P = int(count), sure = int(k - drawn), each = int(size) / THREADS;
+    int first = int(threadIdx.x) * each;  // of this thread's rows
+    logits += blockIdx.x * count;
+    ids += blockIdx.x * count;
+    places += blockIdx.x * k;
+    weights += blockIdx.x * k;
+    double best = sure < P ? fmaxf(logits[sure], -3.4028234663852886e38f) : 0.0f;
+    auto rest = [&](int p) { return exp(double(logits[p]) - best); };  // of no row: 0
+    if (threadIdx.x == 0) certain = max(P - sure, 0), total = 0;
+
+    // from the end: rows that can share what is left begin where their own part is no more than 1
+    double mine = 0;
+    for (int q = first; q < first + each; q++)
+        if (P - 1 - q >= sure) mine += rest(P - 1 - q);
+    double after = before(mine), tail = after;  // a barrier: `certain` is set
+    for (int q = first; q < first + each && P - 1 - q >= sure; q++) {
+        int j = P - 1 - q - sure;
+        tail += rest(j + sure);
+        if (double(drawn - j) * rest(j + sure) <= tail) atomicMin(&certain, j);
+    }
+    __syncthreads();
+    tail = after;
+    for (int q = first; q < first + each && P - 1 - q >= sure; q++) {
+        tail += rest(P - 1 - q);
+        if (P - 1 - q - sure == certain) total = tail;
+    }
+    __syncthreads();
+    for (int p = threadIdx.x; p < size; p += THREADS) {
+        float chance = 0;
+        if (p < P && p < sure) chance = logits[p] > NEVER;
+        if (p < P && p >= sure && rest(p) > 0) {
+            double part = rest(p) * double(drawn - certain) / fmax(total, 2.2250738585072014e-308);
+            chance = p - sure < certain ? 1.0f : float(fmin(fmax(part, 0.0), 1.0));
+        }
+        chances[p] = chance;
+        picked[p] = chance >= 1;
+        words[p] = p < P && ids[p] >= 0 ? u64(ids[p]) << 16 | u64(p) : ~u64(0);
+    }
+    __syncthreads();
+
+    // in order of ids
+    for (int span = 2; span <= size; span *= 2)
+        for (int step = span / 2; step; step /= 2) {
+            for (int i = threadIdx.x; i < size / 2; i += THREADS) {
+                int low = i / step * 2 * step + i % step, high = low + step;
+                u64 a = words[low], b = words[high];
+                if ((a > b) == ((low & span) == 0)) words[low] = b, words[high] = a;
+            }
+            __syncthreads();
+        }
+    auto chance_at = [&](int i) {
+        u64 word = words[i];
+        int p = int(word & 0xffff);
+        return word == ~u64(0) || picked[p] ? 0.0 : double(chances[p]);
+    };
+    mine = 0;
+    for (int i = first; i < first + each; i++) mine += chance_at(i);
+    double run = before(mine);
+    for (int i = first; i < first + each; i++) {
+        double chance = chance_at(i);
+        run += chance;
+        double summed = run + 0.5;
+        if (floor(summed) != floor(summed - chance)) picked[int(words[i] & 0xffff)] = 1;
+    }
+    __syncthreads();
+
+    // those picked, best first
+    int many = 0;
+    for (int p = first; p < first + each; p++) many += picked[p];
+    int slot = before(many);
+    for (int p = first; p < first + each; p++) {
+        if (!picked[p]) continue;
+        if (slot < k) {
+            places[slot] = p;
+            weights[slot] = -logf(fmaxf(chances[p], 1.1754943508222875e-38f));
+        }
+        slot++;
+    }
+    if (threadIdx.x == THREADS - 1) certain = slot;
+    __syncthreads();
+    for (int i = certain + int(threadIdx.x); i < k; i += THREADS) places[i] = -1, weights[i] = NEVER;
+}

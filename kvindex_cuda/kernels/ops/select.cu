@@ -1,0 +1,256 @@
+// Selection by score over the whole card: the k-th largest word of a row, found by several blocks a
+// row, 11 bits of the word at a time (radix select; ops.select).
+//
+//   range -> digit, up to 6 times -> collect -> sort      the k best, in order
+//                                 -> mark -> place        ids that a head of the group selects
+//                               flags -> place            ids of True entries
+//
+// A word is (score in integer order) << bits | (2^bits − 1 − position), all distinct, so that equal
+// scores go to the lower position and the answer is one. `range` finds which bits of the scores
+// differ at all, so that small integers cost no passes and no crowded bins; a row for which nothing
+// is left to tell apart returns from every further pass at once.
+// Grid: (rows, splits), 256 threads; the last block of a row to finish decides the row's digit.
+// Reads 4 bytes per entry in each pass (from L2 where it holds them), writes next to nothing; the
+// bound is (passes + 1) · 4 bytes per entry: votes of tiers need 2 or 3 passes, floats 2 or 3, more
+// only where many are equal.
+// Compile-time: VOTES (scores are int32, of keys with a flag, and limits differ; else float32).
+#include "common/common.cuh"
+
+#ifndef VOTES
+#define VOTES 0
+#endif
+
+constexpr int STEP = 11;        // bits of a digit, 2^11 = BINS
+constexpr int TILE = 2048;      // entries whose marks one block makes
+constexpr int LONGEST = 2048;   // entries that a block sorts
+
+// Of a row: the words from `least` on are selected once `low` is 0, else it is right but for its
+// `low` lowest bits; `rank` words with those upper bits are still wanted, 0 where none ever was.
+struct Row {
+    u64 least;
+    int rank, low;
+};
+
+// Scores of a row.
+struct Entries {
+    const void* scores;
+    const u8* valid;  // of its row of the batch, or null
+    i64 n, bits;
+
+    // A 32-bit integer that orders as the score does; false where the entry is never selected.
+    __device__ __forceinline__ bool key_of(u32& key, i64 i) const {
+#if VOTES
+        key = u32(static_cast<const int*>(scores)[i]) ^ 0x80000000u;
+        if (valid && !valid[i]) key = 0;
+        return true;
+#else
+        key = ordered(static_cast<const float*>(scores)[i]);
+        return key > 0x007fffffu;  // −inf
+#endif
+    }
+    __device__ __forceinline__ u64 word_of(u32 key, i64 i) const {
+        return u64(key) << bits | ((1ull << bits) - 1 - u64(i));
+    }
+};
+
+__device__ __forceinline__ Entries entries_of(const void* scores, const u8* valid, i64 by_row,
+                                              i64 row, i64 n, i64 rows_each, i64 bits) {
+    const u8* flags = valid ? valid + row / rows_each * by_row : nullptr;
+    return {static_cast<const u32*>(scores) + row * n, flags, n, bits};
+}
+
+// scores [rows, n], float32 or int32; valid uint8 [B, n] with a stride, or null; limits int64 [B]:
+// words wanted of each of rows_each rows, or null: k. extents uint32 [rows, 3], tickets int32
+// [rows]: cleared before. state Row [rows].
+extern "C" __global__ void __launch_bounds__(256)
+range(const void* scores, const u8* valid, i64 by_row, const i64* limits, i64 k, i64 n,
+      i64 rows_each, i64 bits, u32* extents, int* tickets, Row* state) {
+    i64 row = blockIdx.x;
+    Entries all = entries_of(scores, valid, by_row, row, n, rows_each, bits);
+    u32 low = 0, high = 0;  // `low` of the complement
+    int count = 0;
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+        u32 key;
+        if (!all.key_of(key, i)) continue;
+        low = max(low, ~key), high = max(high, key), count++;
+    }
+    low = warp_max(low), high = warp_max(high), count = warp_sum(count);
+    extents += row * 3;
+    if (threadIdx.x % 32 == 0 && count) {
+        atomicMax(extents, low);
+        atomicMax(extents + 1, high);
+        atomicAdd(extents + 2, u32(count));
+    }
+    if (!last_block(tickets + row, gridDim.y) || threadIdx.x) return;
+    tickets[row] = 0;
+    i64 wanted = max(0ll, limits ? limits[row / rows_each] : k), held = __ldcg(extents + 2);
+    Row found = {0, int(min(wanted, held)), 0};
+    if (wanted < held && wanted) {  // else all, or none
+        high = __ldcg(extents + 1), low = ~__ldcg(extents);
+        int differ = 32 - __clz(int(high ^ low));
+        found.least = u64(high) >> differ << differ << bits;
+        found.low = differ + int(bits);
+    }
+    state[row] = found;
+}
+
+// histogram int32 [rows, BINS]: cleared before, and after.
+extern "C" __global__ void __launch_bounds__(256)
+digit(const void* scores, const u8* valid, i64 by_row, i64 n, i64 rows_each, i64 bits,
+      int* histogram, int* tickets, Row* state) {
+    __shared__ int bins[BINS];
+    i64 row = blockIdx.x;
+    Row at = state[row];
+    if (at.low == 0) return;
+    Entries all = entries_of(scores, valid, by_row, row, n, rows_each, bits);
+    histogram += row * BINS;
+    for (int i = threadIdx.x; i < BINS; i += 256) bins[i] = 0;
+    __syncthreads();
+    int shift = max(0, at.low - STEP);
+    u64 upper = at.least >> at.low, digits = (1ull << (at.low - shift)) - 1;
+#pragma unroll 4
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+        u32 key;
+        if (!all.key_of(key, i)) continue;
+        u64 word = all.word_of(key, i);
+        if (word >> at.low == upper) atomicAdd(bins + (word >> shift & digits), 1);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += 256)
+        if (bins[i]) atomicAdd(histogram + i, bins[i]);
+    if (!last_block(tickets + row, gridDim.y)) return;
+    Cut cut = cut_of(histogram, at.rank);
+    if (threadIdx.x == 0) {
+        at.rank -= cut.above;
+        at.least |= u64(cut.bin) << shift;
+        // a bin that is wanted whole needs no further pass
+        at.low = __ldcg(histogram + cut.bin) == at.rank ? 0 : shift;
+        state[row] = at;
+        tickets[row] = 0;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+}
+
+// The selected words of each row, in any order. filled int32 [rows]: cleared before; list uint64
+// [rows, k]: 0 where there is none, cleared before.
+extern "C" __global__ void __launch_bounds__(256)
+collect(const void* scores, i64 n, i64 bits, const Row* state, int* filled, u64* list, i64 k) {
+    i64 row = blockIdx.x;
+    Row at = state[row];
+    if (at.rank == 0) return;
+    Entries all = entries_of(scores, nullptr, 0, row, n, 1, bits);
+#pragma unroll 4
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+        u32 key;
+        if (!all.key_of(key, i)) continue;
+        u64 word = all.word_of(key, i);
+        if (word >= at.least) list[row * k + atomicAdd(filled + row, 1)] = word;
+    }
+}
+
+// Words of a row, descending, as scores and positions. Grid: rows, threads: half of `size`, a power
+// of 2 that holds `held`. Reads 8 bytes per word and its score, writes 12.
+// list uint64 [rows, held]; best float32 and positions int64 [rows, k].
+extern "C" __global__ void __launch_bounds__(LONGEST / 2)
+sort(const u64* list, const float* scores, float* best, i64* positions, i64 held, i64 size, i64 k,
+     i64 n, i64 bits) {
+    __shared__ u64 words[LONGEST];
+    i64 row = blockIdx.x;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) words[i] = i < held ? list[row * held + i] : 0;
+    __syncthreads();
+    for (int run = 2; run <= size; run *= 2)
+        for (int step = run / 2; step; step /= 2) {
+            int i = threadIdx.x / step * step * 2 + threadIdx.x % step;
+            u64 a = words[i], b = words[i + step];
+            if ((a < b) == ((i & run) == 0)) words[i] = b, words[i + step] = a;
+            __syncthreads();
+        }
+    for (i64 i = threadIdx.x; i < k; i += blockDim.x) {
+        u64 word = i < held ? words[i] : 0, last = (1ull << bits) - 1;
+        i64 position = word ? i64(last - (word & last)) : -1;
+        positions[row * k + i] = position;
+        best[row * k + i] = word ? scores[row * n + position] : NEVER;
+    }
+}
+
+// 32 marks of a warp become a word; their count goes to the tile's.
+__device__ __forceinline__ void keep(bool in, u32* words, i64 word, int* count) {
+    u32 all = __ballot_sync(ALL, in);
+    if (threadIdx.x % 32) return;
+    words[word] = all;
+    atomicAdd(count, __popc(all));
+}
+
+// Bits of keys that at least one head selects. Grid: (BG, tiles), 256 threads. Reads 4 bytes per
+// key and head, writes a bit per key.
+// words uint32 [BG, tiles, TILE / 32]; counts int32 [BG, tiles].
+extern "C" __global__ void __launch_bounds__(256)
+mark(const void* scores, const u8* valid, i64 by_row, i64 n, i64 heads, i64 kv_heads, i64 bits,
+     const Row* state, u32* words, int* counts) {
+    __shared__ int count;
+    i64 bg = blockIdx.x, tile = bg * gridDim.y + blockIdx.y;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    for (int w = threadIdx.x / 32; w < TILE / 32; w += 8) {
+        i64 i = i64(blockIdx.y) * TILE + w * 32 + threadIdx.x % 32;
+        bool in = false;
+        for (i64 h = 0; h < heads && i < n && !in; h++) {
+            i64 row = bg * heads + h;
+            Row at = state[row];
+            u32 key;
+            Entries all = entries_of(scores, valid, by_row, row, n, heads * kv_heads, bits);
+            in = at.rank && all.key_of(key, i) && all.word_of(key, i) >= at.least;
+        }
+        keep(in, words, tile * (TILE / 32) + w, &count);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) counts[tile] = count;
+}
+
+// Bits of flags. Grid: (rows, tiles), 256 threads. Reads 1 byte per flag, writes a bit.
+// chosen uint8 [B, G, n] with strides.
+extern "C" __global__ void __launch_bounds__(256)
+flags(const u8* chosen, i64 by_batch, i64 by_head, i64 n, i64 kv_heads, u32* words, int* counts) {
+    __shared__ int count;
+    i64 bg = blockIdx.x, tile = bg * gridDim.y + blockIdx.y;
+    chosen += bg / kv_heads * by_batch + bg % kv_heads * by_head;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    for (int w = threadIdx.x / 32; w < TILE / 32; w += 8) {
+        i64 i = i64(blockIdx.y) * TILE + w * 32 + threadIdx.x % 32;
+        keep(i < n && chosen[i], words, tile * (TILE / 32) + w, &count);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) counts[tile] = count;
+}
+
+// Positions of set bits, ascending. Grid: (rows, tiles), 256 threads. Reads a bit per entry, writes
+// 8 bytes per position. ends int64 [rows, tiles]: set bits up to the end of each tile; ids int64
+// [rows, width].
+extern "C" __global__ void __launch_bounds__(256)
+place(const u32* words, const i64* ends, i64* ids, i64 width) {
+    __shared__ int before[TILE / 32];
+    i64 row = blockIdx.x, tile = row * gridDim.y + blockIdx.y;
+    i64 start = blockIdx.y ? ends[tile - 1] : 0;
+    int lane = threadIdx.x % 32;
+    words += tile * (TILE / 32);
+    if (threadIdx.x < TILE / 32) before[threadIdx.x] = __popc(words[threadIdx.x]);
+    __syncthreads();
+    if (threadIdx.x < 32) {  // exclusive sums of two words a lane
+        int first = before[2 * lane], both = first + before[2 * lane + 1], sum = both;
+        for (int step = 1; step < 32; step *= 2) {
+            int other = __shfl_up_sync(ALL, sum, step);
+            if (lane >= step) sum += other;
+        }
+        before[2 * lane] = sum - both;
+        before[2 * lane + 1] = sum - both + first;
+    }
+    __syncthreads();
+    for (int w = threadIdx.x / 32; w < TILE / 32; w += 8) {
+        u32 word = words[w];
+        if (word >> lane & 1)
+            ids[row * width + start + before[w] + __popc(word & ((1u << lane) - 1))] =
+                i64(blockIdx.y) * TILE + w * 32 + lane;
+    }
+}

@@ -1,0 +1,365 @@
+// The rows selected, where they lie, and attention over them, the sink and the window (paper, B.3).
+//
+// Rows are read in host memory over unified addresses, or on the device. A row is a token's key and
+// value side by side, as they are or as codes (kvindex/storage/codecs.py); its chunks of 8 elements go to the
+// lanes of a warp in order, so that one load of each lane is a whole row of 512 bytes (D = Dv = 128,
+// 2-byte type), or 256 bytes of codes and a scale for each lane, 264 in all.
+// Grid: (splits, BG), 256 threads. A warp attends to its near rows while the selection still goes
+// on, then to its selected rows, one ahead; the last split of a group merges.
+// Reads the rows once for all query heads; writes 4 (DV + 2) bytes per head and split.
+// Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
+// Longer than most files: it is one kernel, with what reads a row of each codec.
+// Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
+// GIVEN (whether the rows are those of a caller's hits: ids below 0 are none, weights on logits).
+#include "common/row_cache.cuh"
+
+constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
+constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts of keys in all lanes
+constexpr int PARTIAL = DV + 2;                   // of a split: maximum, sum, output
+constexpr int AT_ONCE = GROUP < 4 ? GROUP : 4;    // heads whose warps are merged together
+constexpr int MOST_SPLITS = 16;
+static_assert(DV % 2 == 0, "sums are merged in pairs");
+
+struct Running {
+    float peak[GROUP], total[GROUP], sum[CHUNKS - KEYS][GROUP][8];
+};
+
+// A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; what a head's logit
+// gains, in the lane of its number; the slot of the cache where it is to be kept, or one of those
+// below; and of a row that LIES in the cache the stamp that was there before, in lane 0.
+constexpr int NOWHERE = -1, LIES = -2, LACKS = -3;
+struct Raw {
+    uint4 words[CHUNKS][DTYPE == 0 ? 2 : 1];
+    float weight;
+    int slot, before;
+};
+__device__ __forceinline__ void keep(const Raw& raw, char* place) {
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++) {
+        int chunk = threadIdx.x % 32 + 32 * j;
+        if (CODEC && chunk < (D + DV) / 8) {
+            uint4 word = raw.words[j][0];
+            reinterpret_cast<uint2*>(place)[chunk] = {word.x, word.y};
+            if (chunk % (D / 8) == 0 && chunk <= D / 8)
+                reinterpret_cast<u32*>(place + D + DV)[chunk > 0] = word.z;
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++)
+            if (chunk < (D + DV) / 8)
+                reinterpret_cast<uint4*>(place)[chunk * (DTYPE == 0 ? 2 : 1) + i] = raw.words[j][i];
+    }
+}
+// coded: whether it is codes, then two scales.
+__device__ __forceinline__ void load(Raw& raw, const char* row, bool coded) {
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++) {
+        int chunk = threadIdx.x % 32 + 32 * j;
+#pragma unroll
+        for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++) {
+            raw.words[j][i] = {0, 0, 0, 0};
+            if (chunk >= (D + DV) / 8) continue;
+            if (coded && i == 0) {
+                uint2 codes = reinterpret_cast<const uint2*>(row)[chunk];
+                u32 scale = reinterpret_cast<const u32*>(row + D + DV)[chunk >= D / 8];
+                raw.words[j][0] = {codes.x, codes.y, scale, 0};
+            } else if (!coded)
+                raw.words[j][i] = reinterpret_cast<const uint4*>(row)[chunk * (DTYPE == 0 ? 2 : 1) + i];
+        }
+    }
+}
+// The numbers of four codes, of which the scale makes elements: of int8 codes as they are; of fp8
+// codes (e4m3, never NaN) as float16, whose bias is 8 more, so that each is 2^-8 of its number.
+constexpr float CODED = CODEC == 2 ? 256 : 1;
+__device__ __forceinline__ void from_codes(float (&x)[4], u32 word) {
+#if CODEC == 2
+    float2 even = from_float16s((word << 8 & 0x80008000) | (word << 7 & 0x3f803f80));
+    float2 odd = from_float16s((word & 0x80008000) | (word >> 1 & 0x3f803f80));
+    x[0] = even.x, x[1] = odd.x, x[2] = even.y, x[3] = odd.y;
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = float(i8(word >> (8 * i)));
+#endif
+}
+__device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE == 0 ? 2 : 1],
+                                       bool coded) {
+    const u32* word = &words[0].x;
+    if (coded) {
+        float scale = __uint_as_float(word[2]) * CODED;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float four[4];
+            from_codes(four, word[half]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[4 * half + i] = four[i] * scale;
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#if DTYPE == 0
+        x[i] = __uint_as_float(word[i]);
+#elif DTYPE == 1
+        x[i] = from_float16(u16(word[i / 2] >> (i % 2 * 16)));
+#else
+        x[i] = from_bfloat16(u16(word[i / 2] >> (i % 2 * 16)));
+#endif
+    }
+}
+
+// One row joins the softmax of all heads of the group. queries float4 [2, GROUP, D / 8]:
+// the lower and the upper four of every eight coordinates.
+__device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
+                                     const float4* queries, float scale, float softcap) {
+    int lane = threadIdx.x % 32;
+    float logit[GROUP] = {}, x[CHUNKS][8];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++) {
+        int chunk = lane + 32 * j;
+        unpack(x[j], raw.words[j], coded);
+        if (chunk < D / 8) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int h = 0; h < GROUP; h++) {
+                    float4 q = queries[(half * GROUP + h) * (D / 8) + chunk];
+                    const float* y = x[j] + 4 * half;
+                    logit[h] += y[0] * q.x + y[1] * q.y + y[2] * q.z + y[3] * q.w;
+                }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) {
+        float s = warp_sum(logit[h]) * scale;
+#if SOFTCAP
+        s = softcap * tanhf(s / softcap);
+#endif
+#if GIVEN
+        s += __shfl_sync(ALL, raw.weight, h);
+        if (s == NEVER) continue;  // hidden from this head
+#endif
+        if (s > run.peak[h]) {
+            float shrink = expf(run.peak[h] - s);
+            run.peak[h] = s;
+            run.total[h] *= shrink;
+#pragma unroll
+            for (int j = KEYS; j < CHUNKS; j++)
+#pragma unroll
+                for (int e = 0; e < 8; e++) run.sum[j - KEYS][h][e] *= shrink;
+        }
+        float p = expf(s - run.peak[h]);
+        run.total[h] += p;
+#pragma unroll
+        for (int j = KEYS; j < CHUNKS; j++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) run.sum[j - KEYS][h][e] += p * x[j][e];
+    }
+}
+
+// The softmax of a block's warps as one, some heads at a time, each on the scale of them all. merged float32
+// [8, AT_ONCE, PARTIAL] and peaks float32 [GROUP, 8] in shared memory; partial float32 [GROUP, PARTIAL]: where
+// it is written, if it is `wanted`. All threads call it.
+__device__ __forceinline__ void merge_warps(const Running& run, float* merged, float (&peaks)[GROUP][8],
+                                            float* partial, bool wanted) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0)
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) peaks[h][warp] = run.peak[h];
+    __syncthreads();
+#pragma unroll
+    for (int from = 0; from < GROUP; from += AT_ONCE) {
+#pragma unroll
+        for (int e = 0; e < AT_ONCE; e++) {
+            int h = from + e;
+            if (h >= GROUP) continue;
+            float* mine = merged + (warp * AT_ONCE + e) * PARTIAL;
+            float peak = NEVER;
+#pragma unroll
+            for (int w = 0; w < 8; w++) peak = fmaxf(peak, peaks[h][w]);
+            float shrink = run.peak[h] > NEVER ? expf(run.peak[h] - peak) : 0.0f;
+            if (lane == 0) mine[0] = peak, mine[1] = run.total[h] * shrink;
+#pragma unroll
+            for (int j = KEYS; j < CHUNKS; j++) {
+                int chunk = lane + 32 * j - D / 8;
+                if (chunk >= 0 && chunk < DV / 8)
+                    for (int i = 0; i < 8; i++)
+                        mine[2 + chunk * 8 + i] = run.sum[j - KEYS][h][i] * shrink;
+            }
+        }
+        __syncthreads();
+        auto merge = [&](int e, int pair) {  // pair 0: maximum and sum
+            if (from + e >= GROUP) return;
+            float2 sum = {0, 0};
+#pragma unroll
+            for (int w = 0; w < 8; w++) {
+                float2 part = reinterpret_cast<const float2*>(merged + (w * AT_ONCE + e) * PARTIAL)[pair];
+                sum = {pair ? sum.x + part.x : part.x, sum.y + part.y};
+            }
+            if (wanted) reinterpret_cast<float2*>(partial + (from + e) * PARTIAL)[pair] = sum;
+        };
+        for (int at = threadIdx.x; at < AT_ONCE * (DV / 2); at += 256) merge(at / (DV / 2), at % (DV / 2) + 1);
+        if (warp == 7 && lane < AT_ONCE) merge(lane, 0);
+        if (from + AT_ONCE < GROUP) __syncthreads();
+    }
+}
+
+// queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
+// [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; near DTYPE [BG, room,
+// D + DV] and shown uint8 [B, room], of which the first *held count. Of a cache of `cached` rows
+// (row_cache.py; 0 for none): cache, rows as they are stored; tags, stamps int32 [BG, cached],
+// aligned to 16 bytes; clocks int32 [BG]; lookups int32 [BG, 2], asked and found. given float32
+// [BG, GROUP, k]: what logits gain (−inf hides a row from a head), or null for nothing; only if
+// GIVEN. partial float32 [BG, splits, GROUP, PARTIAL]; tickets int32 [BG] APART, 0 before and after;
+// output DTYPE [BG, GROUP, DV]. tellers: 1 where `agree` comes
+// right before, which says in told (common.cuh) that the group has agreed; else 0.
+extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
+attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
+       i64 row_head, i64 row_bytes, const void* near, const u8* shown, const i64* held, i64 room,
+       char* cache, int* tags, int* stamps, int* clocks, int* lookups, i64 cached,
+       const float* given, float* partial, void* output, int* tickets, const int* told,
+       i64 tellers, i64 k, i64 kv_heads, float scale, float softcap) {
+    DYNAMIC_SHARED(memory);
+    float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
+    __shared__ float4 queries[2 * GROUP * (D / 8)];
+    __shared__ float weights[MOST_SPLITS * GROUP];
+    __shared__ __align__(16) float peaks[GROUP][8];
+    __shared__ int looked_up[2];  // rows that the cache lacked, and had
+    constexpr int SIZE = DTYPE == 0 ? 4 : 2;
+    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int own = split * 8 + warp, step = splits * 8, now = 0;
+    cache += bg * cached * row_bytes, tags += bg * cached, stamps += bg * cached;
+    if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
+    Running run;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) run.peak[h] = NEVER, run.total[h] = 0;
+#pragma unroll
+    for (int i = 0; i < (CHUNKS - KEYS) * GROUP * 8; i++) (&run.sum[0][0][0])[i] = 0;
+    for (int i = threadIdx.x; i < D * GROUP; i += 256) {
+        int h = i / D, j = i % D;
+        float* to = reinterpret_cast<float*>(queries + (j / 4 % 2 * GROUP + h) * (D / 8) + j / 8);
+        to[j % 4] = element(queries_in, (bg * GROUP + h) * D + j);
+    }
+    __syncthreads();
+
+    partial += bg * splits * GROUP * PARTIAL;
+    // near rows, while the others are still being selected; then those
+#pragma unroll 1
+    for (int phase = 0; phase < 2; phase++) {
+        if (phase) {
+            if (tellers)
+                await(told + (2 * gridDim.y + bg) * APART, int(tellers));
+            else
+                after_previous();
+            let_next_begin();
+        }
+        // what does not wait for their number: the first, and which ones the next are
+        auto selected = [&](int i) { return phase && i < k ? int(ids[bg * k + i]) : 0; };
+        auto tag_of = [&](int id) { return phase && cached ? ::tag_of(id, tags, cached) : 0; };
+        int first = selected(own), second = selected(own + step);
+        int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
+        int rows_here = phase ? found[bg] : int(*held);
+        if (phase && cached) now = __ldcg(clocks + bg) + 1;
+        int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
+        auto stored = [&](int id) {
+            return reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
+                   bg % kv_heads * row_head + id % TOKENS * row_bytes;
+        };
+        auto begin = [&](Raw& raw, int i, int id, int tag) {
+            if (i >= rows_here) return;
+            const char* from = static_cast<const char*>(near) + (bg * room + i) * i64((D + DV) * SIZE);
+            raw.slot = NOWHERE;
+            raw.weight = 0;
+            if (phase) {
+#if GIVEN
+                if (id < 0) {
+                    raw = Raw{};
+                    raw.slot = NOWHERE;
+                    raw.weight = NEVER;
+                    return;
+                }
+                if (given && lane < GROUP) raw.weight = given[(bg * GROUP + lane) * k + i];
+#endif
+                int slot = cached ? slot_of(id, tag, cached) : NOWHERE;
+                if (slot >= 0) {
+                    if (lane == 0) raw.before = atomicExch(stamps + slot, now);
+                    from = cache + slot * row_bytes;
+                    raw.slot = LIES;
+                } else {
+                    from = stored(id);
+                    if (cached) raw.slot = LACKS;
+                }
+            }
+            load(raw, from, CODEC && phase);
+        };
+        // while a row is on its way: whether it is the right one, or where it is to be kept
+        auto settle = [&](Raw& raw, int i) {
+            if (raw.slot == NOWHERE) return;
+            int id = int(ids[bg * k + i]);
+            bool lies = raw.slot == LIES && __shfl_sync(ALL, raw.before, 0) != now;
+            int slot = NOWHERE;
+            if (lane == 0) {
+                atomicAdd(looked_up + lies, 1);
+                if (raw.slot == LACKS) slot = take_slot(id, now, tags, stamps, cached);
+            }
+            if (raw.slot == LIES && !lies) load(raw, stored(id), CODEC);
+            raw.slot = __shfl_sync(ALL, slot, 0);
+        };
+        Raw next, after;
+        begin(next, own, first, first_tag);
+        begin(after, own + step, second, second_tag);
+        for (int i = own; i < rows_here; i += step) {
+            if (phase && cached) settle(next, i);
+            Raw one = next;
+            if (phase && one.slot >= 0) keep(one, cache + one.slot * row_bytes);
+            next = after;
+            begin(after, i + 2 * step, third, third_tag);
+            third = fourth, third_tag = tag_of(third);
+            fourth = selected(i + 4 * step);
+            if (phase || shown[batch * room + i])
+                take(run, one, CODEC && phase, queries, scale, softcap);
+        }
+        // as long as others select nobody waits for this one: it brings the merge's instructions here
+        if (phase || tellers) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
+    }
+
+    bool last = last_block(tickets + bg * APART, splits);
+    if (cached && threadIdx.x < 2)
+        atomicAdd(lookups + 2 * bg + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
+    after_previous();
+    if (!last) return;
+    if (threadIdx.x == 0) {
+        tickets[bg * APART] = 0;
+        if (cached) clocks[bg] = now;  // which all blocks have read
+    }
+    auto part_of = [&](int s, int h, int pair) {
+        return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
+                          : float2{NEVER, 0};
+    };
+    // a pair of the output's elements for each thread, on their way while weights are found: a warp
+    // per head, a lane per split
+    float2 parts[MOST_SPLITS];
+    auto ask_for = [&](int i) {
+#pragma unroll
+        for (int s = 0; s < MOST_SPLITS; s++) parts[s] = part_of(s, i / (DV / 2), i % (DV / 2) + 1);
+    };
+    if (threadIdx.x < GROUP * (DV / 2)) ask_for(threadIdx.x);
+    for (int h = warp; h < GROUP; h += 8) {
+        float2 own = part_of(lane, h, 0);
+        float peak = warp_max(own.x), shrink = own.x > NEVER ? expf(own.x - peak) : 0.0f;
+        float total = warp_sum(own.y * shrink);
+        if (lane < splits) weights[lane * GROUP + h] = total > 0 ? shrink / total : 0.0f;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP * (DV / 2); i += 256) {
+        if (i != int(threadIdx.x)) ask_for(i);
+        float2 sum = {0, 0};
+#pragma unroll
+        for (int s = 0; s < MOST_SPLITS; s++) {
+            float weight = s < splits ? weights[s * GROUP + i / (DV / 2)] : 0.0f;
+            if (s < splits) sum.x += weight * parts[s].x, sum.y += weight * parts[s].y;
+        }
+        store(output, bg * GROUP * DV + 2 * i, sum.x);
+        store(output, bg * GROUP * DV + 2 * i + 1, sum.y);
+    }
+}

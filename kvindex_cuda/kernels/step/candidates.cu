@@ -1,0 +1,162 @@
+// Candidates by the votes of vote.cu (ops.select.candidates), exact, ties to the lower ids.
+//
+// Tiers: a head takes its C keys with the most points: all above a cut, which its histogram tells,
+// and of those at it the first; a key that any head takes is a candidate. Dots: the group's C best
+// lie in a coarse bin or above it; all these are listed, with a finer histogram from that bin's least
+// vote on, as scan.cu lists them; which of its cut's bin are candidates, select_rows.cu finds.
+// Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads (dots: per key), writes 8 per
+// candidate. The bound is the bytes.
+// Compile-time: GROUP, WIDE (0 tiers, 1 dots).
+#include "common/tier_votes.cuh"
+
+constexpr int SETS = (GROUP + 3) / 4;
+constexpr int KEYS = CHUNK / 256;
+constexpr int VOTE = 2;  // of an entry of tiers: all are alike
+
+#if !WIDE
+// votes, totals, pieces: of vote.cu; valid uint32 [B, row, 8]; length int64 [1]; wanted, counted
+// int32 [B]: C of each head, valid keys. kept uint64 [BG, capacity]: entries, in any order, the first
+// many int32 [BG] APART, cleared before.
+extern "C" __global__ void __launch_bounds__(256, GROUP <= 8 ? 3 : 1)
+heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, const i64* length,
+      const int* wanted, const int* counted, u64* kept, int* many, i64 row, i64 capacity, i64 kv_heads) {
+    __shared__ int cuts[GROUP], ranks[GROUP], before[GROUP][PIECES], ties[8][GROUP];
+    i64 bg = blockIdx.y, batch = bg / kv_heads, tokens = min(i64(__ldcg(length)), capacity);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    i64 piece = piece_of(tokens), count = (tokens + piece - 1) / piece;
+    int target = min(wanted[batch], counted[batch]);
+    valid += batch * row * 8;
+    kept += bg * capacity;
+    after_previous();
+    let_next_begin();
+    if (i64(blockIdx.x) >= count) return;
+    for (int h = warp; h < GROUP; h += 8) {  // lane 0 has the most points
+        constexpr int OWN = POINTS / 32;
+        i64 at = bg * GROUP + h;
+        int here[OWN], mine = 0, cut = POINTS, rank = 0;
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+            mine += here[i] = __ldcg(totals + at * POINTS + POINTS - 1 - lane * OWN - i);
+        int above = mine;
+        for (int step = 1; step < 32; step *= 2) {
+            int add = __shfl_up_sync(ALL, above, step);
+            if (lane >= step) above += add;
+        }
+        above -= mine;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            if (above < target && above + here[i] >= target)
+                cut = POINTS - 1 - lane * OWN - i, rank = target - above;
+            above += here[i];
+        }
+        cut = -warp_max(-cut), rank = warp_max(rank);
+        if (lane == 0) cuts[h] = cut, ranks[h] = rank;
+        int sum = 0;  // of ties in the pieces before
+#pragma unroll
+        for (int from = 0; from < PIECES; from += 32) {
+            int p = from + lane, own = 0;
+            if (p < count && cut < POINTS) own = __ldcg(pieces + (at * PIECES + p) * POINTS + cut);
+            int up = own;
+            for (int step = 1; step < 32; step *= 2) {
+                int add = __shfl_up_sync(ALL, up, step);
+                if (lane >= step) up += add;
+            }
+            before[h][p] = sum + up - own;
+            sum += __shfl_sync(ALL, up, 31);
+        }
+    }
+    __syncthreads();
+
+    for (i64 p = blockIdx.x; p < count; p += gridDim.x) {
+        for (i64 start = p * piece; start < min(tokens, (p + 1) * piece); start += CHUNK) {
+            u32 found[KEYS][SETS];
+            bool real[KEYS], in[KEYS];
+            int first = warp * (KEYS * 32);  // keys in order: warps, then `i`, then lanes
+#pragma unroll
+            for (int i = 0; i < KEYS; i++) {
+                i64 key = start + first + i * 32 + lane;
+                real[i] = key < tokens && valid[key / 32] >> lane & 1;
+                in[i] = false;
+#pragma unroll
+                for (int set = 0; set < SETS; set++)
+                    found[i][set] = key < tokens ? __ldcg(votes + (bg * SETS + set) * capacity + key) : 0;
+            }
+            auto vote_of = [&](int i, int h) { return int(found[i][h / 4] >> (h % 4 * 8) & 255); };
+#pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                int cut = cuts[h], own = 0;
+#pragma unroll
+                for (int i = 0; i < KEYS; i++) {
+                    int vote = vote_of(i, h);
+                    in[i] |= real[i] && vote > cut;
+                    own += __popc(__ballot_sync(ALL, real[i] && vote == cut));
+                }
+                if (lane == 0) ties[warp][h] = own;
+            }
+            __syncthreads();
+#pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                int cut = cuts[h], rank = before[h][p];
+                for (int w = 0; w < warp; w++) rank += ties[w][h];
+#pragma unroll
+                for (int i = 0; i < KEYS; i++) {
+                    bool tied = real[i] && vote_of(i, h) == cut;
+                    u32 all = __ballot_sync(ALL, tied);
+                    in[i] |= tied && rank + __popc(all & ((1u << lane) - 1)) < ranks[h];
+                    rank += __popc(all);
+                }
+            }
+            int own = 0;
+#pragma unroll
+            for (int i = 0; i < KEYS; i++) own += in[i];
+            int to = room_for<256>(own, many + bg * APART);
+#pragma unroll
+            for (int i = 0; i < KEYS; i++)
+                if (in[i]) kept[to++] = entry_of(VOTE, int(start) + first + i * 32 + lane);
+            if (threadIdx.x < GROUP) {  // of the piece's next chunk
+                int sum = 0;
+                for (int w = 0; w < 8; w++) sum += ties[w][threadIdx.x];
+                before[threadIdx.x][p] += sum;
+            }
+            __syncthreads();
+        }
+    }
+}
+#else
+// votes, totals, tops: of vote.cu; length int64 [1]; wanted, counted int32 [B]: C of the group,
+// valid keys. kept uint64 [BG, capacity]: entries, in any order, the first many int32 [BG];
+// histogram int32 [BG, BINS]: of bin_of, with bases and shifts int32 [BG]; both cleared before.
+extern "C" __global__ void __launch_bounds__(256)
+group(const int* votes, const int* totals, const u32* tops, const i64* length, const int* wanted,
+      const int* counted, u64* kept, int* many, int* histogram, int* bases, int* shifts, i64 capacity,
+      i64 kv_heads) {
+    i64 bg = blockIdx.y, batch = bg / kv_heads, tokens = min(i64(__ldcg(length)), capacity);
+    int target = min(wanted[batch], counted[batch]);
+    kept += bg * capacity;
+    after_previous();
+    let_next_begin();
+    Cut cut = cut_of(totals + bg * BINS, target);
+    int base = cut.bin < 0 ? 0 : max(least_of(cut.bin), LEAST + 1);
+    u32 width = (__ldcg(tops + bg) ^ 0x80000000u) - u32(base);
+    int shift = cut.bin < 0 ? 0 : max(0, 21 - __clz(int(width)));  // to BINS bins
+    if (blockIdx.x == 0 && threadIdx.x == 0) bases[bg] = base, shifts[bg] = shift;
+    if (cut.bin < 0) return;  // there is no key
+    for (i64 start = blockIdx.x * i64(CHUNK); start < tokens; start += gridDim.x * i64(CHUNK)) {
+        int found[KEYS], own = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS; i++) {
+            i64 key = start + i * 256 + threadIdx.x;
+            found[i] = key < tokens ? __ldcg(votes + bg * capacity + key) : LEAST;
+            if (found[i] < base) found[i] = LEAST;
+            own += found[i] != LEAST;
+        }
+        int to = room_for<256>(own, many + bg * APART);
+#pragma unroll
+        for (int i = 0; i < KEYS; i++)
+            if (found[i] != LEAST) {
+                kept[to++] = entry_of(found[i], int(start) + i * 256 + threadIdx.x);
+                atomicAdd(histogram + bg * BINS + bin_of(found[i], base, shift), 1);
+            }
+    }
+}
+#endif

@@ -1,0 +1,297 @@
+// Queries of a group made ready, and a threshold for their votes from a sample of the keys.
+//
+// q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded), a head for each
+// warp. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
+// each of SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds a
+// vote that more than C of all keys are all but sure to reach (2 C where C is 2%).
+// Grid: (splits, BG), 256 threads. Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group;
+// writes D PLANES / 8 bytes per head for the scan, 4 D per head for the rerank, and clears what the step
+// counts.
+// Limited by latency: three dependent reads (length, table, codes; the queries beside them), votes, and
+// the last block's threshold.
+// Longer than most files: it is one kernel, whose parts hand each other registers.
+// Compile-time: D, GROUP, DTYPE, CENTRED, PLANES.
+#include "common/votes.cuh"
+
+constexpr int SAMPLED = 4096;
+constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
+constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
+constexpr float SMALLEST = 1.1754943508222875e-38f;
+constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
+
+// R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
+// Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
+// [ODD], cos + sin of 2πi/ODD.
+__device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
+                                       const float* waves) {
+    constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // that a factor H mixes
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) x[w] *= signs[w];
+#pragma unroll
+    for (int step = 1; step < WORDS_OF; step *= 2)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++)
+            if (!(w & step)) {
+                float low = x[w], high = x[w + step];
+                x[w] = low + high, x[w + step] = low - high;
+            }
+#pragma unroll
+    for (int step = 1; step < (ORDER < 32 ? ORDER : 32); step *= 2)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            float other = __shfl_xor_sync(ALL, x[w], step);
+            x[w] = lane & step ? other - x[w] : x[w] + other;
+        }
+    if (ODD == 1) return;
+    float sums[PER_LANE] = {};
+#pragma unroll
+    for (int i = 0; i < ODD; i++)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            int word = ORDER >= 32 ? i * WORDS_OF + w % WORDS_OF : i * ORDER / 32;
+            float part = ORDER >= 32 ? x[word] : __shfl_sync(ALL, x[word], i * ORDER % 32 + lane % ORDER);
+            int own = (32 * w + lane) / ORDER;
+            if (own < ODD) sums[w] += waves[own * i % ODD] * part;
+        }
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
+}
+
+struct Sampled {  // 32 keys
+    Signs signs;
+    Mean mean;
+    u32 weights, valid;
+};
+
+// queries DTYPE [B, H, D], aligned to 16 bytes; turn float32 [D + ODD]: signs and waves of `rotate`;
+// references float32 [BG] of the weights; table int64 [B, row]: addresses of blocks, of KV head g
+// at g · head; valid uint32
+// [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
+// keys; factors int32 [256] of a weight's upper byte (ops.codes.log_factors), most the largest of
+// them; largest: of r; level: E|u| of a coordinate.
+// planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32, units
+// float32 [BG, 4 SETS]; operands uint16 [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and what that
+// leaves, for rerank.cu, 0 where nothing is written; ups float32 [BG, GROUP]; votes int32 [BG,
+// SAMPLED]; tickets int32 [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared
+// int32 [words]; wrong int32 [1], set to 1 where a query is out of range, or null.
+extern "C" __global__ void __launch_bounds__(256)
+ask(const void* queries, const float* turn, const float* references, const i64* table, i64 row,
+    i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
+    const int* given_factors, u32* all_planes, int* all_sums, float* all_units, u16* operands,
+    float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
+    i64 words, int* wrong, i64 largest, float level, float most, i64 kv_heads) {
+    __shared__ FACTORS int factors[256];
+    __shared__ __align__(16) float directions[SETS][D][4];  // ‖q‖ q̃
+    __shared__ float waves[ODD];
+    __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
+    __shared__ float units[SETS * 4], scales[SETS * 4];
+    __shared__ int sums[SETS * 4];
+    __shared__ __align__(16) int histogram[BINS];
+    i64 bg = blockIdx.y, batch = blockIdx.y / u32(kv_heads), tokens, blocks;
+    i64 head_offset = blockIdx.y % u32(kv_heads) * head;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
+
+    auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
+    // of a block that is drawn several times other keys each time; else any
+    auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
+    auto draw = [&](Sampled& some, int i, i64 address) {
+        i64 s = place(i);
+        const char* block = reinterpret_cast<const char*>(address) + head_offset;
+        load(some.signs, block, part(i));
+        load(some.mean, block + CENTRE);
+        some.weights = load_weights(block + WEIGHTS, part(i));
+        some.valid = valid[(batch * row + s) * 8 + part(i)];
+    };
+    float signs[PER_LANE];
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) signs[w] = w * 32 + lane < D ? turn[w * 32 + lane] : 0.0f;
+    if (threadIdx.x < ODD) waves[threadIdx.x] = turn[D + threadIdx.x];
+    factors[threadIdx.x] = given_factors[threadIdx.x];
+    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+    for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
+    if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
+    __syncthreads();
+    after_previous();
+    let_next_begin();
+    // all reads that wait for no other come first
+    auto read_query = [&](float (&x)[PER_LANE], int h) {
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            int j = w * 32 + lane;
+            x[w] = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
+        }
+    };
+    float plain[PER_LANE], reference = references[bg];
+    read_query(plain, warp);
+    Group group;
+    load_queries(group, queries);
+    float share = float(wanted[batch]), all = float(counted[batch]);
+    tokens = *length, blocks = (tokens + TOKENS - 1) / TOKENS;
+    int first = blockIdx.x * 8 + warp;
+    bool any = tokens > 0 && first < SAMPLED / 32;
+    i64 sampled_block = any ? table[batch * row + place(first)] : 0;
+
+    // the direction of a head, in the lanes of its warp, and its norm
+    auto rotated = [&](float (&x)[PER_LANE]) {
+        double square = 0;
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
+        double norm = sqrt(warp_sum(square));
+        bool finite = norm < LARGEST;  // else the query is taken for zeros
+        if (!finite && wrong && lane == 0) *wrong = 1;
+        if (!finite) norm = 0;
+        double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) x[w] = finite ? float(x[w] * inverse) : 0.0f;
+        rotate(x, signs, waves);
+        return norm;
+    };
+    // rounded, a digit of each coordinate to a word of its plane
+    auto round_head = [&](const float (&x)[PER_LANE], int h, double given_norm) {
+        float peak = 0, norm = float(fmin(given_norm, 1152921504606846976.0));  // transform.LONGEST
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) peak = fmaxf(peak, fabsf(x[w]));
+        peak = warp_max(peak);
+        double scale = peak > 0 ? double(largest) / double(peak) : 0.0;
+        int sum = 0;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            int r = int(rint(double(x[w]) * scale));
+            sum += r;
+            u32 mine = 0, digits = (u32(r) + 0xaaaaaaaau) ^ 0xaaaaaaaau;  // to the base -2
+#pragma unroll
+            for (int p = 0; p < PLANES; p++) {
+                u32 plane = __ballot_sync(ALL, digits >> p & 1);
+                if (lane == p) mine = plane;
+            }
+            if (lane < PLANES) planes[h][lane][w] = mine;
+            if (w * 32 + lane < D) directions[h / 4][w * 32 + lane][h % 4] = x[w] * norm;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            sums[h] = sum;
+            double unit = double(peak) * double(norm) * level * reference / (largest * most);
+            units[h] = unit > 0 ? float(1 / unit) : 0.0f;
+            // what brings the largest coordinate to [2^13, 2^14)
+            int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
+            exponent = min(max(exponent, 20), 230);
+            scales[h] = __uint_as_float(u32(254 + 13 - exponent) << 23);
+        }
+    };
+    double norm = warp < GROUP ? rotated(plain) : 0;
+    Sampled some;
+    if (any) draw(some, first, sampled_block);
+    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(words);
+         i += gridDim.y * gridDim.x * 256)
+        cleared[i] = 0;
+    if (warp < GROUP) round_head(plain, warp, norm);
+    for (int h = warp + 8; h < GROUP; h += 8) {
+        read_query(plain, h);
+        norm = rotated(plain);
+        round_head(plain, h, norm);
+    }
+    __syncthreads();
+
+    auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: plane 2 p + 1 or 0 of a head
+        int p = i % PARTS, quad = i / PARTS % QUADS, n = i / PARTS / QUADS;
+        return planes[n * 4 + of / 8][2 * p + of / 4 % 2][quad * 4 + of % 4];
+    };
+#pragma unroll
+    for (int i = 0; i < SETS * QUADS * PARTS; i++) (&group.planes[0][0][0])[i] = fragment(i, lane);
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+        for (int i = 0; i < 2; i++) group.less[n][i] = -sums[n * 4 + 2 * lane % 4 + i];
+        for (int i = 0; i < 2; i++) group.units[n][i] = units[n * 4 + 2 * lane % 4 + i];
+    }
+    set_powers(group);
+    if (blockIdx.x == 0) {
+        for (int i = threadIdx.x; i < SETS * QUADS * PARTS * 32; i += 256)
+            all_planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
+        if (threadIdx.x < SETS * 4) {
+            all_sums[bg * SETS * 4 + threadIdx.x] = sums[threadIdx.x];
+            all_units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
+        }
+    }
+    int* mine = votes + bg * SAMPLED;
+    for (int i = first; i < SAMPLED / 32; i += gridDim.x * 8) {
+        int vote = LEAST;
+        if (tokens > 0) {
+            int offsets[SETS][2];
+            offsets_of<false>(offsets, some.mean, group, nullptr);
+            vote = vote_of(some.signs, some.weights, group, offsets, shared_place(factors));
+            bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
+            if (!in || !(some.valid >> own_key() & 1)) vote = LEAST;
+            int next = i + gridDim.x * 8;
+            if (next < SAMPLED / 32) draw(some, next, table[batch * row + place(next)]);
+        }
+        mine[i * 32 + lane] = vote;
+    }
+    bool last = last_block(tickets + bg, gridDim.x);
+
+    // for rerank.cu, by a block that is not in the way
+    if (blockIdx.x == gridDim.x - 1) {
+        if (threadIdx.x < GROUP) ups[bg * GROUP + threadIdx.x] = scales[threadIdx.x];
+        operands += bg * (OPERANDS * 4);
+        for (int i = threadIdx.x; i < GROUP * D; i += 256) {
+            int h = i / D, j = i % D;
+            float x = directions[h / 4][j][h % 4] * scales[h];
+            u16 high = to_float16(x);
+            operands[operand_of(h, j, 0)] = high;
+            operands[operand_of(h, j, 1)] = to_float16(x - from_float16(high));
+        }
+    }
+    if (!last) return;
+
+    // the vote with `rank` votes of the sample above it: a histogram, then one of its bin, until
+    // the bin has few
+    constexpr int EACH = SAMPLED / 256;
+    __shared__ int counts[8], lows[8], tops[8];
+    int each[EACH], found = 0, top = LEAST, low = 2147483647;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) each[i] = __ldcg(mine + i * 256 + threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (each[i] != LEAST) found++, top = max(top, each[i]), low = min(low, each[i]);
+    found = warp_sum(found);
+    top = warp_max(top);
+    low = -1 - warp_max(-1 - low);
+    if (lane == 0) counts[warp] = found, tops[warp] = top, lows[warp] = low;
+    __syncthreads();
+    found = 0;
+    for (int i = 0; i < 8; i++)
+        found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
+    // the C best have so many of the sample on average; neighbours are alike, so that their number
+    // spreads some twice as far as that of as many keys drawn alone
+    float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
+    int rank = int(mean + 9 * sqrtf(mean)) + 8;
+    bool some_of_them = rank < found;
+    int base = found ? low : 0, above = 0, range = 0;
+    u32 width = found ? u32(top) - u32(base) : 0;
+    auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
+    while (some_of_them) {
+        range = shift_of(width);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            u32 over = u32(each[i]) - u32(base);
+            if (each[i] >= base && over <= width) atomicAdd(histogram + (over >> range), 1);
+        }
+        __syncthreads();
+        Cut cut = cut_of<true>(histogram, rank - above);
+        int many = histogram[cut.bin];
+        base += int(u32(cut.bin) << range);
+        above += cut.above;
+        if (range == 0 || many <= 16 + rank / 8) break;
+        width = (1u << range) - 1;
+        __syncthreads();
+        for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        thresholds[bg] = some_of_them ? base : LEAST + 1;  // no key has LEAST
+        bases[bg] = base;
+        shifts[bg] = found ? shift_of(u32(top) - u32(base)) : 0;
+        tickets[bg] = 0;
+    }
+}

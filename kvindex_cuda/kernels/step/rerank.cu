@@ -1,0 +1,301 @@
+// Reranking: estimates from codes of a few bits (paper, B.2.2, equation 10). One log weight of 16
+// bits per key.
+//
+// A warp multiplies 16 candidates with the heads of its group (product.cuh). Entries of the list are
+// dealt to warps like cards, so that each has its share of them and of the candidates among them,
+// however the scan wrote them. A warp reads up to 32 HANDS of its own at once, then where their blocks
+// are, and puts the candidates together; then codes, of the next 16 while 16 are multiplied.
+// Sums that all candidates enter are kept as integers, so that the order in which the scan wrote
+// its list leaves no trace: the same ids from run to run.
+// Limited by the latency of scattered reads: counts, list and histogram, asked for at once; addresses
+// of blocks while the cut is found; codes. (To ask for codes as well, candidates or not, took 2 to 4 µs
+// longer: the others' sectors come from memory, too.)
+// Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
+#include "common/exact.cuh"
+#include "common/product.cuh"
+#include "common/shares.cuh"
+
+constexpr int ONCE = 16;  // candidates of a warp at a time
+constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
+constexpr int QUEUE = 32 * HANDS;  // candidates that a warp puts together
+
+// A candidate: its codes' block, its id, and, if it lies on the edge, where among its entries, else −1.
+struct __align__(16) Held {
+    u64 block;
+    int id, slot;
+};
+
+// What the warps of a block work on, of one group: as the kernel gets it, or in shared memory.
+struct Work {
+    const i64* table;
+    i64 logs, magnitudes, head_offset;
+    const float* products;
+    const u64* list;
+    u64 *kept, *buckets, *edge;
+    float *estimates, *edge_estimates;
+    int *many, *edges;
+    float reference, scale, softcap, octaves;
+    float down[COLUMNS][2];
+    Candidates are;
+    Levels levels;
+    const uint2* asked;
+    Held* queue;
+
+    __device__ __forceinline__ u64 block_of(u64 entry) const {
+        return u64(table[id_of(entry) / TOKENS]) + head_offset;
+    }
+    __device__ __forceinline__ int slot_of(u64 entry) const {
+        return are.side(entry) ? -1 : atomicAdd(edges, 1);
+    }
+    // To the queue's place `at`.
+    __device__ __forceinline__ void put(int at, u64 entry, u64 block, int slot) const {
+        queue[at] = {block, id_of(entry), slot};
+        if (slot >= 0 && slot < EDGE) edge[slot] = entry;
+    }
+};
+
+// Up to ONCE candidates, as the queue has them from a place on: what a lane multiplies.
+struct Batch {
+    Tile tile;
+    float products[COLUMNS][ROWS][2];
+};
+
+// The first of `many` from `here` on, on their way.
+__device__ __forceinline__ void begin(Batch& next, const Held* here, int many, const Work& of) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (half * 8 + lane / 4 >= many) continue;
+        Held one = here[half * 8 + lane / 4];
+        const char* block = reinterpret_cast<const char*>(one.block);
+        load<false>(next.tile, half, block, one.id % TOKENS, of.logs, of.magnitudes);
+    }
+#pragma unroll
+    for (int half = 0; half < ROWS; half++)
+#pragma unroll
+        for (int i = 0; i < COLUMNS * 2; i++) {
+            int h = head_of(i / 2, i % 2);
+            bool has = CENTRED && key_of(half) < many && h < GROUP;
+            i64 segment = has ? here[key_of(half)].id / TOKENS : 0;
+            next.products[i / 2][half][i % 2] = has ? of.products[segment * GROUP + h] : 0.0f;
+        }
+}
+
+// first: of `here`, in `kept`.
+__device__ __forceinline__ void finish(const Batch& now, const Held* here, int many, int first,
+                                       Exponentials (&sums)[COLUMNS][2], const Work& of) {
+#pragma unroll
+    for (int set = 0; set < COLUMNS; set++) {
+        float both[ROWS][2];
+        multiply(both, now.tile, of.asked, set, of.levels);
+#pragma unroll
+        for (int half = 0; half < ROWS; half++) {
+            int key = key_of(half), log = log_of(now.tile, half), slot = here[min(key, many - 1)].slot;
+            float weight = log ? exp2f(float(log - 65535) * (of.octaves / 65536)) * of.reference : 0.0f;
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                int h = head_of(set, side);
+                if (h >= GROUP || key >= many) continue;
+                float found = both[half][side] * of.down[set][side] * weight;
+                if (CENTRED) found += now.products[set][half][side];
+                of.estimates[i64(first + key) * GROUP + h] = found;
+                if (slot < 0)
+                    sums[set][side].add(of.buckets + h * BUCKETS, capped(found, of.scale, of.softcap));
+                else if (slot < EDGE)
+                    of.edge_estimates[slot * GROUP + h] = found;
+            }
+        }
+    }
+}
+
+// Batch after batch: gather() fills the queue and says how many there are, 0 for no more; keep(first) writes
+// these to `kept`, from there on. AHEAD: whether one batch is on its way while another is multiplied.
+template <bool AHEAD, class Gather, class Keep>
+__device__ __forceinline__ void estimate(const Work& of, Gather gather, Keep keep) {
+    Exponentials sums[COLUMNS][2];
+    while (int held = gather()) {
+        int first = threadIdx.x % 32 == 0 ? atomicAdd(of.many, held) : 0;
+        __syncwarp();
+        Batch even, odd;  // two, for to copy one is to wait for it
+        auto start = [&](Batch& next, int at) {
+            if (at < held) begin(next, of.queue + at, held - at, of);
+        };
+        auto end = [&](const Batch& now, int at) {
+            if (at < held) finish(now, of.queue + at, held - at, first + at, sums, of);
+        };
+        start(even, 0);
+        first = __shfl_sync(ALL, first, 0);
+        keep(first);
+        for (int at = 0; at < held; at += 2 * ONCE) {
+            if (AHEAD) start(odd, at + ONCE);
+            end(even, at);
+            start(AHEAD ? even : odd, at + (AHEAD ? 2 : 1) * ONCE);
+            end(odd, at + ONCE);
+            if (!AHEAD) start(even, at + 2 * ONCE);
+        }
+        __syncwarp();
+    }
+#pragma unroll
+    for (int set = 0; set < COLUMNS; set++)
+#pragma unroll
+        for (int side = 0; side < 2; side++)
+            sums[set][side].flush<FOLDED ? 2 : 4>(of.buckets + head_of(set, side) * BUCKETS);
+}
+
+__device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
+
+// The C best without the scan's list (exact.cuh): all entries from the C-th on.
+__device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters, int target) {
+    u64 least = target ? last_of_the_best(voters, target) : ~0ull;
+    u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, they = 0;
+    u64 entry = 0;
+    auto gather = [&]() {
+        int held = 0;
+        for (; !held && next < voters.tokens; next += gridDim.x * 256) {
+            entry = entry_alone(voters, next);
+            bool is = entry && entry >= least;
+            they = __ballot_sync(ALL, is);
+            held = __popc(they);
+            if (is) of.put(__popc(they & lower_lanes()), entry, of.block_of(entry), -1);
+        }
+        return held;
+    };
+    estimate<false>(of, gather, [&](int first) {
+        if (they >> threadIdx.x % 32 & 1) of.kept[first + __popc(they & lower_lanes())] = entry;
+    });
+}
+
+// Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
+// weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes of each.
+// operands, ups, bases, shifts: of prepare_query.cu; products float32 [BG, row, GROUP]; levels float32
+// [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
+// From planes to length: what scan.cu reads, of which the C best are found where its list does not
+// hold them (exact.cuh).
+// kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
+// many int32 [BG] APART; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
+// BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
+// edge_estimates float32 [BG, EDGE, GROUP]: theirs; edges int32 [BG] APART; cuts int32 [BG, 2]: the bin of
+// the cut and how many are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges
+// and many are cleared before. told: of scan.cu, whose `scanners` warps it counts, and of this kernel's
+// blocks that are done (common.cuh).
+extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
+rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint2* operands,
+       const float* ups, const float* products, const float* given_levels, const float* references,
+       const int* wanted, const int* counted, const int* bases, const int* shifts,
+       const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
+       float* estimates, u64* buckets, u64* edge, float* edge_estimates, int* edges, int2* cuts,
+       const u32* planes, const int* sums_of_planes, const void* queries, const float* units,
+       const int* factors, const u32* valid, const i64* length, int* told, i64 scanners, i64 capacity,
+       i64 kv_heads, float scale, float softcap, float octaves) {
+    __shared__ u16 halves[LEVELS];
+    __shared__ uint2 asked[OPERANDS];
+    __shared__ Held queues[8][QUEUE];
+    u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(kv_heads);
+    int lane = threadIdx.x % 32, target = min(wanted[batch], counted[batch]);
+    // a block may begin late: all reads are begun before one is waited for
+    float level = threadIdx.x < LEVELS ? given_levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
+    uint2 parts[OPERANDS / 256];
+#pragma unroll
+    for (int i = 0; i < OPERANDS / 256; i++)
+        parts[i] = __ldcg(operands + bg * OPERANDS + i * 256 + threadIdx.x);
+    Work work = {
+        table + batch * row, logs, magnitudes, bg % u32(kv_heads) * head,
+        products + bg * row * GROUP, list + bg * capacity,
+        kept + bg * capacity, buckets + bg * (GROUP * BUCKETS), edge + bg * EDGE,
+        estimates + bg * capacity * GROUP, edge_estimates + bg * (EDGE * GROUP),
+        many + bg * APART, edges + bg * APART, references[bg], scale, softcap, octaves,
+    };
+#pragma unroll
+    for (int i = 0; i < COLUMNS * 2; i++) {
+        int h = head_of(i / 2, i % 2);
+        up[i / 2][i % 2] = h < GROUP ? __ldcg(ups + bg * GROUP + h) : 1.0f;
+    }
+    work.are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
+    work.asked = asked;
+    work.queue = queues[threadIdx.x / 32];
+    let_next_begin();
+    u32 teams = min(groups, u32(scanners));
+    await(told + bg * APART, warps_of(bg % teams, teams, u32(scanners)));
+    auto done = [&]() {
+        __syncthreads();
+        if (threadIdx.x == 0) tell(told + (groups + bg) * APART);
+        after_previous();
+    };
+
+    // a warp's entries: of the first 32 · warps every warps-th, and so on
+    int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
+    int n = counts[bg * APART];
+    auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // i-th hand
+    u64 entries[HANDS];
+    entries[0] = place_of(0) < capacity ? work.list[place_of(0)] : 0;
+    auto load_hands = [&](int from) {
+#pragma unroll
+        for (int i = 0; i < HANDS; i++)
+            if (i >= from) entries[i] = place_of(i) < n ? work.list[place_of(i)] : 0;
+    };
+    auto bins = bins_of<false, 256>(histogram + bg * BINS);
+    if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(level);
+#pragma unroll
+    for (int i = 0; i < OPERANDS / 256; i++) asked[i * 256 + threadIdx.x] = parts[i];
+#pragma unroll
+    for (int i = 0; i < COLUMNS * 2; i++) work.down[i / 2][i % 2] = 1 / up[i / 2][i % 2];
+    __syncthreads();
+    work.levels = levels_of(halves);
+    if (n < target || n > capacity) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {-1, 0};
+        Voters voters = {table + batch * row, head, bg, kv_heads, planes, sums_of_planes, queries, units,
+                         factors, valid + batch * row * 8, *length};
+        estimate_alone(work, voters, target);
+        done();
+        return;
+    }
+    u64 block = place_of(0) < n ? work.block_of(entries[0]) : 0;
+    if (own + 32 * warps < n) load_hands(1);
+    Cut cut = {-1, 0};
+    if (n > target) cut = cut_of(bins, target);
+    work.are.bin = cut.bin;
+    if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+    u32 they[HANDS];
+    auto gather = [&]() {
+        int held = 0;
+        for (; !held && next < n; next += QUEUE * warps) {
+            bool more = next + 32 * warps < n;  // than one hand
+            if (next != own) load_hands(0);
+#pragma unroll
+            for (int i = 0; i < HANDS; i++) {
+                they[i] = 0;
+                if (i == 0 || more)
+                    they[i] = __ballot_sync(ALL, place_of(i) < n && work.are.side(entries[i]) >= 0);
+                held += __popc(they[i]);
+            }
+            u64 blocks[HANDS];
+            int slots[HANDS];
+#pragma unroll
+            for (int i = 0; i < HANDS; i++) {
+                if (i && !more) continue;
+                bool is = they[i] >> lane & 1, known = i == 0 && next == own;
+                blocks[i] = known ? block : is ? work.block_of(entries[i]) : 0;
+                slots[i] = is ? work.slot_of(entries[i]) : -1;
+            }
+            int at = 0;
+#pragma unroll
+            for (int i = 0; i < HANDS; i++) {
+                if (i && !more) continue;
+                int to = at + __popc(they[i] & lower_lanes());
+                if (they[i] >> lane & 1) work.put(to, entries[i], blocks[i], slots[i]);
+                at += __popc(they[i]);
+            }
+        }
+        return held;
+    };
+    estimate<true>(work, gather, [&](int first) {
+#pragma unroll
+        for (int i = 0; i < HANDS; i++) {
+            if (they[i] >> lane & 1) work.kept[first + __popc(they[i] & lower_lanes())] = entries[i];
+            first += __popc(they[i]);
+            entries[i] = 0;  // no register is left for it
+        }
+        block = 0;
+    });
+    done();
+}

@@ -1,0 +1,213 @@
+// Reranking with a weight for each subspace (paper, B.2.2, equation 10).
+//
+// As in rerank.cu codes become float16 in registers for the matrix unit, with queries in two float16
+// of 22 bits together; but each subspace has a weight of its own, so that its sum is needed alone. A
+// product of 16 coordinates is two subspaces: the query's part of the even one lies in four columns,
+// one for each head, that of the odd one in the other four, and zeros beside them. So a lane gets
+// sums of one of the two, and multiplies them by that one's weight.
+// Grid: (splits, BG), 256 threads; a warp takes 16 entries at a time. Reads of each signs,
+// magnitudes and weights (at D = 128 and 3 bits 16 + 48 + 32 bytes in 4 sectors, or 16 + 48 + 16),
+// writes 4 GROUP bytes.
+// Limited by the latency of scattered reads, with a third of the issue slots in use at most (ncu):
+// some 25 instructions of a warp for each (by count).
+// Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, WEIGHTS (1 logarithms of up to 8
+// bits, 2 bfloat16).
+#include "common/levels.cuh"
+#include "common/shares.cuh"
+
+constexpr int M = D / 8;
+constexpr int WORDS = (M + 3) / 4;                     // of a key's signs, and of a plane
+constexpr int STEPS = (M + 1) / 2;
+constexpr int SETS = (GROUP + 3) / 4;                  // of 4 query heads
+constexpr int SPAN = (M * WEIGHTS + 3) / 4;            // words of a key's weights
+
+// One key's codes: all words in each lane of four, which take two coordinates of each subspace.
+struct Key {
+    u32 signs[WORDS], planes[BITS > 0 ? BITS : 1][WORDS], weights[SPAN];
+};
+template <int COUNT>
+__device__ __forceinline__ void fetch(u32 (&words)[COUNT], const u32* from) {
+    if constexpr (COUNT % 4 == 0) {
+#pragma unroll
+        for (int w = 0; w < COUNT; w += 4) {
+            uint4 all = __ldg(reinterpret_cast<const uint4*>(from + w));
+            words[w] = all.x, words[w + 1] = all.y, words[w + 2] = all.z, words[w + 3] = all.w;
+        }
+    } else {
+#pragma unroll
+        for (int w = 0; w < COUNT; w++) words[w] = __ldg(from + w);
+    }
+}
+__device__ __forceinline__ void load(Key& found, const char* block, i64 weights, i64 magnitudes, int key) {
+    fetch(found.signs, reinterpret_cast<const u32*>(block) + key * WORDS);
+    fetch(found.weights, reinterpret_cast<const u32*>(block + weights) + key * SPAN);
+#pragma unroll
+    for (int p = 0; p < BITS; p++)
+        fetch(found.planes[p], reinterpret_cast<const u32*>(block + magnitudes) + (key * BITS + p) * WORDS);
+}
+
+// Bits 2 t and 2 t + 1 of each byte, as the lowest bits of its two nibbles.
+__device__ __forceinline__ u32 nibbles(u32 word) {
+    word >>= threadIdx.x % 4 * 2;
+    return (word & 0x01010101) | (word << 3 & 0x10101010);
+}
+
+// This lane's coordinates of four subspaces: pairs [0] of the first, [1] of the second, and so on.
+__device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, const Levels& levels) {
+    u32 indices = 0, signs = nibbles(~key.signs[w]), two[2];
+    if (BITS == 3) {
+#pragma unroll
+        for (int p = 0; p < BITS; p++) indices |= nibbles(key.planes[p][w]) << p;
+        four(two, indices, signs, levels);
+        pairs[0] = two[0], pairs[1] = two[1];
+        four(two, indices >> 16, signs >> 16, levels);
+        pairs[2] = two[0], pairs[3] = two[1];
+        return;
+    }
+    int shift = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int at = i / 2 * 8 + shift + i % 2, level = 0;
+#pragma unroll
+        for (int p = 0; p < BITS; p++) level |= (key.planes[p][w] >> at & 1) << p;
+        u32 value = levels.table[level] | (signs >> 4 * i & 1) << 15;
+        pairs[i / 2] = i % 2 ? pairs[i / 2] | value << 16 : value;
+    }
+}
+
+// table int64 [B, row]: addresses of blocks, of KV head g at g · head; weights, magnitudes: of the
+// layout; operands uint2 [BG, SETS, STEPS, 32], ups float32 [BG, GROUP]: of query_table.cu; products float32
+// [BG, row, GROUP]: of vote.cu; levels float32 [LEVELS]; references float32 [BG]; octaves, top: of a
+// logarithm's step, and the largest one; wanted, counted int32 [B]; bases, shifts, many, kept,
+// histogram: of candidates.cu; counts int32 [BG] APART: `many`, or 0 where all are candidates.
+// estimates float32 [BG, capacity, GROUP]; buckets uint64 [BG, GROUP, BUCKETS], cleared before: sums
+// over candidates above the edge; edge uint64 [BG, EDGE], edge_estimates float32 [BG, EDGE, GROUP],
+// edges int32 [BG] APART, cuts int32 [BG, 2]: as of rerank.cu.
+extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
+weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const uint2* operands,
+      const float* ups, const float* products, const float* given_levels, const float* references,
+      const int* wanted, const int* counted, const int* bases, const int* shifts, const int* counts,
+      const int* many, const u64* kept, const int* histogram, float* estimates, u64* buckets,
+      u64* edge, float* edge_estimates, int* edges, int2* cuts, i64 capacity, i64 kv_heads, float scale,
+      float softcap, float octaves, i64 top) {
+    __shared__ u16 halves[LEVELS];
+    __shared__ uint2 asked[SETS * STEPS * 32];
+    __shared__ float sizes[WEIGHTS == 1 ? 256 : 1];
+    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 128;
+    int start = (blockIdx.x * 8 + threadIdx.x / 32) * 16;
+    for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
+    if (WEIGHTS == 1)
+        sizes[threadIdx.x] = threadIdx.x ? exp2f(float(int(threadIdx.x) - int(top)) * octaves) * references[bg] : 0.0f;
+    table += batch * row;
+    products += bg * row * GROUP;
+    kept += bg * capacity;
+    estimates += bg * capacity * GROUP;
+    buckets += bg * GROUP * BUCKETS;
+    int target = min(wanted[batch], counted[batch]);
+    after_previous();
+    let_next_begin();
+    for (int i = threadIdx.x; i < SETS * STEPS * 32; i += 256)
+        asked[i] = __ldcg(operands + bg * (SETS * STEPS * 32) + i);
+    float down[SETS][2];
+#pragma unroll
+    for (int i = 0; i < SETS * 2; i++) {
+        int h = i / 2 * 4 + t % 2 * 2 + i % 2;
+        down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(ups + bg * GROUP + h) : 0.0f;
+    }
+    int n = many[bg * APART];
+    Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
+    __syncthreads();
+    Levels levels = levels_of(halves);
+    if (counts[bg * APART] > target) {
+        Cut cut = cut_of(histogram + bg * BINS, target);
+        are.bin = cut.bin;
+        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+    }
+    Exponentials sums[SETS][2];
+    bool later = t >= 2;  // has odd subspaces, and then the key 8 rows further
+
+    auto entry_at = [&](int first) { return lane < 16 && first + lane < n ? kept[first + lane] : 0; };
+    auto block_of = [&](u64 entry) {
+        return entry ? u64(table[id_of(entry) / TOKENS]) + bg % kv_heads * head : 0;
+    };
+    u64 entry = entry_at(start), block = block_of(entry);
+    for (; start < n; start += step) {
+        u64 next = entry_at(start + step), next_block = block_of(next);
+        int side = entry ? are.side(entry) : -1, slot = EDGE;
+        if (side == 0) {
+            slot = atomicAdd(edges + bg * APART, 1);
+            if (slot < EDGE) edge[bg * EDGE + slot] = entry;
+        }
+        u32 inside = __ballot_sync(ALL, side > 0);
+        Key keys[2];
+        int ids[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int from = half * 8 + lane / 4;
+            const char* at = reinterpret_cast<const char*>(__shfl_sync(ALL, block, from));
+            ids[half] = __shfl_sync(ALL, entry ? id_of(entry) : -1, from);
+            keys[half] = Key{};
+            if (ids[half] >= 0) load(keys[half], at, weights, magnitudes, ids[half] % TOKENS);
+        }
+        float found[SETS][4] = {};
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            u32 upper[4], lower[4];
+            decode(upper, keys[0], w, levels);
+            decode(lower, keys[1], w, levels);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int at = w * 2 + i;
+                if (at >= STEPS) continue;
+                float weight[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    if (WEIGHTS == 2) {  // of the padding, where M is odd, the operands are 0
+                        u32 both = keys[half].weights[at < SPAN ? at : 0];
+                        weight[half] = __uint_as_float(later ? both & 0xffff0000u : both << 16);
+                    } else {
+                        weight[half] = sizes[keys[half].weights[w] >> (16 * i + (later ? 8 : 0)) & 255];
+                    }
+                }
+#pragma unroll
+                for (int set = 0; set < SETS; set++) {
+                    uint2 q = asked[(set * STEPS + at) * 32 + lane];
+                    bool even = lane < 16;
+                    float c[4] = {0, 0, 0, 0};
+                    mma_halves(c, upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1],
+                               even ? q.x : 0, even ? 0 : q.x);
+                    mma_halves(c, upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1],
+                               even ? q.y : 0, even ? 0 : q.y);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) found[set][j] += weight[j / 2] * c[j];
+                }
+            }
+        }
+        int row_of = (later ? 8 : 0) + lane / 4, id = later ? ids[1] : ids[0];
+        slot = __shfl_sync(ALL, slot, row_of);
+#pragma unroll
+        for (int set = 0; set < SETS; set++)
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                float given = later ? found[set][side] : found[set][2 + side];
+                float sum = (later ? found[set][2 + side] : found[set][side]) + __shfl_xor_sync(ALL, given, 2);
+                int h = set * 4 + t % 2 * 2 + side;
+                if (h >= GROUP || id < 0) continue;
+                sum *= down[set][side];
+                if (CENTRED) sum += products[i64(id / TOKENS) * GROUP + h];
+                estimates[i64(start + row_of) * GROUP + h] = sum;
+                if (slot < EDGE) edge_estimates[(bg * EDGE + slot) * GROUP + h] = sum;
+                if (inside >> row_of & 1)
+                    sums[set][side].add(buckets + h * BUCKETS, capped(sum, scale, softcap));
+            }
+        entry = next, block = next_block;
+    }
+#pragma unroll
+    for (int set = 0; set < SETS; set++)
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            int h = set * 4 + t % 2 * 2 + side;
+            sums[set][side].flush<2>(buckets + (h < GROUP ? h : 0) * BUCKETS);
+        }
+}

@@ -1,0 +1,1 @@
+"""Blocks of codes and rows at addresses that kernels follow."""

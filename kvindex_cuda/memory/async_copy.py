@@ -1,0 +1,137 @@
+"""Pinned host memory, and copies into it beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core.streams import new_stream, raw_stream
+from kvindex_cuda.memory.slab_pool import host_view
+from kvindex_cuda.runtime.launch import checked
+
+PORTABLE, MAPPED = 1, 2
+"""`cudaHostAllocPortable`, `cudaHostAllocMapped`."""
+
+DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3
+"""`cudaMemcpyDeviceToHost`, `cudaMemcpyDeviceToDevice`."""
+
+MAX_PITCH_BYTES = 2**31 - 1
+"""`cudaDevAttrMaxPitch` of every GPU so far."""
+
+
+@dataclass(frozen=True)
+class PinnedSlab:
+    """Pinned, mapped, portable memory; a `kvindex_cuda.memory.slab_pool.Slab`."""
+
+    host_address: int
+    device_address: int
+    device: int
+
+    def view(self, nbytes: int) -> Tensor:
+        """Its bytes, uint8 `[nbytes]`."""
+        return host_view(self.host_address, nbytes)
+
+    def free(self) -> None:
+        """Unpin, once kernels and copies in flight are done."""
+        cupy = checked(self.device)
+        with cupy.cuda.Device(self.device):
+            cupy.cuda.runtime.deviceSynchronize()
+            cupy.cuda.runtime.freeHost(self.host_address)
+
+
+class PinnedAllocator:
+    """Slabs by `cudaHostAlloc`, for a CUDA device. Raises as `launch.checked`, or ValueError."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda" or device.index is None:
+            raise ValueError(f"device: got {device}, allowed is a CUDA device: rows are pinned")
+        self._device = device.index
+        checked(self._device)
+
+    def allocate(self, nbytes: int) -> PinnedSlab:
+        """A slab of `nbytes`. Raises MemoryError."""
+        cupy = checked(self._device)
+        runtime = cupy.cuda.runtime
+        with cupy.cuda.Device(self._device):
+            address = 0
+            try:
+                address = runtime.hostAlloc(nbytes, PORTABLE | MAPPED)
+                mapped = runtime.pointerGetAttributes(address).devicePointer
+            except runtime.CUDARuntimeError as error:
+                if address:
+                    runtime.freeHost(address)
+                raise MemoryError(str(error)) from error
+        return PinnedSlab(address, mapped, self._device)
+
+
+class Offload:
+    """Copies into slabs on a side stream of a CUDA device; plain ones on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = new_stream(device)
+        self._done: torch.cuda.Event | None = None
+        self._waited: tuple[torch.cuda.Event | None, set[int]] = None, set()  # for what, by whom
+
+    def copy(
+        self, pieces: Iterable[tuple[Tensor, Tensor]], sources: Iterable[Tensor]
+    ) -> torch.cuda.Event | None:
+        """Copy pairs of (slab, device) uint8 `[h, w]` whose rows are contiguous.
+
+        sources: the tensors that all of the second are views of; what writes them on the current
+        stream comes first, and they may be let go of at once. Gives what tells that the copies are
+        done, for `wait`; None on a CPU, where they are.
+        """
+        if self._side is None:
+            for target, piece in pieces:
+                target.copy_(piece)
+            return None
+        cupy = checked(self._device.index)
+        self._side.wait_stream(torch.cuda.current_stream(self._device.index))
+        with cupy.cuda.Device(self._device.index):
+            for target, piece in pieces:
+                _copy_rows(cupy.cuda.runtime, target, piece, self._side.cuda_stream)
+        for source in sources:
+            source.record_stream(self._side)
+        self._done = self._side.record_event()
+        return self._done
+
+    def wait(self, done: torch.cuda.Event | None) -> None:
+        """What the current stream runs from here on sees these copies, and those before."""
+        if done is None:
+            return
+        stream = raw_stream(self._device.index)
+        if self._waited[0] is not done:
+            self._waited = done, set()
+        if stream in self._waited[1]:
+            return  # what it runs comes after these already
+        torch.cuda.current_stream(self._device.index).wait_event(done)
+        self._waited[1].add(stream)
+
+    def synchronize(self) -> None:
+        """The host waits for all copies, and for the current stream, which may have kept rows."""
+        if self._done is not None:
+            self._done.synchronize()
+        if self._side is not None:
+            torch.cuda.current_stream(self._device.index).synchronize()
+
+
+def _copy_rows(runtime: Any, target: Tensor, piece: Tensor, stream: int) -> None:
+    height, width = piece.shape
+    pitches = [max(part.stride(0), width) for part in (target, piece)]
+    if height > 1 and max(pitches) > MAX_PITCH_BYTES:
+        for row in range(height):
+            _copy_rows(runtime, target[row : row + 1], piece[row : row + 1], stream)
+        return
+    to, come = (part.data_ptr() for part in (target, piece))
+    kind = DEVICE_TO_DEVICE if target.is_cuda else DEVICE_TO_HOST
+    if height == 1:
+        runtime.memcpyAsync(to, come, width, kind, stream)
+        return
+    runtime.memcpy2DAsync(to, pitches[0], come, pitches[1], width, height, kind, stream)

@@ -1,0 +1,268 @@
+"""Full-precision rows in pinned host memory, which kernels read through unified addresses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Rows
+from kvindex.core.restore import Restorable
+from kvindex.storage.codecs import codec
+from kvindex_cuda.memory.async_copy import Offload, PinnedAllocator
+from kvindex_cuda.memory.block_table import BlockTable, spans
+from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS
+from kvindex_cuda.memory.slab_pool import Allocator, Budget, Pool, shared_budget
+from kvindex_cuda.memory.write_rows import fits, keep
+from kvindex_cuda.ops.fetch import gather_blocks
+
+SLAB_BYTES = 32 * 2**20
+"""32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
+
+FEW = BLOCK
+"""Tokens: an update of the local window. Copies of so few cost the host more than a launch."""
+
+
+class HostStore(Restorable):
+    """Rows as bytes in blocks `[G, 256, row_bytes]` of one batch row each; nothing ever moves.
+
+    A token's key and value are one contiguous row (`storage/codecs.py`). Row `n` of head `g` of
+    batch row `b` is for kernels at `table[b, n // 256] + (g · 256 + n % 256) · row_bytes`.
+    Interface of `kvindex.storage.store.Store`; to be used by one thread at a time.
+
+    rows: "plain", "int8" or "fp8". max_tokens: what the table has room for. slab_bytes: pinned at
+    a time, rounded down to blocks, at least one. budget: the process's unless given.
+    """
+
+    far = True
+    """Whether rows are worth keeping on the device once fetched."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        rows: str = "plain",
+        max_tokens: int = MAX_TOKENS,
+        slab_bytes: int = SLAB_BYTES,
+        allocator: Allocator | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self._geometry, self.rows = geometry, rows
+        self._codec = codec(rows, geometry)
+        self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
+        self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)
+        self._allocator = PinnedAllocator(geometry.device) if allocator is None else allocator
+        self._budget = shared_budget() if budget is None else budget
+        self._open()
+
+    def _open(self) -> None:
+        slab_blocks = max(1, self._slab_bytes // self.block_bytes)
+        self._pool = Pool(self.block_bytes, slab_blocks, self._allocator, self._budget)
+        self._close = weakref.finalize(self, self._pool.close)
+        self._offload = Offload(self._geometry.device)
+        self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
+        self._lent_by: HostStore | None = None  # whose rows a view reads
+        self._length = 0
+        self._written: dict[str, Tensor] | None = None  # after the last row, not yet counted
+        self._writing: torch.cuda.Event | None = None  # tells that those are there
+        self._copied: torch.cuda.Event | None = None  # and this, that those counted are
+        self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's key and value for one head, a multiple of 16."""
+        return self._codec.row_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, `G · 256 · row_bytes`."""
+        return self._geometry.kv_heads * BLOCK * self.row_bytes
+
+    @property
+    def table(self) -> Tensor:
+        """Device addresses of blocks, int64 `[B, S]` on the compute device; 0 where there is none.
+
+        The same tensor from the first append until `reset`: `[0, S]` before it. Whoever reads
+        through it calls `wait` first.
+        """
+        return self._table.addresses
+
+    def wait(self) -> None:
+        """What the current stream runs from here on sees all rows. Not for a captured stream.
+
+        All that are counted and were copied beside a stream: what was only written (`write`) is not
+        waited for, and few rows are there for whoever comes after the stream that appended them.
+        """
+        self._offload.wait(self._copied)
+
+    def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are.
+
+        For an append at this length: whole blocks lie as they will in host memory, `[B, S, G, 256,
+        row_bytes]`, so that those of a slab are one copy; what is before and after them as `[B, G,
+        n, row_bytes]`. Few that a kernel can join as it writes them are left as they are.
+        """
+        N, start, encode = keys.shape[2], self._length, self._codec.encode
+        if self._launched and N <= FEW:
+            if self.rows == "plain" and fits(keys) and fits(values):
+                return {"keys": keys, "values": values}
+            return {"rows": encode(keys, values)}
+        joined: dict[str, Tensor] = {}
+        for first, last in spans(start, start + N):
+            some = [part[:, :, first - start : last - start] for part in (keys, values)]
+            if (last - first) % BLOCK:
+                joined["end" if joined else "begin"] = encode(*some)
+            else:
+                joined["blocks"] = encode(*(_in_blocks(part) for part in some))
+        return joined or {"rows": encode(keys, values)}
+
+    def reserve(self, rows: dict[str, Tensor]) -> None:
+        """Make room for `rows`, as `join` makes them; what is held stays as it was.
+
+        Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
+        RuntimeError if no memory can be pinned.
+        """
+        self._room(next(iter(rows.values())).shape[0], _count(rows))
+
+    def make_room(self, tokens: int) -> None:
+        """Pin now what rows of so many tokens need, so that no append until then pins any.
+
+        Nothing before the first append, whose batch is not known. Raises as `reserve`.
+        """
+        self._room(self._table.batch, tokens - self._length if self._table.batch else 0)
+
+    def _room(self, batch: int, count: int) -> None:
+        if self._lent_by is not None:
+            raise RuntimeError("host store: a repeated view cannot be appended to")
+        if count > 0:
+            self._table.room(batch, self._length, count)
+
+    def write(self, rows: dict[str, Tensor]) -> None:
+        """Copy `rows` to where `append` of the same will find them; `reserve` comes first.
+
+        Few by a kernel on the current stream, others beside it (`wait`). Raises ValueError for rows
+        that were joined at a length at which blocks begin elsewhere.
+        """
+        if "blocks" in rows and (self._length + _count(rows, upto="blocks")) % BLOCK:
+            raise ValueError(f"rows: got those of another length, allowed are of {self._length}")
+        self._written = rows
+        if self._launched and _count(rows) <= FEW:
+            self._offload.wait(self._writing)  # what was begun and left may go to the same places
+            keep(tuple(rows.values()), self.table, self._length)
+            return
+        pieces = self._table.pieces(rows.values(), self._length)
+        self._writing = self._offload.copy(pieces, rows.values())
+
+    def append(self, rows: dict[str, Tensor]) -> None:
+        """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
+        self.reserve(rows)
+        count = _count(rows)
+        if not count:
+            return
+        if self._written is not rows:
+            self.write(rows)
+        self._written, self._copied = None, self._writing
+        self._length += count
+        if not self._table.full and self._table.spare(self._length) < self._pool.slab_blocks:
+            self._pool.ahead()
+
+    def gather(self, ids: Tensor) -> Rows:
+        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        if self._geometry.device.type == "cuda" and len(self):
+            self.wait()
+            sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
+            return self._codec.decode(gather_blocks(self.table, ids, tokens=len(self), **sizes))
+        where = ids.cpu()
+        self._offload.synchronize()
+        rows = self._table.read(where)
+        return self._codec.decode(rows.to(self._geometry.device))
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
+        """All rows in order, at most `size` tokens at a time: (first id, rows)."""
+        shape = (self._table.batch, self._geometry.kv_heads, -1)
+        for start in range(0, len(self), size):
+            stop = min(start + size, len(self))
+            ids = torch.arange(start, stop, device=self._geometry.device)
+            yield start, self.gather(ids.expand(shape))
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` rows; the blocks of the others wait for new ones."""
+        self._length, self._written = min(self._length, length), None
+
+    def reordered(self, batch_indices: Tensor) -> HostStore:
+        """A copy, in its own blocks, in which row `b` of the batch is row `batch_indices[b]`.
+
+        Raises as `reserve`.
+        """
+        copied = self._shallow()
+        copied._open()
+        if not self._length:
+            return copied
+        try:
+            copied._table.room(len(batch_indices), 0, self._length)
+            self._offload.synchronize()
+            copied._table.copy_from(self._table, batch_indices)
+        except BaseException:
+            copied.reset()
+            raise
+        copied._length = self._length
+        return copied
+
+    def repeated(self, count: int) -> HostStore:
+        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        view = self._shallow()
+        view._lent_by = self
+        view._table = self._table.repeated(count)
+        return view
+
+    def emptied(self) -> HostStore:
+        """The same before its first append; this one's memory goes with it."""
+        empty = self._shallow()
+        empty._open()
+        return empty
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
+        """A copy, in blocks of its own; of a view, rows of its own."""
+        return self.reordered(torch.arange(self._table.batch))
+
+    def reset(self) -> None:
+        """Forget everything, and free the memory."""
+        try:
+            if self._lent_by is None:
+                self._pool.settle()
+                self._close()
+        finally:
+            self._open()
+
+    def nbytes(self) -> int:
+        """Bytes of rows in use (see `pinned_bytes`)."""
+        return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory held: rows, room for more, the slab pinned ahead."""
+        return self._pool.pinned_bytes
+
+
+def _in_blocks(part: Tensor) -> Tensor:
+    """`[B, G, N, D]` of whole blocks as `[B, S, G, 256, D]`, a view."""
+    B, G, _, D = part.shape
+    return part.view(B, G, -1, BLOCK, D).transpose(1, 2)
+
+
+def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
+    """Tokens that were joined, or those before a part; values are of their keys' tokens."""
+    count = 0
+    for name, part in rows.items():
+        if name == upto:
+            break
+        count += part.shape[1] * BLOCK if part.ndim == 5 else part.shape[2]
+    return count

@@ -1,0 +1,279 @@
+"""Codes in blocks that never move: `Columns` for an index whose kernels follow a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvindex.core.restore import Restorable
+from kvindex_cuda.memory.block_table import spans
+from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS, Layout
+
+SLAB_BYTES = 64 * 2**20
+"""The most that one allocation takes ahead of need."""
+
+
+class Run(NamedTuple):
+    """Blocks that follow one another in a slab."""
+
+    slab: int
+    first: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Codes of `count` tokens of a batch of `batch` that a kernel writes, centres with them.
+
+    write: called with addresses of blocks, int64 `[B, S]`.
+    """
+
+    batch: int
+    count: int
+    write: Callable[[Tensor], None]
+
+
+class CodeBlocks(Restorable):
+    """Codes of `ParisKV` with one 16-bit log weight per key, in blocks of 256 tokens.
+
+    The interface of `kvindex.storage.Columns`; a column is put together when it is asked for.
+    table: addresses of blocks, int64 `[B, S]`, 0 where there is none: the same tensor for as long
+    as `B` stays. Raises ValueError beyond `max_tokens`.
+    """
+
+    def __init__(
+        self, layout: Layout, kv_heads: int, device: torch.device, max_tokens: int = MAX_TOKENS
+    ) -> None:
+        self.layout, self._heads, self._device = layout, kv_heads, device
+        self._most = -(-max_tokens // BLOCK)
+        self._block_bytes = kv_heads * layout.head_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._slabs: list[Tensor] = []  # uint8 [blocks, G, head_bytes] each
+        self._free: list[Run] = []  # the next to be taken last
+        self._held: list[list[Run]] = []  # of each row of the batch, in order
+        self._blocks = 0  # of each row
+        self._length = 0
+        self._filled = False  # whether a kernel writes codes and centres
+        self._written: Fill | None = None  # after the last token, not yet counted
+        self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.names if self._held else ())
+
+    def __contains__(self, name: str) -> bool:
+        return name in tuple(self)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy of the column, `[B, G, N, ...]`."""
+        rows = []
+        for held in self._held:
+            runs = []
+            for run in held:
+                column = self.layout.column(name, self._fields(run))
+                runs.append(column.transpose(0, 1).flatten(1, 2))
+            rows.append(torch.cat(runs, dim=1)[:, : self._length])
+        return torch.stack(rows)
+
+    def reserve(self, new: Mapping[str, Tensor] | Fill) -> None:
+        """Make room for `new`. May run out of memory; what is held stays as it was."""
+        if not new:
+            return
+        self._room(*_shape(new))
+
+    def make_room(self, tokens: int) -> None:
+        """Room for codes of so many tokens, so that no append until then takes memory.
+
+        Nothing before the first append, whose batch is not known. Raises as `reserve`.
+        """
+        if self._held and tokens > self._length:
+            self._room(len(self._held), tokens - self._length)
+
+    def _room(self, batch: int, count: int) -> None:
+        need = -(-(self._length + count) // BLOCK)
+        if need > self._most:
+            got, allowed = self._length + count, self._most * BLOCK
+            raise ValueError(f"max_tokens: got {got} tokens, allowed are {allowed}")
+        if not self._length and batch != len(self._held):
+            self.reset()
+            table = torch.zeros((batch, self._most), dtype=torch.int64, device=self._device)
+            self._held, self.table = [[] for _ in range(batch)], table
+        more = need - self._blocks
+        if more <= 0:
+            return
+        missing = more * batch - sum(run.blocks for run in self._free)
+        if missing > 0:
+            self._grow(missing)
+        free, rows = self._free.copy(), [held.copy() for held in self._held]
+        for row, held in enumerate(rows):
+            at = self._blocks
+            for run in _taken(free, more):
+                self._name(row, at, run)  # beyond the last block, where nobody looks
+                at += run.blocks
+                last = held[-1] if held else Run(-1, 0, 0)
+                if (last.slab, last.first + last.blocks) == run[:2]:
+                    held[-1] = last._replace(blocks=last.blocks + run.blocks)
+                else:
+                    held.append(run)
+        self._free, self._held, self._blocks = free, rows, need
+
+    def write(self, new: Mapping[str, Tensor] | Fill) -> None:
+        """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
+        if isinstance(new, Fill) and self._written is not new:
+            new.write(self.table)
+            self._written = new
+
+    def append(self, new: Mapping[str, Tensor] | Fill) -> None:
+        """Append codes that agree with the columns in all but the token axis."""
+        if not new:
+            return
+        self.reserve(new)
+        count, start = _shape(new)[1], self._length
+        if not isinstance(new, Fill):
+            self._copy(new, start, count)
+        else:
+            self.write(new)
+        self._filled, self._written = isinstance(new, Fill), None
+        self._length += count
+
+    def forget(self) -> None:
+        """What was written is not appended."""
+        self._written = None
+
+    def put_centres(self, centres: Tensor, first: int) -> None:
+        """Write centres bfloat16 `[B, G, S, D]` into the blocks from `first` on.
+
+        Nothing to do where a kernel has written the codes (`Fill`).
+        """
+        if self._filled:
+            return
+        raw = centres.contiguous().view(torch.uint8)
+        raw = raw.view(*centres.shape, 2)
+        for row in range(len(self._held)):
+            for block in range(first, centres.shape[2]):
+                self._fields(self._at(row, block))["centre"].copy_(raw[None, row, :, block])
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens; blocks stay with their rows."""
+        self._length, self._written = min(self._length, length), None
+
+    def reordered(self, batch_indices: Tensor) -> CodeBlocks:
+        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        other = self.emptied()
+        order, blocks = batch_indices.tolist(), -(-self._length // BLOCK)
+        other._held = [[] for _ in order]
+        other.table = torch.zeros((len(order), self._most), dtype=torch.int64, device=self._device)
+        if blocks and order:
+            other._grow(blocks * len(order))
+            for row, source in enumerate(order):
+                (run,) = _taken(other._free, blocks)
+                other._held[row].append(run)
+                other._name(row, 0, run)
+                copies = other._slabs[run.slab][run.first : run.first + run.blocks]
+                held = [self._slabs[s][first : first + n] for s, first, n in self._held[source]]
+                copies.copy_(torch.cat(held)[:blocks] if len(held) > 1 else held[0][:blocks])
+        other._blocks, other._length, other._filled = blocks, self._length, self._filled
+        return other
+
+    def repeated(self, count: int) -> CodeBlocks:
+        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        view = self._shallow()
+        view._held = self._held * count
+        view.table = self.table.expand(count, -1).contiguous()
+        return view
+
+    def emptied(self) -> CodeBlocks:
+        """The same before its first append."""
+        most = self._most * BLOCK
+        return CodeBlocks(self.layout, self._heads, self._device, most)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodeBlocks:
+        """A copy in blocks of its own."""
+        return self.reordered(torch.arange(len(self._held)))
+
+    def nbytes(self) -> int:
+        """Bytes in use: what tokens take up, without the centres and what is not filled yet."""
+        return len(self._held) * self._heads * self._length * self.layout.key_bytes
+
+    def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
+        """Codes `[B, G, count, ...]` into the blocks of the tokens from `start`."""
+        for name, part in self.layout.parts(new).items():
+            order = self.layout.order(name, self._device)
+            for row in range(len(self._held)):
+                for first, last in spans(start, start + count):
+                    inside = slice(first % BLOCK, first % BLOCK + min(BLOCK, last - first))
+                    to = inside if order is None else order[inside]
+                    given = part[row, :, first - start : last - start]
+                    shape = len(given), -1, inside.stop - inside.start, *given.shape[2:]
+                    given = given.reshape(shape).transpose(0, 1)  # [blocks, G, ...]
+                    for run in self._runs(row, first // BLOCK, len(given)):
+                        self._fields(run)[name][:, :, to] = given[: run.blocks]
+                        given = given[run.blocks :]
+
+    def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
+        """Where a row's blocks from `block` on are, as many at a time as lie side by side."""
+        for run in self._held[row]:
+            some = min(run.blocks - block, count)
+            if some > 0:
+                yield Run(run.slab, run.first + block, some)
+                block, count = block + some, count - some
+            block -= run.blocks
+
+    def _fields(self, run: Run) -> dict[str, Tensor]:
+        """`Layout.views` of blocks, `[count, G, 256, ...]`."""
+        return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
+
+    def _at(self, row: int, block: int) -> Run:
+        """Where a row's `block` is."""
+        for run in self._held[row]:
+            if block < run.blocks:
+                return Run(run.slab, run.first + block, 1)
+            block -= run.blocks
+        raise IndexError(block)
+
+    def _name(self, row: int, block: int, run: Run) -> None:
+        """Put a run's addresses in the table, from `block` on; the host waits for nothing."""
+        size = self._block_bytes
+        first = self._slabs[run.slab].data_ptr() + run.first * size
+        names = self.table[row, block : block + run.blocks]
+        torch.arange(first, first + run.blocks * size, size, out=names)
+
+    def _grow(self, blocks: int) -> None:
+        """Room for at least `blocks` more, as many again as there are up to `SLAB_BYTES`."""
+        held = sum(len(slab) for slab in self._slabs)
+        count = max(blocks, min(held, SLAB_BYTES // self._block_bytes))
+        shape = (count, self._heads, self.layout.head_bytes)
+        # what fills words is never written by `_copy`; else nobody reads what nobody wrote
+        padded = self.layout.head_dim % 32
+        make = torch.zeros if padded else torch.empty
+        slab = make(shape, dtype=torch.uint8, device=self._device)
+        run = Run(len(self._slabs), 0, count)
+        self._slabs, self._free = [*self._slabs, slab], [run, *self._free]
+
+
+def _taken(free: list[Run], count: int) -> Iterator[Run]:
+    """So many free blocks, as few runs as there are; they leave `free`."""
+    while count:
+        run = free.pop()
+        if run.blocks > count:
+            rest = run._replace(first=run.first + count, blocks=run.blocks - count)
+            free.append(rest)
+            run = run._replace(blocks=count)
+        count -= run.blocks
+        yield run
+
+
+def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:
+    """Rows of the batch, and tokens."""
+    if isinstance(new, Fill):
+        return new.batch, new.count
+    return new["signs"].shape[0], new["signs"].shape[2]

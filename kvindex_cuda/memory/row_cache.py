@@ -1,0 +1,60 @@
+"""Rows that were fetched lately, on the device: what a step needs again it does not fetch again.
+
+Per KV head a table of `rows` slots in sets of 4, by a hash of the id. A selected row that lies in
+its set is read there; else it is fetched and takes the place of the set's row that was used
+longest ago, unless all four serve this very step. Rows of a step are looked up side by side: one
+may lose its place to another before it is found (kernels/cache.cuh), and is fetched. `attend`
+decides, reads and fills (kernels/step/attend.cu). All at fixed addresses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+
+ROWS = 4096
+"""Per KV head."""
+
+WAYS = 4
+"""Slots of a set, as in the kernels."""
+
+
+class RowCache:
+    """A cache for `groups` (batch rows times KV heads) of rows of so many bytes.
+
+    rows: slots per group, a power of two from 4. tags: ids int32 `[groups, rows]`, -1 for none;
+    stamps: the step that used a slot last, int32 `[groups, rows]`; clocks: steps so far, int32
+    `[groups]`; counts: rows looked up and found, int32 `[groups, 2]`, which wrap around; data:
+    uint8 `[groups, rows, row_bytes]`. Raises ValueError for another size.
+    """
+
+    def __init__(self, groups: int, row_bytes: int, device: torch.device, rows: int = ROWS) -> None:
+        if check.at_least("rows", rows, WAYS) & (rows - 1):
+            raise ValueError(f"rows: got {rows}, allowed is a power of two from {WAYS}")
+        self.rows, self.row_bytes = rows, row_bytes
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.tags, self.stamps = ints(groups, rows) - 1, ints(groups, rows)
+        self.clocks, self.counts = ints(groups), ints(groups, 2)
+        self.data = torch.empty((groups, rows, row_bytes), dtype=torch.uint8, device=device)
+
+    def forget(self) -> None:
+        """Ids may stand for other rows from now on. Waits for nothing."""
+        self.tags.fill_(-1)
+
+    def hit_rate(self) -> float:
+        """Share of the rows looked up so far that were found; 0 before any.
+
+        Waits for the device.
+        """
+        looked_up, found = self.counts.sum(0).tolist()
+        return found / looked_up if looked_up else 0.0
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        parts: tuple[Tensor, ...] = (self.tags, self.stamps, self.clocks, self.counts, self.data)
+        return sum(part.nbytes for part in parts)

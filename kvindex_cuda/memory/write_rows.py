@@ -1,0 +1,57 @@
+"""Few rows go to their blocks by a kernel: the host launches it, and no copy or event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.runtime.arguments import of_type, wide
+from kvindex_cuda.runtime.launch import launch
+
+THREADS, PIECE = 256, 16
+"""As in the kernel's source; bytes of which a row has some."""
+
+MOST_BLOCKS = 32
+"""Of threads: 128 KB on their way, some microseconds of a bus of 50 GB/s."""
+
+
+def keep(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
+    """Copy rows of the tokens from `start` on to their blocks, in parts that follow one another.
+
+    parts: rows as their codec made them, or keys and values, `[B, G, N, ...]` that `fits` takes;
+    table: addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, multiples of 16. On the
+    current stream, after which whoever reads them must come. Raises ValueError for other sizes, or
+    tokens beyond the table.
+    """
+    B, G, N, _ = outer = parts[0].shape
+    room = of_type("table", table, torch.int64).shape[1] * BLOCK
+    if len(table) != B or not 0 <= start <= room - N:
+        got = f"{B} times {N} tokens from {start} on"
+        raise ValueError(f"rows: got {got}, allowed are {len(table)} times {room} in all")
+    widths, strides = [], []
+    for part in parts:
+        size = part.element_size()
+        if part.shape[:3] != outer[:3] or not fits(part):
+            got = f"{part.dtype} {tuple(part.shape)} with strides {part.stride()}"
+            raise ValueError(f"rows: got {got}, allowed are whole pieces of {PIECE} bytes of each")
+        widths.append(part.shape[3] * size // PIECE)
+        strides += [step * size // PIECE for step in part.stride()[:3]]
+    pieces = sum(widths)
+    total = B * G * N * pieces
+    launch(
+        "append/write_rows.cu",
+        "keep",
+        (min(-(-total // THREADS), MOST_BLOCKS),),
+        (THREADS,),
+        *(parts[0], parts[1] if len(parts) > 1 else None, table, table.stride(0)),
+        *(start, N, widths[0], pieces, G, total, *(strides + strides)[:6]),
+    )
+
+
+def fits(part: Tensor) -> bool:
+    """Whether each row of a tensor `[B, G, N, ...]` is whole pieces, and begins at a multiple."""
+    whole = part.shape[3] * part.element_size() % PIECE == 0
+    return whole and part.stride(3) == 1 and wide(part)

@@ -1,0 +1,1 @@
+"""The ops of `kvindex.ops` as CUDA kernels: same names, same signatures."""

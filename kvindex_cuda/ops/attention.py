@@ -1,0 +1,117 @@
+"""Exact softmax attention on the device: one query per head by a kernel, prefill by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvindex.ops import attention as reference
+from kvindex.ops.attention import cap
+from kvindex_cuda.runtime.arguments import CODES, busy, of_shape, rows, steps
+from kvindex_cuda.runtime.launch import launch
+
+__all__ = ["attend", "attend_blocks", "attend_causal", "cap"]
+
+THREADS, WARPS = 256, 8
+
+SUMS = 64
+"""Registers of a thread for sums of values, up to `HEADS` heads' together."""
+
+HEADS = 8
+
+SHARED_BYTES = 48 * 1024
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One query per head over `R` rows per KV head: `[B, H, Dv]` in the queries' dtype.
+
+    queries `[B, H, D]`, keys `[B, G, R, D]`, values `[B, G, R, Dv]`; bias float32, broadcast to
+    `[B, H, R]`, is added to the logits and `-inf` hides a row, whatever it holds. A query that
+    sees no row gives 0. Accumulation is float32. Raises ValueError for no rows at all.
+    """
+    B, H, D = queries.shape
+    G, R, Dv = keys.shape[1], keys.shape[2], values.shape[3]
+    of_shape("keys", keys, B, G, R, D)
+    of_shape("values", values, B, G, R, Dv)
+    if H % G:
+        raise ValueError(f"queries: got {H} heads for {G} KV heads, allowed are multiples")
+    if R == 0:
+        raise ValueError("blocks: got no rows at all, allowed is at least one row")
+    asked, device, g = queries.dtype, queries.device, H // G
+    if asked not in CODES or {keys.dtype, values.dtype} != {asked}:
+        queries, keys, values = queries.float(), keys.float(), values.float()
+    keys, values = rows(keys, 1), rows(values, 1)
+    if bias is not None:
+        bias = bias.float().expand(B, H, R)
+    size = keys.element_size()
+    apart = [size * step for part in (keys, values) for step in steps(part)[:3]]
+    piece = gcd(16, size * D, size * Dv, keys.data_ptr(), values.data_ptr(), *apart)
+    width = piece // size
+    lanes = min(32, 2 ** (max(D, Dv) // width - 1).bit_length())
+    loads = -(-Dv // (width * lanes))
+    heads = max(1, min(g, HEADS, SUMS // (loads * width)))
+    if (needed := 4 * (D * heads + WARPS * (Dv + 2))) > SHARED_BYTES:
+        raise ValueError(f"D, Dv: got {D}, {Dv}, for {needed} bytes of {SHARED_BYTES} allowed")
+    tiles = -(-g // heads)
+    splits = busy(device, B * G * tiles, R, WARPS * (32 // lanes), blocks=2)
+    partial = torch.empty((B * G, tiles, splits, heads, Dv + 2), device=device)
+    tickets = torch.zeros((B * G, tiles), dtype=torch.int32, device=device)
+    output = torch.empty((B, H, Dv), dtype=queries.dtype, device=device)
+    launch(
+        "ops/attention.cu",
+        "attend",
+        (B * G, splits, tiles),
+        (THREADS,),
+        *(queries.contiguous(), keys),
+        *steps(keys)[:3],
+        values,
+        *steps(values)[:3],
+        bias,
+        *((0, 0, 0) if bias is None else bias.stride()),
+        *(partial, output, tickets, R, g, G, float(scale), float(softcap or 0)),
+        D=D,
+        DV=Dv,
+        HEADS=heads,
+        DTYPE=CODES[queries.dtype],
+        SOFTCAP=int(softcap is not None),
+        WIDTH=width,
+        LANES=lanes,
+    )
+    return output.to(asked)
+
+
+def attend_blocks(
+    queries: Tensor,
+    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
+
+    The reference as it is: products of large matrices in a prefill, which torch gives to the
+    matrix units. Arguments as `kvindex.ops.attention.attend_blocks`.
+    """
+    return reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap)
+
+
+def attend_causal(
+    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+) -> Tensor:
+    """The newest `T` tokens over all `N` rows, causally, in one piece: `[B, H, T, Dv]`.
+
+    The reference as it is: torch's fused kernel. Arguments as
+    `kvindex.ops.attention.attend_causal`.
+    """
+    return reference.attend_causal(queries, keys, values, scale=scale, valid=valid)

@@ -1,0 +1,197 @@
+"""Coarse stage on the device: histogram, tables and votes, equal to the reference to the bit."""
+
+from __future__ import annotations
+
+import struct
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvindex.ops.coarse import TIERS, ceil_share
+from kvindex.ops.codes import FACTOR, SUBSPACE
+from kvindex_cuda.runtime.arguments import busy, of_shape, of_type, rows
+from kvindex_cuda.runtime.launch import launch
+
+__all__ = [
+    "TIERS",
+    "ceil_share",
+    "dot_offsets",
+    "dot_table",
+    "histogram",
+    "rounded",
+    "tier_table",
+    "votes",
+]
+
+THREADS, ENTRIES = 256, 2**SUBSPACE
+
+LARGEST_M = 160
+"""A table word per entry, 1 KB for each subspace, in the 163 KB of compute capability 8.0."""
+
+
+def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Keys per centroid, int64 `[B, G, M, 256]`.
+
+    signs: uint8 `[B, G, N, M]`; valid: bool `[B, N]`, or None for all.
+    """
+    B, G, N, M = signs.shape
+    signs = rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
+    if valid is not None:
+        valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+    counts = torch.zeros((B, G, M, ENTRIES), dtype=torch.int64, device=signs.device)
+    splits = busy(signs.device, B * G, N, 4096) if N else 0
+    launch(
+        "ops/coarse.cu",
+        "histogram",
+        (B * G, splits, -(-M // 32)),
+        (THREADS,),
+        *(signs, *signs.stride()[:2], valid, 0 if valid is None else valid.stride(0)),
+        *(counts, N, G),
+        D=M * SUBSPACE,
+    )
+    return counts
+
+
+def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
+    """Points that each centroid earns, uint8 `[B, G, g, M, 256]`.
+
+    In each subspace the centroids are ordered by `⟨q̃_b, c⟩`, best first, equal ones by the lower
+    id. A centroid earns one point for each tier `t` with fewer than `limits[t]` keys in better
+    centroids.
+
+    queries: rotated, float32 `[B, G, g, D]`; histogram: int64 `[B, G, M, 256]`;
+    limits: int64 `[B, tiers]`.
+    """
+    B, G, g, M = _checked(queries)
+    of_shape("histogram", of_type("histogram", histogram, torch.int64), B, G, M, ENTRIES)
+    of_type("limits", limits, torch.int64)
+    points = torch.empty((B, G, g, M, ENTRIES), dtype=torch.uint8, device=queries.device)
+    launch(
+        "ops/coarse.cu",
+        "tier_table",
+        (B * G * g * M,),
+        (THREADS,),
+        *(queries.contiguous(), histogram.contiguous(), limits.contiguous(), points),
+        *(g, G, limits.shape[-1]),
+        D=M * SUBSPACE,
+    )
+    return points
+
+
+def rounded(queries: Tensor, largest: int) -> Tensor:
+    """Queries as small integers, int8 `[B, G, g, D]`: each query's largest coordinate is `largest`.
+
+    Rounded half to even. Multiplied in float64, so that scaling a query by a power of two changes
+    nothing. A zero query gives zeros.
+
+    queries: rotated, float32 `[B, G, g, D]`; largest: 1 to 127.
+    """
+    B, G, g, M = _checked(queries)
+    out = torch.empty(queries.shape, dtype=torch.int8, device=queries.device)
+    arguments = queries.contiguous(), out, largest
+    launch("ops/coarse.cu", "rounded", (B * G * g,), (THREADS,), *arguments, D=M * SUBSPACE)
+    return out
+
+
+def dot_table(queries: Tensor, largest: int) -> Tensor:
+    """Inner products of rounded queries with the sign patterns, int16 `[B, G, g, M, 256]`.
+
+    Entry `c` of subspace `b` is `⟨r_b, s_c⟩` with `r` from `rounded` and `s_c = ±1`.
+
+    queries, largest: as for `rounded`.
+    """
+    B, G, g, M = _checked(queries)
+    table = torch.empty((B, G, g, M, ENTRIES), dtype=torch.int16, device=queries.device)
+    arguments = queries.contiguous(), table, largest
+    launch("ops/coarse.cu", "dot_table", (B * G * g, M), (THREADS,), *arguments, D=M * SUBSPACE)
+    return table
+
+
+def dot_offsets(
+    offsets: Tensor, queries: Tensor, largest: int, reference: Tensor, level: float
+) -> Tensor:
+    """What `⟨q, μ⟩` of a segment's centre adds to the votes of its keys, int32 `[B, G, g, S]`.
+
+    A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
+    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
+    `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
+
+    offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
+    largest: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
+    one level of 0 magnitude bits.
+    """
+    B, G, g, M = _checked(queries)
+    S = offsets.shape[-1]
+    of_shape("offsets", of_type("offsets", offsets, torch.float32), B, G, g, S)
+    of_shape("reference", of_type("reference", reference, torch.float32), B, G)
+    out = torch.empty(offsets.shape, dtype=torch.int32, device=offsets.device)
+    (bits,) = struct.unpack("q", struct.pack("d", level))  # kernels take no float64
+    launch(
+        "ops/coarse.cu",
+        "dot_offsets",
+        (B * G * g, busy(offsets.device, B * G * g, S, 1024) if S else 0),
+        (THREADS,),
+        *(offsets.contiguous(), queries.contiguous(), reference.contiguous(), out),
+        *(S, g, bits, largest * FACTOR),
+        D=M * SUBSPACE,
+    )
+    return out
+
+
+def votes(
+    signs: Tensor,
+    table: Tensor,
+    factors: Tensor | None = None,
+    offsets: Tensor | None = None,
+    every: int = 1,
+) -> Tensor:
+    """Table entries of each key summed over subspaces, int32 `[B, G, g, N]`.
+
+    signs: uint8 `[B, G, N, M]`; table: uint8 or int16 `[B, G, g, M, 256]`; factors: int32
+    `[B, G, N, M]` for the entries of a key, or `[B, G, N, 1]` for their sum, or None; offsets:
+    int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
+    """
+    B, G, N, M = signs.shape
+    g = table.shape[2]
+    if not 1 <= M <= LARGEST_M:
+        raise ValueError(f"signs: got {M} subspaces, allowed are 1 to {LARGEST_M}")
+    signs = rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
+    of_type("table", table, torch.uint8, torch.int16)
+    table = rows(of_shape("table", table, B, G, g, M, ENTRIES), 5, 8)
+    kind, segments = 0, 0
+    if factors is not None:
+        kind = 1 if factors.shape[-1] == 1 else 2
+        of_type("factors", factors, torch.int32)
+        factors = of_shape("factors", factors, B, G, N, M if kind == 2 else 1).contiguous()
+    if offsets is not None:
+        segments = offsets.shape[-1]
+        of_type("offsets", offsets, torch.int32)
+        offsets = of_shape("offsets", offsets, B, G, g, segments).contiguous()
+        if segments * every < N:
+            raise ValueError(f"offsets: got {segments} for {every} keys each, of {N} keys")
+    wide = table.dtype == torch.int16
+    words = 2 if wide and M <= 48 else 1  # of shared memory per entry: 96 KB at most
+    total = torch.empty((B, G, g, N), dtype=torch.int32, device=signs.device)
+    launch(
+        "ops/coarse.cu",
+        "votes",
+        (B * G, busy(signs.device, B * G, N, 4096) if N and g else 0),
+        (THREADS,),
+        *(signs, *signs.stride()[:2], table, factors, offsets, total),
+        *(N, g, G, segments, every),
+        shared_bytes=words * M * ENTRIES * 4,
+        D=M * SUBSPACE,
+        WIDE=int(wide),
+        FACTORS=kind,
+        TABLES=words,
+    )
+    return total
+
+
+def _checked(queries: Tensor) -> tuple[int, int, int, int]:
+    """`B, G, g, M` of queries float32 `[B, G, g, D]`."""
+    B, G, g, D = of_type("queries", queries, torch.float32).shape
+    if D % SUBSPACE:
+        raise ValueError(f"queries: got {D} coordinates, allowed is a multiple of {SUBSPACE}")
+    return B, G, g, D // SUBSPACE

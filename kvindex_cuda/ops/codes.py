@@ -1,0 +1,171 @@
+"""Sign and magnitude codes of rotated keys (paper, A.2 and A.3); `kvindex.ops.codes` on the GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.ops.codes import (
+    FACTOR,
+    OCTAVES,
+    SUBSPACE,
+    TINY,
+    centroids,
+    levels,
+    lloyd_max,
+    log_factors,
+    tangent,
+)
+from kvindex_cuda.runtime.arguments import of_shape, of_type
+from kvindex_cuda.runtime.launch import launch
+
+__all__ = [
+    "FACTOR",
+    "OCTAVES",
+    "SUBSPACE",
+    "TINY",
+    "centroids",
+    "decode",
+    "encode",
+    "levels",
+    "lloyd_max",
+    "log_codes",
+    "log_factors",
+    "log_weights",
+    "pack",
+    "tangent",
+    "unpack",
+]
+
+THREADS, MOST_BITS, MOST_BLOCKS = 256, 7, 2**16
+"""As in `codes.cu`; blocks of `encode` that take turns."""
+
+
+def encode(
+    rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
+) -> dict[str, Tensor]:
+    """`signs`, `magnitudes` and `weights`: as `kvindex.ops.codes.encode`.
+
+    Signs and magnitudes to the bit, weights as far as the order of sums goes. Raises ValueError
+    for wrong dtypes or shapes, a `block` that is no multiple of 8 or does not divide `D`, a `D`
+    above 2,048.
+    """
+    *outer, D = rotated.shape
+    if D % SUBSPACE or D > SUBSPACE * THREADS or block < 1 or block % SUBSPACE or D % block:
+        raise ValueError(
+            f"rotated, block: got D = {D}, {block}, allowed are a D up to {SUBSPACE * THREADS} and "
+            f"multiples of {SUBSPACE} that divide it"
+        )
+    given = of_type("rotated", rotated, torch.float32).contiguous()
+    sizes = of_shape("norms", of_type("norms", norms, torch.float32), *outer).contiguous()
+    bits = _bits_of(levels)
+    M, count, device = D // SUBSPACE, norms.numel(), rotated.device
+    codes = {
+        "signs": torch.empty((*outer, M), dtype=torch.uint8, device=device),
+        "magnitudes": torch.empty((*outer, bits, M), dtype=torch.uint8, device=device),
+        "weights": torch.empty((*outer, D // block), dtype=torch.float32, device=device),
+    }
+    launch(
+        "ops/codes.cu",
+        "encode",
+        (min(-(-count // (THREADS // M)), MOST_BLOCKS),),
+        (THREADS,),
+        *(given, sizes, levels.contiguous(), *codes.values()),
+        *(count, M, bits, block // SUBSPACE),
+    )
+    return codes
+
+
+def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
+    """The quantised directions `v`, float32 `[..., D]`, not renormalised."""
+    bits = _bits_of(levels)
+    *outer, M = of_type("signs", signs, torch.uint8).shape
+    of_shape("magnitudes", of_type("magnitudes", magnitudes, torch.uint8), *outer, bits, M)
+    shape = (*outer, M * SUBSPACE)
+    directions = torch.empty(shape, dtype=torch.float32, device=signs.device)
+    launch(
+        "ops/codes.cu",
+        "decode",
+        (-(-signs.numel() // THREADS),),
+        (THREADS,),
+        *(signs.contiguous(), magnitudes.contiguous(), levels.contiguous(), directions),
+        *(signs.numel() // M if M else 0, M, bits),
+    )
+    return directions
+
+
+def log_codes(weights: Tensor, reference: Tensor, bits: int) -> Tensor:
+    """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
+
+    As `kvindex.ops.codes.log_codes`: the logarithm in double too.
+    """
+    given = of_type("weights", weights, torch.float32).contiguous()
+    references, each = _references(reference, weights)
+    codes = torch.empty(weights.shape, dtype=torch.int32, device=weights.device)
+    count = weights.numel()
+    launch(
+        "ops/codes.cu",
+        "log_codes",
+        (-(-count // THREADS),),
+        (THREADS,),
+        *(given, references, codes, count, each, _scale(bits), float(OCTAVES)),
+    )
+    return codes
+
+
+def log_weights(codes: Tensor, reference: Tensor, bits: int) -> Tensor:
+    """What the codes int32 of `log_codes` stand for, float32 of their shape."""
+    given = of_type("codes", codes, torch.int32).contiguous()
+    references, each = _references(reference, codes)
+    weights = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    count = codes.numel()
+    launch(
+        "ops/codes.cu",
+        "log_weights",
+        (-(-count // THREADS),),
+        (THREADS,),
+        *(given, references, weights, count, each, _scale(bits), 2**bits / OCTAVES),
+    )
+    return weights
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Bytes uint8 `[...]` of bool `[..., 8]`, least significant bit first."""
+    given = of_type("bits", bits, torch.bool, torch.uint8).contiguous()
+    of_shape("bits", given, *given.shape[:-1], SUBSPACE)
+    packed = torch.empty(bits.shape[:-1], dtype=torch.uint8, device=bits.device)
+    grid = (-(-packed.numel() * SUBSPACE // THREADS),)
+    launch("ops/codes.cu", "pack", grid, (THREADS,), given, packed, packed.numel())
+    return packed
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Bits uint8 `[..., 8]` (0 or 1) of bytes uint8 `[...]`, least significant bit first."""
+    given = of_type("packed", packed, torch.uint8).contiguous()
+    bits = torch.empty((*packed.shape, SUBSPACE), dtype=torch.uint8, device=packed.device)
+    grid = (-(-bits.numel() // THREADS),)
+    launch("ops/codes.cu", "unpack", grid, (THREADS,), given, bits, packed.numel())
+    return bits
+
+
+def _bits_of(levels: Tensor) -> int:
+    count = of_type("levels", levels, torch.float32).numel()
+    bits = count.bit_length() - 1
+    if levels.ndim != 1 or bits > MOST_BITS or count != 2**bits:
+        raise ValueError(
+            f"levels: got shape {tuple(levels.shape)}, allowed are 2^bits for 0 to {MOST_BITS} bits"
+        )
+    return bits
+
+
+def _scale(bits: int) -> int:
+    if not 1 <= bits <= 16:
+        raise ValueError(f"bits: got {bits}, allowed are 1 to 16")
+    return bits
+
+
+def _references(reference: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+    """One for each pair of the outer dimensions, float32, and how many weights share it."""
+    of_type("reference", reference, torch.float32)
+    wide = reference.expand(*weights.shape[:-2], 1, 1).contiguous()
+    return wide, max(1, weights.shape[-2:].numel())

@@ -1,0 +1,74 @@
+"""Gather rows by id on the device (paper, B.3)."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.runtime.arguments import of_shape, of_type, rows, steps
+from kvindex_cuda.runtime.launch import launch
+
+THREADS, PIECE = 256, 16
+
+MOST_BLOCKS = 2**31 - 1
+
+
+def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows `[B, G, K, ...]` of a table `[B, G, N, ...]` of any dtype; a negative id gives zeros.
+
+    ids: int64 `[B, G, K]`, below `N`; one that is not gives zeros too, since nothing here waits
+    for the device.
+    """
+    B, G, N = table.shape[:3]
+    K = ids.shape[-1]
+    of_shape("ids", of_type("ids", ids, torch.int64), B, G, K)
+    out = torch.empty((B, G, K, *table.shape[3:]), dtype=table.dtype, device=table.device)
+    if out.numel() == 0:
+        return out
+    if N == 0:
+        return out.zero_()
+    table = rows(table, table.ndim - 3)
+    size = table.element_size()
+    row_bytes = size * table[0, 0, 0].numel()
+    strides = [size * step for step in steps(table)[:3]]
+    piece = gcd(PIECE, row_bytes, table.data_ptr(), *strides)
+    pieces = row_bytes // piece
+    total = B * G * K * pieces
+    launch(
+        "ops/fetch.cu",
+        "gather_rows",
+        (min(-(-total // THREADS), MOST_BLOCKS),),
+        (THREADS,),
+        table,
+        *(step // piece for step in strides),
+        *(ids.contiguous(), out, pieces, K, N, G, total),
+        PIECE=piece,
+    )
+    return out
+
+
+def gather_blocks(
+    table: Tensor, ids: Tensor, *, kv_heads: int, row_bytes: int, tokens: int
+) -> Tensor:
+    """Rows by id as bytes `[B, G, K, row_bytes]`, read where they lie; a negative id gives zeros.
+
+    table: addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`; row_bytes: a multiple of 16,
+    as are the addresses; ids: int64 `[B, G, K]`, below `tokens`, else zeros.
+    """
+    B, K = len(of_type("table", table, torch.int64)), ids.shape[-1]
+    of_shape("ids", of_type("ids", ids, torch.int64), B, kv_heads, K)
+    shape = (B, kv_heads, K, row_bytes)
+    out = torch.empty(shape, dtype=torch.uint8, device=ids.device)
+    pieces = row_bytes // PIECE
+    total = B * kv_heads * K * pieces
+    launch(
+        "ops/fetch.cu",
+        "gather_blocks",
+        (min(-(-total // THREADS), MOST_BLOCKS),),
+        (THREADS,),
+        *(table, table.stride(0), ids.contiguous(), out, pieces, K, tokens, kv_heads, total),
+        PIECE=PIECE,
+    )
+    return out

@@ -1,0 +1,113 @@
+"""What an index learns of tokens as they come; `kvindex.ops.learn` on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvindex.ops.learn import HEADROOM, LEAN, SEEN
+from kvindex_cuda.runtime.arguments import CODES, of_shape, of_type, rows, wide
+from kvindex_cuda.runtime.launch import launch
+
+__all__ = ["HEADROOM", "LEAN", "SEEN", "centres", "reference"]
+
+THREADS, TALL, WIDEST = 256, 32, 1024
+"""As in `learn.cu`; the largest head dimension whose sums fit shared memory."""
+
+
+def centres(
+    keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int, every: int
+) -> dict[str, Tensor]:
+    """Centres bfloat16 `[B, G, S, D]` and `known` bool `[B, S]`: as `kvindex.ops.learn.centres`.
+
+    Sums in double, in another order. Raises ValueError for wrong dtypes or shapes, a `D` that 8
+    does not divide or above 1,024.
+    """
+    B, G, N, D = of_type("keys", keys, *CODES).shape
+    if D % 8 or D > WIDEST:
+        raise ValueError(f"keys: got D = {D}, allowed are multiples of 8 up to {WIDEST}")
+    if start < 0 or every < 1:
+        raise ValueError(f"start, every: got {start}, {every}, allowed are from 0 and from 1 on")
+    given, flags = rows(keys, 1), flags_of(valid, B, N)
+    old, held = known_of(learnt, keys)
+    before = old.shape[2]
+    S = max(before, -(-(start + N) // every))
+    found = torch.empty((B, G, S, D), dtype=torch.bfloat16, device=keys.device)
+    known = torch.empty((B, S), dtype=torch.bool, device=keys.device)
+    launch(
+        "append/learn.cu",
+        "learn",
+        (S, G, B),
+        (THREADS,),
+        *(given, flags, old, held, found, known, None, None, None, N, D, before, before, S),
+        *(start, every, 0, S, S, 0),
+        *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
+        shared_bytes=shared_bytes(D),
+        DTYPE=CODES[keys.dtype],
+        WIDE=int(wide(given)),
+    )
+    return {"centres": found, "known": known}
+
+
+def known_of(learnt: Mapping[str, Tensor], keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Centres bfloat16 `[B, G, S, D]` and `known` bool `[B, S]` that are learnt, or none of them.
+
+    Both contiguous. Raises ValueError for wrong dtypes or shapes.
+    """
+    B, G, _, D = keys.shape
+    old = learnt.get("centres", keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16))
+    held = learnt.get("known", keys.new_zeros((B, 0), dtype=torch.bool))
+    before = of_type("centres", old, torch.bfloat16).shape[2]
+    of_shape("known", of_type("known", held, torch.bool), B, before)
+    return of_shape("centres", old, B, G, before, D).contiguous(), held.contiguous()
+
+
+def reference(
+    norms: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """`reference` float32 `[B, G]`: as `kvindex.ops.learn.reference`. norms: `[B, G, N]`."""
+    B, G, N = of_type("norms", norms, torch.float32).shape
+    flags, old = flags_of(valid, B, N), learnt.get("reference")
+    if old is not None:
+        of_shape("reference", of_type("reference", old, torch.float32), B, G)
+        old = old.contiguous()
+    found = norms.new_zeros((B, G)) if old is None else old.clone()
+    launch(
+        "append/learn.cu",
+        "reference",
+        (windows(N), B * G),
+        (THREADS,),
+        *(norms.contiguous(), flags, old, found, N),
+        *(0 if flags is None else flags.stride(0), G),
+        DTYPE=0,
+        WIDE=1,
+    )
+    return {"reference": found}
+
+
+def answer(keys: Tensor) -> Tensor:
+    """Where the kernel puts references of keys `[B, G, N, D]`, float32 `[B, G]`.
+
+    Zeros where several blocks look for the largest norm, each of which raises it to its own.
+    """
+    make = torch.empty if windows(keys.shape[2]) == 1 else torch.zeros
+    return make(keys.shape[:2], dtype=torch.float32, device=keys.device)
+
+
+def windows(count: int) -> int:
+    """Blocks that look for the largest norm of so many keys' first ones."""
+    return -(-min(count, SEEN) // THREADS)
+
+
+def shared_bytes(dim: int) -> int:
+    """Dynamic shared memory of `learn`."""
+    return 8 * dim * (1 + min(TALL, THREADS * 8 // dim))
+
+
+def flags_of(valid: Tensor | None, batch: int, count: int) -> Tensor | None:
+    """Flags bool `[B, N]` whose rows are contiguous. Raises ValueError for others."""
+    if valid is None:
+        return None
+    return rows(of_shape("valid", of_type("valid", valid, torch.bool), batch, count), 1)

@@ -1,0 +1,92 @@
+"""Reranking on the device: inner products estimated from codes (paper, B.2.2, equation 10)."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.runtime.arguments import CODES, busy, of_shape, of_type, rows
+from kvindex_cuda.runtime.launch import launch
+
+THREADS = 256
+
+HEADS = 8
+"""Query heads that a thread sums for at a time: more would not leave registers for the codes."""
+
+LARGEST_D = 768
+"""Queries of 8 heads, and their squares by blocks, in 48 KB of shared memory."""
+
+
+def estimate(
+    queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
+) -> Tensor:
+    """`⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (10), float32 `[B, G, g, C]`, summed in float32.
+
+    queries: rotated, with their norms, float32 `[B, G, g, D]`;
+    signs uint8 `[B, G, C, M]`, magnitudes uint8 `[B, G, C, bits, M]`, weights `[B, G, C, W]`, one
+    for each block of `D / W` coordinates: the codes of `C` keys; levels: float32 `[2^bits]`.
+    """
+    return _run("estimate", queries, signs, magnitudes, weights, levels)
+
+
+def errors(
+    queries: Tensor,
+    signs: Tensor,
+    magnitudes: Tensor,
+    weights: Tensor,
+    levels: Tensor,
+    tangent: float,
+) -> Tensor:
+    """Standard deviations of `estimate`, float32 `[B, G, g, C]`; arguments as there.
+
+    tangent: the mean of `tan² θ` (`codes.tangent`).
+    """
+    block = queries.shape[-1] // weights.shape[-1]
+    scale = 1 + tangent, tangent / (block - 1)
+    return _run("errors", queries, signs, magnitudes, weights, levels, *scale)
+
+
+def _run(
+    name: str,
+    queries: Tensor,
+    signs: Tensor,
+    magnitudes: Tensor,
+    weights: Tensor,
+    levels: Tensor,
+    *scale: float,
+) -> Tensor:
+    B, G, g, D = of_type("queries", queries, torch.float32).shape
+    C, bits, W = signs.shape[2], magnitudes.shape[3], weights.shape[-1]
+    if D % 8 or not 8 <= D <= LARGEST_D:
+        raise ValueError(f"queries: got {D} coordinates, allowed are multiples of 8 to {LARGEST_D}")
+    if bits > 7:
+        raise ValueError(f"magnitudes: got {bits} bits, allowed are 0 to 7")
+    if W == 0 or D % W:
+        raise ValueError(f"weights: got {W} for {D} coordinates, allowed is what divides them")
+    of_shape("signs", of_type("signs", signs, torch.uint8), B, G, C, D // 8)
+    of_type("magnitudes", magnitudes, torch.uint8)
+    of_shape("magnitudes", magnitudes, B, G, C, bits, D // 8)
+    of_shape("weights", weights, B, G, C, W)
+    of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
+    if weights.dtype not in CODES:
+        weights = weights.float()
+    aligned = gcd(D // 8, 16)
+    out = torch.empty((B, G, g, C), device=queries.device)
+    heads = min(g, HEADS)
+    launch(
+        "ops/rerank.cu",
+        name,
+        (B * G, busy(queries.device, B * G, C, THREADS) if C else 0, -(-g // HEADS)),
+        (THREADS,),
+        *(queries.contiguous(), rows(signs, 4, aligned), rows(magnitudes, 5, aligned)),
+        *(weights.contiguous(), levels.contiguous(), out, C, g),
+        *scale,
+        D=D,
+        BITS=bits,
+        HEADS=heads,
+        BLOCK=D // W,
+        DTYPE=CODES[weights.dtype],
+    )
+    return out

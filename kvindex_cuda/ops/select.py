@@ -1,0 +1,180 @@
+"""Selection by score on the device, by all of it: equal scores go to the lower id."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.core.protocol import UNUSED
+from kvindex_cuda.runtime.arguments import busy, of_shape, of_type, rows
+from kvindex_cuda.runtime.launch import launch
+
+THREADS, BINS, STEP, TILE, LONGEST = 256, 2048, 11, 2048, 2048
+"""As in the kernels' source."""
+
+NEVER = float("-inf")
+
+MOST = TILE * 65535
+"""Entries of a row: a grid has no more tiles."""
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` best entries: scores float32 `[..., k]`, descending, and positions int64 `[..., k]`.
+
+    scores: float32 `[..., N]`; entries of `-inf` are never selected. Where fewer than `k` are
+    left, slots hold `-inf` and -1.
+    """
+    N = _entries("scores", of_type("scores", scores, torch.float32))
+    flat = scores.reshape(-1, N) if N else scores.new_empty((scores[..., 0:0].numel(), 0))
+    shape, kept = (*scores.shape[:-1], k), min(k, N)
+    best = torch.full(shape, NEVER, device=scores.device)
+    positions = torch.full(shape, UNUSED, device=scores.device)
+    if kept == 0 or best.numel() == 0:
+        return best, positions
+    flat = flat.contiguous()
+    state = _cut(flat, k=kept)
+    R, bits, device = len(flat), _bits(N), scores.device
+    filled = torch.zeros(R, dtype=torch.int32, device=device)
+    words = torch.zeros((R, kept), dtype=torch.int64, device=device)
+    grid = R, busy(device, R, N, 4096)
+    launch(
+        "ops/select.cu", "collect", grid, (THREADS,), *(flat, N, bits, state, filled, words, kept)
+    )
+    if kept > LONGEST:
+        words, last = words.sort(dim=-1, descending=True).values, 2**bits - 1
+        found = torch.where(words > 0, last - (words & last), UNUSED)
+        values = flat.gather(-1, found.clamp_min(0)).masked_fill(found < 0, NEVER)
+        best.view(R, k)[:, :kept], positions.view(R, k)[:, :kept] = values, found
+        return best, positions
+    size = max(64, 2 ** (kept - 1).bit_length())
+    launch(
+        "ops/select.cu",
+        "sort",
+        (R,),
+        (size // 2,),
+        *(words, flat, best, positions, kept, size, k, N, bits),
+    )
+    return best, positions
+
+
+def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Ids that at least one query head of a group selects, ascending, int64 `[B, G, C]`, then -1.
+
+    Each head takes its `limits[b]` keys with the most votes, equal votes by the lower id. Waits for
+    the device, for `C`.
+
+    votes: int32 `[B, G, g, N]`; limits: int64 `[B]`, at most the number of valid keys of a row;
+    valid: bool `[B, N]`, or None for all.
+    """
+    B, G, g, _ = of_type("votes", votes, torch.int32).shape
+    N = _entries("votes", votes)
+    of_shape("limits", of_type("limits", limits, torch.int64), B)
+    if limits.device.type == "cpu" and B and int(limits.max()) > N:
+        raise ValueError(f"limits: got {int(limits.max())}, allowed are up to {N}")
+    if valid is not None:
+        valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+    if votes.numel() == 0:
+        return torch.empty((B, G, 0), dtype=torch.int64, device=votes.device)
+    votes, limits = votes.contiguous(), limits.to(votes.device).contiguous()
+    state = _cut(votes.view(-1, N), limits=limits, valid=valid)
+    words, counts = _marks(B * G, N, votes.device)
+    launch(
+        "ops/select.cu",
+        "mark",
+        tuple(counts.shape),
+        (THREADS,),
+        *(votes, valid, 0 if valid is None else valid.stride(0), N, g, G, _bits(N)),
+        *(state, words, counts),
+        VOTES=1,
+    )
+    return _placed(words, counts).view(B, G, -1)
+
+
+def compact(chosen: Tensor) -> Tensor:
+    """Positions of the True entries, ascending, int64 `[..., C]`, padded with -1.
+
+    chosen: bool `[..., N]`; `C` is the largest number of True entries of a row, for which it waits
+    for the device.
+    """
+    N = _entries("chosen", of_type("chosen", chosen, torch.bool))
+    outer = chosen.shape[:-1]
+    if chosen.numel() == 0:
+        return torch.empty((*outer, 0), dtype=torch.int64, device=chosen.device)
+    flat = rows(chosen, 1) if chosen.ndim == 3 else chosen.reshape(1, -1, N).contiguous()
+    B, G = flat.shape[:2]
+    words, counts = _marks(B * G, N, chosen.device)
+    launch(
+        "ops/select.cu",
+        "flags",
+        tuple(counts.shape),
+        (THREADS,),
+        flat,
+        *flat.stride()[:2],
+        *(N, G, words, counts),
+    )
+    return _placed(words, counts).view(*outer, -1)
+
+
+def _cut(
+    scores: Tensor, *, k: int = 0, limits: Tensor | None = None, valid: Tensor | None = None
+) -> Tensor:
+    """From which word on entries of scores `[R, N]` are selected: `Row`s as int64 `[R, 2]`.
+
+    Without limits `k` float32 scores of a row; else of int32 scores `limits[b]` of each of the
+    rows of `b`.
+    """
+    (R, N), device = scores.shape, scores.device
+    bits, each = _bits(N), R if limits is None else R // len(limits)
+    state = torch.empty((R, 2), dtype=torch.int64, device=device)
+    cleared = torch.zeros(R * (BINS + 4), dtype=torch.int32, device=device)
+    histogram, extents, tickets = cleared.tensor_split([R * BINS, R * (BINS + 3)])
+    grid, defines = (R, busy(device, R, N, 4096)), dict(VOTES=int(limits is not None))
+    by_row = 0 if valid is None else valid.stride(0)
+    launch(
+        "ops/select.cu",
+        "range",
+        grid,
+        (THREADS,),
+        *(scores, valid, by_row, limits, k, N, each, bits, extents, tickets, state),
+        **defines,
+    )
+    for _ in range(-(-(32 + bits) // STEP)):
+        launch(
+            "ops/select.cu",
+            "digit",
+            grid,
+            (THREADS,),
+            *(scores, valid, by_row, N, each, bits, histogram, tickets, state),
+            **defines,
+        )
+    return state
+
+
+def _marks(rows: int, entries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for a bit per entry and a count per tile, int32."""
+    tiles = -(-entries // TILE)
+    words = torch.empty((rows, tiles, TILE // 32), dtype=torch.int32, device=device)
+    return words, torch.empty((rows, tiles), dtype=torch.int32, device=device)
+
+
+def _placed(words: Tensor, counts: Tensor) -> Tensor:
+    """Positions of set bits, int64 `[R, C]`, padded with -1."""
+    ends = counts.cumsum(-1, dtype=torch.int64)
+    width = int(ends[:, -1].max())
+    ids = torch.full((len(ends), width), UNUSED, device=words.device)
+    if width:
+        arguments = words, ends, ids, width
+        launch("ops/select.cu", "place", tuple(counts.shape), (THREADS,), *arguments)
+    return ids
+
+
+def _entries(name: str, tensor: Tensor) -> int:
+    """`N` of a tensor `[..., N]`. Raises ValueError for more than kernels serve."""
+    if (N := tensor.shape[-1]) > MOST:
+        raise ValueError(f"{name}: got {N} entries, allowed are up to {MOST}")
+    return N
+
+
+def _bits(entries: int) -> int:
+    """Of a position among so many."""
+    return (entries - 1).bit_length()

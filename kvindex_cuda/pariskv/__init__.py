@@ -1,0 +1,1 @@
+"""The fused executor of one index: ParisKV."""

@@ -1,0 +1,223 @@
+"""What every fused step ends with: the rows that a group agrees on, and attention over them.
+
+Nothing here waits for the device, or allocates more than results: buffers are made once, lengths
+are read on the device, so that a step can be captured in a CUDA graph and replayed while the index
+grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Hits
+from kvindex.storage.codecs import NAMES
+from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.runtime.launch import launch
+
+BINS, EDGE, BUCKETS, APART = 2048, 1024, 256, 32
+"""As in the kernels' sources."""
+
+COUNTERS = 9
+"""Of each group, in lines of memory of their own: what is listed, kept, at the edge, passed on; two
+tickets; three that tell."""
+
+MOST_SPLITS, AT_ONCE = 16, 4
+"""Of `attend.cu`."""
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+MOST_HEADS = 16
+"""Query heads per KV head: each has a warp of `select_rows.cu`, whose blocks have 16."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a step reads of a layer, all on the device and at fixed addresses.
+
+    codes, rows: addresses of blocks, int64 `[B, S]` each; valid: bits of tokens, int32 `[B, S, 8]`;
+    length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
+    valid keys; reference: float32 `[B, G]`; near: rows of sink and window `[B, G, W, D + Dv]`;
+    shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
+    a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; codec:
+    of those rows, a name of `storage.codecs`; cache: of rows that were fetched, as they lie; wrong:
+    int32 of one element, which a step sets to 1 where a query is not finite. Of tiers alone:
+    histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound each, int64
+    `[B, 6]`.
+    """
+
+    codes: Tensor
+    rows: Tensor
+    valid: Tensor
+    length: Tensor
+    wanted: Tensor
+    counted: Tensor
+    reference: Tensor
+    near: Tensor
+    shown: Tensor
+    held: Tensor
+    row_bytes: int
+    row_head: int = 0
+    codec: str = "plain"
+    cache: RowCache | None = None
+    wrong: Tensor | None = None
+    histogram: Tensor | None = None
+    tiers: Tensor | None = None
+
+
+class BaseStep:
+    """Buffers and launches that all steps for a batch of `B` rows have: `agree` and `attend`.
+
+    A step's `select` fills candidates and estimates, as `rerank.cu` does, and calls `_agree`.
+    most: as the step says; capacity: entries that a group's candidates have room for; counted:
+    further int32 per group that a step has cleared, at a multiple of 16 bytes
+    (`_counted`); policy: as `ParisKVConfig.group`.
+    Raises ValueError for what the kernels do not serve.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        layout: Layout,
+        *,
+        batch: int,
+        k: int,
+        most: int,
+        capacity: int,
+        policy: str = "mean_share",
+        multiprocessors: int = 132,
+        counted: int = 0,
+    ) -> None:
+        g, group = geometry, geometry.group_size
+        if group > MOST_HEADS:
+            raise ValueError(f"q_heads: got {group} per KV head, allowed is up to {MOST_HEADS}")
+        if policy not in ("mean_share", "max_share"):
+            raise ValueError(f"group: got {policy!r}, allowed is 'mean_share' or 'max_share'")
+        self.geometry, self.layout, self.k, self.batch = g, layout, k, batch
+        self.most, self.capacity = most, capacity
+        device, groups = g.device, batch * g.kv_heads
+        self._groups, self._multiprocessors = groups, multiprocessors
+        self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=DTYPES[g.dtype])
+        self._softcap = dict(SOFTCAP=int(g.softcap is not None))
+        self._agreed = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._softcap)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        def longs(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int64, device=device)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device)
+
+        # what `select` leaves for `agree`
+        self._bases, self._shifts = ints(groups), ints(groups)
+        self._kept = longs(groups, capacity)
+        self._estimates = floats(groups, capacity, group)
+        self._edge, self._edge_estimates = longs(groups, EDGE), floats(groups, EDGE, group)
+        self._cuts = ints(groups, 2)
+        self._finalists = longs(groups, capacity)
+        self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
+        # what counts, cleared by a step's first launch at once: 8-byte words first, counters last,
+        # each in a line of memory of its own
+        sizes = [2 * group * BUCKETS, BINS, counted, COUNTERS * APART]
+        self._cleared = ints(groups * sum(sizes))
+        parts = torch.split(self._cleared, [groups * size for size in sizes])
+        self._buckets, self._hist, self._counted = parts[:3]
+        counters = parts[3].view(COUNTERS, groups, APART)[..., 0]
+        self.counts, self._many, self._edges, self._filled = counters[:4].unbind()
+        self._tickets, self._told = counters[4:6].unbind(), counters[6:]
+        self._tellers = 0  # blocks of a group that tell `agree` that they are done, if they do
+        # of `attend`
+        self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
+        self._partial = floats(groups, self.splits, group, g.value_dim + 2)
+        self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
+
+    def __call__(self, queries: Tensor, state: State) -> Tensor:
+        """Attention of queries `[B, H, D]` over the best `k` rows and the near ones: `output`."""
+        self.select(queries, state)
+        return self.attend(queries, state, selected=True)
+
+    @property
+    def listed(self) -> Tensor:
+        """How many entries the last step has listed of each group, int32 `[B G]`."""
+        return self.counts
+
+    def renew(self) -> None:
+        """Whoever has `output` and `found` keeps them: what comes now is written to new ones."""
+        self.output, self.found = torch.empty_like(self.output), torch.empty_like(self.found)
+
+    def select(self, queries: Tensor, state: State) -> None:
+        """The best `k` rows of each group: the first `found` of `ids`, with `scores`.
+
+        In ascending order (from 2,049 rows on in any order). scores: what `group.agree` gives.
+        """
+        raise NotImplementedError
+
+    def _agree(self, state: State) -> None:
+        """The best of the candidates."""
+        g, kv, cache = self.geometry, self.geometry.kv_heads, state.cache
+        known = (cache.tags, cache.stamps, cache.rows) if cache else (None, None, 0)
+        limits = state.wanted, state.counted
+        softcap = g.softcap if g.softcap is not None else 0.0
+        launch(
+            "step/select_rows.cu",
+            "agree",
+            (self._groups, -(-self.capacity // 4096)),
+            (512,),
+            *(self._estimates, self._buckets, *limits, self._bases, self._shifts, self.counts),
+            *(self._kept, self._many, self._cuts, self._edge, self._edge_estimates, self._edges),
+            *(self._finalists, self._filled, self._tickets[0]),
+            *(self.ids, self.scores, self.found, *known, self._told, self._tellers),
+            *(self.k, self.capacity, kv, g.scale, softcap),
+            overlap=True,
+            **self._agreed,
+        )
+
+    def attend(
+        self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
+    ) -> Tensor:
+        """Attention over the rows that `select` found, or those of `hits`, and the near rows.
+
+        hits: any number of rows, all of them tokens'; selected: whether `select` comes right
+        before, which tells each group's blocks when to begin.
+        """
+        g, kv = self.geometry, self.geometry.kv_heads
+        softcap, cache = g.softcap if g.softcap is not None else 0.0, state.cache
+        ids, found, weights, k = self.ids, self.found, None, self.k
+        if hits is not None:
+            ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
+            weights = weights if weights is None else weights.contiguous()
+            found = torch.full_like(self.found, k)
+        known: tuple[Tensor | int | None, ...] = (*[None] * 5, 0)
+        if cache:
+            known = cache.data, cache.tags, cache.stamps, cache.clocks, cache.counts, cache.rows
+        launch(
+            "step/attend.cu",
+            "attend",
+            (self.splits, self._groups),
+            (256,),
+            *(queries, ids, found, state.rows, state.rows.shape[1]),
+            *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
+            *(state.near, state.shown, state.held, state.near.shape[2]),
+            *(*known, weights, self._partial, self.output, self._tickets[1], self._told),
+            *(int(selected), k, kv, g.scale, softcap),
+            shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
+            overlap=hits is None,  # else what is near may just be being written
+            **(self._defines | self._softcap | dict(DV=g.value_dim)),
+            **dict(CODEC=NAMES.index(state.codec), GIVEN=int(hits is not None)),
+        )
+        return self.output
+
+
+def words_of(valid: Tensor, blocks: int) -> Tensor:
+    """Bits of valid tokens, bool `[B, N]`, as int32 `[B, blocks, 8]`."""
+    padded = torch.zeros((len(valid), blocks * BLOCK), dtype=torch.int64, device=valid.device)
+    padded[:, : valid.shape[1]] = valid
+    bits = padded.view(len(valid), blocks, 8, 32) << torch.arange(32, device=valid.device)
+    words = bits.sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()

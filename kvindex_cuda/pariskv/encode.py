@@ -1,0 +1,224 @@
+"""Append's fast path: keys to codes in blocks, in one kernel (`kernels/append/encode.cu`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvindex.ops import transform
+from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.runtime.arguments import CODES, busy, of_shape, of_type, rows, steps, wide
+from kvindex_cuda.runtime.launch import launch
+
+MOST_BITS, WIDEST = 7, 256
+
+WARPS = 8
+"""Of a block of the kernel."""
+
+ROOM = 2.0**-10
+"""The largest size of a coordinate that is told apart lies above the last edge by this share."""
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Segments whose centres the kernel makes: `count` from `first` on, which the keys hold whole.
+
+    known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 of one
+    element, set to 1 where a valid key of one is not finite; taken: int32 of one element, 0 before
+    and after a call: how many segments blocks have taken beyond two each; made if it is None.
+    """
+
+    first: int
+    count: int
+    known: Tensor | None
+    wrong: Tensor
+    taken: Tensor | None = None
+
+    def check(self, batch: int, start: int, count: int) -> None:
+        """Raises ValueError if `count` keys from id `start` on do not hold them, for others."""
+        inside = -(-start // BLOCK), (start + count) // BLOCK
+        if not inside[0] <= self.first <= inside[1] - self.count:
+            last = self.first + self.count
+            raise ValueError(f"fresh: got {self.first} to {last}, allowed is in {inside}")
+        for name in ("wrong", "taken"):
+            one = getattr(self, name)
+            if one is not None and of_type(name, one, torch.int32).numel() != 1:
+                raise ValueError(f"{name}: got {one.numel()} elements, allowed is one")
+        if self.known is None:
+            return
+        most = max(-(-(start + count) // BLOCK), self.known.shape[-1])
+        of_shape("known", of_type("known", self.known, torch.bool), batch, most)
+        if not self.known.is_contiguous():
+            raise ValueError(f"known: got strides {self.known.stride()}, allowed are dense ones")
+
+
+class Encoder:
+    """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
+
+    rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
+    a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
+    Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
+    head dimension that 8 does not divide or above 256, more than 7 bits.
+    """
+
+    def __init__(self, layout: Layout, rotation: Tensor, levels: Tensor) -> None:
+        D, bits = layout.head_dim, layout.magnitude_bits
+        if D % 8 or not 8 <= D <= WIDEST or not 0 <= bits <= MOST_BITS:
+            raise ValueError(
+                f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST} "
+                f"and 0 to {MOST_BITS}"
+            )
+        of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
+        of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
+        self.layout, self.device = layout, rotation.device
+        signs, hartley = _factors(rotation.cpu())
+        self._flips = _flips(signs).to(self.device)
+        self._hartley = hartley.to(self.device)
+        self.largest, tables = _tables(levels.cpu())
+        self._tables = tables.to(self.device)
+
+    def __call__(
+        self,
+        keys: Tensor,
+        centres: Tensor | None,
+        reference: Tensor,
+        table: Tensor,
+        *,
+        start: int,
+        valid: Tensor | None = None,
+        fresh: Fresh | None = None,
+    ) -> None:
+        """Write codes of keys `[B, G, N, D]`, the first of which has the id `start`, to blocks.
+
+        All fields of the keys' places, and the centre of each block that has one; the rest of a
+        block stays as it is. An invalid key counts as zero before the centre is taken off.
+
+        centres: bfloat16 `[B, G, S, D]`, one for each block of 256 ids, or None for zeros;
+        reference: float32 `[B, G]`; table: int64 `[B, S]`, addresses of blocks; valid: bool
+        `[B, N]`; fresh: segments of which `centres` are written as `ops.learn.centres` makes them,
+        but for rounding (sums are in float32, a warp's 32 keys at a time), then used.
+        Raises ValueError for wrong dtypes or shapes, ids beyond the table, fresh segments that the
+        keys do not hold whole or whose centres have no dense rows.
+        """
+        L, D = self.layout, self.layout.head_dim
+        B, G, N, _ = of_type("keys", keys, *CODES).shape
+        of_shape("keys", keys, B, G, N, D)
+        of_shape("reference", of_type("reference", reference, torch.float32), B, G)
+        of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
+        first, stop = start // BLOCK, -(-(start + N) // BLOCK)
+        held = table.shape[1] if centres is None else min(table.shape[1], centres.shape[2])
+        if start < 0 or stop > held:
+            raise ValueError(
+                f"start: got {start} for {N} keys, allowed are ids from 0 to {held * BLOCK - 1}"
+            )
+        if centres is not None:
+            of_type("centres", centres, torch.bfloat16)
+            given = rows(of_shape("centres", centres, B, G, centres.shape[2], D), 1)
+            if fresh and given is not centres:
+                raise ValueError(f"centres: got strides {centres.stride()}, allowed are dense rows")
+            centres = given
+        if fresh and fresh.count:
+            fresh.check(B, start, N)
+        if valid is not None:
+            valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+        keys = rows(keys, 1)
+        apart = (0, 0, 0) if centres is None else centres.stride()[:3]
+        units = (stop - first) * G * B
+        known = fresh.known if fresh else None
+        begins = wide(keys)
+        resident = _resident(D, keys.element_size(), begins)
+        blocks = busy(keys.device, 1, units, 1, resident) if N and units else 0
+        taken = fresh.taken if fresh else None
+        if taken is None and units > blocks:
+            taken = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        launch(
+            "append/encode.cu",
+            "encode",
+            (blocks,),
+            (32 * WARPS,),
+            *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
+            *(self._hartley, self._tables, N, start),
+            *(stop - first, G, B),
+            *steps(keys)[:3],
+            0 if valid is None else valid.stride(0),
+            *apart,
+            table.shape[1],
+            *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.centre),
+            *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
+            *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
+            *(taken, 1 / self.largest, D**-0.5),
+            overlap=fresh is not None,  # `learn` comes right before
+            shared_bytes=_staged(D, keys.element_size(), begins, resident),
+            D=D,
+            BITS=L.magnitude_bits,
+            DTYPE=CODES[keys.dtype],
+            WIDE=int(begins),
+            RESIDENT=resident,
+        )
+
+
+def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """Signs `[D]` of `R = (Q ⊗ H) diag(s) / √D`, and `Q` with zeros up to what the lanes hold."""
+    D = len(rotation)
+    power = D & -D
+    odd = D // power
+    plain = transform.rotation(D, 0)
+    plain = plain * plain[0].sign()  # the first rows of Q and H are ones
+    signs = rotation[0].sign()
+    if not torch.allclose(plain * signs, rotation, rtol=0, atol=1e-6):
+        raise ValueError("rotation: got another matrix, allowed is one of ops.transform.rotation")
+    order = odd if power >= 32 else -(-D // 32) * 32 // power
+    hartley = torch.zeros(order, order)
+    hartley[:odd, :odd] = plain[::power, ::power] * D**0.5
+    return signs, hartley
+
+
+def _flips(signs: Tensor) -> Tensor:
+    """Sign bits of pairs of 16-bit numbers, int32 `[D / 2]` up to whole words of a plane."""
+    D = len(signs)
+    bits = np.zeros(-(-D // 32) * 32, dtype=np.uint32)
+    bits[:D] = (signs < 0).numpy() * np.uint32(0x8000)
+    pairs = bits[0::2] | bits[1::2] << 16
+    return torch.from_numpy(pairs.view(np.int32))
+
+
+def _tables(levels: Tensor) -> tuple[float, Tensor]:
+    """The largest size that is told apart; by cells of it edges, indices of levels; levels.
+
+    Raises ValueError for levels two of whose edges share a cell, or that are no float16.
+    """
+    bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
+    cells = 16 if bits <= 3 else 4 << bits
+    largest = float(edges[-1]) * (1 + ROOM) if bits else 1.0
+    places = (edges.double() / largest).float()
+    found = (places.double() * (cells - 1)).round().long()  # as the kernel rounds: ties to even
+    if (found.diff() < 1).any() or (levels != levels.half()).any():
+        raise ValueError(f"levels: got {levels.tolist()}, allowed are those of ops.codes.levels")
+    scaled = torch.full((cells,), torch.inf)
+    scaled[found] = places
+    below = torch.searchsorted(found, torch.arange(cells))
+    indices = torch.stack([below, (below + 1).clamp_max(len(edges))], dim=1)
+    return largest, torch.cat([scaled, indices.flatten().float(), levels])
+
+
+def _resident(D: int, size: int, wide: bool) -> int:
+    """Blocks of a multiprocessor, as an H100's registers and shared memory allow.
+
+    size: bytes of a coordinate.
+    """
+    held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
+    if wide and held <= 16 and odd <= 3:
+        return 4 if D * size <= 128 else 3
+    return 2 if D <= 128 else 1
+
+
+def _staged(D: int, size: int, wide: bool, resident: int) -> int:
+    """Bytes of a segment's keys in a block's shared memory, 0 where they do not go there.
+
+    As `STAGED` in the kernel; 200 of an H100's 228 KB leave room for what else a block has.
+    """
+    row = -(-D * size // 128) * 128
+    return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0

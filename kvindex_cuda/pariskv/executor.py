@@ -1,0 +1,366 @@
+"""ParisKV on its kernels: codes in blocks, and searches that no code leaves the device for.
+
+What a search reads lies at fixed addresses and is updated in place as tokens come and go; what it
+writes on the way are buffers made once, its results are new each time. So a search that was
+captured in a CUDA graph can be replayed while the index grows. Longer than most files: what a
+search reads, who updates it and when it is made anew are one matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core.protocol import UNUSED, Hits, Rows
+from kvindex.core.resident import Near
+from kvindex.ops.coarse import TIERS
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.code_blocks import CodeBlocks
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of
+from kvindex_cuda.pariskv.graph import Replay, Replays
+from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared
+from kvindex_cuda.pariskv.stage_token import hold
+from kvindex_cuda.pariskv.step import State, words_of
+from kvindex_cuda.pariskv.update_state import grow
+
+HEADROOM = 2**16
+"""Room over what is needed, and no more than as much again: buffers are made anew past it."""
+
+LAST = torch.iinfo(torch.int64).min
+
+
+def serves(index: Any) -> bool:
+    """Whether fused kernels serve this ParisKV; else its ops run one by one."""
+    return kind_of(index) is not None
+
+
+@dataclass
+class _Use:
+    """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
+
+    kind: of the step; places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
+    stay; need: what it must have room for now; reads: what it read last beside a `Near`, and of
+    what that was made.
+    """
+
+    step: SharedStep
+    kind: str
+    wanted: Tensor
+    places: Tensor
+    captured: bool = False
+    need: int = 0
+    reads: tuple[tuple[object, ...], State] | None = None
+
+    def want(self, candidates: list[int], need: int) -> list[int]:
+        """Have so many candidates asked for, of each row of the batch, for which room is needed.
+
+        Gives what `wanted` must then hold.
+        """
+        self.need = need
+        return [min(each, self.step.most) for each in candidates]
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether there is room for fewer than that."""
+        return self.need > self.step.most
+
+
+class Fused:
+    """What `ParisKV` keeps beside its codes when its kernels are fused.
+
+    codes: blocks that take the place of the index's `Columns`, new ones unless given. cache: of
+    rows that `attend` fetched from the host; `search` fetches none.
+    """
+
+    def __init__(self, index: Any, codes: CodeBlocks | None = None) -> None:
+        self._geometry, self._config = index.geometry, index.config
+        self._layout, self._kind = layout_of(index), kind_of(index) or ""
+        if codes is None:
+            codes = CodeBlocks(self._layout, index.geometry.kv_heads, index.geometry.device)
+        self.codes = codes
+        self.cleared()
+        self._length = len(codes)  # with their centres
+
+    @property
+    def length(self) -> Tensor | None:
+        """Tokens of the index on the device, int64 `[1]` at one address; None before a step."""
+        return None if self._state is None else self._state.length
+
+    def attends(self, store: Any) -> bool:
+        """Whether `attend` reads this store's rows: in whole chunks of 8 elements."""
+        return isinstance(store, HostStore) and self._geometry.value_dim % 8 == 0
+
+    def cleared(self) -> None:
+        """Everything was forgotten."""
+        self._state: State | None = None
+        self._uses: list[_Use] = []  # of each k the newest one last
+        self.cache: RowCache | None = None
+        self._length = 0
+        self._replays = Replays(self._geometry.device)
+
+    def changed(self, index: Any) -> Fused:
+        """Tokens came or went, or the batch did: what serves the index from here on."""
+        if index._codes is not self.codes:  # reordered or repeated
+            return Fused(index, index._codes).changed(index)
+        first = min(self._length, len(index)) // BLOCK
+        if self.cache is not None and len(index) < self._length:
+            self.cache.forget()
+        self._length = len(index)
+        if "centres" in index._learnt and self._length:
+            index._codes.put_centres(index._learnt["centres"], first)
+        if self._state is not None:
+            if self._state.codes is not self.codes.table:  # another batch has begun
+                self.cleared()
+                return self.changed(index)
+            self._update(index, self._state, first)
+            if any(use.captured for use in self._uses):
+                index._store.wait()  # nobody does when a graph is replayed
+        return self
+
+    def prepare(self, index: Any, k: int, most: int, tokens: int) -> None:
+        """Have a step for `k` rows with room for `most` candidates of so many tokens.
+
+        Both kinds where the index is to outgrow one stage; a search makes the other's kernels.
+        """
+        now = self._kind_now(index)
+        later = self._kind if tokens > self._config.one_stage else now
+        for kind in dict.fromkeys((later, now)):
+            room, use = room_of(kind, tokens, most), self._newest(k, kind)
+            if use is None or use.step.most < room:
+                use = self._begin(index, k, kind, room)
+            if kind != now and self._state is not None:
+                g = self._geometry
+                shape = (len(self.codes.table), g.q_heads, g.head_dim)
+                use.step.take_turn()
+                queries = torch.zeros(shape, dtype=g.dtype, device=g.device)
+                use.step.select(queries, replace(self._state, wanted=use.wanted))
+
+    def make_room(self, index: Any, tokens: int) -> None:
+        """As `ParisKV.make_room`: of rows, which may be refused, then of codes."""
+        if hasattr(index._store, "make_room"):
+            index._store.make_room(tokens)
+        self.codes.make_room(tokens)
+
+    def search(self, index: Any, queries: Tensor, k: int) -> Hits:
+        """As `ParisKV.search`: the group's candidates, reranked, the best `k`."""
+        use, state = self._ready(index, k)
+        step = use.step
+        step.select(queries.contiguous(), state)
+        # scores descending, then ids ascending, as one integer
+        bits = (step.scores + 0.0).view(torch.int32)
+        order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0xFFFFFFFF - step.ids)
+        order.masked_fill_(use.places >= step.found[:, None], LAST)
+        order, at = order.sort(dim=-1, descending=True)
+        unused = order == LAST
+        ids = (0xFFFFFFFF - (order & 0xFFFFFFFF)).masked_fill_(unused, UNUSED)
+        scores = step.scores.gather(-1, at).masked_fill_(unused, float("-inf"))
+        shape = (len(queries), self._geometry.kv_heads, k)
+        return Hits(ids.view(shape), scores.view(shape))
+
+    def attend(
+        self, index: Any, queries: Tensor, near: Near, k: int, wrong: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `protocol.Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
+        use, state = self._ready(index, k, near, wrong)
+        output = use.step(queries.contiguous(), state)
+        return output, use.step.found.view(len(queries), -1)
+
+    def attend_next(
+        self,
+        index: Any,
+        queries: Tensor,
+        token: Rows,
+        near: Near,
+        window: Rows,
+        k: int,
+        wrong: Tensor | None,
+        graphs: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `ParisKV.attend_next`; wrong: as in `attend`.
+
+        What is the same for the third time is captured, if it may be, and replayed from then on.
+        """
+        if graphs and (replay := self._replay_of(index, near, k, wrong)):
+            index._store.wait()
+            replay.take_turn()
+            hold(near, token, window, queries, replay.asked)
+            return replay()
+        if capturing(self._geometry.device):
+            raise RuntimeError(
+                "graph: got a layer's step, which puts a token where the host says it is; allowed "
+                "is index.attend, beside rows that are added between the replays (docs/cuda.md)"
+            )
+        hold(near, token, window, queries)
+        return self.attend(index, queries, near, k, wrong)
+
+    def attend_to(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """As `protocol.Attends.attend_to`, with the buffers of any step."""
+        k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
+        use, state = self._ready(index, k, near)
+        return use.step.attend(queries.contiguous(), state, hits)
+
+    # What a search reads
+
+    def _replay_of(self, index: Any, near: Near, k: int, wrong: Tensor | None) -> Replay | None:
+        """The graph of a step that reads the same as those before it, if there is one by now."""
+        device, use = self._geometry.device, self._newest(k, self._kind_now(index))
+        if use is None or use.outgrown or self._state is None or capturing(device):
+            return None
+        return self._replays.of(use.step, self._reads(index, use, near, wrong))
+
+    def _reads(self, index: Any, use: _Use, near: Near, wrong: Tensor | None) -> State:
+        """What a step reads beside `near`: the same object for as long as that stays the same."""
+        store = index._store
+        made_of = self._state, near, wrong, store.table, self.cache
+        if use.reads is None or any(
+            old is not new for old, new in zip(use.reads[0], made_of, strict=True)
+        ):
+            assert self._state is not None
+            state = replace(
+                self._state,
+                wanted=use.wanted,
+                rows=store.table.contiguous(),  # a view's is not
+                row_bytes=store.row_bytes,
+                codec=store.rows,
+                cache=self.cache,
+                near=near.rows,
+                shown=near.shown,
+                held=near.held,
+                wrong=wrong,
+            )
+            use.reads = made_of, state
+        return use.reads[1]
+
+    def _ready(
+        self, index: Any, k: int, near: Near | None = None, wrong: Tensor | None = None
+    ) -> tuple[_Use, State]:
+        """A step with room enough, its turn, and what it reads, to attend if there is a `near`.
+
+        Its results are the caller's: buffers are shared by all layers, these are new each time.
+        """
+        captured, kind = capturing(self._geometry.device), self._kind_now(index)
+        use = self._newest(k, kind)
+        if use is None or use.outgrown:
+            if captured:
+                raise RuntimeError(
+                    f"graph: got a first search for k = {k} rows, or one for more candidates than "
+                    "there are buffers for; allowed is one after prepare() or a search like it"
+                )
+            need = self._need(index, k, kind)
+            use = self._begin(index, k, kind, need + min(need, HEADROOM))
+        assert self._state is not None
+        use.captured |= captured
+        if not captured:
+            index._store.wait()
+            use.step.take_turn()
+        use.step.renew()
+        if near is not None:
+            return use, self._reads(index, use, near, wrong)
+        store, wanted = index._store, use.wanted
+        rows = store.table.contiguous()  # a view's is not
+        return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
+
+    def _begin(self, index: Any, k: int, kind: str, most: int) -> _Use:
+        """A step for `k` rows with room for `most`, from here on that of its kind."""
+        if self._state is None:
+            self._state = self._opened(index)
+            self._update(index, self._state, 0)
+            store, batch = index._store, len(self.codes.table)
+            if store.far:
+                groups, device = batch * self._geometry.kv_heads, self._geometry.device
+                self.cache = RowCache(groups, store.row_bytes, device)
+        device, (batch, blocks) = self._geometry.device, self.codes.table.shape
+        sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
+        step = shared(self._geometry, self._layout, kind, self._config, **sizes)
+        wanted = torch.zeros(batch, dtype=torch.int32, device=device)
+        use = _Use(step, kind, wanted, torch.arange(k, device=device))
+        put(wanted, use.want(index._wanted(k), self._need(index, k, kind)))
+        others = [u for u in self._uses if u.captured or (u.step.k, u.kind) != (k, kind)]
+        self._uses = [*others, use]
+        return use
+
+    def _kind_now(self, index: Any) -> str:
+        """Of the step that serves an index of this length: one stage, or that of its preset."""
+        short = self._kind == "votes" and len(index) <= self._config.one_stage
+        return "all" if short else self._kind
+
+    def _need(self, index: Any, k: int, kind: str) -> int:
+        """What a step of a kind for `k` rows must have room for now."""
+        return room_of(kind, len(index), max(index._wanted(k)))
+
+    def _newest(self, k: int, kind: str | None = None) -> _Use | None:
+        kind = kind or self._kind
+        uses = reversed(self._uses)
+        return next((use for use in uses if (use.step.k, use.kind) == (k, kind)), None)
+
+    def _opened(self, index: Any) -> State:
+        """Room for all that the table of blocks has room for."""
+        g, device, table = self._geometry, self._geometry.device, self.codes.table
+        batch, blocks = table.shape
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        none, tiers = ints(0), self._kind == "tiers"
+        return State(
+            codes=table,
+            rows=none,
+            valid=ints(batch, blocks, 8),
+            length=ints(1, dtype=torch.int64),
+            wanted=none,
+            counted=ints(batch),
+            reference=torch.zeros((batch, g.kv_heads), device=device),
+            near=none,
+            shown=none,
+            held=none,
+            row_bytes=0,
+            histogram=torch.zeros_like(index._histogram).contiguous() if tiers else None,
+            tiers=ints(batch, len(TIERS), dtype=torch.int64) if tiers else None,
+        )
+
+    def _update(self, index: Any, state: State, first: int) -> None:
+        """What has changed from block `first` on, in place: in one launch where rows are alike."""
+        start, tokens, counts = first * BLOCK, len(index), index.counts.tolist()
+        real = index.valid is None or start >= index._valid.all_from
+        together: dict[str, Any] = {"first": first if real else None}
+        if alike := len(set(counts)) == 1:
+            together["count"] = counts[0]
+        else:
+            put(state.counted, counts)
+        for use in self._uses:
+            candidates = index._wanted(use.step.k)
+            asked = use.want(candidates, room_of(use.kind, tokens, max(candidates)))
+            if alike and use is self._uses[-1]:
+                together |= dict(wanted=use.wanted, candidates=asked[0])
+            else:
+                put(use.wanted, asked)
+        grow(state, tokens, reference=index._learnt.get("reference"), **together)
+        if not real:
+            last = -(-tokens // BLOCK)
+            bits = words_of(index.valid[:, start:], last - first)
+            state.valid[:, first:last].copy_(bits)
+        if state.histogram is not None and state.tiers is not None:
+            state.histogram.copy_(index._histogram)
+            for tier, bounds in enumerate(index._tiers().T.tolist()):
+                put(state.tiers[:, tier], bounds)
+
+
+def put(target: Tensor, values: list[int]) -> None:
+    """Copy numbers, one for each row, into `target` `[B]` without waiting for its device."""
+    if len(set(values)) == 1:
+        target.fill_(values[0])  # no memory is pinned for what is the same in all rows
+        return
+    staged = torch.tensor(values, dtype=target.dtype)
+    if target.device.type == "cuda":
+        staged = staged.pin_memory()
+    target.copy_(staged, non_blocking=True)
+
+
+def fused(index: Any) -> Fused | None:
+    """The fused kernels for a ParisKV, where they serve it."""
+    return Fused(index) if serves(index) else None

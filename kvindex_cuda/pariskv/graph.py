@@ -1,0 +1,130 @@
+"""A step of an index as a graph: captured once, replayed for every token after it.
+
+What a step reads is at fixed addresses and updated in place (`fused.py`), so that one graph serves
+a layer for as long as these stay. Queries are copied to where it reads them, and its results from
+where it writes them: buffers that all layers share, as they share those of a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvindex.core.streams import new_stream
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.shared_step import SharedStep
+
+WARM = 2
+"""Steps that are launched one by one before one is captured: the first compiles kernels."""
+
+
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> None:
+        """Do it again, on the current stream."""
+        ...
+
+
+class CudaGraph:
+    """What `work` launches, captured; it runs when it is replayed, not before.
+
+    A step takes no memory, so each graph has a pool of its own, an empty one: one that graphs share
+    is not to be had again once the last of them is gone. Raises RuntimeError where the driver
+    refuses.
+    """
+
+    def __init__(self, device: torch.device, work: Callable[[], object]) -> None:
+        make: Callable[[], Any] = torch.cuda.CUDAGraph  # torch leaves it untyped
+        graph, side = make(), _capturing_stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        collects = gc.isenabled()
+        gc.disable()  # what is let go of in between might call what a capture forbids
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(side):
+                # another thread may pin memory meanwhile
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        self.replay: Callable[[], None] = graph.replay
+
+
+@lru_cache
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
+    return new_stream(device)
+
+
+GRAPHS: dict[str, Callable[[torch.device, Callable[[], object]], Graph]] = {"cuda": CudaGraph}
+"""By type of device. Tests add `cpu`: launches that are kept (`tests/cuda/graphs.py`)."""
+
+
+class Replay:
+    """A captured step of a layer.
+
+    reads: what it reads, which must be the same, and kept, for as long as it is replayed.
+    """
+
+    def __init__(self, step: SharedStep, reads: State) -> None:
+        self.reads, self._step = reads, step
+        device = step.geometry.device
+        self.asked, self._answer = step.fixed()
+        before = step.output, step.found
+        step.output, step.found = step.parts(self._answer)
+        try:
+            self._graph = GRAPHS[device.type](device, lambda: step(self.asked, reads))
+        finally:
+            step.output, step.found = before  # nobody else writes there
+
+    def take_turn(self) -> None:
+        """As `SharedStep.take_turn`, before anything is written that the graph reads."""
+        self._step.take_turn()
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Attention of the queries in `asked` `[B, H, D]`, and the rows found, int32 `[B, G]`."""
+        self._graph.replay()
+        return self._step.parts(self._answer.clone())
+
+
+class Replays:
+    """When a layer's steps are captured: once several in a row have read the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._serves = device.type in GRAPHS
+        self._last: State | None = None  # what was read last, and by how many steps in a row
+        self._alike = 0
+        self.replay: Replay | None = None
+
+    def of(self, step: SharedStep, reads: State) -> Replay | None:
+        """The graph of a step that reads this, or None where it is to be launched.
+
+        Warns where the driver refuses to capture it, and does not ask again.
+        """
+        if not self._serves:
+            return None
+        if self.replay is not None and self.replay.reads is reads:
+            return self.replay
+        self._alike = self._alike + 1 if self._last is reads else 1
+        self._last, self.replay = reads, None
+        if self._alike < WARM:
+            return None
+        try:
+            self.replay = Replay(step, reads)
+        except RuntimeError as error:
+            self._serves = False
+            warnings.warn(
+                f"graphs: the driver refuses to capture a step ({error}), so that steps are "
+                "launched one by one; graphs=False does so without a warning",
+                stacklevel=2,
+            )
+        return self.replay

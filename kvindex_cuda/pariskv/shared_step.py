@@ -1,0 +1,120 @@
+"""Buffers of steps, of which one is enough for all indexes of a shape that take turns."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.streams import raw_stream
+from kvindex_cuda.memory.layout import Layout
+from kvindex_cuda.pariskv.base_step import BaseStep
+from kvindex_cuda.pariskv.dispatch import options_of
+from kvindex_cuda.pariskv.one_stage import OneStage
+from kvindex_cuda.pariskv.step import Step
+from kvindex_cuda.pariskv.table_step import TableStep
+
+EMULATED = 4
+"""Multiprocessors where there are none."""
+
+
+class SharedStep(BaseStep):
+    """A step that several indexes run one after another, whatever the stream."""
+
+    _stream: torch.cuda.Stream | None = None
+    _handle: int | None = None  # its own
+    _fixed: tuple[Tensor, Tensor] | None = None
+
+    def take_turn(self) -> None:
+        """What the current stream runs from here on comes after what another one has run.
+
+        Not so for a captured stream: a graph is replayed when its owner says so.
+        """
+        device = self.geometry.device
+        if device.type != "cuda" or raw_stream(device.index) == self._handle or capturing(device):
+            return
+        current = torch.cuda.current_stream(device)
+        if self._stream is not None:
+            current.wait_stream(self._stream)
+        self._stream, self._handle = current, current.cuda_stream
+
+    # What graphs of steps share
+
+    def fixed(self) -> tuple[Tensor, Tensor]:
+        """Where a graph reads queries `[B, H, D]`, and where it writes `parts`, both contiguous."""
+        if self._fixed is None:
+            g, output = self.geometry, self.output
+            words = self.found.nbytes // output.element_size()
+            asked = output.new_empty((self.batch, g.q_heads, g.head_dim))
+            self._fixed = asked, output.new_empty(output.numel() + words)
+        return self._fixed
+
+    def parts(self, answer: Tensor) -> tuple[Tensor, Tensor]:
+        """`output` `[B, H, Dv]` and `found` `[B, G]`, which lie in one tensor, for one copy."""
+        g, B = self.geometry, self.batch
+        wide, high = g.value_dim, g.q_heads * g.value_dim
+        output = answer.as_strided((B, g.q_heads, wide), (high, wide, 1))
+        words = answer.view(torch.int32)
+        start = len(words) - B * g.kv_heads
+        return output, words.as_strided((B, g.kv_heads), (g.kv_heads, 1), start)
+
+
+class _Votes(SharedStep, Step):
+    """`Step`, shared."""
+
+
+class _All(SharedStep, OneStage):
+    """`OneStage`, shared."""
+
+
+class _Table(SharedStep, TableStep):
+    """`TableStep`, shared."""
+
+
+SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, all=_All, tiers=_Table, dots=_Table)
+"""By kind (`serving.kind_of`)."""
+
+_alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()
+
+
+def shared(
+    geometry: Geometry,
+    layout: Layout,
+    kind: str,
+    config: Any,
+    *,
+    batch: int,
+    blocks: int,
+    k: int,
+    most: int,
+) -> SharedStep:
+    """A step of a kind for `k` rows with room for at least `most`: the one in use, or a new one.
+
+    config: a `ParisKVConfig`; blocks: `S` of the tables that it will read.
+    """
+    g = geometry
+    sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
+    options = options_of(kind, config)
+    key = (*sizes, layout, kind, *options.values(), batch, blocks, k)
+    step = _alive.get(key)
+    if step is None or step.most < most:
+        count = EMULATED
+        if g.device.type == "cuda":
+            count = torch.cuda.get_device_properties(g.device).multi_processor_count
+        options |= dict(batch=batch, k=k, most=most, multiprocessors=count)
+        step = SHARED[kind](g, layout, **options)
+        _alive[key] = step
+    return step
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured in a graph."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

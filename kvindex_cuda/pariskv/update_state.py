@@ -1,0 +1,55 @@
+"""What a step reads of how many tokens there are, brought up to date in one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.runtime.arguments import of_shape, of_type
+from kvindex_cuda.runtime.launch import launch
+
+THREADS, WORDS, MOST_BLOCKS = 256, BLOCK // 32, 64
+"""The first two as in the kernel's source."""
+
+
+def grow(
+    state: State,
+    tokens: int,
+    *,
+    first: int | None = None,
+    count: int | None = None,
+    wanted: Tensor | None = None,
+    candidates: int = 0,
+    reference: Tensor | None = None,
+) -> None:
+    """Put into a state, in place, what holds for so many tokens; what is None stays as it was.
+
+    first: the block from which on all tokens are real, in all rows; count: valid keys, the same in
+    all rows; wanted: int32 `[B]`, to hold so many `candidates` each; reference: float32 `[B, G]`.
+    Raises ValueError for wrong dtypes or shapes, a block or tokens that there is no room for.
+    """
+    (B, room, _), last = state.valid.shape, -(-tokens // BLOCK)
+    if not 0 <= last <= room:
+        raise ValueError(f"tokens: got {tokens}, allowed is 0 to {room * BLOCK}")
+    if first is not None and not 0 <= first <= last:
+        raise ValueError(f"first: got {first}, allowed is 0 to {last}")
+    if wanted is not None:
+        of_shape("wanted", of_type("wanted", wanted, torch.int32), B)
+    if reference is not None:
+        of_shape(
+            "reference", of_type("reference", reference, torch.float32), *state.reference.shape
+        )
+        reference = reference.contiguous()  # a view's is not
+    begin = last if first is None else first
+    items = max(1, B * WORDS * (last - begin), state.reference.numel())
+    launch(
+        "append/update_state.cu",
+        "grow",
+        (min(-(-items // THREADS), MOST_BLOCKS),),
+        (THREADS,),
+        *(None if first is None else state.valid, state.length),
+        *(None if count is None else state.counted, wanted, state.reference, reference),
+        *(room, begin, last, tokens, count or 0, candidates, B, state.reference.numel()),
+    )

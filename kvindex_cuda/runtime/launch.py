@@ -1,0 +1,226 @@
+"""Compile and launch kernels: one `.cu` file in `kernels/`, one function, on the current stream.
+
+A kernel's source is compiled by NVRTC the first time it runs with a set of definitions. Arguments:
+a tensor is passed as its address, None as a null pointer, an int as `long long`, a float as
+`float`. Launchers check dtypes, strides, devices and ranges; here nothing but the device is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+from struct import Struct, calcsize
+from threading import Lock
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex.core.streams import raw_device, raw_stream
+
+SOURCES = Path(__file__).parents[1] / "kernels"
+
+OLDEST = (8, 0)
+"""Compute capability: the first with the bit matrix instruction that `scan.cu` uses."""
+
+OVERLAPS = (9, 0)
+"""Compute capability: the first whose kernels may begin before the one before them ends."""
+
+OPTIONS = ("--std=c++17",)
+
+Grid = tuple[int, ...]
+Launch = Callable[[Grid, Grid, list[Any], int, bool], None]
+"""Of a compiled kernel: grid, block, arguments, bytes of dynamic shared memory, `overlap`."""
+
+Loader = Callable[[str, str, tuple[tuple[str, int], ...]], Launch]
+"""Of a file in `kernels/`, the name of a function in it, and definitions."""
+
+
+_number, _address = Tensor.get_device, Tensor.data_ptr
+"""Unbound, and `type` before `isinstance`: a launch asks some twenty tensors for both."""
+
+
+def source(file: str) -> str:
+    """The text of `kernels/<file>`."""
+    return (SOURCES / file).read_text()
+
+
+def options(defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """What NVRTC is told for a kernel; CuPy adds the architecture and flags of its own."""
+    return (*OPTIONS, *(f"-D{key}={value}" for key, value in defines), f"-I{SOURCES}")
+
+
+def launch(
+    file: str,
+    name: str,
+    grid: Grid,
+    block: Grid,
+    *arguments: Tensor | int | float | None,
+    shared_bytes: int = 0,
+    overlap: bool | int = False,
+    **defines: int,
+) -> None:
+    """Run `name` of `kernels/<file>` on torch's current stream of the tensors' device.
+
+    overlap: whether it may begin before the kernel before it ends (`after_previous` in
+    common.cuh); defines: what the source leaves open, as `-Dname=value`. Raises ImportError
+    without CuPy, RuntimeError for a device that cannot run it, ValueError for tensors of several
+    devices.
+    """
+    first = next(part for part in arguments if isinstance(part, Tensor))
+    device, number = first.device, first.get_device()  # a number, -1 for none: soon compared
+    passed: list[Any] = []
+    for part in arguments:
+        if type(part) is int:
+            passed.append(part)
+        elif type(part) is Tensor or isinstance(part, Tensor):
+            if _number(part) != number or (number < 0 and part.device != device):
+                where = f"{device} and {part.device}"
+                raise ValueError(f"{name}: got tensors on {where}, allowed is one")
+            passed.append(_address(part))
+        else:
+            passed.append(0 if part is None else part)
+    if device.type not in LOADERS:
+        raise ValueError(f"{name}: got tensors on {device}, allowed is a CUDA device")
+    if 0 in grid:
+        return
+    load, opened = LOADERS[device.type], tuple(sorted(defines.items()))
+    if device.type != "cuda" or device.index == raw_device():
+        load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
+        return
+    with torch.cuda.device(device):
+        load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
+
+
+@cache
+def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> _Kernel:
+    """The kernel, compiled for and loaded on one device."""
+    cupy = checked(device)
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=source(file), options=options(defines))
+        function = module.get_function(name)
+    return _Kernel(name, function, device)
+
+
+def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Launch:
+    return _compiled(file, name, defines, raw_device())
+
+
+class _Kernel:
+    """A `Launch` of CuPy's function, on the current stream of its device.
+
+    What the driver is passed lies where it lay the last time: a launch writes numbers there and
+    makes nothing.
+    """
+
+    def __init__(self, name: str, function: Any, device: int) -> None:
+        self._name, self._function, self._device = name, function, device
+        self._static, self._allowed = function.shared_size_bytes, 48 * 1024
+        overlaps = torch.cuda.get_device_capability(device) >= OVERLAPS
+        self._attribute, self._attributes = _Attribute(6, 1), int(overlaps)
+        self._config = _Config(attributes=ctypes.pointer(self._attribute))
+        self._run: Any = _driver().cuLaunchKernelEx
+        self._fixed = ctypes.byref(self._config), ctypes.c_void_p(function.kernel.ptr)
+        self._kinds: Struct | None = None  # of arguments: the same in every call
+        self._one_at_a_time = Lock()  # ctypes lets other threads run
+
+    def __call__(
+        self, grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int, overlap: bool
+    ) -> None:
+        with self._one_at_a_time:
+            if shared_bytes + self._static > self._allowed:
+                self._function.max_dynamic_shared_size_bytes = shared_bytes
+                self._allowed = shared_bytes + self._static
+            if self._kinds is None:
+                self._kinds = self._laid_out(arguments)
+            self._kinds.pack_into(self._values, 0, *arguments)
+            config = self._config
+            config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
+            config.bx, config.by, config.bz = (*block, 1, 1)[:3]
+            config.shared_bytes, config.stream = shared_bytes, raw_stream(self._device)
+            config.count = self._attributes if overlap else 0
+            failed = self._run(*self._fixed, self._pointers, None)
+        if failed:
+            raise RuntimeError(f"{self._name}: the driver refuses to launch it, error {failed}")
+
+    def _laid_out(self, arguments: list[Any]) -> Struct:
+        """Their kinds: each a `long long` or a `float`, whose places the driver is told."""
+        kinds = ["f" if isinstance(part, float) else "q" for part in arguments]
+        whole = Struct("@" + "".join(kinds))
+        self._values = (ctypes.c_longlong * (-(-whole.size // 8) or 1))()
+        ends = [calcsize("@" + "".join(kinds[: i + 1])) for i in range(len(kinds))]
+        places = [end - calcsize(kind) for end, kind in zip(ends, kinds, strict=True)]
+        start = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * len(kinds))(*(start + place for place in places))
+        return whole
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute. 6, 1: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed."""
+
+    _fields_: ClassVar = [
+        ("id", ctypes.c_longlong),  # an int and its padding
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig: sizes of grid and block, and so on."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+@lru_cache
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver, which CuPy does not pass launch attributes to."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+LOADERS: dict[str, Loader] = {"cuda": _on_cuda}
+"""By type of device. Tests add `cpu`: the emulator of `tests/cuda/`."""
+
+
+@lru_cache
+def checked(device: int) -> Any:
+    """CuPy, if it and the device can run the kernels. Raises ImportError or RuntimeError."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            'backend="cuda" needs CuPy: pip install "kvindex-torch[cuda13]" (CUDA 13) or '
+            '"kvindex-torch[cuda12]" (CUDA 12)'
+        ) from error
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            'backend="cuda" needs an NVIDIA GPU and a driver that torch can use; torch sees none '
+            f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). If there is one, "
+            "install a driver and a torch for the same CUDA: nvidia-smi says the driver's"
+        )
+    if (found := torch.cuda.get_device_capability(device)) < OLDEST:
+        raise RuntimeError(
+            f'backend="cuda": got a GPU of compute capability {found[0]}.{found[1]}, allowed is '
+            f'{OLDEST[0]}.{OLDEST[1]} or newer; backend="torch" runs on it'
+        )
+    try:
+        runtime, driver = (
+            cupy.cuda.runtime.runtimeGetVersion(),
+            cupy.cuda.runtime.driverGetVersion(),
+        )
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f'backend="cuda": CuPy cannot reach the driver: {error}') from error
+    if driver // 1000 < runtime // 1000:
+        raise RuntimeError(
+            f'backend="cuda": got a driver for CUDA {driver // 1000}, but this CuPy is built for '
+            f"CUDA {runtime // 1000}: update the driver, or install the CuPy of the older CUDA "
+            '(pip install "kvindex-torch[cuda12]")'
+        )
+    return cupy

@@ -1,0 +1,51 @@
+"""Every index that the folder holds, against every invariant, in every shape."""
+
+import pytest
+import torch
+
+import kvindex
+from tests.contract import CHECKS
+from tests.contract.common import K, N, filled, searched
+from tests.support.helpers import Case
+
+CASES = [
+    Case(q_heads=2, kv_heads=2, head_dim=8, value_dim=8),
+    Case(q_heads=3, kv_heads=1, head_dim=64, value_dim=24, batch=3),
+    Case(q_heads=8, kv_heads=2, head_dim=80, value_dim=80, dtype=torch.float16, batch=2),
+    Case(q_heads=3, kv_heads=3, head_dim=96, value_dim=128, dtype=torch.bfloat16, batch=2),
+    Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, softcap=1.0, batch=2),
+]
+SPECS = [
+    spec
+    for name in kvindex.names()
+    for spec in [name, *(f"{name}:preset={preset}" for preset in kvindex.get(name).presets)]
+]
+ON_GPU = Case(6, 2, 64, 64, torch.bfloat16, device="cuda", batch=2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_index_keeps_the_contract(check, name, case):
+    check(lambda **options: case.index(name, **options), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_index_keeps_the_contract_on_a_gpu(check, name):
+    check(lambda **options: ON_GPU.index(name, **options), ON_GPU)
+
+
+@pytest.mark.parametrize("name", kvindex.names())
+def test_index_is_a_kvindex(name):
+    assert isinstance(Case().index(name), kvindex.KVIndex)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exact_with_k_of_all_tokens_returns_them_all(case):
+    index = filled(lambda: case.index("exact"), case.tokens(N))
+    hits = searched(index, case, k=N + K)
+    ids = hits.ids[..., :N].sort(dim=-1).values
+    assert (ids == torch.arange(N)).all()
+    assert (hits.ids[..., N:] == -1).all()

@@ -1,0 +1,229 @@
+"""Each check of the contract fails on an index that is broken in the way it looks for."""
+
+import pytest
+import torch
+
+from kvindex import Hits, Rows
+from kvindex.indexes.exact import Exact
+from tests import contract
+from tests.support.helpers import Case
+
+CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
+
+
+def swapped(hits):
+    return Hits(hits.ids.flip(0), hits.scores.flip(0))
+
+
+class WrongSign(Exact):
+    def _search(self, queries, k):
+        return super()._search(-queries, k)
+
+
+class TooWide(Exact):
+    def _search(self, queries, k):
+        return super()._search(queries, k + 1)
+
+
+class HigherIdFirst(Exact):
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        n = int(self.counts.max())
+        flipped = torch.where(hits.scores == hits.scores[..., :1], n - 1 - hits.ids, hits.ids)
+        return Hits(flipped, hits.scores)
+
+
+class Noisy(Exact):
+    def _search(self, queries, k):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super()._search(queries * self.calls, k)
+
+
+class DividesByNorm(Exact):
+    def _search(self, queries, k):
+        return super()._search(queries / queries.norm(dim=-1, keepdim=True), k)
+
+
+class ZeroIsUnused(Exact):
+    def search(self, queries, *, k):
+        hits = super().search(queries, k=k)
+        return Hits(hits.ids.clamp_min(0), hits.scores)
+
+
+class DropsTheNewest(Exact):
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        newest = hits.ids == len(self) - 1
+        return Hits(hits.ids.masked_fill(newest, -1), hits.scores.masked_fill(newest, -torch.inf))
+
+
+class FetchesTheNext(Exact):
+    def fetch(self, hits):
+        rows = super().fetch(hits)
+        return Rows(rows.keys.roll(1, dims=2), rows.values)
+
+
+class EncodeCounts(Exact):
+    def _encode(self, keys, learnt):
+        self.calls = getattr(self, "calls", 0) + 1
+        return {"calls": torch.full(keys.shape[:3], self.calls)}
+
+
+class ForgetsTheLastChunk(Exact):
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        old = hits.ids < self.last
+        return Hits(
+            hits.ids.masked_fill(~old, -1).sort(-1, descending=True).values,
+            hits.scores.masked_fill(~old, -torch.inf).sort(-1, descending=True).values,
+        )
+
+    def append(self, keys, values, *, valid=None):
+        self.last = max(len(self), 1)
+        super().append(keys, values, valid=valid)
+
+
+class IgnoresPadding(Exact):
+    @property
+    def valid(self):
+        return None
+
+    def append(self, keys, values, *, valid=None):
+        super().append(keys.nan_to_num(), values, valid=valid)
+
+
+class ReturnsPadding(IgnoresPadding):
+    def search(self, queries, *, k):
+        return self._search(queries, k) if len(self) else super().search(queries, k=k)
+
+
+class NeverTruncates(Exact):
+    def truncate(self, length):
+        self.longest = len(self)
+        super().truncate(length)
+
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        ids = torch.where(hits.ids == 0, getattr(self, "longest", 1) - 1, hits.ids)
+        return Hits(ids, hits.scores)
+
+
+class KeepsTheOldKeys(Exact):
+    def truncate(self, length):
+        self.kept = self._store.gather(torch.arange(len(self)).expand(2, 2, -1)).keys
+        super().truncate(length)
+
+    def scores(self, queries):
+        scores = super().scores(queries)
+        if hasattr(self, "kept"):
+            shared = min(self.kept.shape[2], scores.shape[-1])
+            scores[..., :shared] = (queries @ self.kept.mT)[..., :shared]
+        return scores
+
+
+class ForgetsItWasTruncated(Exact):
+    def truncate(self, length):
+        kept = self._valid
+        self._valid = type(kept)()
+        super().truncate(length)
+
+
+class IgnoresOrder(Exact):
+    def reorder(self, batch_indices):
+        super().reorder(torch.zeros_like(batch_indices))
+
+
+class MixesRows(Exact):
+    def _search(self, queries, k):
+        return swapped(super()._search(queries, k))
+
+
+class KeepsRows(Exact):
+    def reset(self):
+        self._length = 0
+
+
+class CountsTwice(Exact):
+    def nbytes(self):
+        return {tier: 2 * size for tier, size in super().nbytes().items()}
+
+
+class ForgetsAtSeal(Exact):
+    def seal(self):
+        self.truncate(3)
+
+
+class NotUndone(Exact):
+    def _undone(self, name):
+        return False
+
+
+class AppendsTheRestOfIt(NotUndone):
+    def append(self, keys, values, *, valid=None):
+        if keys.isnan().any():
+            super().append(keys[:, :, :3], values[:, :, :3])
+        super().append(keys, values, valid=valid)
+
+
+class GrowsBeforeItFails(NotUndone):
+    def append(self, keys, values, *, valid=None):
+        half = keys.shape[2] // 2
+        super().append(keys[:, :, :half], values[:, :, :half])
+        super().append(keys[:, :, half:], values[:, :, half:])
+
+
+class ReordersRowsFirst(NotUndone):
+    def reorder(self, batch_indices):
+        self._store = self._store.reordered(batch_indices)
+        super().reorder(batch_indices)
+
+
+BROKEN = {
+    "check_slots_are_exactly_k": TooWide,
+    "check_a_needle_is_found": WrongSign,
+    "check_ties_go_to_the_lower_id": HigherIdFirst,
+    "check_searches_are_deterministic": Noisy,
+    "check_zero_keys_and_queries_give_no_nan": DividesByNorm,
+    "check_empty_index": ZeroIsUnused,
+    "check_one_token": DropsTheNewest,
+    "check_fetch_returns_the_appended_rows": FetchesTheNext,
+    "check_encode_is_deterministic_and_changes_nothing": EncodeCounts,
+    "check_append_in_chunks_equals_one_piece": ForgetsTheLastChunk,
+    "check_padding_changes_nothing_but_ids": IgnoresPadding,
+    "check_nothing_but_padding_is_as_good_as_empty": ReturnsPadding,
+    "check_truncated_ids_never_return": NeverTruncates,
+    "check_truncate_then_append_equals_fresh": KeepsTheOldKeys,
+    "check_truncate_into_padding": ForgetsItWasTruncated,
+    "check_reorder_moves_rows": IgnoresOrder,
+    "check_a_batch_equals_its_rows": MixesRows,
+    "check_reset_forgets_everything": KeepsRows,
+    "check_nbytes_counts_rows_and_grows": CountsTwice,
+    "check_signals_disturb_nothing": ForgetsAtSeal,
+    "check_a_refused_append_changes_nothing": AppendsTheRestOfIt,
+    "check_an_append_that_runs_out_of_memory_changes_nothing": GrowsBeforeItFails,
+    "check_a_reorder_that_runs_out_of_memory_changes_nothing": ReordersRowsFirst,
+}
+
+
+def run(check, kind):
+    def make(**options):
+        return kind(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, **options)
+
+    check(make, CASE)
+
+
+def test_every_check_has_a_broken_index():
+    assert sorted(BROKEN) == sorted(check.__name__ for check in contract.CHECKS)
+
+
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+def test_check_fails_on_its_broken_index(check):
+    with pytest.raises(
+        (AssertionError, ValueError, IndexError, RuntimeError, pytest.fail.Exception)
+    ):
+        run(check, BROKEN[check.__name__])
+
+
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+def test_check_passes_on_the_index_it_was_broken_from(check):
+    run(check, Exact)

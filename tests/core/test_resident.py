@@ -1,0 +1,128 @@
+"""Sink and window in a buffer that stays where it is, and a layer whose index reads it there."""
+
+import pytest
+import torch
+
+from kvindex.core.resident import Near
+from kvindex.indexes.exact import Exact
+from kvindex.layer import AttentionLayer
+from kvindex.ops.attention import attend
+from tests.support.helpers import Case, left_padding
+from tests.support.sequences import SIZES, Sequence, steps_of
+
+
+class Attending(Exact):
+    """Attends as an index with kernels would: reads no more of `near` than it holds."""
+
+    attends = True
+
+    def attend(self, queries, near, *, k):
+        g, held = self.geometry, int(near.held)
+        hits = self.search(queries, k=k)
+        found = self.fetch(hits)
+        rows = near.rows[:, :, :held].tensor_split([g.head_dim], dim=-1)
+        shown = near.shown[:, None, :held].expand(-1, g.kv_heads, -1)
+        seen = torch.cat([hits.ids >= 0, shown > 0], dim=2).repeat_interleave(g.group_size, dim=1)
+        bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        keys, values = (
+            torch.cat(pair, dim=2) for pair in zip((found.keys, found.values), rows, strict=True)
+        )
+        output = attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+        return output, (hits.ids >= 0).sum(-1).int()
+
+
+def layer_of(case, **sizes):
+    index = Attending(**{name: getattr(case, name) for name in GEOMETRY})
+    return AttentionLayer(index, k=1000, **{**SIZES, **sizes})
+
+
+GEOMETRY = ("q_heads", "kv_heads", "head_dim", "value_dim", "dtype", "softcap", "device")
+CASES = {
+    "plain": (Case(q_heads=4, value_dim=8), None),
+    "padded": (Case(q_heads=6, value_dim=24, batch=3), [0, 7, 16]),
+    "bfloat16": (Case(dtype=torch.bfloat16, batch=2), [3, 0]),
+}
+
+
+def addresses(near):
+    return [part.data_ptr() for part in (near.rows, near.shown, near.held)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_fills_the_buffer_with_what_attention_needs(name):
+    case, pads = CASES[name]
+    sequence, layer = Sequence.of(case, 60, pads), layer_of(case)
+    want, where = sequence.dense(), None
+    for start, stop in steps_of(20, *[1] * 12, 5, *[1] * 12):
+        sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
+        if layer._regions._near is not None:
+            where = where or addresses(layer._regions._near)
+            assert addresses(layer._regions._near) == where
+    assert where
+    layer.truncate(41)
+    for start in range(41, 50):
+        sequence.assert_equals(sequence.feed(layer, start, start + 1), want, start)
+    assert addresses(layer._regions._near) == where
+    order = torch.arange(case.batch).flip(0)
+    layer.reorder(order)
+    turned = sequence.rows(order.tolist())
+    for start in range(50, 60):
+        turned.assert_equals(turned.feed(layer, start, start + 1), turned.dense(), start)
+    assert addresses(layer._regions._near) == where
+
+
+@pytest.mark.parametrize("pads", [None, [0, 7, 16]])
+def test_its_traffic_is_that_of_search_and_fetch(pads):
+    case = Case(q_heads=6, batch=3)
+    sequence = Sequence.of(case, 50, pads)
+    layers = [layer_of(case), AttentionLayer(case.index("exact"), k=1000, **SIZES)]
+    for layer in layers:
+        for start, stop in steps_of(25, *[1] * 20):
+            sequence.feed(layer, start, stop)
+    mine, theirs = (layer.traffic for layer in layers)
+    assert mine.steps == theirs.steps == 20
+    for name in ("rows_read", "rows_full", "bytes_fetched"):
+        assert float(getattr(mine, name)) == pytest.approx(float(getattr(theirs, name)))
+    assert (
+        layers[0].nbytes()["window"]
+        == layers[1].nbytes()["window"] + layers[0]._regions._near.nbytes()
+    )
+
+
+def test_a_batch_of_another_size_gets_another_buffer():
+    case, pads = CASES["padded"]
+    sequence, layer = Sequence.of(case, 50, pads), layer_of(case)
+    for start, stop in steps_of(25, *[1] * 5):
+        sequence.feed(layer, start, stop)
+    layer.reorder(torch.tensor([2]))
+    alone = sequence.rows([2])
+    alone.assert_equals(alone.feed(layer, 30, 31), alone.dense(), 30)
+    assert layer._regions._near.batch == 1
+    layer.reset()
+    assert layer._regions._near is None
+
+
+def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):
+    case, _ = CASES["plain"]
+    sequence, layer = Sequence.of(case, 50), layer_of(case)
+    for start, stop in steps_of(25, *[1] * 5):
+        sequence.feed(layer, start, stop)
+    with monkeypatch.context() as context:
+        context.setattr(layer, "_update", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sequence.feed(layer, 30, 31)
+    sequence.assert_equals(sequence.feed(layer, 30, 32), sequence.dense(), 30)
+    sequence.assert_equals(sequence.feed(layer, 32, 33), sequence.dense(), 32)
+
+
+def test_the_buffer_counts_what_is_shown():
+    case = Case(batch=2)
+    near = Near(case.index("exact").geometry, 2, 12)
+    near.add(*case.tokens(4), left_padding([0, 3], 4))
+    near.add(*case.tokens(2, seed=1), None)
+    assert (len(near), int(near.held), float(near.hidden)) == (6, 6, 1.5)
+    assert near.shown[:, :6].sum().item() == 9
+    assert torch.equal(near.rows[:, :, 4:6, 16:], case.tokens(2, seed=1)[1])
+    near.clear()
+    assert (len(near), int(near.held), near.hidden) == (0, 0, 0)
+    assert near.shown.all()

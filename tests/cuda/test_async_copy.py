@@ -1,0 +1,245 @@
+import ctypes
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvindex.core.geometry import Geometry
+from kvindex.storage.store import Store
+from kvindex_cuda.memory import async_copy
+from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.slab_pool import Budget
+from kvindex_cuda.runtime.launch import launch
+from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_store, settled, tokens
+
+
+class OutOfMemoryError(RuntimeError):
+    """Stands for CuPy's `CUDARuntimeError`."""
+
+
+class FakeRuntime:
+    """What of CuPy's runtime is used, on CPU memory."""
+
+    def __init__(self):
+        self.copies, self.held, self.fails = [], {}, None
+
+    @property
+    def cupy(self):
+        """The functions under CuPy's names."""
+        return SimpleNamespace(
+            memcpy2DAsync=self.copy,
+            memcpyAsync=self.copy_bytes,
+            hostAlloc=self.allocate,
+            pointerGetAttributes=self.attributes,
+            deviceSynchronize=lambda: self.copies.append("synchronized"),
+            freeHost=self.held.pop,
+            CUDARuntimeError=OutOfMemoryError,
+        )
+
+    def copy(self, to, to_pitch, come, come_pitch, width, height, kind, stream):
+        assert min(to_pitch, come_pitch) >= width
+        assert max(to_pitch, come_pitch) <= max(async_copy.MAX_PITCH_BYTES, width)
+        self.copies.append((width, height, kind, stream))
+        for row in range(height):
+            ctypes.memmove(to + row * to_pitch, come + row * come_pitch, width)
+
+    def copy_bytes(self, to, come, nbytes, kind, stream):
+        self.copies.append((nbytes, 1, kind, stream))
+        ctypes.memmove(to, come, nbytes)
+
+    def allocate(self, nbytes, flags):
+        if self.fails == "hostAlloc":
+            raise OutOfMemoryError("cudaErrorMemoryAllocation: out of memory")
+        assert flags == 3
+        memory = (ctypes.c_uint8 * nbytes)()
+        self.held[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def attributes(self, address):
+        if self.fails == "pointerGetAttributes":
+            raise OutOfMemoryError("cudaErrorInvalidValue")
+        return SimpleNamespace(devicePointer=address + 16)
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    fake = FakeRuntime()
+    cuda = SimpleNamespace(runtime=fake.cupy, Device=lambda index: nullcontext())
+    monkeypatch.setattr(async_copy, "checked", lambda device: SimpleNamespace(cuda=cuda))
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 700), (0, 256), (100, 90), (100, 900), (250, 6), (0, 1)]
+)
+@pytest.mark.parametrize("max_pitch", [2**31 - 1, 100])
+def test_pieces_are_copied_by_their_pitches(start, count, max_pitch, runtime, monkeypatch):
+    monkeypatch.setattr(async_copy, "MAX_PITCH_BYTES", max_pitch)
+    reference = append(Store(GEOMETRY), tokens(start), tokens(count, 1))
+    store = append(host_store(), tokens(start))
+    rows = store.join(*tokens(count, 1))
+    store.reserve(rows)
+    for target, piece in store._table.pieces(rows.values(), start):
+        assert not target.numel() or target.stride(1) == piece.stride(1) == 1
+        async_copy._copy_rows(runtime.cupy, target, piece, 7)
+    store._length += count
+    assert_same(store, reference)
+    assert {copy[2:] for copy in runtime.copies} == {(2, 7)}
+    assert max_pitch > 100 or {height for _, height, *_ in runtime.copies} == {1}
+    if (start, count) == (0, 256):  # a block of each row of the batch
+        assert [copy[:2] for copy in runtime.copies] == [(2 * 256 * ROW, 1)] * 2
+    if (start, count, max_pitch) == (0, 700, 2**31 - 1):  # blocks that lie together, then heads
+        rest = (188 * ROW, 2)
+        assert [copy[:2] for copy in runtime.copies[-2:]] == [rest] * 2
+        assert (2 * 2 * 256 * ROW, 1) in [copy[:2] for copy in runtime.copies]
+
+
+def test_pinning_asks_for_mapped_portable_memory_and_frees_it(runtime):
+    allocator = async_copy.PinnedAllocator(torch.device("cuda:0"))
+    slab = allocator.allocate(64)
+    assert runtime.held.keys() == {slab.host_address}
+    assert slab.device_address == slab.host_address + 16
+    slab.free()
+    assert (runtime.held, runtime.copies) == ({}, ["synchronized"])
+
+
+@pytest.mark.parametrize("fails", ["hostAlloc", "pointerGetAttributes"])
+def test_pinning_that_fails_holds_nothing(fails, runtime):
+    allocator, runtime.fails = async_copy.PinnedAllocator(torch.device("cuda:0")), fails
+    with pytest.raises(MemoryError, match="cudaError"):
+        allocator.allocate(64)
+    assert not runtime.held
+
+
+def test_pinned_memory_needs_a_gpu():
+    with pytest.raises(ValueError, match="device: got cpu, allowed is a CUDA device"):
+        HostStore(GEOMETRY)
+
+
+def on_gpu(dtype=torch.bfloat16, **options):
+    sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 128}
+    geometry = Geometry.of(**sizes, dtype=dtype, device="cuda")
+    return geometry, HostStore(geometry, slab_bytes=2**20, budget=Budget(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pinned_rows_come_back_from_the_host(dtype):
+    geometry, store = on_gpu(dtype)
+    pieces = [tokens(count, count, geometry=geometry) for count in (0, 1, 255, 256, 257, 3000)]
+    for keys, values in pieces:
+        append(store, (keys.cuda(), values.cuda()))
+    keys, values = (torch.cat(parts, dim=2).cuda() for parts in zip(*pieces, strict=True))
+    ids = torch.randint(0, len(store), (2, 2, 500), device="cuda")
+    rows = store.gather(ids)
+    assert rows.keys.device == ids.device
+    assert torch.equal(rows.keys, keys.gather(2, ids[..., None].expand(-1, -1, -1, 128)))
+    assert torch.equal(rows.values, values.gather(2, ids[..., None].expand(-1, -1, -1, 128)))
+    assert store.table.device == ids.device
+
+
+@pytest.mark.gpu
+def test_the_copy_waits_for_what_makes_the_rows_and_outlives_them():
+    geometry, store = on_gpu()
+    big = torch.randn(4096, 4096, device="cuda")
+    keys, values = (part.cuda() for part in tokens(2000, geometry=geometry))
+    want = keys.clone(), values.clone()
+    for _ in range(20):
+        big = (big @ big).tanh()  # keeps the stream busy while the append is queued
+    late = keys + 0 * big[0, 0].to(keys.dtype)
+    append(store, (late, values))
+    del late
+    for _ in range(8):
+        torch.full((2, 2, 2000, 256), float("nan"), device="cuda")  # wants the freed memory
+    ids = torch.arange(2000, device="cuda").expand(2, 2, -1)
+    rows = store.gather(ids)
+    assert torch.equal(rows.keys, want[0])
+    assert torch.equal(rows.values, want[1])
+
+
+@pytest.mark.gpu
+def test_device_addresses_are_those_of_the_rows():
+    import cupy
+
+    geometry, store = on_gpu(rows="int8")
+    given = [part.cuda() for part in tokens(600, geometry=geometry)]
+    rows = store._codec.encode(*given)
+    store.append(store.join(*given))
+    store.wait()
+    for b, slot in [(0, 0), (1, 1), (0, 2)]:
+        address = int(store.table[b, slot])
+        memory = cupy.cuda.UnownedMemory(address, store.block_bytes, store)
+        block = cupy.ndarray((2, 256, store.row_bytes), "u1", cupy.cuda.MemoryPointer(memory, 0))
+        held = min(256, 600 - 256 * slot)
+        got = torch.from_dlpack(cupy.ascontiguousarray(block[:, :held]).copy())
+        assert torch.equal(got, rows[b, :, 256 * slot : 256 * slot + held])
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_given_back():
+    geometry, store = on_gpu()
+    budget = store._budget
+    append(store, tuple(part.cuda() for part in tokens(5000, geometry=geometry)))
+    settled(store)
+    assert budget.used_bytes == store.pinned_bytes > 0
+    del store
+    gc.collect()
+    assert budget.used_bytes == 0
+
+
+def busy_for_a_while():
+    """Work on the current stream that takes far longer than any call here."""
+    load = torch.randn(8192, 8192, device="cuda")
+    for _ in range(30):
+        load = (load @ load).clamp_(-1, 1)
+    return load
+
+
+@pytest.mark.gpu
+def test_an_append_waits_for_nothing():
+    """Room is there; the rows are still being made when the call returns."""
+    geometry, store = on_gpu()
+    rows = store.join(*(part.cuda() for part in tokens(4000, geometry=geometry)))
+    store.append(rows)
+    store._offload.synchronize()
+    store.truncate(0)
+    settled(store)
+    busy_for_a_while()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        store.append(rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not store._offload._done.query()
+    store.wait()
+    after = torch.cuda.current_stream().record_event()
+    after.synchronize()
+    assert store._offload._done.query()
+
+
+@pytest.mark.gpu
+def test_rows_are_not_overwritten_while_they_are_read():
+    """A kernel that was launched before a truncation still finds what it reads."""
+    geometry, store = on_gpu()
+    first, second = (
+        store.join(*(part.cuda() for part in tokens(512, seed, geometry=geometry)))
+        for seed in (1, 2)
+    )
+    store.append(first)
+    store.wait()
+    torch.cuda.synchronize()
+    words, total = store.block_bytes // 16, torch.zeros(2, dtype=torch.int32, device="cuda")
+    block = int(store.table[0, 0])
+    busy_for_a_while()
+    launch("ops/ceiling.cu", "total", (8,), (512,), block, words, total[:1], LOADS=4)
+    store.truncate(0)
+    store.append(second)
+    store.wait()
+    launch("ops/ceiling.cu", "total", (8,), (512,), block, words, total[1:], LOADS=4)
+    want = [
+        int(part["blocks"][0, 0].view(torch.int32).sum(dtype=torch.int64))
+        for part in (first, second)
+    ]
+    assert [int(x) & 0xFFFFFFFF for x in total] == [x & 0xFFFFFFFF for x in want]

@@ -1,0 +1,504 @@
+"""ParisKV whose codes lie in blocks and whose search is fused, against itself in plain torch.
+
+One file, for all of it holds one class to the same reference: search, attend, change, failure.
+"""
+
+import gc
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvindex
+from benchmarks.decode.timing import Launches
+from kvindex import ops
+from kvindex.core import backend
+from kvindex.core.resident import Near
+from kvindex.indexes.pariskv import ParisKV
+from kvindex.layer import AttentionLayer
+from kvindex_cuda import store
+from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.pariskv import shared_step
+from kvindex_cuda.pariskv.executor import fused, put
+from kvindex_cuda.pariskv.step import Step
+from tests.cuda import emulator, sanitize
+from tests.cuda.devices import DEVICES
+from tests.support.beside import alone
+from tests.support.helpers import (
+    ROUNDED,
+    Case,
+    assert_same_hits,
+    follow_changes,
+    left_padding,
+    part,
+)
+
+CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
+OPTIONS = dict(preset="fast", lists="group")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """The torch ops with the fused search beside them; the kernels emulated on a CPU."""
+    names = {name: getattr(ops, name) for name in ops.__all__}
+    resolve = backend.resolve
+    both = SimpleNamespace(**names, fused=fused, store=store, ready=lambda device: None)
+    monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
+    if request.param == "cpu":  # whose only store is this one: with a cache of its rows
+        monkeypatch.setattr(DeviceStore, "far", True)
+    with emulator.emulated() if request.param == "cpu" else nullcontext():
+        yield request.param
+
+
+def pair(device, case=CASE, **options):
+    """The index with fused kernels, and in plain torch."""
+    options = OPTIONS | dict(device=device) | options
+    return [case.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
+
+
+def moved(tokens, device):
+    return tuple(piece.to(device) for piece in tokens)
+
+
+def assert_same(mine, theirs, queries, k=20):
+    assert mine._fused
+    assert not theirs._fused
+    for name in theirs._codes:
+        assert torch.equal(mine._codes[name], theirs._codes[name]), name
+    assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
+
+
+@pytest.mark.parametrize("k", [1, 20, 700])
+def test_a_fused_search_is_the_reference_search(device, k):
+    mine, theirs = pair(device)
+    for index in (mine, theirs):
+        index.append(*moved(CASE.tokens(600), device))
+    assert_same(mine, theirs, CASE.queries().to(device), k)
+
+
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [(dict(q_heads=2), dict(preset="precise")), (dict(q_heads=6), dict(centre=0))],
+    ids=str,
+)
+def test_other_groups_and_options(device, group, options):
+    case = Case(kv_heads=2, head_dim=64, **group)
+    mine, theirs = pair(device, case, **options)
+    for index in (mine, theirs):
+        index.append(*moved(case.tokens(400), device))
+    assert_same(mine, theirs, case.queries().to(device))
+
+
+def test_it_follows_appends_truncation_reordering_and_reset(device):
+    mine, theirs = pair(device)
+    follow_changes(mine, theirs, CASE, device, assert_same)
+
+
+def test_many_queries_at_once(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64)
+    mine, theirs = pair(device, case)
+    for index in (mine, theirs):
+        index.append(*moved(case.tokens(300), device))
+    queries = case.queries(batch=3).to(device)
+    found = [index.repeated(3).search(queries, k=9) for index in (mine, theirs)]
+    assert_same_hits(*found, close=ROUNDED)
+    assert_same(mine, theirs, queries[:1])
+
+
+def test_a_share_of_the_attention(device):
+    mine, theirs = pair(device)
+    for index in (mine, theirs):
+        index.append(*moved(CASE.tokens(300), device))
+    queries = CASE.queries().to(device)
+    found = [index.search(queries, k=50, mass=0.6) for index in (mine, theirs)]
+    torch.testing.assert_close(found[0].mass, found[1].mass, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
+    monkeypatch.setattr(ParisKV, "appends_beside", True)
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2, softcap=softcap)
+    mine, theirs = pair(device, case)
+    layers = [
+        AttentionLayer(index, k=20, sink=4, local=16, update_every=8, full_threshold=64)
+        for index in (mine, alone(theirs))
+    ]
+    keys, values = moved(case.tokens(316), device)
+    valid = left_padding([0, 9], 300).to(device)
+    for layer in layers:
+        queries = case.tensor(5, 2, 4, 300, 64).to(device)
+        layer.step(queries, *part((keys, values), 0, 300), valid=valid)
+    for t in range(300, 316):
+        query = case.tensor(100 + t, 2, 4, 1, 64).to(device)
+        mine, theirs = (layer.step(query, *part((keys, values), t, t + 1)) for layer in layers)
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    mine, theirs = (layer.traffic for layer in layers)
+    assert mine.steps == theirs.steps == 16
+    assert float(mine.rows_read) == float(theirs.rows_read)
+    assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(lists="head"), dict(preset="accurate", lists="head"), dict(preset="paper")],
+    ids=str,
+)
+def test_what_is_not_fused_runs_op_by_op(device, options):
+    index = pair(device, **options)[0]
+    assert index._fused is None
+
+
+def test_the_plain_index_knows_nothing_of_it():
+    assert kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64)._fused is None
+
+
+def addresses(index):
+    """Of all tensors that a search of the index reads or writes, but those of its results."""
+    state, step = index._fused._state, index._fused._uses[-1].step
+    kept = {**vars(state), **vars(step), "asked": index._fused._uses[-1].wanted}
+    for result in ("output", "found"):
+        del kept[result]
+    return [part.data_ptr() for part in kept.values() if isinstance(part, torch.Tensor)]
+
+
+def test_nothing_that_a_search_reads_or_writes_moves(device):
+    mine, theirs = pair(device)
+    tokens, queries = moved(CASE.tokens(700), device), CASE.queries().to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300), valid=left_padding([0, 70], 300).to(device))
+    mine.prepare(k=20, tokens=700)
+    mine.search(queries, k=20)
+    where = addresses(mine)
+    for start, stop in ((300, 301), (301, 700)):
+        for index in (mine, theirs):
+            index.append(*part(tokens, start, stop))
+        assert_same(mine, theirs, queries)
+    for index in (mine, theirs):
+        index.truncate(290)
+    assert_same(mine, theirs, queries)
+    assert addresses(mine) == where
+
+
+def test_a_view_leaves_its_index_alone(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64)
+    mine, theirs = pair(device, case)
+    tokens, queries = moved(case.tokens(400), device), case.queries(batch=2).to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300))
+    mine.search(queries[:1], k=9)
+    where = addresses(mine)
+    found = [index.repeated(2).search(queries, k=9) for index in (mine, theirs)]
+    assert_same_hits(*found, close=ROUNDED)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 300, 310))
+    assert_same(mine, theirs, queries[:1], k=9)
+    assert addresses(mine) == where
+
+
+def test_indexes_of_a_shape_share_buffers_for_as_long_as_they_live(device):
+    first, second = pair(device)[0], pair(device)[0]
+    other = pair(device, seed=1)[0]
+    tokens, queries = moved(CASE.tokens(300), device), CASE.queries().to(device)
+    for index in (first, second, other):
+        index.append(*tokens)
+        index.search(queries, k=7)
+    assert first._fused._uses[-1].step is second._fused._uses[-1].step
+    assert first._fused._uses[-1].step is not other._fused._uses[-1].step
+    del first, second, other, index
+    gc.collect()
+    assert not shared_step._alive
+
+
+def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
+    indexes = [pair(device)[0] for _ in range(2)]
+    tokens, queries = moved(CASE.tokens(900), device), CASE.queries().to(device)
+    for index in indexes:
+        index.append(*part(tokens, 0, 60))
+        index.search(queries, k=10)
+    small = indexes[0]._fused._uses[-1].step
+    assert small.most == 80  # twice what pool · k asks for
+    for index in indexes:
+        index.append(*part(tokens, 60, 900))
+        index.search(queries, k=50)
+        index.search(queries, k=10)
+        assert index._fused._newest(10).step is small
+    for index in indexes:
+        index.prepare(k=10, tokens=10_000)
+        assert [use.step.most for use in index._fused._uses if use.step.k == 10] == [200]
+    steps_of = [index._fused._newest(10).step for index in indexes]
+    assert steps_of[0] is steps_of[1] is not small
+
+
+def test_what_a_graph_holds_stays_and_asks_for_no_more_than_it_has_room_for(device, monkeypatch):
+    mine, theirs = pair(device)
+    tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 60))
+    fusing = import_module("kvindex_cuda.pariskv.executor")
+    with monkeypatch.context() as context:
+        context.setattr(fusing, "capturing", lambda device: True)
+        with pytest.raises(RuntimeError, match="graph: got a first search for k = 5 rows"):
+            mine.search(queries, k=5)
+    mine.prepare(k=5, tokens=60)
+    with monkeypatch.context() as context:
+        context.setattr(fusing, "capturing", lambda device: True)
+        mine.search(queries, k=5)
+    (held,) = mine._fused._uses
+    for index in (mine, theirs):
+        index.append(*part(tokens, 60, 1100))
+    assert_same(mine, theirs, queries, k=5)
+    assert mine._fused._uses[0] is held
+    assert mine._fused._newest(5) is not held
+    assert held.wanted.tolist() == [20, 20]
+    assert mine._fused._newest(5).wanted.tolist() == [22, 22]
+
+
+def test_attention_reads_no_more_near_rows_than_there_are(device):
+    mine, theirs = pair(device)
+    for index in (mine, theirs):
+        index.append(*moved(CASE.tokens(300), device))
+    near = Near(mine.geometry, 2, 50)
+    near.rows.fill_(float("nan"))
+    near.add(*moved(CASE.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
+    output, found = mine.attend(CASE.queries().to(device), near, k=20)
+    assert output.isfinite().all()
+    assert found.tolist() == [[20, 20], [20, 20]]
+    with pytest.raises(ValueError, match="attend: got an index with backend="):
+        theirs.attend(CASE.queries().to(device), near, k=20)
+
+
+def spoiled(queries):
+    queries = queries.clone()
+    queries[1, 2, 5] = torch.nan
+    return queries
+
+
+def attending(device, **options):
+    """An index of 300 tokens, a near row and queries."""
+    index = pair(device, **options)[0]
+    index.append(*moved(CASE.tokens(300), device))
+    near = Near(index.geometry, 2, 1)
+    near.add(*moved(CASE.tokens(1, seed=3), device), None)
+    return index, near, CASE.queries().to(device)
+
+
+def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
+    """Where looking would stop the device: as on a GPU."""
+    monkeypatch.setattr(ParisKV, "_defers", True)
+    index, near, queries = attending(device)
+    want = index.attend(queries, near, k=20)[0]
+    index.raise_deferred()
+    got = index.attend(spoiled(queries), near, k=20)[0]
+    torch.testing.assert_close(got[0], want[0])
+    index.attend(queries, near, k=20)
+    message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
+    with pytest.raises(ValueError, match=message):
+        index.raise_deferred()
+    index.raise_deferred()  # said once
+    index.search(spoiled(queries), k=20)  # the same flag
+    index.attend(queries, near, k=20)
+    with pytest.raises(ValueError, match=message):
+        index.nbytes()
+    assert [len(index._deferred), index._deferred["queries"][0].dtype] == [2, torch.int32]
+
+
+@pytest.mark.parametrize("check", [None, True, False])
+def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
+    index, near, queries = attending(device, check=check)
+    before = index.attend(queries, near, k=20)[0]
+    at_once = check or (check is None and device == "cpu")
+    with (
+        pytest.raises(ValueError, match="queries: got nan, allowed is a finite number")
+        if at_once
+        else nullcontext()
+    ):
+        index.attend(spoiled(queries), near, k=20)
+    torch.testing.assert_close(index.attend(queries, near, k=20)[0], before)
+    if check is False:
+        index.raise_deferred()
+
+
+def test_results_are_the_callers_though_layers_share_buffers(device):
+    (first, near, queries), (second, *_) = attending(device), attending(device)
+    other = CASE.queries(seed=1).to(device)
+    output, found = first.attend(queries, near, k=20)
+    given = first.attend_to(queries, first.search(queries, k=20), near)
+    kept = output.clone(), found.clone(), given.clone()
+    for index in (second, first):
+        later = index.attend(other, near, k=20)[0]
+        hits = index.search(other, k=20)
+        index.attend_to(other, hits, near)
+        assert not torch.equal(later, output)
+    assert first._fused._newest(20).step is second._fused._newest(20).step
+    for result, copy in zip((output, found, given), kept, strict=True):
+        assert torch.equal(result, copy)
+
+
+class Counted(TorchDispatchMode):
+    """Names of torch's operations that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+def test_a_call_of_the_index_launches_its_kernels_and_nothing_else(device, monkeypatch):
+    monkeypatch.setattr(ParisKV, "_defers", True)
+    index, near, queries = attending(device)
+    index.prepare(k=20, tokens=300)
+    with Launches() as launches, Counted() as torchs:
+        index.attend(queries, near, k=20)
+    assert launches.names == ["ask", "scan", "rerank", "agree", "attend"]
+    assert set(torchs.names) <= {"empty_like", "view", "detach"}  # which run nothing
+
+
+WRAPPERS = ("", "+sample", "+reuse:tau=2")
+
+
+def layers_of(device, case, indexes, steps=6):
+    """Outputs and traffic of a layer over each index, which attend step by step after a prompt."""
+    tokens = moved(case.tokens(300 + shared_step), device)
+    for index in indexes:
+        layer = AttentionLayer(index, k=20, sink=4, local=16, update_every=4, full_threshold=64)
+        layer.step(case.tensor(5, 1, 4, 300, 64).to(device), *part(tokens, 0, 300))
+        outputs = []
+        for t in range(300, 300 + shared_step):
+            query = case.tensor(t, 1, 4, 1, 64).to(device)
+            outputs.append(layer.step(query, *part(tokens, t, t + 1)))
+        yield torch.cat(outputs, 2), layer.traffic
+
+
+@pytest.mark.parametrize(
+    ("rows", "value_dim", "wrapper"),
+    [
+        *(("plain", 64, wrapper) for wrapper in WRAPPERS),
+        *(("int8", 64, wrapper) for wrapper in WRAPPERS),
+        *(("fp8", 64, wrapper) for wrapper in WRAPPERS[:1]),
+        *zip(("plain", "int8", "fp8"), (12,) * 3, WRAPPERS, strict=True),
+    ],
+)
+def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monkeypatch):
+    case, calls = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim), []
+    attend = Step.attend
+    monkeypatch.setattr(
+        Step, "attend", lambda *given, **how: calls.append(given) or attend(*given, **how)
+    )
+    name, options = "pariskv" + wrapper, OPTIONS | dict(rows=rows, device=device)
+    indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]
+    assert indexes[0].attends == (value_dim == 64)
+    assert not indexes[1].attends
+    (got, mine), (want, theirs) = layers_of(device, case, indexes)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    replayed = torch.device(device).type == "cuda" and not wrapper  # after two and a captured one
+    assert len(calls) == (0 if value_dim != 64 else 3 if replayed else 6)
+    assert float(mine.rows_read) == float(theirs.rows_read)
+    assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
+
+
+def test_rows_that_attention_cannot_read_are_refused(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=12)
+    index = pair(device, case)[0]
+    index.append(*moved(case.tokens(30), device))
+    near, queries = Near(index.geometry, 1, 1), case.queries().to(device)
+    with pytest.raises(ValueError, match="attend: got an index with backend="):
+        index.attend(queries, near, k=20)
+    with pytest.raises(ValueError, match="attend: got an index with backend="):
+        index.attend_to(queries, index.search(queries, k=20), near)
+
+
+def test_hits_to_attend_to_are_checked(device):
+    index = pair(device)[0]
+    index.append(*moved(CASE.tokens(300), device))
+    near, queries = Near(index.geometry, 2, 1), CASE.queries().to(device)
+    hits = index.search(queries, k=20)
+    with pytest.raises(TypeError, match=r"hits: got Tensor, allowed is a kvindex\.Hits"):
+        index.attend_to(queries, hits.ids, near)
+    wrong = torch.zeros((2, 4, 19), device=device)
+    with pytest.raises(ValueError, match=r"hits.log_weight: .*\[2, 4, 19\]"):
+        index.attend_to(queries, replace(hits, log_weight=wrong), near)
+    hits.ids[1, 1, 3] = 300
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"hits\.ids: got 300, allowed is -1 to 299"):
+            index.attend_to(queries, hits, near)
+    else:
+        assert index.attend_to(queries, hits, near).isfinite().all()
+        with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 299"):
+            index.raise_deferred()
+
+
+@pytest.mark.parametrize("values", [[5, 5, 5], [5, 0, 7], []])
+def test_numbers_of_the_host_reach_the_device(values):
+    target = torch.zeros(len(values), dtype=torch.int32)
+    put(target, values)
+    assert target.tolist() == values
+
+
+def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
+    both, tokens = pair(device), moved(CASE.tokens(300), device)
+    queries = CASE.queries().to(device)
+    for index in both:
+        index.append(*tokens, valid=left_padding([0, 70], 300).to(device))
+        index.search(queries, k=9)
+        index.truncate(0)
+        assert len(index) == 0
+        index.append(*tokens)
+    assert_same(*both, queries)
+
+
+@pytest.mark.parametrize("wrapper", ["+sample", "+reuse:tau=2"])
+@pytest.mark.parametrize("rows", ["plain", "int8"])
+def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
+    """What is read again is read where it was kept: the rows themselves have gone bad since."""
+    options = OPTIONS | dict(rows=rows, device=device, backend="cuda", store="host")
+    index = CASE.index("pariskv" + wrapper, **options)
+    index.append(*moved(CASE.tokens(300), device))
+    near, queries = Near(index.geometry, 2, 1), CASE.queries().to(device)
+    first = index.attend(queries, near, k=20)[0]
+    cache, store = index.inner._fused.cache, index.inner._store
+    asked, found = cache.counts.sum(0).tolist()
+    assert (asked, found) == (4 * 20, 0)
+    assert (cache.tags >= 0).sum(1).tolist() == [20] * 4  # no two ids below 300 share a set
+    if device == "cuda":
+        torch.cuda.synchronize()
+    for block in range(4):
+        store._table._block(block).fill_(0xFF)
+    assert torch.equal(index.attend(queries, near, k=20)[0], first)
+    assert cache.hit_rate() == 0.5
+    hits = index.search(queries, k=20)
+    hits.ids[:, :, ::2] = -1
+    index.attend_to(queries, hits, near)
+    assert cache.counts.sum(0).tolist() == [4 * 50, 4 * 30]
+
+
+def test_what_the_sanitizers_run_runs(device):
+    assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 20
+
+
+def test_room_for_an_answer_is_taken_before_it(device):
+    mine, theirs = pair(device)
+    mine.make_room(900)  # of an empty index nothing is known
+    tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
+    for index in (mine, theirs):
+        index.append(*part(tokens, 0, 300))
+        index.make_room(900)  # for plain torch there is nothing to do
+    tables = mine._codes.table.clone(), mine._store.table.clone()
+    assert [int((table != 0).sum(1).min()) for table in tables] == [4, 4]
+    for start in range(300, 900, 200):
+        for index in (mine, theirs):
+            index.append(*part(tokens, start, start + 200))
+    assert torch.equal(mine._codes.table, tables[0])
+    assert torch.equal(mine._store.table, tables[1])
+    assert_same(mine, theirs, queries)
+    with pytest.raises(ValueError, match="tokens: got 0, allowed is an integer of at least 1"):
+        mine.make_room(0)
+    with pytest.raises(ValueError, match="max_tokens: got"):
+        mine.make_room(10**9)
+    assert_same(mine, theirs, queries)

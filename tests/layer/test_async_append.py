@@ -1,0 +1,121 @@
+"""Which stream comes after which while rows move into an index, on streams that only note it."""
+
+import gc
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvindex.core.protocol import Rows
+from kvindex.layer import async_append
+from kvindex.layer.async_append import Move
+from kvindex.layer.regions import Leaving
+
+
+class Part:
+    """Stands for a tensor."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def record_stream(self, stream):
+        self.notes.append(f"{self.name} lives until {stream.name} is done")
+
+
+class Stream:
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other):
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self.notes.append(f"event of {self.name}")
+        return f"that of {self.name}"
+
+    def wait_event(self, event):
+        self.notes.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    notes = []
+    side, steps = Stream("side", notes), Stream("steps", notes)
+
+    @contextmanager
+    def on(stream):
+        notes.append(f"on {stream.name}:")
+        yield
+        notes.append("back")
+
+    monkeypatch.setattr(async_append, "side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return notes
+
+
+def index_of(notes, fails=False):
+    def begin_append(keys, values, *, valid):
+        notes.append("begin")
+        if fails:
+            raise MemoryError
+        return lambda: notes.append("end")
+
+    place = SimpleNamespace(device=torch.device("cuda:0"))
+    return SimpleNamespace(geometry=place, begin_append=begin_append)
+
+
+def leaving(notes):
+    keys, values, valid = (Part(name, notes) for name in ("keys", "values", "valid"))
+    return Leaving(Rows(keys, values), valid, None)
+
+
+BEGUN = [
+    "side waits for steps",
+    "keys lives until side is done",
+    "values lives until side is done",
+    "valid lives until side is done",
+    "on side:",
+    "begin",
+]
+
+
+def test_the_side_stream_begins_after_the_step_and_the_end_comes_after_it(notes):
+    move = Move(index_of(notes), leaving(notes), beside=True)
+    assert notes == [*BEGUN, "back", "event of side"]
+    notes.clear()
+    move.end()
+    del move
+    assert notes == ["steps waits for that of side", "end"]
+
+
+def test_what_is_given_up_is_waited_for(notes):
+    move = Move(index_of(notes), leaving(notes), beside=True)
+    notes.clear()
+    move.wait()
+    assert notes == ["steps waits for that of side"]
+
+
+def test_what_is_let_go_of_is_waited_for(notes):
+    """The memory that is written to may be another's after it."""
+    move = Move(index_of(notes), leaving(notes), beside=True)
+    notes.clear()
+    del move
+    gc.collect()
+    assert notes == ["steps waits for that of side"]
+
+
+def test_what_fails_to_begin_is_waited_for(notes):
+    with pytest.raises(MemoryError):
+        Move(index_of(notes, fails=True), leaving(notes), beside=True)
+    assert notes == [*BEGUN, "steps waits for side"]
+
+
+def test_an_append_that_is_not_beside_knows_no_streams(notes):
+    index = index_of(notes)
+    index.append = lambda keys, values, *, valid: notes.append("append")
+    move = Move(index, leaving(notes), beside=False)
+    assert notes == []
+    move.end()
+    assert notes == ["append"]

@@ -1,0 +1,164 @@
+"""Whatever comes between the beginning of an update beside the steps and its end."""
+
+import gc
+import random
+
+import pytest
+import torch
+
+from kvindex.layer.attention_layer import LAG
+from tests.support.beside import CASES, beside, feed, leaving, singles
+from tests.support.helpers import Case
+from tests.support.sequences import Sequence, layer_of
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("length", [22, 21, 20, 18, 16, 15, 11, 10, 9, 4, 2, 1, 0])
+def test_cut_while_rows_are_leaving(case, length):
+    """Into the buffer, what is local, what is leaving, the index, the sink."""
+    case, pads = CASES[case]
+    sequence, layer = leaving(case, pads)
+    layer.truncate(length)
+    assert len(layer) == length
+    assert layer._regions.leaving == (6 if length >= 16 else 0)
+    assert len(layer.index) == min(10, length)
+    other = Sequence.of(case, 80, pads, seed=1)
+    feed(layer, sequence.then(length, other), [(i, i + 1) for i in range(length, length + 20)])
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [1], [0, 0, 2, 2]])
+def test_reordered_while_rows_are_leaving(order):
+    case, pads = CASES["padded"]
+    sequence, layer = leaving(case, pads)
+    layer.reorder(torch.tensor(order))
+    assert (len(layer.index), layer._regions.leaving) == (16, 0)
+    feed(layer, sequence.rows(order), singles(22, 60))
+
+
+def test_reordered_after_every_step_as_beams_are():
+    sequence, layer = leaving()
+    for start, stop in singles(22, 60):
+        feed(layer, sequence, [(start, stop)])
+        layer.reorder(torch.tensor([0, 1]))
+        assert len(layer) - len(layer.index) <= 4 + 6 + LAG
+
+
+def test_reset_while_rows_are_leaving():
+    layer = leaving()[1]
+    layer.reset()
+    assert (len(layer), layer._move) == (0, None)
+    feed(layer, Sequence.of(Case(batch=3), 40, seed=1), [(0, 14), *singles(14, 40)])
+
+
+def test_let_go_of_while_rows_are_leaving():
+    layer = leaving()[1]
+    del layer
+    gc.collect()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["observe", "search", "fetch"])
+@pytest.mark.parametrize("tokens", [22, 23])
+def test_a_step_that_fails_while_rows_are_leaving(monkeypatch, at, error, tokens):
+    """Also the one that would have ended it: it is still under way, and ends later."""
+    sequence, layer = leaving()
+    feed(layer, sequence, singles(22, tokens))
+    traffic, window = layer.traffic, layer.nbytes()["window"]
+
+    def fail(*args, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer.index), at, fail)
+        with pytest.raises(error):
+            sequence.feed(layer, tokens, tokens + 1)
+    assert (len(layer), len(layer.index), layer._regions.leaving) == (tokens, 10, 6)
+    assert (layer.traffic, layer.nbytes()["window"]) == (traffic, window)
+    feed(layer, sequence, singles(tokens, 60))
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_update_that_cannot_begin_leaves_all_as_it_was(monkeypatch, error):
+    sequence, layer = Sequence.of(Case(batch=2), 80), beside(Case(batch=2), local=4)
+    feed(layer, sequence, [(0, 14), *singles(14, 19)])
+
+    def fail(*args, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer.index), "begin_append", fail)
+        with pytest.raises(error):
+            sequence.feed(layer, 19, 20)
+    assert (len(layer), len(layer.index), layer._regions.leaving) == (19, 10, 0)
+    feed(layer, sequence, singles(19, 60))
+    assert len(layer.index) > 40
+
+
+@pytest.mark.parametrize("at", ["without", "end"])
+@pytest.mark.parametrize("by", ["step", "reorder"])
+def test_an_update_that_cannot_end_ends_later(monkeypatch, at, by):
+    sequence, layer = leaving()
+    feed(layer, sequence, singles(22, 23))
+
+    def fail(*args, **options):
+        raise MemoryError
+
+    def act():
+        return layer.reorder(torch.tensor([1, 0])) if by == "reorder" else feed(*last)
+
+    last = layer, sequence, singles(23, 24)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer._regions if at == "without" else layer._move, at, fail)
+        with pytest.raises(MemoryError):
+            act()
+    assert (len(layer), len(layer.index), layer._regions.leaving) == (23, 10, 6)
+    feed(layer, sequence, singles(23, 60))
+    assert len(layer.index) > 40
+
+
+def test_an_index_that_was_changed_by_others_ends_in_words():
+    layer = leaving()[1]
+    layer.index.append(*Case(batch=2).tokens(1))
+    with pytest.raises(ValueError, match="append: the index has changed between"):
+        layer.reorder(torch.tensor([1, 0]))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
+    """Steps, cuts, other orders, failures, in any order; all is attended to."""
+    draw = random.Random(seed)
+    pads = draw.choice([[0, 0, 0], [0, 7, 16]]) if device == "cpu" else None
+    case = Case(q_heads=4, batch=3, device=device)
+    busy = torch.randn(2000, 2000, device=device) if device == "cuda" else None
+    sizes = dict(local=draw.choice([0, 2, 5]), update_every=draw.choice([1, 3, 6]))
+    turn = draw.choice([None, 0, 0.5, 0.99])
+    layers = [beside(case, turn=turn, **sizes), layer_of(case, **sizes)]
+    tokens, length = Sequence.of(case, 400, pads), 0
+    for _ in range(60):
+        done = draw.choice(["one"] * 8 + ["some", "cut", "turn", "fail"])
+        if busy is not None:
+            busy = (busy @ busy).clamp(-1, 1)  # the device is behind the host
+        if done == "cut" and length:
+            length = max(17, length - draw.choice([0, 1, 2, 5, 12]))
+            for layer in layers:
+                layer.truncate(length)
+        elif done == "turn" and length:
+            order = torch.tensor(draw.choice([[0, 1, 2], [2, 0, 1]]))
+            tokens = tokens.rows(order.tolist())
+            for layer in layers:
+                layer.reorder(order)
+        elif done == "fail" and length:
+            for layer in layers:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(layer, "_update", lambda **_: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        tokens.feed(layer, length, length + 1)
+        else:
+            count = 1 if length and done == "one" else draw.choice([17, 20])
+            mine, theirs = (tokens.feed(layer, length, length + count) for layer in layers)
+            real = tokens.valid[:, length : length + count]
+            mine, theirs = (part.transpose(1, 2)[real] for part in (mine, theirs))
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            length += count
+        assert [len(layer) for layer in layers] == [length] * 2

@@ -1,0 +1,234 @@
+"""The layer with `exact` and k ≥ length is dense attention, whatever happens to it."""
+
+import pytest
+import torch
+
+from kvindex.layer import AttentionLayer, dense
+from kvindex.wrappers import Wrapper
+from tests.support.helpers import Case, Operations
+from tests.support.sequences import Sequence, layer_of, steps_of
+
+CASES = {
+    "plain": (Case(), None),
+    "groups of 3": (Case(q_heads=6, value_dim=8), None),
+    "softcap": (Case(q_heads=4, softcap=2.0, batch=2), None),
+    "padded": (Case(q_heads=6, value_dim=24, batch=3), [0, 7, 16]),
+    "padded softcap": (Case(softcap=2.0, batch=3), [5, 0, 12]),
+    "bfloat16": (Case(q_heads=8, dtype=torch.bfloat16, batch=2), [3, 0]),
+    "float16": (Case(dtype=torch.float16), None),
+}
+PLANS = {
+    "prefill and decode": steps_of(20, *[1] * 20),
+    "chunked prefill": steps_of(7, 9, 2, 3, *[1] * 10),
+    "second turn": steps_of(17, *[1] * 8, 11, *[1] * 8),
+    "token by token": steps_of(*[1] * 40),
+}
+
+
+@pytest.fixture(params=["gathered", "blockwise"])
+def path(request, monkeypatch):
+    if request.param == "blockwise":
+        monkeypatch.setattr(dense, "GATHERED_BYTES", -1)
+    monkeypatch.setattr(dense, "BLOCK", 6)
+
+
+def assert_dense(layer, sequence, steps):
+    want = sequence.dense()
+    for start, stop in steps:
+        sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
+        assert len(layer) == stop
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_step_is_dense_attention(case, plan):
+    case, pads = CASES[case]
+    assert_dense(layer_of(case), Sequence.of(case, 44, pads), PLANS[plan])
+
+
+@pytest.mark.parametrize("sizes", [dict(sink=0), dict(local=0), dict(update_every=1)], ids=str)
+@pytest.mark.parametrize("case", ["plain", "padded"])
+def test_regions_of_size_0(sizes, case):
+    case, pads = CASES[case]
+    layer = layer_of(case, **sizes)
+    sequence = Sequence.of(case, 44, pads)
+    assert_dense(layer, sequence, PLANS["second turn"])
+    layer.reorder(torch.arange(case.batch).flip(0))
+    layer.truncate(2)
+    assert len(layer) == 2
+
+
+@pytest.mark.parametrize("broken", ["k", "keys", "scale", "start"])
+def test_the_comparison_with_dense_attention_can_fail(broken):
+    case = Case()
+    sequence = Sequence.of(case, 44)
+    layer = layer_of(case, k=3 if broken == "k" else 1000)
+    wrong = Sequence.of(case, 44)
+    if broken == "keys":
+        wrong.keys = wrong.keys.roll(1, 2)
+    if broken == "scale":
+        wrong.queries = wrong.queries * 1.01
+    outputs = [wrong.feed(layer, start, stop) for start, stop in steps_of(20, *[1] * 20)]
+    with pytest.raises(AssertionError):
+        sequence.assert_equals(torch.cat(outputs, dim=2), sequence.dense(), broken == "start")
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("length", [39, 37, 33, 30, 25, 14, 2, 1])
+@pytest.mark.parametrize("case", ["plain", "padded"])
+def test_truncated_inside_local_past_local_and_inside_the_sink(length, case):
+    case, pads = CASES[case]
+    first, other = Sequence.of(case, 60, pads), Sequence.of(case, 60, pads, seed=1)
+    layer = layer_of(case)
+    assert_dense(layer, first, steps_of(20, *[1] * 20))
+    layer.truncate(length)
+    assert len(layer) == length
+    steps = [(length, length + 1), (length + 1, length + 4)]
+    steps += [(stop, stop + 1) for stop in range(length + 4, length + 20)]
+    assert_dense(layer, first.then(length, other), steps)
+
+
+def test_truncate_past_the_end_and_below_0():
+    case = Case()
+    sequence, layer = Sequence.of(case, 44), layer_of(case)
+    assert_dense(layer, sequence, steps_of(20, 1))
+    layer.truncate(100)
+    with pytest.raises(ValueError, match="length: got -1, allowed is an integer of at least 0"):
+        layer.truncate(-1)
+    assert len(layer) == 21
+    assert_dense(layer, sequence, [(21, 22), (22, 30)])
+
+
+def test_truncate_to_0_keeps_the_batch_and_reorder_changes_it():
+    two, one = Sequence.of(Case(batch=2), 40), Sequence.of(Case(batch=1), 40, seed=1)
+    layer = layer_of(Case())
+    assert_dense(layer, two, steps_of(20, 1))
+    layer.truncate(0)
+    with pytest.raises(ValueError, match="keys: got shape"):
+        one.feed(layer, 0, 3)
+    assert len(layer) == 0
+    assert_dense(layer, two, steps_of(20, 1))
+    layer.truncate(0)
+    layer.reorder(torch.tensor([1]))
+    assert_dense(layer, one, steps_of(20, *[1] * 10))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [[2, 1, 0], [1], [0, 0, 2, 2]])
+def test_reordered_rows_go_on_as_those_they_were(order):
+    case, pads = CASES["padded"]
+    sequence, layer = Sequence.of(case, 60, pads), layer_of(case)
+    assert_dense(layer, sequence, steps_of(20, 1, 1))
+    layer.reorder(torch.tensor(order))
+    assert_dense(layer, sequence.rows(order), [(i, i + 1) for i in range(22, 40)])
+    layer.reorder(torch.tensor([0]))
+    assert_dense(layer, sequence.rows(order[:1]), [(40, 47), (47, 48)])
+
+
+def test_reorder_before_anything_moved_to_the_index():
+    case = Case(batch=2)
+    sequence, layer = Sequence.of(case, 30), layer_of(case)
+    layer.reorder(torch.tensor([0]))
+    assert_dense(layer, sequence, steps_of(3))
+    layer.reorder(torch.tensor([1, 0]))
+    assert_dense(layer, sequence.rows([1, 0]), [(3, 20), (20, 21)])
+
+
+def test_reset_starts_anew_with_another_batch():
+    case, pads = CASES["padded"]
+    layer = layer_of(case)
+    assert_dense(layer, Sequence.of(case, 44, pads), PLANS["second turn"])
+    layer.reset()
+    assert len(layer) == 0
+    assert layer.traffic.steps == 0
+    again = Sequence.of(Case(q_heads=6, value_dim=24, batch=2), 44, seed=1)
+    assert_dense(layer, again, PLANS["prefill and decode"])
+
+
+@pytest.mark.parametrize("case", ["plain", "padded"])
+@pytest.mark.parametrize("name", ["exact", "pariskv"])
+def test_a_batch_equals_its_rows_one_by_one(case, name):
+    case, pads = CASES[case]
+    sequence = Sequence.of(case, 60, pads)
+    together = layer_of(case, name, k=6)
+    alone = [layer_of(case, name, k=6) for _ in range(case.batch)]
+    for start, stop in steps_of(20, *[1] * 40):
+        got = sequence.feed(together, start, stop)
+        for b, layer in enumerate(alone):
+            want = sequence.rows([b]).feed(layer, start, stop)
+            real = sequence.valid[b, start:stop]
+            torch.testing.assert_close(
+                got[b][:, real], want[0][:, real], rtol=ROUNDING, atol=ROUNDING
+            )
+
+
+ROUNDING = 1e-4
+"""Rows alone and together differ in the last bits of float32 products."""
+
+
+def test_a_layer_must_start_empty():
+    index = Case().index("exact")
+    index.append(*Case().tokens(3))
+    with pytest.raises(ValueError, match="index: got one that holds 3 tokens, allowed is empty"):
+        AttentionLayer(index)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("k", 0),
+        ("sink", -1),
+        ("local", -1),
+        ("update_every", 0),
+        ("full_threshold", -1),
+        ("k", 1.5),
+        ("mass", 0),
+        ("mass", 1.1),
+    ],
+)
+def test_sizes_out_of_range_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"{option}: got {value}, allowed is"):
+        AttentionLayer(Case().index("exact"), **{option: value})
+
+
+def test_only_an_index_that_observes_is_told_positions(monkeypatch):
+    """Those make a tensor in each step."""
+    index = Case().index("exact")
+    layer, tokens = AttentionLayer(index), Case().tokens(3)
+    queries = Case().tensor(1, 1, 2, 3, 16)
+    assert not index.observes
+    assert not Wrapper(index).observes
+    with Operations() as operations:
+        layer.step(queries, *tokens)
+    assert "aten.arange.start" not in operations.names
+    told = []
+    monkeypatch.setattr(index, "observe", lambda queries, positions: told.append(positions))
+    assert index.observes
+    assert Wrapper(index).observes
+    layer.step(queries, *tokens)
+    assert [positions.tolist() for positions in told] == [[3, 4, 5]]
+    assert Case().index("h2o").observes
+
+
+@pytest.mark.parametrize("pads", [None, [3, 0]])
+@pytest.mark.parametrize("group", ["mean_share", "union"])
+def test_a_bias_of_the_logits_is_added_for_the_rows_that_are_read(pads, group):
+    case = Case(q_heads=4, kv_heads=2, batch=2)
+    sequence, layer = Sequence.of(case, 40, pads), layer_of(case, group=group)
+    bias = 3 * case.tensor(5, 2, 4, 40, 40)
+    g, valid = layer.index.geometry, sequence.valid[:, None, None]
+    keys, values = (
+        part.double().repeat_interleave(2, dim=1) for part in (sequence.keys, sequence.values)
+    )
+    logits = g.scale * sequence.queries.double() @ keys.mT + bias
+    seen = torch.ones(40, 40, dtype=torch.bool).tril() & valid
+    want = logits.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0) @ values
+    for start, stop in [(0, 15), *((i, i + 1) for i in range(15, 30)), (30, 37), (37, 38)]:
+        part = sequence.parts(start, stop)
+        padding = sequence.valid[:, start:stop] if start == 0 and pads else None
+        some = bias[:, :, start:stop, :stop]
+        sequence.assert_equals(layer.step(*part, valid=padding, bias=some), want, start)
+    with pytest.raises(ValueError, match=r"bias: got shape \[2, 4, 1, 40\], allowed is"):
+        layer.step(*sequence.parts(38, 39), bias=bias[:, :, 38:39])
+    assert len(layer) == 38

@@ -1,0 +1,66 @@
+"""Counts of steps that are added up later: sums, and going back."""
+
+import pytest
+import torch
+
+from kvindex.layer.stats import AT_ONCE, Counts, Tally, Traffic
+from tests.support.helpers import Operations
+
+
+def step(rows, *, beside=10, hidden=0.0, length=100, padded=0.0, row_bytes=8, mass=None, batch=1):
+    found = torch.full((batch, 2), rows, dtype=torch.int32)
+    return Counts(found, beside, hidden, length, padded, row_bytes, mass)
+
+
+def floats(traffic):
+    names = ("rows_read", "rows_full", "bytes_fetched", "mass")
+    return [traffic.steps, *(float(getattr(traffic, name)) for name in names)]
+
+
+def test_nothing_is_counted_at_first():
+    assert Tally().traffic == Traffic()
+
+
+def test_sums_of_steps_of_other_batches_paddings_and_rows():
+    tally, hidden, padded = Tally(), torch.tensor(1.5), torch.tensor(2.0)
+    tally.count(step(7))
+    tally.count(step(5, hidden=hidden, padded=padded, length=101))
+    tally.count(step(5, hidden=hidden, padded=padded, length=102))
+    tally.count(step(3, batch=3, row_bytes=4, mass=torch.tensor([[0.5, 0.7]])))
+    read = 7 + 5 + 5 + 3 + 4 * 10 - 2 * 1.5
+    full = 100 + 101 + 102 + 100 - 2 * 2
+    fetched = 2 * 8 * (7 + 5 + 5) + 6 * 4 * 3
+    assert floats(tally.traffic) == pytest.approx([4, read, full, fetched, 0.6])
+    assert tally.traffic.bytes_fetched.dtype == torch.int64  # exact, however many
+
+
+def test_a_step_costs_no_operation_until_there_are_many():
+    tally, steps = Tally(), [step(1) for _ in range(AT_ONCE)]
+    with Operations() as operations:
+        for one in steps[:-1]:
+            tally.count(one)
+            tally.checkpoint()
+    assert operations.count == 0
+    with Operations() as operations:
+        tally.count(steps[-1])
+    assert 0 < operations.count < AT_ONCE
+    assert floats(tally.traffic)[0] == AT_ONCE
+
+
+@pytest.mark.parametrize("before", [0, 3, AT_ONCE - 1, AT_ONCE])
+@pytest.mark.parametrize("after", [0, 1, 2 * AT_ONCE])
+@pytest.mark.parametrize("read", [False, True])
+def test_going_back_forgets_what_came_after(before, after, read):
+    tally = Tally()
+    for rows in range(before):
+        tally.count(step(rows))
+    mark = tally.checkpoint()
+    for _ in range(after):
+        tally.count(step(9))
+    if read:
+        assert tally.traffic.steps == before + after
+    sums = [before, sum(range(before)) + 10 * before, 100 * before, 16 * sum(range(before)), 0]
+    for _ in range(2):  # and again, for the mark is as it was
+        tally.rollback(mark)
+        assert floats(tally.traffic) == pytest.approx(sums)
+        tally.count(step(9))

@@ -1,0 +1,74 @@
+"""Layers whose updates run beside their steps, on any device."""
+
+import torch
+
+from kvindex.indexes.exact import Exact
+from kvindex.layer import AttentionLayer
+from tests.support.helpers import Case
+from tests.support.sequences import SIZES, Sequence
+
+
+class Beside(Exact):
+    """Exact search whose appends a layer lets run beside its steps; keeps its last hits."""
+
+    appends_beside, hits = True, None
+
+    def _search(self, queries, k):
+        self.hits = super()._search(queries, k)
+        return self.hits
+
+
+CASES = {
+    "plain": (Case(), None),
+    "softcap": (Case(q_heads=4, softcap=2.0, batch=2), None),
+    "padded": (Case(q_heads=6, value_dim=24, batch=3), [0, 7, 16]),
+}
+GEOMETRY = ("q_heads", "kv_heads", "head_dim", "value_dim", "dtype", "softcap", "device")
+
+
+def beside(case, k=1000, around=None, **sizes):
+    backend = "torch" if case.device == "cpu" else "cuda"  # whose rows lie in blocks: none moves
+    index = Beside(**{name: getattr(case, name) for name in GEOMETRY}, backend=backend)
+    index = around(index) if around else index
+    return AttentionLayer(index, k=k, **{**SIZES, "update_every": 6, **sizes})
+
+
+def alone(index):
+    """The index, whose appends begin while nothing else runs: for a reference that moves what it
+    holds as it grows, which a search on another stream would still read.
+    """
+    begin = index.begin_append
+
+    def wait():
+        if index.geometry.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def settled(*given, **named):
+        wait()
+        end = begin(*given, **named)
+        wait()
+        return end
+
+    index.begin_append = settled
+    return index
+
+
+def feed(layer, sequence, steps):
+    """Every step is dense attention."""
+    want = sequence.dense()
+    for start, stop in steps:
+        sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
+        assert len(layer) == stop
+
+
+def singles(start, stop):
+    return [(token, token + 1) for token in range(start, stop)]
+
+
+def leaving(case=None, pads=None, **sizes):
+    """A layer of 22 tokens, of which 10 are in the index and 6 leave it, and the sequence."""
+    case = case or Case(batch=2)
+    sequence, layer = Sequence.of(case, 80, pads), beside(case, **{"local": 4, **sizes})
+    feed(layer, sequence, [(0, 14), *singles(14, 22)])
+    assert (len(layer.index), layer._regions.leaving) == (10, 6)
+    return sequence, layer

@@ -1,0 +1,94 @@
+"""A sequence to feed to an attention layer step by step, and what dense attention makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex.layer import AttentionLayer
+from tests.support.helpers import Case, left_padding
+
+SIZES = dict(sink=3, local=4, update_every=5, full_threshold=0)
+
+
+@dataclass
+class Sequence:
+    """Queries `[B, H, N, D]`, keys, values `[B, G, N, …]`, padded tokens per row."""
+
+    case: Case
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    pads: list[int]
+
+    @staticmethod
+    def of(case: Case, count: int, pads: list[int] | None = None, seed: int = 0) -> Sequence:
+        queries = case.tensor(77 + seed, case.batch, case.q_heads, count, case.head_dim)
+        return Sequence(case, queries, *case.tokens(count, seed), pads or [0] * case.batch)
+
+    @property
+    def valid(self) -> Tensor:
+        return left_padding(self.pads, self.keys.shape[2])
+
+    def parts(self, start: int, stop: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the tokens from `start` to `stop`."""
+        some = slice(start, stop)
+        return self.queries[:, :, some], self.keys[:, :, some], self.values[:, :, some]
+
+    def rows(self, rows: list[int]) -> Sequence:
+        """The sequence with these rows of the batch."""
+        parts = (part[rows] for part in (self.queries, self.keys, self.values))
+        return Sequence(self.case, *parts, [self.pads[row] for row in rows])
+
+    def then(self, length: int, other: Sequence) -> Sequence:
+        """The first `length` tokens, then those of the other from there on."""
+        pairs = zip(self.parts(0, length), other.parts(length, None), strict=True)
+        parts = (torch.cat(pair, dim=2) for pair in pairs)
+        return Sequence(self.case, *parts, self.pads)
+
+    def feed(self, layer: AttentionLayer, start: int, stop: int) -> Tensor:
+        """One step with the tokens from `start` to `stop`: `[B, H, T, Dv]`."""
+        padded = any(self.pads) and start <= max(self.pads)
+        valid = self.valid[:, start:stop] if padded else None
+        return layer.step(*self.parts(start, stop), valid=valid)
+
+    def dense(self, shown: Tensor | None = None) -> Tensor:
+        """Causal attention in float64: `[B, H, N, Dv]`.
+
+        shown: bool `[B, G, N, N]`, which rows each token sees at most; all unless given.
+        """
+        g, N = self.case.index("exact").geometry, self.keys.shape[2]
+        rows = (self.keys, self.values)
+        keys, values = (part.double().repeat_interleave(g.group_size, dim=1) for part in rows)
+        logits = g.scale * (self.queries.double() @ keys.mT)
+        if g.softcap is not None:
+            logits = g.softcap * (logits / g.softcap).tanh()
+        seen = torch.ones(N, N, dtype=torch.bool).tril() & self.valid[:, None, None]
+        if shown is not None:
+            seen = seen & shown.repeat_interleave(g.group_size, dim=1)
+        logits = logits.masked_fill(~seen, float("-inf"))
+        return logits.softmax(-1).nan_to_num(0) @ values
+
+    def assert_equals(self, got: Tensor, want: Tensor, start: int) -> None:
+        """`got` is the output for the tokens from `start` on; padded tokens are not compared."""
+        stop = start + got.shape[2]
+        real = self.valid[:, None, start:stop, None].expand_as(got)
+        assert got.dtype == self.case.dtype
+        slack = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[got.dtype]
+        torch.testing.assert_close(
+            got[real].double(), want[:, :, start:stop][real], rtol=slack, atol=slack
+        )
+
+
+def steps_of(*lengths: int) -> list[tuple[int, int]]:
+    """(start, stop) of steps of these lengths."""
+    stops = torch.tensor(lengths).cumsum(0).tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def layer_of(case: Case, name: str = "exact", k: int = 1000, **options: object) -> AttentionLayer:
+    """A layer with small regions; options for the index, or other sizes."""
+    sizes = {key: options.pop(key) for key in SIZES if key in options}
+    return AttentionLayer(case.index(name, **options), k=k, **{**SIZES, **sizes})
