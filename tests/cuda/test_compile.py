@@ -174,7 +174,7 @@ def named(file, defines):
 
 def compiled(file, defines):
     """Registers, bytes on the stack and spilled bytes of each kernel, by its name."""
-    given = *launching.OPTIONS, "-ftz=true"  # which CuPy adds
+    given = *launching.OPTIONS, f"-I{launching.SOURCES}", "-ftz=true"  # which CuPy adds
     options = [*given, *(f"-D{name}={value}" for name, value in defines.items())]
     path = launching.SOURCES / file
     target = ["-cubin", f"-arch={ARCHITECTURE}", "-Xptxas", "-v", "-o", "/dev/null"]
