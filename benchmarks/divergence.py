@@ -30,7 +30,7 @@ INDEXES = tuple(
     f"pariskv:preset={preset}" for preset in ("paper:beta=.05:rho=.25", "fast", "accurate", "scan")
 )
 BLOCK, RESAMPLES = 50, 4000
-"""Tokens that are drawn together, for neighbours are alike; and how often."""
+"""Tokens that are drawn together, for neighbors are alike; and how often."""
 
 
 def ratio_interval(cells: list[tuple[Tensor, Tensor]], seed: int = 0) -> tuple[float, float, float]:

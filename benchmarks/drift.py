@@ -1,11 +1,11 @@
-"""Recall as keys drift away from what was learnt at the prompt: real generation, made-up shifts.
+"""Recall as keys drift away from what was learned at the prompt: real generation, made-up shifts.
 
     python -m benchmarks.drift [--text FILE] [--tokens N] [--written N] [--top-p P …] [--layers L …]
         [--model … --gguf-file … --lora …] [--device cuda] [--keep FOLDER]
         --json OUT --plot OUT.png
 
 The model reads N tokens, then samples; queries at growing positions search all keys before them,
-each query head on its own. Then half of the keys are shifted after the other half was learnt
+each query head on its own. Then half of the keys are shifted after the other half was learned
 from. Without --model: SmolLM2-135M-Instruct; without --text: prose that every Python carries.
 """
 

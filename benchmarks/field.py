@@ -209,7 +209,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--generated", type=int, default=2048, help="of the text, in pieces")
     parser.add_argument("--sampled", action="store_true", help="these are the model's own")
     parser.add_argument("--sink", type=int, default=64)
-    parser.add_argument("--local", type=int, default=256)
+    parser.add_argument("--local-window", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all, about")
     parser.add_argument("--cpu", action="store_true", help="time searches on the CPU, too")
     add_model(parser)

@@ -79,7 +79,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     add_model(parser)
     found = parser.parse_args(given)
-    least = dict(tokens=1, turn=2, layers=1, context=LOCAL + 256)
+    least = dict(tokens=1, update_phase=2, layers=1, context=LOCAL + 256)
     least |= dict(written=found.turn, steps=found.turn)
     for name, low in least.items():
         if getattr(found, name) < low:
@@ -108,7 +108,7 @@ class Layers:
         for number in range(given.layers):
             made = kvindex.create(INDEX, **geometry, **placed(self._device, INDEX))  # type: ignore[arg-type]  # of strings and more
             turn = number / given.layers
-            layer = AttentionLayer(made, turn=turn, full_threshold=0, graphs=graphs)
+            layer = AttentionLayer(made, update_phase=turn, dense_below=0, graphs=graphs)
             keys, values = new(1, G, given.context, D), new(1, G, given.context, D)
             first = given.context - LOCAL
             made.append(keys[:, :, :first], values[:, :, :first])  # nobody attends from these

@@ -47,13 +47,13 @@ def selected(layer: Captured, index: str, k: int) -> Tensor:
     """
     (H, T, D), (G, N, _) = layer.queries.shape, layer.keys.shape
     made: Any = kvindex.create(index, q_heads=H, kv_heads=G, head_dim=D, device=layer.keys.device)
-    if getattr(made, "follows_steps", False) or not hasattr(made, "repeated"):
+    if getattr(made, "depends_on_queries", False) or not hasattr(made, "expand_batch"):
         raise ValueError(f"index: got {index!r}, allowed is one that serves many queries at once")
     keys = layer.keys.float()[None, :, : N - T]
     made.append(keys, keys)
     queries = layer.queries.float().transpose(0, 1).contiguous()
     parts = queries.split(max(PIECE // (H * N), 1))
-    return torch.cat([made.repeated(len(some)).search(some, k=k).ids.cpu() for some in parts])
+    return torch.cat([made.expand_batch(len(some)).search(some, k=k).ids.cpu() for some in parts])
 
 
 def found(ids: Ints, rows: int) -> Ints:

@@ -1,11 +1,11 @@
-"""Recall, attention mass and bytes of index configurations on a real model's keys and queries.
+"""Recall, attention coverage and bytes of index configurations on a real model's keys and queries.
 
     python -m benchmarks.recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
-        [--rho ρ …] [--first N …] [--mass SHARE …] [--model … --gguf-file … --lora …]
+        [--rho ρ …] [--first N …] [--coverage SHARE …] [--model … --gguf-file … --lora …]
         [--device cuda] --json OUT --plot OUT.png
 
 The model reads N tokens of each text, then writes some of its own; the newest queries search the
-keys of the text, each query head on its own. With --mass, they search once more for that share
+keys of the text, each query head on its own. With --coverage, they search once more for that share
 of the attention, and what they believe is compared with the truth. Without --model:
 SmolLM2-135M-Instruct.
 """
@@ -46,17 +46,17 @@ def expand(presets: list[str], betas: list[float], rhos: list[float]) -> list[st
 
 
 def summary(found: Recall) -> dict[str, float]:
-    """Mean, worst layer and worst decile of the heads; mass over that of the true top k."""
+    """Mean, worst layer and worst decile of the heads; coverage over that of the true top k."""
     per_layer, per_head = found.recall.mean(1), found.recall.flatten().sort().values
-    ratio = found.mass / found.mass_true
+    ratio = found.coverage / found.mass_true
     return {
         "recall": float(found.recall.mean()),
         "recall_worst_layer": float(per_layer.min()),
         "recall_worst_decile": float(per_head[: max(len(per_head) // 10, 1)].mean()),
-        "mass": float(found.mass.mean()),
+        "coverage": float(found.coverage.mean()),
         "mass_true": float(found.mass_true.mean()),
-        "mass_ratio": float(found.mass.mean() / found.mass_true.mean()),
-        "mass_ratio_worst_layer": float((found.mass.mean(1) / found.mass_true.mean(1)).min()),
+        "mass_ratio": float(found.coverage.mean() / found.mass_true.mean()),
+        "mass_ratio_worst_layer": float((found.coverage.mean(1) / found.mass_true.mean(1)).min()),
         "mass_ratio_worst_decile": float(
             ratio.flatten().sort().values[: max(ratio.numel() // 10, 1)].mean()
         ),
@@ -79,7 +79,7 @@ def certificate(found: Certified) -> dict[str, float]:
 
 def show(cells: list[dict[str, Any]], k: int) -> None:
     """A table, one line per configuration: means over texts and lengths."""
-    table = Table("index", "kept B", "scanned B", f"recall@{k}", "worst layer", "mass ratio")
+    table = Table("index", "kept B", "scanned B", f"recall@{k}", "worst layer", "coverage ratio")
     for index, first in dict.fromkeys((cell["index"], cell["first"]) for cell in cells):
         mine = [cell for cell in cells if cell["index"] == index and cell["first"] == first]
         mean = {name: sum(c[name] for c in mine) / len(mine) for name in mine[0]["means"]}
@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--beta", nargs="+", type=float, default=BETAS)
     parser.add_argument("--rho", nargs="+", type=float, default=[0.25])
     parser.add_argument("--first", nargs="+", type=int, default=[], help="of the first append")
-    parser.add_argument("--mass", nargs="+", type=float, default=[], help="shares to search for")
+    parser.add_argument(
+        "--coverage", nargs="+", type=float, default=[], help="shares to search for"
+    )
     parser.add_argument("-k", type=int, default=100)
     add_model(parser)
     parser.add_argument("--plot", type=output(*PICTURES))
@@ -155,10 +157,12 @@ def main() -> None:
                         "text": text.stem,
                         "tokens": tokens,
                         "index": spec,
-                        "mass": mass,
-                        **certificate(certify(layers, spec, k=MOST, mass=mass, prompt=tokens)),
+                        "coverage": coverage,
+                        **certificate(
+                            certify(layers, spec, k=MOST, coverage=coverage, prompt=tokens)
+                        ),
                     }
-                    for mass in given.mass
+                    for coverage in given.coverage
                 ]
                 for first in [None, *given.first]:
                     found = summary(measure(layers, spec, k=given.k, prompt=tokens, first=first))

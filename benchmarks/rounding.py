@@ -30,7 +30,7 @@ LARGEST = (127, 85, 21, 15, 5, 3)
 FIRST, EVERY = 2, 5
 """Layers 2, 7, 12, …: a sixth of them, from all depths."""
 
-CANDIDATES = ("beta=.03:pool=1", "beta=.02:pool=4")
+CANDIDATES = ("beta=.03:refine_factor=1", "beta=.02:refine_factor=4")
 """Few enough for the coarse stage to matter, and as the presets have it."""
 
 
@@ -48,7 +48,7 @@ def recalls(
         for spec in ("exact", *specs):
             index: Any = kvindex.create(spec, **shape)
             index.append(keys, keys)
-            ids.append(index.repeated(T).search(queries, k=k).ids)
+            ids.append(index.expand_batch(T).search(queries, k=k).ids)
         for at, mine in enumerate(ids[1:]):
             same = (ids[0][..., None] == mine[..., None, :]).any(-1)
             found[at] += float(same.double().mean()) / len(layers)
@@ -87,7 +87,7 @@ def main() -> None:
                     "index": spec,
                     "candidates": max(share, options["pool"] * given.k),
                     "lists": options["lists"],
-                    "largest": options["largest"],
+                    "query_max": options["query_max"],
                     "recall": recall,
                 }
             )

@@ -85,7 +85,7 @@ def summary(layers: list[Tensor]) -> dict[str, float]:
 def dense_divergences(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, rows: str) -> Tensor:
     """As `divergences`, with attention to every row: what the codec costs by itself."""
     ids = torch.cat([prompt, rest]).to(model.device)
-    dense: Any = dict(index=f"exact:rows={rows}", full_threshold=2**62)
+    dense: Any = dict(index=f"exact:rows={rows}", dense_below=2**62)
     with torch.no_grad(), attach(model, **dense) as cache:
         prefill(model, ids, cache, stop=len(prompt), chunk=1024)
         logits = model(input_ids=ids[None, len(prompt) :], past_key_values=cache).logits[0]

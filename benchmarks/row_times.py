@@ -102,7 +102,7 @@ def step(geometry: Geometry, tokens: int, timed: Timed) -> dict[str, Any]:
         index: Any = kvindex.create(name, **options, **shape)
         for rows in rows_of(g, tokens):
             index.append(*rows)
-        index.prepare(k=K, tokens=tokens)
+        index.warm_up(k=K, tokens=tokens)
         found[name] = timed(lambda index=index: index.attend(queries, near, k=K), 1)
     return found
 

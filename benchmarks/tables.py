@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = (
     *("README.md", "docs/indexes/pariskv.md", "docs/pipeline/README.md"),
     "docs/decisions/0010-rows-drawn-at-random.md",
-    "docs/decisions/0012-a-centre-for-every-segment.md",
+    "docs/decisions/0012-a-center-for-every-segment.md",
     "docs/decisions/0013-the-query-is-rounded-not-the-table.md",
     *("docs/pipeline/codes.md", "docs/pipeline/coarse.md", "docs/pipeline/rerank.md"),
     *("docs/pipeline/select.md", "docs/pipeline/fetch.md", "docs/pipeline/attention.md"),
@@ -61,7 +61,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "recall": recall.recall,
     "recall_lengths": recall.lengths,
     "recall_mass": recall.certified,
-    "recall_centre": recall.centres,
+    "recall_center": recall.centers,
     "divergence": reading.divergence,
     "divergence_sampled": reading.sampled,
     "rounding": reading.rounding,

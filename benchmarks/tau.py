@@ -46,7 +46,7 @@ def rate(model: Any, ids: Tensor, index: str, steps: int, **options: Any) -> flo
 
     options: of `attach`.
     """
-    with kvhf.attach(model, index=index, full_threshold=0, **options) as cache, torch.no_grad():
+    with kvhf.attach(model, index=index, dense_below=0, **options) as cache, torch.no_grad():
         inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
         lengths = dict(min_new_tokens=steps, max_new_tokens=steps)
         model.generate(**inputs, past_key_values=cache, do_sample=False, **lengths)

@@ -25,22 +25,22 @@ WHOLE = Geometry.of(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 
 def test_bytes_of_a_million_keys():
     found = encode.bytes_of(WHOLE, 2**20)
-    keys, centres = 2**23 * 256, 4096 * 8 * 256
+    keys, centers = 2**23 * 256, 4096 * 8 * 256
     assert found["learn"] == 4096 * 8 * 256  # what a reference is of
     assert encode.bytes_of(WHOLE, 5000)["learn"] == (4096 + 5000 % 256 + 256) * 8 * 256
-    assert found["encode"] == keys + 2 * centres + 2**23 * 67  # signs, 3 planes, weight twice
+    assert found["encode"] == keys + 2 * centers + 2**23 * 67  # signs, 3 planes, weight twice
 
 
 @emulated
 def test_right_appends_pass_and_wrong_ones_stop(monkeypatch):
     monkeypatch.setattr(encode, "CHECKED", (300, 400, 56))
     with emulator.emulated():
-        assert encode.check(SMALL)["learnt"] == "equal"
+        assert encode.check(SMALL)["learned"] == "equal"
         codes = Writer.codes
         monkeypatch.setattr(
             Writer, "codes", lambda self, keys, *a, **k: codes(self, -keys, *a, **k)
         )
-        with pytest.raises(SystemExit, match=r"append is wrong: learnt \[\] differ, \d+"):
+        with pytest.raises(SystemExit, match=r"append is wrong: learned \[\] differ, \d+"):
             encode.check(SMALL)
 
 
@@ -126,7 +126,7 @@ def test_an_update_beside_the_steps_ends_after_the_next_one(plan, want, monkeypa
             return lambda: done.append(f"end {i}")
 
         append = partial(done.append, f"append {i}")
-        return SimpleNamespace(geometry=SMALL, append=lambda *_: append(), begin_append=begin)
+        return SimpleNamespace(geometry=SMALL, append=lambda *_: append(), start_append=begin)
 
     side = SimpleNamespace(wait_event=lambda event: done.append(f"wait {event}"))
     current = SimpleNamespace(wait_stream=lambda stream: done.append("wait side"))

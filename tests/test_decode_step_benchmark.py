@@ -128,7 +128,7 @@ def test_times_are_summed_up():
     assert found == {"median_us": 26, "low_us": 13, "high_us": 39, "replays": 51}
 
 
-def test_a_stage_is_the_difference_of_two_neighbours():
+def test_a_stage_is_the_difference_of_two_neighbors():
     bytes_ = {"a": Bytes(4e6), "b": Bytes(4e6, 1e6)}
     a, b, c = staged(["a", "b", "c"], [0.0, 2.0, 42.0, 41.0], bytes_, RATES)
     assert (a["us"], a["floor_us"], a["share"], a["GB_s"]) == (2, 1, 0.5, 2000)
@@ -170,22 +170,22 @@ def test_a_pool_holds_the_codes_of_an_index_and_layers_read_different_ones(setti
     index = setting.index
     starts = range(0, TOKENS, 1024)
     parts = [synthetic(setting.geometry, 1, at, min(1024, TOKENS - at)) for at in starts]
-    for part in parts:  # in the same pieces: a centre is of the first append that it sees
+    for part in parts:  # in the same pieces: a center is of the first append that it sees
         index.append(part, part)
     codes = {name: index._codes[name] for name in index._codes}
-    want = setting.layout.pack(codes, index._learnt["centres"])[0]
+    want = setting.layout.pack(codes, index._learned["centers"])[0]
     got = setting.layout.views(pool.blocks[1])
     for name, part in setting.layout.views(want).items():
-        if name in ("signs", "weights", "centre"):
-            last = 5 if name != "centre" else 6
+        if name in ("signs", "weights", "center"):
+            last = 5 if name != "center" else 6
             assert (got[name][:last] == part[:last]).float().mean() > 0.999
-    assert torch.equal(pool.references[1], index._learnt["reference"][0])
+    assert torch.equal(pool.references[1], index._learned["reference"][0])
     tables = torch.cat([pool.table(layer, 2) for layer in range(3)])
     first = (tables[:, 0] - pool.blocks.data_ptr()) // pool.blocks[0].nbytes
     assert first.tolist() == [0, 1, 2, 0, 1, 2]
     size = pool.blocks[0, 0].nbytes
     assert ((tables[:, 1:] - tables[:, :-1]) == size).all()
-    assert torch.equal(pool.learnt(1, 2)["reference"], pool.references[[2, 0]])
+    assert torch.equal(pool.learned(1, 2)["reference"], pool.references[[2, 0]])
 
 
 def test_a_pool_stops_when_the_time_is_up(setting):

@@ -59,8 +59,8 @@ def test_a_right_step_is_let_through_and_measured(setting, preset):
 def test_a_wrong_step_is_not_timed(setting, monkeypatch):
     pack = type(setting.layout).pack
 
-    def wrong(self, codes, centres):
-        return pack(self, codes, centres).roll(1, 1)
+    def wrong(self, codes, centers):
+        return pack(self, codes, centers).roll(1, 1)
 
     monkeypatch.setattr(type(setting.layout), "pack", wrong)
     if not emulator.available():
@@ -74,8 +74,8 @@ def test_bytes_of_all_keys_are_what_the_index_says_a_search_reads(setting, prese
     index, tokens = setting.index, 1024
     index.append(*[synthetic(setting.geometry, 0, 0, tokens)] * 2)
     scanned = 2 * tokens * index.bytes_per_key()["scanned"]
-    centres = 2 * 4 * 64 * 2 if preset != "paper" else 0
-    assert scanned - centres == 2 * tokens * setting.scanned_bytes
+    centers = 2 * 4 * 64 * 2 if preset != "paper" else 0
+    assert scanned - centers == 2 * tokens * setting.scanned_bytes
 
 
 def test_bytes_of_one_stage_at_a_million_tokens():

@@ -42,7 +42,7 @@ def exact(one, **options):
 
 
 def pq(one):
-    return systems.Quantised(subspace=8)
+    return systems.Quantized(subspace=8)
 
 
 @pytest.mark.parametrize("options", [{}, dict(rebuilt=True), dict(rescored=True)], ids=str)
@@ -92,30 +92,30 @@ def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
 
 @pytest.mark.parametrize("size", [1.0, 2.0])
 def test_shifts_do_what_they_say(size):
-    learnt, keys = layer().keys, layer(seed=1).keys
+    learned, keys = layer().keys, layer(seed=1).keys
 
     def draw():
         return torch.Generator().manual_seed(0)
 
-    norms = (learnt - learnt.mean(1, keepdim=True)).norm(dim=-1).mean(1)
-    moved = shifts.mean_shift(keys, learnt, size, draw()) - keys
+    norms = (learned - learned.mean(1, keepdim=True)).norm(dim=-1).mean(1)
+    moved = shifts.mean_shift(keys, learned, size, draw()) - keys
     torch.testing.assert_close(moved.norm(dim=-1), (size * norms)[:, None].expand(-1, 600))
-    middle = learnt.mean(1, keepdim=True)
-    scaled = (shifts.covariance_shift(keys, learnt, size, draw()) - middle) / (keys - middle)
+    middle = learned.mean(1, keepdim=True)
+    scaled = (shifts.covariance_shift(keys, learned, size, draw()) - middle) / (keys - middle)
     torch.testing.assert_close(scaled, scaled[:, :1].expand_as(scaled), rtol=1e-2, atol=1e-3)
     assert scaled.min() > 0
-    tails = (shifts.tail_shift(keys, learnt, size, draw()) - middle).norm(dim=-1)
+    tails = (shifts.tail_shift(keys, learned, size, draw()) - middle).norm(dim=-1)
     ratio = tails / (keys - middle).norm(dim=-1)
     # the median of χ²₃ is 2.366: half of the keys are scaled by more than (3/2.366)^(size / 2)
     assert abs(float((ratio > (3 / 2.366) ** (size / 2)).float().mean()) - 0.5) < 0.06  # 4 σ
     for change, _, _ in shifts.SHIFTS.values():
-        still = change(keys, learnt, 0.0, draw())
+        still = change(keys, learned, 0.0, draw())
         torch.testing.assert_close(still, keys, atol=1e-5, rtol=1e-5)
 
 
 def test_the_study_names_every_system_and_draws(tmp_path):
     def few(one):
-        return systems.Quantised(subspace=8)
+        return systems.Quantized(subspace=8)
 
     compared = [
         systems.System("PQ", few),

@@ -16,7 +16,7 @@ from benchmarks.tabling.field import field as table_of
 from kvindex.indexes.exact import Exact
 from tests.adapters.tiny import build
 
-SETTING = Setting(tokens=420, sink=4, local=32, generated=128, every=32)
+SETTING = Setting(tokens=420, sink=4, local_window=32, generated=128, every=32)
 ROWS = [32, 512]
 
 
@@ -53,8 +53,8 @@ def test_exact_search_finds_all_and_with_all_rows_is_full_attention(pieces, soft
     assert last[32]["recall"] == last[512]["recall"] == 1
     assert last[512]["error"] < 1e-5
     assert last[32]["error"] > 0.01
-    assert last[512]["mass"] == pytest.approx(1)
-    assert 0.1 < last[32]["mass"] < 0.999
+    assert last[512]["coverage"] == pytest.approx(1)
+    assert 0.1 < last[32]["coverage"] < 0.999
     assert last[512]["used"] == 384
     assert list(found["along"]) == ([0, 32, 64, 128] if pieces else [])
     for at in found["along"].values():
@@ -97,9 +97,9 @@ def test_log_weights_and_summaries_count_as_in_a_layer():
     summed = measure(one, "retroinfer:block=64:per_cluster=8:estimated=.5", SETTING, ROWS, known)[
         "rows"
     ]
-    assert summed[32]["mass"] < found[32]["mass"]
+    assert summed[32]["coverage"] < found[32]["coverage"]
     drawn = measure(one, "magicpig:bits=2:tables=8", SETTING, ROWS, known)["rows"]
-    assert drawn[512]["mass"] < 1
+    assert drawn[512]["coverage"] < 1
     assert drawn[512]["error"] > 1e-3
 
 
@@ -117,8 +117,8 @@ def test_a_frozen_index_loses_what_comes_later_and_a_failure_stops_nobody():
         *(("magicpig:bits=4", arrival) for arrival in ("whole", "pieces", "stale")),
     ]
     along = {arrival: lines["magicpig:bits=4", arrival]["along"] for arrival in ("pieces", "stale")}
-    assert along["stale"]["0"]["mass"] == along["pieces"]["0"]["mass"]
-    assert along["stale"]["128"]["mass"] < along["pieces"]["128"]["mass"] / 2
+    assert along["stale"]["0"]["coverage"] == along["pieces"]["0"]["coverage"]
+    assert along["stale"]["128"]["coverage"] < along["pieces"]["128"]["coverage"] / 2
     assert lines["exact", "whole"]["layers"] == 2
 
 

@@ -32,7 +32,7 @@ def known(run, name=None):
             continue
         cells = [*line["rows"].values(), *line.get("along", {}).values()]
         layers = line["by_layer"].values()
-        fine = [at[part] for at in cells for part in ("recall", "mass", "error")]
+        fine = [at[part] for at in cells for part in ("recall", "coverage", "error")]
         fine += [at["error_worst_layer"] for at in cells] + [at["error"] for at in layers]
         rough = [at[part] for at in cells for part in ("of_exact", "search_ms") if part in at]
         rough += [line.get("cpu_search_ms", 0.0)]

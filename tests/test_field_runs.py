@@ -12,7 +12,7 @@ from tests.adapters.tiny import build
 
 def test_a_layer_with_small_errors_counts_as_much_in_the_ratio_and_each_is_kept():
     def cell(name, error, exact, heads):
-        at = dict(recall=1.0, mass=0.5, error=error, used=8, error_exact=exact, heads=heads)
+        at = dict(recall=1.0, coverage=0.5, error=error, used=8, error_exact=exact, heads=heads)
         return {"layer": name, "build_s": 1.0, "rows": {8: {**at, "search_s": 1.0}}, "along": {}}
 
     cells = [cell("a, layer 0", 1.0, 2.0, [0.5, 1.5]), cell("a, layer 6", 0.08, 0.01, [0.08] * 2)]
@@ -21,8 +21,8 @@ def test_a_layer_with_small_errors_counts_as_much_in_the_ratio_and_each_is_kept(
     assert found["rows"]["8"]["of_exact"] == pytest.approx(2.0)  # of a half and eight
     assert found["rows"]["8"]["error_worst_layer"] == 1.0
     assert found["by_layer"] == {
-        "a, layer 0": {"error": 1.0, "mass": 0.5, "heads": [0.5, 1.5]},
-        "a, layer 6": {"error": 0.08, "mass": 0.5, "heads": [0.08, 0.08]},
+        "a, layer 0": {"error": 1.0, "coverage": 0.5, "heads": [0.5, 1.5]},
+        "a, layer 6": {"error": 0.08, "coverage": 0.5, "heads": [0.08, 0.08]},
     }
 
 
@@ -61,7 +61,7 @@ def test_a_run_is_written_as_far_as_its_time_goes(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x")
     out = tmp_path / "field.json"
     command = ["field", "--text", str(tmp_path / "a.txt"), "--tokens", "120", "--written", "4"]
-    command += ["--generated", "32", "--sink", "4", "--local", "16", "--rows", "8", "64"]
+    command += ["--generated", "32", "--sink", "4", "--local-window", "16", "--rows", "8", "64"]
     command += ["--layers", "1", "--json", str(out), "--index"]
 
     def measured(*more):

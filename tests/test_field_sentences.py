@@ -13,7 +13,7 @@ from kvindex.indexes.exact import Exact
 from kvindex.indexes.sentencekv import SentenceKV
 from tests.adapters.tiny import build
 
-SETTING = Setting(tokens=420, sink=4, local=32, generated=128, every=32)
+SETTING = Setting(tokens=420, sink=4, local_window=32, generated=128, every=32)
 STOP = 7
 
 
@@ -34,25 +34,27 @@ def layer(tokens=None):
 def test_every_token_is_read_once_it_has_come_and_before_the_next(pieces, monkeypatch):
     one, calls = layer(), []
     known = truths(one, SETTING, [32])
-    for name, method in [(name, getattr(Exact, name)) for name in ("observe", "read", "seal")]:
+    for name, method in [
+        (name, getattr(Exact, name)) for name in ("observe_queries", "read", "end_prompt")
+    ]:
 
         def noted(self, *given, name=name, method=method, **options):
             if name == "read":
                 calls.append((name, options["first"], given[0].tolist()))
             else:
-                calls.append((name, int(given[1][0]) if name == "observe" else None, None))
+                calls.append((name, int(given[1][0]) if name == "observe_queries" else None, None))
             return method(self, *given, **options)
 
         monkeypatch.setattr(Exact, name, noted)
     measure(one, "exact", SETTING, [32], known, pieces=pieces)
     names = [name for name, *_ in calls]
-    assert names[:3] == ["observe", "read", "seal"]
+    assert names[:3] == ["observe_queries", "read", "end_prompt"]
     prompt = SETTING.points[0] if pieces else 420
     reads = [(first, tokens) for name, first, tokens in calls if name == "read"]
     assert reads[0] == (0, one.tokens[:prompt].tolist())
     for first, tokens in reads:
         assert tokens == one.tokens[first : first + len(tokens)].tolist()
-    told = [at for name, at, _ in calls if name == "observe"]
+    told = [at for name, at, _ in calls if name == "observe_queries"]
     assert told == [first for first, _ in reads]  # each step's tokens after its queries
     assert max(told) == 439
     assert (len(reads) > 1 + 4 * 20) == pieces
@@ -65,10 +67,10 @@ def test_sentences_are_found_where_there_are_some():
     told = measure(layer(), spec, punctuation=STOP, **options)
     pages = measure(layer(), spec, **options)
     nobody = measure(layer(tokens="unknown"), spec, punctuation=STOP, **options)
-    assert told["rows"][32]["mass"] > 1.2 * pages["rows"][32]["mass"]
-    assert nobody["rows"][32]["mass"] == pages["rows"][32]["mass"]
+    assert told["rows"][32]["coverage"] > 1.2 * pages["rows"][32]["coverage"]
+    assert nobody["rows"][32]["coverage"] == pages["rows"][32]["coverage"]
     for at in told["along"]:
-        assert told["along"][at]["mass"] > pages["along"][at]["mass"]
+        assert told["along"][at]["coverage"] > pages["along"][at]["coverage"]
 
 
 def test_a_comparison_passes_on_what_a_spec_is_told():
@@ -105,7 +107,18 @@ def test_a_run_takes_punctuation_from_the_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x")
     out = tmp_path / "field.json"
     command = ["field", "--text", str(tmp_path / "a.txt"), "--tokens", "120", "--written", "4"]
-    command += ["--generated", "32", "--sink", "4", "--local", "16", "--rows", "8", "--layers", "9"]
+    command += [
+        "--generated",
+        "32",
+        "--sink",
+        "4",
+        "--local-window",
+        "16",
+        "--rows",
+        "8",
+        "--layers",
+        "9",
+    ]
     command += ["--json", str(out), "--index", "sentencekv", "exact"]
     monkeypatch.setattr("sys.argv", command)
     field.main()

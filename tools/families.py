@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/adapters/families.md", ROOT / "benchmarks/results/families.json"
 
 PROMPT, STEPS = 40, 12  # the prompt outlasts sliding windows, the steps cross updates
-REGIONS = dict(sink=2, local=4, update_every=4, full_threshold=0)
+REGIONS = dict(sink=2, local_window=4, update_every=4, dense_below=0)
 EVERY_ROW = 500
 TOLERANCE = 1e-4  # of the largest logit: float32 through 4 layers, sums in another order
 LIMIT_S, LIMIT_BYTES = 120, 8 << 30

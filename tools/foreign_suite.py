@@ -28,7 +28,7 @@ import pytest
 
 FAMILIES = ("llama", "qwen3", "phi3", "gemma3", "olmo3")  # the last two have sliding windows
 INDEXES = ("exact", "pariskv:beta=1")
-REGIONS = dict(sink=1, local=2, update_every=2, full_threshold=0)
+REGIONS = dict(sink=1, local_window=2, update_every=2, dense_below=0)
 EVERY_ROW = 500
 TOLERANCE = 1e-4  # of scores and logits; the tests ask for 1e-5 where they compare two of ours
 

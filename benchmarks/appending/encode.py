@@ -26,7 +26,7 @@ FLIPPED = 1e-4
 (tests/cuda/test_encode.py looks at each of them)."""
 
 TIPPED = 1e-3
-"""Share of centres' coordinates that sums in float32 may round to the number beside the
+"""Share of centers' coordinates that sums in float32 may round to the number beside the
 reference's (the same test looks at how near they are)."""
 
 
@@ -66,39 +66,39 @@ def check(geometry: Geometry) -> dict[str, Any]:
         start += count
     wrong = [
         name
-        for name, t in theirs._learnt.items()
-        if name != "centres" and not torch.equal(mine._learnt[name], t)
+        for name, t in theirs._learned.items()
+        if name != "centers" and not torch.equal(mine._learned[name], t)
     ]
-    got, want = (index._learnt["centres"] for index in (mine, theirs))
+    got, want = (index._learned["centers"] for index in (mine, theirs))
     apart = got != want
     size = want.float().abs()
     near = (got.float() - want.float()).abs() <= 2.0**-7 * size + 2.0**-16 * size.amax()
     tipped = int(apart.sum()) / apart.numel()
     if tipped > TIPPED or not near.all():
-        wrong.append("centres")
+        wrong.append("centers")
     flipped = sum(
         int(codes.unpack(mine._codes[name] ^ theirs._codes[name]).sum())
         for name in ("signs", "magnitudes")
     ) / len(keys.flatten())
     if wrong or flipped > FLIPPED:
-        raise SystemExit(f"append is wrong: learnt {wrong} differ, {flipped:.2%} of codes")
-    learnt = f"{tipped:.1e} of centres rounded another way" if tipped else "equal"
-    return {"tokens": list(CHECKED), "flipped": flipped, "learnt": learnt}
+        raise SystemExit(f"append is wrong: learned {wrong} differ, {flipped:.2%} of codes")
+    learned = f"{tipped:.1e} of centers rounded another way" if tipped else "equal"
+    return {"tokens": list(CHECKED), "flipped": flipped, "learned": learned}
 
 
 def bytes_of(geometry: Geometry, tokens: int) -> dict[str, int]:
-    """Bytes that must move: `encode` reads keys and writes centres twice, and codes; `learn` reads
+    """Bytes that must move: `encode` reads keys and writes centers twice, and codes; `learn` reads
     the first keys, and a last segment that has only begun with the one that it leans on.
     """
     g, layout = geometry, Layout(geometry.head_dim, 3)
     of_key = g.kv_heads * g.head_dim * g.dtype.itemsize
     begun = tokens % BLOCK
     edge = min(tokens, begun + BLOCK) if begun else 0
-    centres = -(-tokens // BLOCK) * g.kv_heads * 2 * g.head_dim
+    centers = -(-tokens // BLOCK) * g.kv_heads * 2 * g.head_dim
     written = tokens * g.kv_heads * (layout.stride * 4 + 3)
     return {
         "learn": (min(tokens, SEEN) + edge) * of_key,
-        "encode": tokens * of_key + 2 * centres + written,
+        "encode": tokens * of_key + 2 * centers + written,
     }
 
 
@@ -111,12 +111,12 @@ def measure(
     blocks.reserve(Fill(1, tokens, lambda table: None))
 
     def append(size: int) -> None:
-        learnt: dict[str, Tensor] = {}
+        learned: dict[str, Tensor] = {}
         for start in range(0, tokens, size):
             some = keys[:, :, start : start + size]
-            begun = writer.learn(some, None, learnt, start=start)
+            begun = writer.learn(some, None, learned, start=start)
             writer.codes(some, None, begun, start=start).write(blocks.table)
-            learnt = begun.learnt
+            learned = begun.learned
 
     begun = writer.learn(keys, None, {}, start=0)
     write = writer.codes(keys, None, begun, start=0).write

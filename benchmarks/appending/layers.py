@@ -19,7 +19,7 @@ LOCAL = 256
 PLANS = {
     "at_once": "all layers at the end of the same step, on its stream",
     "beside": "a layer at a time, beside the steps: what a layer does by itself",
-    "room": "the same, memory for all updates taken before (index.make_room)",
+    "room": "the same, memory for all updates taken before (index.reserve)",
 }
 
 
@@ -45,20 +45,20 @@ class Decoding:
     ) -> None:
         g, store = geometry, "host" if geometry.device.type == "cuda" else "device"
         kind = AtOnce if plan == "at_once" else AttentionLayer
-        options = dict(sink=0, local=LOCAL, update_every=update, full_threshold=0)
+        options = dict(sink=0, local_window=LOCAL, update_every=update, dense_below=0)
         self.layers = []
         for number in range(layers):
             index, keys = index_of(g, store=store), keys_of(g, number, tokens)
-            self.layers.append(kind(index, turn=number / layers, **options))
+            self.layers.append(kind(index, update_phase=number / layers, **options))
             for start in range(0, tokens - LOCAL, PIECE):
                 some = keys[:, :, start : min(start + PIECE, tokens - LOCAL)]
                 index.append(some, some)  # a layer would attend from all of them, too
             new = keys[:, :, tokens - LOCAL :]
             self.layers[-1].step(new.repeat_interleave(g.group_size, dim=1), new, new)
-            index.prepare(k=self.layers[-1].k, tokens=tokens + 64 * UPDATE)
+            index.warm_up(k=self.layers[-1].k, tokens=tokens + 64 * UPDATE)
             if plan == "room":
                 made: Any = index
-                made.make_room(tokens + 64 * UPDATE)
+                made.reserve(tokens + 64 * UPDATE)
         shape = (UPDATE, layers, 1, g.kv_heads, 1, g.head_dim)
         self._new = torch.randn(shape, device=g.device).to(g.dtype)
         self._group, self._token = g.group_size, 0

@@ -66,7 +66,7 @@ def measure(
 def runs_of(g: Geometry, decode: Decode, layers: int, k: int = K) -> dict[str, Callable[[], None]]:
     """By name, what runs a kernel once for each layer."""
     for layer, index in enumerate(decode.indexes):
-        index.append(*decode.tokens_of(layer))  # centres have room from here on
+        index.append(*decode.tokens_of(layer))  # centers have room from here on
     held, device = len(decode.indexes[0]), g.device
     shape = (g.kv_heads, 1, g.head_dim + g.value_dim)
     token = torch.randn((layers, 1, *shape), device=device).to(g.dtype)
@@ -78,13 +78,13 @@ def runs_of(g: Geometry, decode: Decode, layers: int, k: int = K) -> dict[str, C
     begun = []
     for layer, index in enumerate(decode.indexes):
         keys = decode.tokens_of(layer)[0]
-        index._codes.make_room(held + UPDATE)
-        index._store.make_room(held + UPDATE)
-        begun.append(index._writer.learn(keys, None, index._learnt, start=held))
+        index._codes.reserve_tokens(held + UPDATE)
+        index._store.reserve_tokens(held + UPDATE)
+        begun.append(index._writer.learn(keys, None, index._learned, start=held))
 
     def learn() -> None:
         for layer, index in enumerate(decode.indexes):
-            index._writer.learn(decode.tokens_of(layer)[0], None, index._learnt, start=held)
+            index._writer.learn(decode.tokens_of(layer)[0], None, index._learned, start=held)
 
     def encode() -> None:
         for layer, index in enumerate(decode.indexes):
@@ -97,7 +97,7 @@ def runs_of(g: Geometry, decode: Decode, layers: int, k: int = K) -> dict[str, C
 
     def grown() -> None:
         for index in decode.indexes:
-            of = dict(first=held // BLOCK - 1, count=held, reference=index._learnt["reference"])
+            of = dict(first=held // BLOCK - 1, count=held, reference=index._learned["reference"])
             grow(index._fused._state, held, **of)
 
     def holds() -> None:

@@ -83,8 +83,8 @@ class Decode:
         )
         for index in self.indexes:
             most = tokens + (updates + AHEAD) * UPDATE
-            index.prepare(k=k, tokens=most)
-            index.make_room(most)
+            index.warm_up(k=k, tokens=most)
+            index.reserve(most)
             self._settle(index)
         self._k, self.step = k, self._run
         if captured:
@@ -163,7 +163,7 @@ class Updates:
             self._side.wait_event(ready)
             with torch.cuda.stream(self._side):
                 self._ends = [
-                    self._decode.indexes[i].begin_append(*self._decode.tokens_of(i)) for i in layers
+                    self._decode.indexes[i].start_append(*self._decode.tokens_of(i)) for i in layers
                 ]
         return len(layers)
 
@@ -259,7 +259,7 @@ def delays(found: list[float], host: list[float], hit: list[int]) -> Any:
 def measure(geometry: Geometry, tokens: int, layers: int, periods: int) -> dict[str, Any]:
     """Each plan over so many periods of 256 steps, in which every layer is updated once.
 
-    One more comes before, for the first update after a truncation copies the centres of all
+    One more comes before, for the first update after a truncation copies the centers of all
     segments, which decoding does not meet.
     """
     decode = Decode(geometry, tokens, layers, updates=periods + 1)

@@ -61,12 +61,12 @@ class _Keeper(Wrapper):
         self._told, self._every = told, every
         self._queries: list[Tensor] = []
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         if self not in self._told:
             self._told.append(self)
         if self._told.index(self) % self._every == 0:
             self._queries.append(queries[0])
-        super().observe(queries, positions)
+        super().observe_queries(queries, positions)
 
     def layer(self, tokens: Tensor) -> Layer:
         g = self.geometry
@@ -84,7 +84,7 @@ def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) ->
         return _Keeper(kvindex.create("exact", **geometry), told, every)
 
     # no window: every token is in the index when its step ends; and never long enough to search
-    regions: Any = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
+    regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=keeper, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)
         return [index.layer(ids.cpu()) for index in told[::every]]

@@ -24,7 +24,7 @@ Truths = dict[int, Truth]
 def built(
     layer: Layer, spec: str, setting: Setting, *, k: int, pieces: bool = False, **options: Any
 ) -> Iterator[tuple[int, Any, float]]:
-    """An index each time that it is to be asked: the point, the index, and seconds to its `seal`.
+    """An index each time that it is to be asked: the point, the index, seconds to `end_prompt`.
 
     In the spec, {k} stands for k. As a layer tells it: the prompt's queries, its tokens in one
     append, their ids, the seal. pieces: the last `generated` tokens come later, queries, ids and
@@ -42,10 +42,10 @@ def built(
         index.append(keys[:, :, part], values[:, :, part], valid=valid)
 
     def first() -> None:
-        index.observe(queries[:, :, : points[0]], positions[: points[0]])
+        index.observe_queries(queries[:, :, : points[0]], positions[: points[0]])
         append(0, points[0] - setting.local)
         read(layer, index, 0, points[0])
-        index.seal()
+        index.end_prompt()
 
     _, seconds = timed(first, keys.device)
     yield points[0], index, seconds
@@ -53,10 +53,12 @@ def built(
     for point in points[1:]:
         while came < point:
             piece = min(setting.every, point - came)
-            stepwise = inmost(index) is not index and index.follows_steps
+            stepwise = inmost(index) is not index and index.depends_on_queries
             steps = [1] * piece if stepwise else [piece]
             for step in steps:
-                index.observe(queries[:, :, came : came + step], positions[came : came + step])
+                index.observe_queries(
+                    queries[:, :, came : came + step], positions[came : came + step]
+                )
                 if step == 1:
                     index.search(queries[:, :, came], k=k)
                 read(layer, index, came, came + step)
@@ -68,7 +70,7 @@ def built(
 def read(layer: Layer, index: Any, start: int, stop: int) -> None:
     """Tell an index the ids of these tokens of the text, after their step, as a layer does."""
     if layer.tokens is not None:
-        index.read(layer.tokens[start:stop], first=start)
+        index.observe_tokens(layer.tokens[start:stop], first=start)
 
 
 def truths(layer: Layer, setting: Setting, rows: list[int]) -> Truths:
@@ -116,7 +118,7 @@ def _asked(
         index.search(layer.queries[None, :, asked.start - 1], k=k)  # what is made once
     for at in asked:
         query = layer.queries[None, :, at]
-        index.observe(query[:, :, None], torch.tensor([at], device=query.device))
+        index.observe_queries(query[:, :, None], torch.tensor([at], device=query.device))
         for k in rows:
             hits, took = timed(partial(index.search, query, k=k), query.device)
             found[k].append((hits, index.fetch(hits)))

@@ -41,7 +41,7 @@ def summary(cells: Sequence[dict[str, Any]], k: int) -> dict[str, Any]:
     layers = {cell["layer"]: cell["rows"][k] for cell in cells}
     by_layer = {
         name: {
-            **{part: at[part] for part in ("error", "mass")},
+            **{part: at[part] for part in ("error", "coverage")},
             "heads": [round(error, 4) for error in at["heads"]],
         }
         for name, at in layers.items()

@@ -21,7 +21,7 @@ class Setting:
 
     tokens: int
     sink: int = 64
-    local: int = 256
+    local_window: int = 256
     generated: int = 2048
     every: int = 256
 

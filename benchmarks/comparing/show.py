@@ -100,7 +100,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
 
 
 def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Ours solid in warm colours, `exact` black, the others dashed in cool ones."""
+    """Ours solid in warm colors, `exact` black, the others dashed in cool ones."""
     from matplotlib import pyplot
 
     cool, warm = (pyplot.get_cmap(name) for name in ("viridis", "autumn"))
@@ -108,10 +108,10 @@ def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
     others = [name for name in names if name not in [*own, "exact"]]
     found = {}
     for name in names:
-        of, colours = (own, warm) if name in own else (others, cool)
+        of, colors = (own, warm) if name in own else (others, cool)
         place = of.index(name) if name in of else 0
         found[name] = dict(
-            color="black" if name == "exact" else colours(0.85 * place / max(len(of), 1)),
+            color="black" if name == "exact" else colors(0.85 * place / max(len(of), 1)),
             marker="osv^DP*X"[place % 8],
             linewidth=1.0 if name in others else 2.2,
             linestyle="--" if name in others else "-",

@@ -15,7 +15,7 @@ from kvindex.core.protocol import UNUSED
 from kvindex.ops.attention import attend, cap
 
 NEVER = float("-inf")
-MEASURES = ("recall", "mass", "error", "used", "error_exact")
+MEASURES = ("recall", "coverage", "error", "used", "error_exact")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def worth(
 ) -> dict[str, Any]:
     """What the hits of the queries that ask are worth, means over queries and heads.
 
-    recall: share of the rows of `exact`; mass: share of the index's attention that the tokens
+    recall: share of the rows of `exact`; coverage: share of the index's attention that the tokens
     found hold (rows that stand for several tokens hold none); error: of the output over sink,
     rows and window, with log-weights, relative to full attention's; used: slots that hold a row;
     error_exact: that of `exact` with as many rows; heads: the error of each query head.

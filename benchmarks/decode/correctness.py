@@ -37,10 +37,10 @@ def check(
     )
     index.append(keys[:, :, :tokens], values[:, :, :tokens])
     codes = {name: index._codes[name] for name in index._codes}
-    blocks = layout.pack(codes, index._learnt.get("centres"))
+    blocks = layout.pack(codes, index._learned.get("centers"))
     none = torch.zeros((batch, g.kv_heads), device=g.device)
     histograms = index._histogram if setting.kind == "tiers" else None
-    pool = Pool(blocks, index._learnt.get("reference", none), histograms)
+    pool = Pool(blocks, index._learned.get("reference", none), histograms)
     store = HostStore(g, max_tokens=tokens, budget=Budget(), **options)
     store.append(store.join(keys[:, :, :tokens], values[:, :, :tokens]))
     store.wait()

@@ -47,7 +47,7 @@ def stage_bytes(
     heads, group, width = batch * g.q_heads, g.group_size, layout.stride
     S, C = -(-tokens // BLOCK), min(setting.candidates(tokens), listed)
     planes = (
-        4 if setting.index.config.largest < 8 else 6 if setting.index.config.largest < 32 else 8
+        4 if setting.index.config.query_max < 8 else 6 if setting.index.config.query_max < 32 else 8
     )
     row = (g.head_dim + g.value_dim) * size
     cleared = 4 * (2 * group * steps.BUCKETS + steps.BINS + COUNTERS * APART)
@@ -84,7 +84,7 @@ def others(setting: Setting, tokens: int, batch: int, listed: float) -> dict[str
     g, layout, kind = setting.geometry, setting.layout, setting.kind
     size, groups, group = g.dtype.itemsize, batch * g.kv_heads, g.group_size
     S, M, width, sets = -(-tokens // BLOCK), g.head_dim // 8, layout.stride, -(-group // 4)
-    centre = S * (2 * g.head_dim + 4 * group) if setting.index.config.centre else 0
+    center = S * (2 * g.head_dim + 4 * group) if setting.index.config.center else 0
     turned = groups * group * g.head_dim * (size + 4) + 4 * g.head_dim**2
     turned += groups * 4 * (2 * group * steps.BUCKETS + steps.BINS + COUNTERS * APART)
     entries = M * 256 * 4 * sets * dict(all=0, tiers=1, dots=2)[kind]
@@ -93,10 +93,10 @@ def others(setting: Setting, tokens: int, batch: int, listed: float) -> dict[str
     planes, beside = layout.magnitude_bits * width, 8 + 4 * group
     key = sum(-(-part // SECTOR) * SECTOR for part in (width, planes, span))
     voted = 4 * sets if kind == "tiers" else 4
-    looked_up = tokens * (setting.scanned_bytes + voted) + centre
+    looked_up = tokens * (setting.scanned_bytes + voted) + center
     return {
         "turn": Bytes(turned + groups * (entries + counts)),
-        "all": Bytes(groups * (tokens * (width + planes + span + beside) + centre)),
+        "all": Bytes(groups * (tokens * (width + planes + span + beside) + center)),
         "count": Bytes(groups * (looked_up + entries)),
         "heads": Bytes(groups * (tokens * voted + 8 * listed)),
         "group": Bytes(groups * (tokens * voted + 8 * listed)),

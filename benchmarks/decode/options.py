@@ -43,5 +43,5 @@ def measurable(spec: str) -> None:
         raise ValueError(f"index: {error}") from error
     if type(index) is not ParisKV or not serves(index):
         raise ValueError(f"index: got {spec!r}, allowed is one that the fused kernels serve")
-    if index.config.one_stage:
+    if index.config.single_stage_below:
         raise ValueError(f"index: got {spec!r}, allowed is preset=scan for one stage")

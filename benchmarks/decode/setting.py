@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def scanned_bytes(self) -> int:
-        """Of a key, that a step reads of all keys at least; centres not counted."""
+        """Of a key, that a step reads of all keys at least; centers not counted."""
         layout = self.layout
         weights = layout.span if isinstance(layout, SubspaceLayout) else 1
         planes = layout.stride * layout.magnitude_bits
@@ -66,8 +66,8 @@ class Setting:
         index: Any = self.index
         if self.kind != "votes":
             return None
-        layout, centre = self.layout, 2 * self.geometry.head_dim
-        return layout.centre + (centre if index.config.centre else 0), layout.head_bytes
+        layout, center = self.layout, 2 * self.geometry.head_dim
+        return layout.center + (center if index.config.center else 0), layout.head_bytes
 
     def candidates(self, tokens: int) -> int:
         """`C`, of a head or of the group; all keys of one stage."""

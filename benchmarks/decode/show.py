@@ -147,18 +147,18 @@ def plot(result: dict[str, Any], out: Path) -> None:
 
 def _bars(axes: Any, points: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(stage["name"] for p in points for stage in p["stages"]))
-    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    colors = {name: f"C{i}" for i, name in enumerate(names)}
     for at, point in enumerate(points):
         for side, part in ((-0.2, "us"), (0.2, "floor_us")):
             bottom = 0.0
             for stage in point["stages"]:
                 height = max(stage.get(part, 0.0), 0.0)  # of a difference: noise may be below 0
-                style = dict(color=colours[stage["name"]], edgecolor="white", linewidth=0.5)
+                style = dict(color=colors[stage["name"]], edgecolor="white", linewidth=0.5)
                 hatch = "//" if part == "floor_us" else ""
                 axes.bar(at + side, height, 0.36, bottom=bottom, hatch=hatch, **style)
                 bottom += height
     for name in names:
-        axes.bar(0, 0, color=colours[name], label=name)
+        axes.bar(0, 0, color=colors[name], label=name)
     axes.set(ylabel="µs per layer and step", title="measured, and the floor (hatched)")
     axes.set_xticks(range(len(points)), [f"{point['tokens'] // 1024}K tokens" for point in points])
     if points:

@@ -62,7 +62,7 @@ def measure(
 def staged(
     names: list[str], reached: list[float], bytes_: dict[str, Bytes], rates: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Each stage's time, the difference of two neighbours in `reached`, beside its floor."""
+    """Each stage's time, the difference of two neighbors in `reached`, beside its floor."""
     stages = []
     for name, start, stop in zip(names, reached, reached[1:], strict=False):
         stage: dict[str, Any] = {"name": name, "us": stop - start}
@@ -87,7 +87,7 @@ def public(setting: Setting, batch: int, tokens: int = 512) -> Callable[[], Any]
     index.append(keys, keys)
     near = Near(g, batch, setting.near)
     near.add(*(keys[:, :, -setting.near :],) * 2, None)
-    index.prepare(k=setting.k, tokens=tokens)
+    index.warm_up(k=setting.k, tokens=tokens)
     return partial(index.attend, setting.queries(batch), near, k=setting.k)
 
 

@@ -59,25 +59,25 @@ class Pool:
         shape, histograms = (sequences, g.kv_heads, g.head_dim // 8, 256), None
         if setting.kind == "tiers":
             histograms = torch.zeros(shape, dtype=torch.int64, device=g.device)
-        centred, logs = index.config.centre > 0, index.config.weights == "log"
+        centered, logs = index.config.center > 0, index.config.weights == "log"
         for q in range(sequences):
-            learnt: dict[str, Tensor] = {}  # of the sequence's first piece
+            learned: dict[str, Tensor] = {}  # of the sequence's first piece
             for start in range(0, tokens, PIECE):
                 clock.check()
                 keys = synthetic(g, q, start, min(PIECE, tokens - start))
-                centres: dict[str, Tensor] = {}
-                if centred:
-                    centres = learn.centres(keys, None, {}, start=0, every=BLOCK)
-                if logs and not learnt:
+                centers: dict[str, Tensor] = {}
+                if centered:
+                    centers = learn.centers(keys, None, {}, start=0, every=BLOCK)
+                if logs and not learned:
                     norms = index.ops.transform.normalize(keys)[1]
-                    learnt = learn.reference(norms, None, {})
-                codes = index._encode(keys, {**centres, **learnt})
-                packed = layout.pack(codes, centres.get("centres"))[0]
+                    learned = learn.reference(norms, None, {})
+                codes = index._encode(keys, {**centers, **learned})
+                packed = layout.pack(codes, centers.get("centers"))[0]
                 blocks[q, start // BLOCK : start // BLOCK + len(packed)] = packed
                 if histograms is not None:
                     histograms[q] += index.ops.coarse.histogram(codes["signs"])[0]
             if logs:
-                references[q] = learnt["reference"][0]
+                references[q] = learned["reference"][0]
         return Pool(blocks, references, histograms)
 
     def table(self, layer: int, batch: int) -> Tensor:
@@ -88,7 +88,7 @@ class Pool:
         slots = sequence[:, None] * S + torch.arange(S, device=self.blocks.device)
         return self.blocks.data_ptr() + slots * size
 
-    def learnt(self, layer: int, batch: int) -> dict[str, Tensor | None]:
+    def learned(self, layer: int, batch: int) -> dict[str, Tensor | None]:
         """Of a layer's rows: `reference` float32 `[B, G]`, `histogram` of tiers or None."""
         sequence = (layer * batch + torch.arange(batch)) % len(self.references)
         some, counts = sequence.to(self.references.device), self.histograms
@@ -203,14 +203,14 @@ class Workload:
         )
         states: dict[str, list[State]] = {place: [] for place in rows}
         for layer in range(layers):
-            codes, learnt = pool.table(layer, batch), pool.learnt(layer, batch)
+            codes, learned = pool.table(layer, batch), pool.learned(layer, batch)
             for place, part in rows.items():
                 at = [part.table(S, layer * batch + b, layers * batch) for b in range(batch)]
                 states[place].append(
                     State(
                         codes=codes,
                         rows=torch.stack(at),
-                        **learnt,
+                        **learned,
                         near=near[layer],
                         row_bytes=part.row_bytes,
                         codec=part.codec,

@@ -35,16 +35,16 @@ def along(
 
 
 def shifted(
-    layer: Captured, system: System, k: int, learnt: int
+    layer: Captured, system: System, k: int, learned: int
 ) -> dict[tuple[str, float], Tensor]:
-    """Recall after as many keys again as were learnt from, shifted; by kind and size.
+    """Recall after as many keys again as were learned from, shifted; by kind and size.
 
     Both halves are drawn at random from the layer's keys, so that at size 0 nothing drifts.
     """
     order = torch.randperm(
         layer.keys.shape[1] - SINK, generator=torch.Generator().manual_seed(SEED)
     )
-    half = min(learnt, len(order) // 2)
+    half = min(learned, len(order) // 2)
     keys = layer.keys[:, SINK + order[: 2 * half].to(layer.keys.device)].float()
     first, second = keys[:, :half], keys[:, half:]
     asked = layer.queries[:, :: max(layer.queries.shape[1] // ASKED, 1)][:, :ASKED].float()
@@ -63,7 +63,7 @@ def shifted(
             if system.rebuilt:
                 searcher = system.make(layer)
             else:
-                searcher.truncate(half)  # forgets the last shift, not what it has learnt
+                searcher.truncate(half)  # forgets the last shift, not what it has learned
             searcher.add(both if system.rebuilt else later)
             found[kind, size] = system.recall(searcher, both, asked, k)
     return found

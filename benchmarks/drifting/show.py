@@ -91,6 +91,6 @@ def plot(
     handles = [pyplot.Line2D([], [], color=f"C{i}", marker="o") for i in range(len(names))]
     labels = [f"{name}: {size['kept']:.0f} B per key" for name, size in sizes.items()]
     figure.legend(handles, labels, loc="upper center", ncol=-(-len(names) // 2), frameon=False)
-    figure.text(0.5, 0.005, "solid: learnt from the prompt; dotted: from all keys", ha="center")
+    figure.text(0.5, 0.005, "solid: learned from the prompt; dotted: from all keys", ha="center")
     figure.tight_layout(rect=(0, 0.02, 1, 0.92))
     save_figure(figure, out, dpi=100)

@@ -1,4 +1,4 @@
-"""What is compared: the library's indexes and product quantisation, told the prompt or all keys."""
+"""What is compared: the library's indexes and product quantization, told the prompt or all keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import kvindex
 from kvindex.ops.coarse import ceil_share
 from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
-from kvindex_adapters.evaluate.pq import Quantised
+from kvindex_adapters.evaluate.pq import Quantized
 from kvindex_adapters.evaluate.recall import bytes_per_key
 
 BETA, POOL = 0.05, 4
@@ -41,7 +41,7 @@ class Indexed:
     def find(self, queries: Tensor, k: int) -> Tensor:
         """Ids `[H, T, k]` for queries `[H, T, D]`."""
         asked = queries.float().transpose(0, 1).contiguous()
-        return self.index.repeated(len(asked)).search(asked, k=k).ids.transpose(0, 1)
+        return self.index.expand_batch(len(asked)).search(asked, k=k).ids.transpose(0, 1)
 
     def bytes(self) -> dict[str, float]:
         """Per key and KV head, kept and scanned."""
@@ -79,21 +79,21 @@ class System:
 
 
 def systems() -> list[System]:
-    """ParisKV's presets, and product quantisation at 1 and at 4 bits per coordinate."""
+    """ParisKV's presets, and product quantization at 1 and at 4 bits per coordinate."""
 
     def preset(name: str, more: str = "") -> Callable[[Captured], Any]:
         return partial(Indexed, f"pariskv:preset={name}:beta={BETA}{more}")
 
     def pq(subspace: int) -> Callable[[Captured], Any]:
-        return lambda layer: Quantised(subspace=subspace)
+        return lambda layer: Quantized(subspace=subspace)
 
-    paper, one = ":rho=.25", ":pool=1"  # as many candidates as rows are asked for
+    paper, one = ":rho=.25", ":refine_factor=1"  # as many candidates as rows are asked for
     return [
         System("paper", preset("paper", paper)),
         System("paper, pool 4", preset("paper", f"{paper}:pool={POOL}")),
         System("fast", preset("fast")),
         System("fast", preset("fast"), rebuilt=True),
-        System("fast, one centre", preset("fast", ":centre=65536")),
+        System("fast, one center", preset("fast", ":center=65536")),
         System("accurate", preset("accurate")),
         System("PQ, m = 8", pq(8)),
         System("PQ, m = 2", pq(2)),

@@ -28,13 +28,13 @@ def _at_once(run: dict[str, Any]) -> str:
                 _name(line, run),
                 *(f"{line['bytes'][part]:.0f}" for part in ("kept", "scanned")),
                 *(f"{line['build_ms']:.0f}", f"{at['search_ms']:.2f}", *(cpu if on_gpu else ())),
-                *(f"{at['recall']:.3f}", f"{at['mass']:.3f}"),
+                *(f"{at['recall']:.3f}", f"{at['coverage']:.3f}"),
                 *(f"{line['rows'][each]['error']:.3f}" for each in ks),
                 f"{at['of_exact']:.2f}",
             )
         )
     times = ("search, ms", "on the CPU") if on_gpu else ("search, ms",)
-    head = ("index", "kept B", "scanned B", "build, ms", *times, f"recall@{k}", f"mass@{k}")
+    head = ("index", "kept B", "scanned B", "build, ms", *times, f"recall@{k}", f"coverage@{k}")
     head = (*head, *(f"error@{each}" for each in ks), f"of `exact` @{k}")
     rows += [(f"`{index}`", why, *("",) * (len(head) - 2)) for index, why in run["failed"].items()]
     return (

@@ -133,11 +133,11 @@ def sampled(result: dict[str, Any]) -> str:
 def rounding(result: dict[str, Any]) -> str:
     """Recall of a group's rows by `largest`, means over texts."""
     cells = result["cells"]
-    largest = list(dict.fromkeys(cell["largest"] for cell in cells))
+    largest = list(dict.fromkeys(cell["query_max"] for cell in cells))
     rows = []
     for count, lists in dict.fromkeys((cell["candidates"], cell["lists"]) for cell in cells):
         mine = [cell for cell in cells if (cell["candidates"], cell["lists"]) == (count, lists)]
-        each = [mean([c for c in mine if c["largest"] == most], "recall") for most in largest]
+        each = [mean([c for c in mine if c["query_max"] == most], "recall") for most in largest]
         rows.append((f"{count} per {lists}", *(f"{recall:.4f}" for recall in each)))
     texts = ", ".join(dict.fromkeys(cell["text"] for cell in cells))
     heads = result["heads_per_group"]

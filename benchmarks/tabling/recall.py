@@ -1,4 +1,4 @@
-"""Recall of presets: by β, length, share of the attention, tokens per centre."""
+"""Recall of presets: by β, length, share of the attention, tokens per center."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POOL = 4
 
 
 def recall(result: dict[str, Any]) -> str:
-    """Presets at several β: bytes, recall and mass, means over texts."""
+    """Presets at several β: bytes, recall and coverage, means over texts."""
     rows, cells = [], result["cells"]
     for index in dict.fromkeys(cell["index"] for cell in cells):
         mine = [cell for cell in cells if cell["index"] == index]
@@ -42,8 +42,8 @@ def recall(result: dict[str, Any]) -> str:
     return (
         f"SmolLM2-135M-Instruct, {cells[0]['tokens']} tokens of {texts}; all 30 layers, each of 9 "
         f"query heads on its own, {result['queries_per_head']} queries each; bytes per key and KV "
-        f"head at D = 128; mass is that of the selected rows over that of the true top {k}.\n\n"
-        + table((*head, "worst tenth of heads", "mass"), rows)
+        f"head at D = 128; coverage is that of the selected rows over that of the true top {k}.\n\n"
+        + table((*head, "worst tenth of heads", "coverage"), rows)
         + f"\n\n{machine(result)}"
     )
 
@@ -75,14 +75,14 @@ def lengths(result: dict[str, Any]) -> str:
 def certified(result: dict[str, Any]) -> str:
     """Searches for a share of the attention: what was believed, and what was true."""
     rows, cells = [], result["certified"]
-    for index, mass in sorted({(cell["index"], cell["mass"]) for cell in cells}):
-        mine = [cell for cell in cells if (cell["index"], cell["mass"]) == (index, mass)]
+    for index, coverage in sorted({(cell["index"], cell["coverage"]) for cell in cells}):
+        mine = [cell for cell in cells if (cell["index"], cell["coverage"]) == (index, coverage)]
         parts = ("believed", "true", "gap_absolute", "gap_90", "too_sure_by_5_points")
         figures = [mean(mine, part) for part in parts]
         rows.append(
             (
                 f"`{index}`",
-                f"{mass:.0%}",
+                f"{coverage:.0%}",
                 f"{mean(mine, 'rows'):.0f}",
                 *(f"{figure:.3f}" for figure in figures[:4]),
                 f"{figures[4]:.1%}",
@@ -102,8 +102,8 @@ def certified(result: dict[str, Any]) -> str:
     )
 
 
-def centres(result: dict[str, Any]) -> str:
-    """Recall by the number of tokens that share a centre."""
+def centers(result: dict[str, Any]) -> str:
+    """Recall by the number of tokens that share a center."""
     rows, cells = [], result["cells"]
     for index in dict.fromkeys(cell["index"] for cell in cells):
         mine = [cell for cell in cells if cell["index"] == index]
@@ -121,5 +121,5 @@ def centres(result: dict[str, Any]) -> str:
             )
         )
     pieces = next(cell["first"] for cell in cells if cell["first"] is not None)
-    head = ("tokens per centre", "bytes kept", "recall@100", "worst layer", "mass ratio")
+    head = ("tokens per center", "bytes kept", "recall@100", "worst layer", "coverage ratio")
     return table((*head, f"recall@100, first append {pieces}"), rows) + f"\n\n{machine(result)}"

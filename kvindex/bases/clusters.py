@@ -24,7 +24,7 @@ from kvindex.core.protocol import UNUSED, Codes, Rows
 from kvindex.ops import group, kmeans
 
 PER_CLUSTER = {"members", "sizes", "centroids", "means"}
-"""What is learnt that grows with the clusters, `[B, G, P or S, ...]`."""
+"""What is learned that grows with the clusters, `[B, G, P or S, ...]`."""
 
 Read: TypeAlias = Callable[[Tensor], Rows]
 """Rows of ids int64 `[B, G, n]`, -1 for none."""
@@ -104,7 +104,7 @@ class Units:
 class ClusteredIndex(BaseIndex):
     """Base of indexes whose units are clusters. They write `_plan`, `_labels` and `_search`.
 
-    Learnt, and so kept, reordered and forgotten by the base: `prompt` and `seen` int64 `[B]`
+    Learned, and so kept, reordered and forgotten by the base: `prompt` and `seen` int64 `[B]`
     (valid tokens of the prompt; tokens looked at), `waiting` int64 `[B, R]`, `members` int32
     `[B, G, P]`, `sizes` int32 `[B, G, S]`, `centroids` `[B, G, S, D]` (means of the raw keys) and,
     where `means_of_values`, `means` `[B, G, S, Dv]`, both in the layer's dtype.
@@ -127,12 +127,12 @@ class ClusteredIndex(BaseIndex):
     # Search
 
     def _units(self) -> Units:
-        learnt = self._learnt
-        singles, sizes = learnt["waiting"], learnt["sizes"]
+        learned = self._learned
+        singles, sizes = learned["waiting"], learned["sizes"]
         ones = (singles >= 0).int()[:, None].expand(-1, sizes.shape[1], -1)
-        keys = torch.cat([learnt["centroids"], self._waiting_keys()], dim=2).float()
+        keys = torch.cat([learned["centroids"], self._waiting_keys()], dim=2).float()
         starts = sizes.long().cumsum(-1) - sizes
-        return Units(keys, torch.cat([sizes, ones], -1), starts, learnt["members"], singles)
+        return Units(keys, torch.cat([sizes, ones], -1), starts, learned["members"], singles)
 
     def _estimates(self, queries: Tensor, units: Units) -> Tensor:
         """`q·c` or `q·k` of each unit, `-inf` for none: float32 `[B, G, g, U]`."""
@@ -147,53 +147,53 @@ class ClusteredIndex(BaseIndex):
 
     def _waiting_keys(self) -> Tensor:
         """`[B, G, R, D]`, zero for none."""
-        ids = self._learnt["waiting"][:, None].expand(-1, self.geometry.kv_heads, -1)
+        ids = self._learned["waiting"][:, None].expand(-1, self.geometry.kv_heads, -1)
         return self._store.gather(ids).keys
 
     def _scanned(self) -> list[Tensor]:
-        return [self._learnt["centroids"], self._learnt["sizes"], self._waiting_keys()]
+        return [self._learned["centroids"], self._learned["sizes"], self._waiting_keys()]
 
     # Learning
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
-    def begin_append(
+    def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """As `BaseIndex.begin_append`; values are looked at, too, where clusters have a mean."""
+        """As `BaseIndex.start_append`; values are looked at, too, where clusters have a mean."""
         self._arriving = values if self.means_of_values else None
         try:
-            return super().begin_append(keys, values, valid=valid)
+            return super().start_append(keys, values, valid=valid)
         finally:
             self._arriving = None
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learnt, first = self._learnt or self._nothing(keys), len(self)
-        fixed = zip(*(learnt[name].tolist() for name in ("prompt", "seen")), strict=True)
+        learned, first = self._learned or self._nothing(keys), len(self)
+        fixed = zip(*(learned[name].tolist() for name in ("prompt", "seen")), strict=True)
         rows, stop = [], first + keys.shape[2]
         for b, (prompt, seen) in enumerate(fixed):
-            waiting = learnt["waiting"][b]
+            waiting = learned["waiting"][b]
             waiting = waiting[waiting >= 0]
             tail = torch.arange(max(seen, first), stop, device=keys.device)
             if valid is not None:
                 tail = tail[valid[b, tail - first]]
-            count = int(learnt["sizes"][b, 0].sum())
+            count = int(learned["sizes"][b, 0].sum())
             if not count and not len(waiting) and len(tail) >= self._plan().block:
                 prompt = len(tail)
             kept = self._plan().cuts(prompt, count) if count else []
             rows.append(_Row(prompt, kept, torch.cat([waiting, tail])))
-        return self._extended(learnt, rows, stop, self._reader(keys, first))
+        return self._extended(learned, rows, stop, self._reader(keys, first))
 
-    def _learnt_before(self, length: int) -> Codes:
-        if not self._learnt:
-            return self._learnt
+    def _learned_before(self, length: int) -> Codes:
+        if not self._learned:
+            return self._learned
         rows, plan, device = [], self._plan(), self.geometry.device
-        for b, prompt in enumerate(self._learnt["prompt"].tolist()):
+        for b, prompt in enumerate(self._learned["prompt"].tolist()):
             ids = torch.arange(length, device=device)
             if self.valid is not None:
                 ids = ids[self.valid[b, :length]]
-            old = plan.cuts(prompt, int(self._learnt["sizes"][b, 0].sum()))
+            old = plan.cuts(prompt, int(self._learned["sizes"][b, 0].sum()))
             if len(ids) < prompt:
                 prompt = len(ids) if len(ids) >= plan.block else 0
             kept = []
@@ -202,10 +202,10 @@ class ClusteredIndex(BaseIndex):
                     break
                 kept.append(before)
             rows.append(_Row(prompt, kept, ids[kept[-1].stop if kept else 0 :]))
-        return self._extended(self._learnt, rows, length, self._store.gather)
+        return self._extended(self._learned, rows, length, self._store.gather)
 
     def _nothing(self, keys: Tensor) -> dict[str, Tensor]:
-        """What is learnt from no token."""
+        """What is learned from no token."""
         B, G, _, D = keys.shape
         none = {
             "prompt": keys.new_empty((B,), dtype=torch.int64).zero_(),
@@ -241,8 +241,8 @@ class ClusteredIndex(BaseIndex):
 
         return read
 
-    def _extended(self, learnt: Codes, rows: list[_Row], seen: int, read: Read) -> Codes:
-        """What is learnt once the tails of the rows are clustered as far as their blocks go."""
+    def _extended(self, learned: Codes, rows: list[_Row], seen: int, read: Read) -> Codes:
+        """What is learned once the tails of the rows are clustered as far as their blocks go."""
         found: list[list[Codes]] = [[] for _ in rows]
         alike = defaultdict(list)  # cuts of the tail -> rows that are clustered at once
         for b, row in enumerate(rows):
@@ -253,16 +253,16 @@ class ClusteredIndex(BaseIndex):
                 made = self._clustered(ids, batch, len(rows), clusters, read)
                 for place, b in enumerate(batch):
                     found[b].append({name: tensor[place] for name, tensor in made.items()})
-        new = dict(learnt)
-        for name in PER_CLUSTER & learnt.keys():
+        new = dict(learned)
+        for name in PER_CLUSTER & learned.keys():
             kept = [row.clustered if name == "members" else row.clusters for row in rows]
-            if any(found) or learnt[name].shape[2] != max(kept):
-                new[name] = _joined(learnt[name], kept, [[x[name] for x in f] for f in found])
+            if any(found) or learned[name].shape[2] != max(kept):
+                new[name] = _joined(learned[name], kept, [[x[name] for x in f] for f in found])
         taken = [sum(made["members"].shape[1] for made in parts) for parts in found]
         waits = [row.tail[count:] for row, count in zip(rows, taken, strict=True)]
         new["waiting"] = pad_sequence(waits, batch_first=True, padding_value=UNUSED)
-        new["prompt"] = learnt["prompt"].new_tensor([row.prompt for row in rows])
-        new["seen"] = torch.full_like(learnt["seen"], seen)
+        new["prompt"] = learned["prompt"].new_tensor([row.prompt for row in rows])
+        new["seen"] = torch.full_like(learned["seen"], seen)
         return new
 
     def _clustered(

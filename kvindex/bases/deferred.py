@@ -76,7 +76,7 @@ class Checked(Guarded):
         self._deferred[name] = flag, message
         return flag
 
-    def raise_deferred(self) -> None:
+    def raise_pending(self) -> None:
         """Raise what a check on a CUDA device has found since the last call (it waits for it)."""
         found = [message for flag, message in self._deferred.values() if bool(flag)]
         if found:

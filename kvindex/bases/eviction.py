@@ -36,9 +36,9 @@ class KeptIndex(BaseIndex):
         """Ids of the rows that are kept, int64 `[B, G, C]`, ascending, `-1` anywhere for none."""
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        return self._learnt
+        return self._learned
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
     def _scanned(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """What the FAISS indexes share: one FAISS index per row of the batch and KV head.
 
-Douze et al., The Faiss library (2024); inner product throughout. What is trained is learnt once
-and kept as tensors (`_learnt`), so a FAISS index is a function of the learnt parameters and the
+Douze et al., The Faiss library (2024); inner product throughout. What is trained is learned once
+and kept as tensors (`_learned`), so a FAISS index is a function of the learned parameters and the
 valid tokens in their order: it can be dropped at any time and made again from the store. FAISS
 has no batch of indexes, so making and searching them loops over rows and KV heads in Python.
 """
@@ -97,7 +97,7 @@ class FaissIndex(BaseIndex):
 
     # Keeping FAISS's indexes in step
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
     def _cleared(self) -> None:
@@ -113,7 +113,7 @@ class FaissIndex(BaseIndex):
 
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
         """FAISS's indexes of the new rows: the same objects, copied when they are added to."""
-        self._synchronise()
+        self._synchronize()
         return [list(self._made[b]) for b in batch_indices.tolist()]
 
     def _keep(self, statistics: list[list[Any]] | None) -> None:
@@ -121,9 +121,9 @@ class FaissIndex(BaseIndex):
             self._made = statistics
         self._in_step = False
         with suppress(RuntimeError, MemoryError):  # the next search tries again, or says why not
-            self._synchronise()
+            self._synchronize()
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         """Make FAISS's indexes hold the valid tokens; those of a failed call are given up."""
         if self._in_step:
             return
@@ -201,7 +201,7 @@ class FaissIndex(BaseIndex):
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
-        self._synchronise()
+        self._synchronize()
         g, policy = self.geometry, self.config.group
         folded = group.fold(queries, g.kv_heads, policy)
         ids, keys = self._candidates(folded, min(self._wanted(k), int(self.counts.max())))

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvindex.bases.deferred import Checked
 from kvindex.core.config import NoConfig
 from kvindex.core.protocol import Codes, Hits, Rows
-from kvindex.ops import coverage
+from kvindex.ops.coverage import check_policy
 from kvindex.storage.columns import Columns
 
 
@@ -25,7 +25,7 @@ class Hooks(Checked, ABC, guarded=False):
 
     config: Any
     _codes: Columns
-    _learnt: Codes
+    _learned: Codes
 
     Config: ClassVar[type] = NoConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -38,54 +38,55 @@ class Hooks(Checked, ABC, guarded=False):
     """Whether it cannot do without `Geometry.rope`."""
 
     @abstractmethod
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         """Codes `[B, G, N, ...]` of finite keys `[B, G, N, D]`; invalid tokens come as zeros.
 
-        learnt: what `_learn` gave; it will hold once these keys are appended.
+        learned: what `_learn` gave; it will hold once these keys are appended.
         """
 
     @abstractmethod
     def _search(self, queries: Tensor, k: int) -> Hits:
         """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
 
-    def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
-        """As `_search`, but no more rows than hold the share `mass`, and `Hits.mass`."""
-        raise NotImplementedError  # `check_mass` has refused
+    def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
+        """As `_search`, but no more rows than hold the share `coverage`, and `Hits.coverage`."""
+        raise NotImplementedError  # `check_coverage` has refused
 
-    def check_mass(self, mass: float) -> None:
+    def check_coverage(self, coverage: float) -> None:
         """Raises ValueError where a search cannot tell what share of the attention its rows hold.
 
-        It can where `_search_mass` is written and the policy of the group searches for every head.
+        It can where `_search_coverage` is written and the policy of the group searches for every
+        head.
         """
-        if type(self)._search_mass is Hooks._search_mass:
+        if type(self)._search_coverage is Hooks._search_coverage:
             raise ValueError(
-                f"mass: got {mass}, allowed is None: {type(self).__name__} does not know what "
-                "share of the attention its rows hold"
+                f"coverage: got {coverage}, allowed is None: {type(self).__name__} does not know "
+                "what share of the attention its rows hold"
             )
-        coverage.check_policy(self.config.group)
+        check_policy(self.config.group)
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Parameters, tensors `[B, ...]`, once these tokens are appended; changes nothing.
 
         A row of the batch learns from the first append that holds a valid token of it (an index
-        may ask for more), and keeps what it has learnt until `reset`, or until what it was learnt
-        from is gone (`_learnt_before`).
+        may ask for more), and keeps what it has learned until `reset`, or until what it was learned
+        from is gone (`_learned_before`).
         """
         return {}
 
-    def _learnt_before(self, length: int) -> Codes:
-        """What stays learnt once the tokens from `length` on are gone; changes nothing."""
-        return self._learnt
+    def _learned_before(self, length: int) -> Codes:
+        """What stays learned once the tokens from `length` on are gone; changes nothing."""
+        return self._learned
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
-        """What is learnt once these tokens are appended, and their codes as `Columns` take them.
+        """What is learned once these tokens are appended, and their codes as `Columns` take them.
 
         Changes nothing that a search reads. Raises ValueError for valid keys that are not finite.
         """
         known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
         self._check_finite("keys", known)
-        learnt = self._learn(known, valid)
-        return learnt, self._encode(known, learnt)
+        learned = self._learn(known, valid)
+        return learned, self._encode(known, learned)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
         """The statistics once `codes` are appended; changes nothing."""
@@ -122,15 +123,15 @@ class Hooks(Checked, ABC, guarded=False):
         return 1
 
     @property
-    def appends_beside(self) -> bool:
-        """Whether `begin_append` leaves the host and other streams alone: not unless one says so.
+    def supports_async_append(self) -> bool:
+        """Whether `start_append` leaves the host and other streams alone: not unless one says so.
 
         A layer then has it run beside its steps.
         """
         return False
 
     @property
-    def follows_steps(self) -> bool:
+    def depends_on_queries(self) -> bool:
         """Whether a search depends on the queries of other steps since the last append.
 
         Steps of such an index cannot be searched at once (`kvindex_adapters.evaluate.parallel`).
@@ -140,18 +141,18 @@ class Hooks(Checked, ABC, guarded=False):
     # Signals
 
     @property
-    def observes(self) -> bool:
-        """Whether `observe` does anything; else a layer need not say where its queries are."""
-        return getattr(self.observe, "__func__", None) is not Hooks.observe
+    def observes_queries(self) -> bool:
+        """Whether `observe_queries` does anything; else a layer need not call it."""
+        return getattr(self.observe_queries, "__func__", None) is not Hooks.observe_queries
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete. Nothing to do unless an index says so."""
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries `[B, H, T, D]`, ids int64 `[T]`. Nothing to do by default."""
 
     def mark_boundary(self) -> None:
         """A segment ends here. Nothing to do unless an index says so."""
 
-    def read(self, tokens: Tensor, *, first: int) -> None:
+    def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
         """Ids of the tokens from `first` on, int64 `[B, T]` or `[T]`. Nothing to do by default."""

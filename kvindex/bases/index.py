@@ -82,7 +82,7 @@ class BaseIndex(Hooks):
                 f"embedding, float [F], which {type(self).__name__} needs"
             )
         self._codes, self._valid = Columns(), Valid()
-        self._learnt: Codes = {}
+        self._learned: Codes = {}
         self._batch: int | None = None  # unknown until the first append
         self._length = 0
         self._counts = torch.zeros(0, dtype=torch.int64)
@@ -93,7 +93,7 @@ class BaseIndex(Hooks):
     def encode(self, keys: Tensor) -> Codes:
         """Codes of keys `[B, G, N, D]`. Raises ValueError or TypeError for a wrong tensor.
 
-        With parameters that are learnt: as `append` would encode these keys.
+        With parameters that are learned: as `append` would encode these keys.
         """
         self._check_tensor("keys", keys, self._per_token(self._batch, None, self.geometry.head_dim))
         self._check_finite("keys", keys)
@@ -108,17 +108,17 @@ class BaseIndex(Hooks):
         Raises ValueError or TypeError for wrong shapes, dtypes, devices, a changed batch size,
         NaN or infinity in valid keys; the index stays as it was.
         """
-        self.begin_append(keys, values, valid=valid)()
+        self.start_append(keys, values, valid=valid)()
 
-    def begin_append(
+    def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
         """The first part of an append, the long one where it can be; what is returned is the rest.
 
         In between the index is as it was, to be searched and read, and the tensors must stay as
-        they are. Where `appends_beside`, what it grows by does not move what is there, so that a
-        CUDA stream may do the first part while another one searches (docs/cuda.md).
-        Raises as `append`; the rest raises ValueError if the index has changed.
+        they are. Where `supports_async_append`, what it grows by does not move what is there, so
+        that a CUDA stream may do the first part while another one searches (docs/cuda.md). Raises
+        as `append`; the rest raises ValueError if the index has changed.
         """
         g = self.geometry
         self._check_tensor("keys", keys, self._per_token(self._batch, None, g.head_dim))
@@ -128,8 +128,8 @@ class BaseIndex(Hooks):
             checks.tensor("valid", valid, {"B": batch, "N": count}, torch.bool, g.device)
         if keys.numel() == 0:
             return lambda: None
-        length, held, known = self._length, self._codes, self._learnt
-        learnt, codes = self._prepared(keys.detach(), valid)
+        length, held, known = self._length, self._codes, self._learned
+        learned, codes = self._prepared(keys.detach(), valid)
         rows = self._store.join(keys, values)
         counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
         self._codes.reserve(codes)
@@ -140,47 +140,49 @@ class BaseIndex(Hooks):
                 part.write(new)
 
         def end() -> None:
-            if length != self._length or held is not self._codes or known is not self._learnt:
+            if length != self._length or held is not self._codes or known is not self._learned:
                 raise ValueError("append: the index has changed between its beginning and its end")
             flags = self._valid.reserve(self._length, keys, valid)
             self._codes.append(codes)
             self._store.append(rows)
             self._valid.append(flags, all_real=valid is None)
-            self._learnt = learnt
+            self._learned = learned
             self._batch = batch
             self._counts = self._counts + counts if self._length else counts.expand(batch)
             self._length += count
             self._keep(statistics)
 
-        return partial(self._end_append, end)
+        return partial(self._finish_append, end)
 
-    def _end_append(self, end: Callable[[], None]) -> None:
+    def _finish_append(self, end: Callable[[], None]) -> None:
         """The rest of an append, all or nothing as a call of its own."""
         end()
 
-    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.
 
-        mass: in (0, 1]: slots stay unused once every head of the group is believed to find this
-        share of the index's attention in the rows before; `Hits.mass` is what each finds.
+        coverage: in (0, 1]: slots stay unused once every head of the group is believed to find this
+        share of the index's attention in the rows before; `Hits.coverage` is what each finds.
 
         Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, a k out of range,
-        or a mass out of range or of an index that cannot tell it.
+        or a coverage out of range or of an index that cannot tell it.
         """
         checks.wanted_rows(k)
-        if mass is not None:
-            checks.within("mass", mass, 0, 1)
-            self.check_mass(mass)
+        if coverage is not None:
+            checks.within("coverage", coverage, 0, 1)
+            self.check_coverage(coverage)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
         self._check_finite("queries", queries)
         if self._length == 0 or int(self._counts.max()) == 0:
             ids = torch.full((len(queries), g.kv_heads, k), UNUSED, device=g.device)
-            found = None if mass is None else torch.ones(queries.shape[:2], device=g.device)
-            return Hits(ids, torch.full_like(ids, float("-inf"), dtype=torch.float32), mass=found)
+            found = None if coverage is None else torch.ones(queries.shape[:2], device=g.device)
+            return Hits(
+                ids, torch.full_like(ids, float("-inf"), dtype=torch.float32), coverage=found
+            )
         most = min(k, self._rows_at_most())
-        if mass is not None:
-            hits = self._search_mass(queries.detach(), most, float(mass))
+        if coverage is not None:
+            hits = self._search_coverage(queries.detach(), most, float(coverage))
         else:
             hits = self._search(queries.detach(), most)
         return hits if most == k else hits.widened(k)
@@ -215,16 +217,16 @@ class BaseIndex(Hooks):
     def truncate(self, length: int) -> None:
         """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
         checks.at_least("length", length, 0)
-        self.raise_deferred()
+        self.raise_pending()
         if length >= self._length:
             return
         gone = torch.tensor(self._length - length)
         if self.valid is not None:
             gone = self.valid[:, length:].sum(1).cpu()
-        statistics, learnt = self._with_truncated(length), self._learnt_before(length)
+        statistics, learned = self._with_truncated(length), self._learned_before(length)
         for part in (self._codes, self._store, self._valid):
             part.truncate(length)
-        self._learnt = learnt
+        self._learned = learned
         self._counts = self._counts - gone
         self._length = length
         self._keep(statistics)
@@ -237,21 +239,21 @@ class BaseIndex(Hooks):
         checks.rows("batch_indices", batch_indices, self._batch)
         if self._batch is None:
             return
-        self.raise_deferred()
+        self.raise_pending()
         order = batch_indices.to(self.geometry.device)
         statistics = self._with_reordered(order)
         codes, valid = self._codes.reordered(batch_indices), self._valid.reordered(batch_indices)
-        learnt = {name: tensor[order] for name, tensor in self._learnt.items()}
+        learned = {name: tensor[order] for name, tensor in self._learned.items()}
         self._store = self._store.reordered(batch_indices)
-        self._codes, self._valid, self._learnt = codes, valid, learnt
+        self._codes, self._valid, self._learned = codes, valid, learned
         self._batch = len(batch_indices)
         self._counts = self._counts[batch_indices.cpu()]
         self._keep(statistics)
 
     def reset(self) -> None:
-        """Forget everything, learnt parameters and batch size included."""
+        """Forget everything, learned parameters and batch size included."""
         self._codes, self._store = self._codes.emptied(), self._store.emptied()
-        self._valid, self._learnt = self._valid.emptied(), {}
+        self._valid, self._learned = self._valid.emptied(), {}
         self._batch, self._length = None, 0
         self._counts = torch.zeros(0, dtype=torch.int64)
         self._deferred, self._broken = {}, None
@@ -261,23 +263,23 @@ class BaseIndex(Hooks):
         """Bytes in use per tier: `codes` (and statistics and constants) on the compute device,
         `rows` in the store.
         """
-        self.raise_deferred()
+        self.raise_pending()
         codes = self._codes.nbytes() + self._valid.nbytes()
-        codes += sum(tensor.nbytes for tensor in [*self._learnt.values(), *self._held()])
+        codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])
         return {"codes": codes, "rows": self._store.nbytes()}
 
     def bytes_per_key(self) -> dict[str, float]:
-        """Bytes per token and KV head: `kept` (codes and what is learnt), `scanned` by a search.
+        """Bytes per token and KV head: `kept` (codes and what is learned), `scanned` by a search.
 
         Raises ValueError for an empty index, whose codes have no shape yet.
         """
         checks.at_least("len(index)", self._length, 1)
         tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
         scanned = sum(tensor.nbytes for tensor in self._scanned())
-        kept = self._codes.nbytes() + sum(tensor.nbytes for tensor in self._learnt.values())
+        kept = self._codes.nbytes() + sum(tensor.nbytes for tensor in self._learned.values())
         return {"kept": kept / tokens, "scanned": scanned / tokens}
 
-    def repeated(self, count: int) -> Self:
+    def expand_batch(self, count: int) -> Self:
         """`count` rows that all read the one row of this index: for as many queries at once.
 
         A view, to search and to fetch from while this index stays as it is. Raises ValueError for
@@ -285,12 +287,12 @@ class BaseIndex(Hooks):
         """
         checks.at_least("count", count, 1)
         if self._batch != 1:
-            raise ValueError(f"repeated: got a batch of {self._batch}, allowed is 1")
+            raise ValueError(f"expand_batch: got a batch of {self._batch}, allowed is 1")
         rows = torch.zeros(count, dtype=torch.int64)
         view = self._shallow()
-        view._codes, view._store = self._codes.repeated(count), self._store.repeated(count)
+        view._codes, view._store = self._codes.expand_batch(count), self._store.expand_batch(count)
         view._valid = self._valid.reordered(rows)
-        view._learnt = {name: t.expand(count, *t.shape[1:]) for name, t in self._learnt.items()}
+        view._learned = {name: t.expand(count, *t.shape[1:]) for name, t in self._learned.items()}
         view._counts, view._batch = self._counts.expand(count), count
         view._keep(self._with_reordered(rows.to(self.geometry.device)))
         return view

@@ -86,7 +86,7 @@ class PagedIndex(BaseIndex):
 
     # Encoding
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         """Summaries of pages that start with these keys (`append` fills an open page first)."""
         nobody = torch.zeros(len(keys), dtype=torch.int64)
         return self._tail(nobody, keys, None)

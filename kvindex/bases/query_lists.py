@@ -82,17 +82,17 @@ class Lister:
             "known": torch.ones((len(queries), 1), dtype=torch.bool, device=queries.device),
         }
 
-    def offered(self, learnt: Codes, blocks: Blocks) -> Codes:
-        """The same once keys took their places in the lists; `learnt` stays as it was.
+    def offered(self, learned: Codes, blocks: Blocks) -> Codes:
+        """The same once keys took their places in the lists; `learned` stays as it was.
 
         Ids in `blocks` are above those in the lists, so that equal scores go to the lower id.
         """
-        lists, scores = learnt["lists"].clone(), learnt["list_scores"].clone()
+        lists, scores = learned["lists"].clone(), learned["list_scores"].clone()
         for start, keys, valid in blocks():
             ids = torch.arange(start, start + keys.shape[2], device=keys.device, dtype=torch.int32)
-            for some in self._chunks(learnt["normalisers"], keys):
-                new = self._logits(learnt["centroids"][..., some, :], keys)
-                new = self._shared(new, learnt["normalisers"][..., some])
+            for some in self._chunks(learned["normalisers"], keys):
+                new = self._logits(learned["centroids"][..., some, :], keys)
+                new = self._shared(new, learned["normalisers"][..., some])
                 if valid is not None:
                     new = new.masked_fill(~valid[:, None, None], NEVER)
                 both = torch.cat([scores[:, :, some], new], dim=-1)
@@ -100,7 +100,7 @@ class Lister:
                 held = torch.cat([lists[:, :, some], ids.expand(new.shape)], dim=-1)
                 held = held.gather(-1, slots.clamp_min(0))
                 lists[:, :, some] = held.masked_fill(slots < 0, UNUSED)
-        return {**learnt, "lists": lists, "list_scores": scores}
+        return {**learned, "lists": lists, "list_scores": scores}
 
     def _logits(self, centroids: Tensor, keys: Tensor) -> Tensor:
         """Logits float32 `[B, G, g, c, T]` of centroids `[B, G, g, c, D]`; bare `q·k` if g = 1."""
@@ -127,24 +127,24 @@ def by_group(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.reshape(B, kv_heads, H // kv_heads, C, D).clone()
 
 
-def queued(learnt: Codes, new: Codes, oldest: int) -> Codes:
+def queued(learned: Codes, new: Codes, oldest: int) -> Codes:
     """The same with centroids replaced from `oldest` on, the last followed by the first."""
     slots = torch.arange(new["known"].shape[1], device=new["known"].device)
-    slots = (slots + oldest) % learnt["known"].shape[1]
-    return {name: learnt[name].index_copy(axis, slots, new[name]) for name, axis in AXES.items()}
+    slots = (slots + oldest) % learned["known"].shape[1]
+    return {name: learned[name].index_copy(axis, slots, new[name]) for name, axis in AXES.items()}
 
 
-def recalled(learnt: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
+def recalled(learned: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
     """Ids in the lists of the `probes` centroids nearest by angle, int64 `[B, G, probes · L]`.
 
     Ascending, each once, then -1. A centroid is as near as it is to any head of the group.
 
     queries: float32 `[B, G, g, D]`; tokens: above all ids.
     """
-    lists = learnt["lists"]
-    centroids = normalize(learnt["centroids"].float(), dim=-1)
+    lists = learned["lists"]
+    centroids = normalize(learned["centroids"].float(), dim=-1)
     cosines = (centroids @ normalize(queries, dim=-1)[..., None])[..., 0].amax(2)  # [B, G, C]
-    cosines = cosines.masked_fill(~learnt["known"][:, None], NEVER)
+    cosines = cosines.masked_fill(~learned["known"][:, None], NEVER)
     slots = ops.select.top_k(cosines, min(probes, cosines.shape[-1]))[1]
     rows = slots.clamp_min(0)[..., None].expand(-1, -1, -1, lists.shape[-1])
     ids = lists.gather(2, rows).masked_fill((slots < 0)[..., None], UNUSED).flatten(2).long()

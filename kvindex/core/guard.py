@@ -20,17 +20,17 @@ import torch
 from kvindex.core.restore import Restorable
 
 READS = frozenset(
-    {"encode", "search", "fetch", "nbytes", "bytes_per_key", "repeated", "__deepcopy__"}
+    {"encode", "search", "fetch", "nbytes", "bytes_per_key", "expand_batch", "__deepcopy__"}
 )
 """Calls that may run beside one another."""
 
-ALONE = frozenset({"attend", "attend_next", "attend_to", "prepare", "make_room"})
+ALONE = frozenset({"attend", "decode_step", "attend_hits", "warm_up", "reserve"})
 """Calls that use buffers, but change nothing that can be seen."""
 
 CHANGES = frozenset(
     {
-        *("append", "begin_append", "_end_append", "truncate", "reorder", "reset"),
-        *("seal", "observe", "mark_boundary", "read", "step", "_settle"),
+        *("append", "start_append", "_finish_append", "truncate", "reorder", "reset"),
+        *("end_prompt", "observe_queries", "mark_boundary", "observe_tokens", "step", "_settle"),
     }
 )
 """Calls that are undone where they fail."""

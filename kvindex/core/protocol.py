@@ -39,14 +39,15 @@ class Hits:
     ids: int64 `[B, G, K]`; `-1` marks an unused slot, lower ids name rows that are not tokens.
     scores: float32 `[B, G, K]`, descending; what the group of query heads agreed on.
     log_weight: float32 `[B, H, K]` added to the attention logit before softmax, or None (zeros).
-    mass: float32 `[B, H]`, the share of the index's attention that each query head is believed to
+    coverage: float32 `[B, H]`, the share of the index's attention that each query head is believed
+    to
       find in these rows, where the search was asked for one; else None.
     """
 
     ids: Tensor
     scores: Tensor
     log_weight: Tensor | None = None
-    mass: Tensor | None = None
+    coverage: Tensor | None = None
 
     def widened(self, k: int) -> Hits:
         """The same hits with unused slots after them, `K = k`."""
@@ -56,7 +57,7 @@ class Hits:
             pad(self.ids, more, value=UNUSED),
             pad(self.scores, more, value=float("-inf")),
             None if weight is None else pad(weight, more, value=float("-inf")),
-            self.mass,
+            self.coverage,
         )
 
 
@@ -90,10 +91,10 @@ class KVIndex(Protocol):
         """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`."""
         ...
 
-    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.
 
-        mass: fewer, where fewer hold this share of the attention (some indexes only).
+        coverage: fewer, where fewer hold this share of the attention (some indexes only).
         """
         ...
 
@@ -101,11 +102,11 @@ class KVIndex(Protocol):
         """Full-precision rows of `hits`, on the compute device."""
         ...
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete."""
         ...
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries `[B, H, T, D]` and the ids of their tokens, int64 `[T]`."""
         ...
 
@@ -113,7 +114,7 @@ class KVIndex(Protocol):
         """A sentence or segment ends with the newest token."""
         ...
 
-    def read(self, tokens: Tensor, *, first: int) -> None:
+    def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
         """The text: ids int64 `[B, T]` (or `[T]` for all rows) of the tokens from `first` on."""
         ...
 
@@ -130,7 +131,7 @@ class KVIndex(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget everything, learnt parameters and batch size included."""
+        """Forget everything, learned parameters and batch size included."""
         ...
 
     def nbytes(self) -> dict[str, int]:
@@ -157,20 +158,20 @@ class Attends(Protocol):
         """
         ...
 
-    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
         """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
         that `near` shows: `[B, H, Dv]`. Raises as `fetch`, and ValueError where it does not attend.
         """
         ...
 
 
-class AttendsNext(Attends, Protocol):
+class DecodesStep(Attends, Protocol):
     """What an index that attends may offer beyond: the whole of a decoded token's step.
 
     A layer calls it where it is there, and else copies the rows and calls `attend`.
     """
 
-    def attend_next(
+    def decode_step(
         self,
         queries: Tensor,
         token: Rows,

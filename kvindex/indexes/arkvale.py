@@ -1,7 +1,7 @@
 """ArkVale: pages with a volume around most of their keys.
 
 Chen et al., ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction
-(NeurIPS 2024): a page's digest is a centre and a radius; pages are recalled by the largest product
+(NeurIPS 2024): a page's digest is a center and a radius; pages are recalled by the largest product
 of the query with a point of the volume.
 """
 
@@ -16,7 +16,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
 
-VOLUMES = ("cuboid", "ball", "centre")
+VOLUMES = ("cuboid", "ball", "center")
 
 RADII = ("mean", "max")
 
@@ -26,9 +26,9 @@ class ArkValeConfig:
     """What ArkVale can be told.
 
     page: tokens of a page (published: 32).
-    volume: around the centre, half way between the extremes of each coordinate: a "cuboid" with a
-      radius for each coordinate (published code), a "ball" with one, or the "centre" alone.
-    radius: "mean" distance of the keys from the centre (published code), which leaves some of
+    volume: around the center, half way between the extremes of each coordinate: a "cuboid" with a
+      radius for each coordinate (published code), a "ball" with one, or the "center" alone.
+    radius: "mean" distance of the keys from the center (published code), which leaves some of
       them outside, or the "max", with which the score bounds every product from above.
     group: how query heads agree (`kvindex.ops.group`).
     """
@@ -58,27 +58,27 @@ class ArkVale(PagedIndex):
         cuboid = self.config.volume == "cuboid"
         if cuboid and self.config.radius == "max":
             return {"low": low, "high": high}
-        centre = (low.float() + high.float()) / 2
+        center = (low.float() + high.float()) / 2
         if not cuboid:
-            centre = centre.to(keys.dtype)  # what is kept, and radii are around
-        if self.config.volume == "centre":
-            return {"centre": centre}
-        distances = keys.float() - centre.float()[:, :, :, None]
+            center = center.to(keys.dtype)  # what is kept, and radii are around
+        if self.config.volume == "center":
+            return {"center": center}
+        distances = keys.float() - center.float()[:, :, :, None]
         distances = distances.abs() if cuboid else distances.norm(dim=-1, keepdim=True)
         distances = distances.masked_fill(~there, 0)
         radius = distances.amax(3)
         if self.config.radius == "mean":
             radius = distances.sum(3) / there.sum(3).clamp_min(1)
         if cuboid:
-            box = {"low": centre - radius, "high": centre + radius}
+            box = {"low": center - radius, "high": center + radius}
             return {name: corner.to(keys.dtype) for name, corner in box.items()}
-        return {"centre": centre, "radius": radius}
+        return {"center": center, "radius": radius}
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         codes = self._codes
         if self.config.volume == "cuboid":
             return box_scores(queries, codes["low"], codes["high"])
-        scores = queries @ codes["centre"].float().mT
+        scores = queries @ codes["center"].float().mT
         if self.config.volume == "ball":
             scores = scores + queries.norm(dim=-1, keepdim=True) * codes["radius"].mT
         return scores

@@ -63,7 +63,7 @@ class CTkvrConfig:
 
 @dataclass(frozen=True)
 class _State:
-    """Beside what is learnt. seen: the prompt's queries until they become centroids; pending: of
+    """Beside what is learned. seen: the prompt's queries until they become centroids; pending: of
     the last search, what `Lister.relisted` takes; oldest: the centroid to be replaced next.
     """
 
@@ -76,7 +76,7 @@ class CTkvr(BaseIndex):
     """Looks at the keys that similar queries have liked before, and scores those exactly.
 
     Hits' scores: what `group.agree` returns for the true `q·k` of the recalled keys. Without
-    centroids (before `seal`, or if no query was observed) every key is recalled.
+    centroids (before `end_prompt`, or if no query was observed) every key is recalled.
     """
 
     Config = CTkvrConfig
@@ -90,19 +90,19 @@ class CTkvr(BaseIndex):
         self._lister = Lister(self.geometry, self.ops, self.config.rho)
 
     @property
-    def follows_steps(self) -> bool:
+    def depends_on_queries(self) -> bool:
         """Where searches become centroids."""
         return bool(self.config.update)
 
     def _undone(self, name: str) -> bool:
         return name == "search" or super()._undone(name)  # the last search is kept
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
     # Signals
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centroids.
 
         Once there are centroids the last search joins them, and so do several queries at once (a
@@ -116,21 +116,21 @@ class CTkvr(BaseIndex):
         T = queries.shape[2]
         check.tensor("positions", positions, {"T": T}, torch.int64, g.device)
         queries, config = queries.detach().nan_to_num(0, 0, 0), self.config
-        if "lists" in self._learnt:
+        if "lists" in self._learned:
             if self._state.pending is not None:
                 self._enqueue(self._lister.relisted(*self._state.pending))
             if T > 1:
-                some = queries[:, :, -self._learnt["lists"].shape[2] :]
+                some = queries[:, :, -self._learned["lists"].shape[2] :]
                 self._enqueue(self._lister.listed(some, self._blocks))
         elif T > 1 or (T and not self._sealed):
             kept = dict(most=config.most, choice=config.choice, seed=config.seed)
             now = Observed.of(seen, queries, positions, **kept)
             self._state = replace(self._state, seen=now)
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: queries become centroids (at the next append, if it is empty)."""
         if len(self) and self._state.seen:
-            self._learnt = self._built(self._state.seen, self.valid, self._blocks)
+            self._learned = self._built(self._state.seen, self.valid, self._blocks)
             self._state = replace(self._state, seen=None)
         self._sealed = True
 
@@ -172,12 +172,12 @@ class CTkvr(BaseIndex):
 
     def _enqueue(self, new: Codes) -> None:
         """New centroids in place of the oldest."""
-        self._learnt = queued(self._learnt, new, self._state.oldest)
+        self._learned = queued(self._learned, new, self._state.oldest)
         oldest = self._after(new["known"].shape[1])
         self._state = replace(self._state, pending=None, oldest=oldest)
 
     def _after(self, count: int) -> int:
-        return (self._state.oldest + count) % self._learnt["known"].shape[1]
+        return (self._state.oldest + count) % self._learned["known"].shape[1]
 
     # What the base asks for
 
@@ -186,15 +186,15 @@ class CTkvr(BaseIndex):
         if state.seen is not None:
             seen = {"B": state.seen.queries.shape[0], "G": None, "N": None, "D": None}
             check.tensor("keys", keys, seen)
-        if "lists" in self._learnt:
-            learnt, pending = self._learnt, state.pending
+        if "lists" in self._learned:
+            learned, pending = self._learned, state.pending
             if pending is not None:  # it has not seen these keys
                 late = self._lister.relisted(*pending)
-                learnt = queued(learnt, late, state.oldest)
+                learned = queued(learned, late, state.oldest)
             new = [(start, keys, valid)]
-            return learnt if self.config.stale else self._lister.offered(learnt, lambda: new)
+            return learned if self.config.stale else self._lister.offered(learned, lambda: new)
         if not self._sealed or state.seen is None:
-            return self._learnt
+            return self._learned
         flags = self.valid
         if flags is not None or valid is not None:
             before = keys.new_ones((len(keys), start), dtype=torch.bool) if flags is None else flags
@@ -202,23 +202,23 @@ class CTkvr(BaseIndex):
             flags = torch.cat([before, after if valid is None else valid], dim=1)
         return self._built(state.seen, flags, lambda: [*self._blocks(), (start, keys, valid)])
 
-    def _learnt_before(self, length: int) -> Codes:
-        learnt = self._learnt
-        if "lists" not in learnt or not bool((learnt["lists"] >= length).any()):
-            return learnt
-        gone = learnt["lists"] >= length
+    def _learned_before(self, length: int) -> Codes:
+        learned = self._learned
+        if "lists" not in learned or not bool((learned["lists"] >= length).any()):
+            return learned
+        gone = learned["lists"] >= length
         if not self.config.stale:  # what they have displaced is offered again
             gone = torch.ones_like(gone)
-        lists = learnt["lists"].masked_fill(gone, UNUSED)
-        left = {**learnt, "lists": lists}
-        left["list_scores"] = learnt["list_scores"].masked_fill(gone, NEVER)
+        lists = learned["lists"].masked_fill(gone, UNUSED)
+        left = {**learned, "lists": lists}
+        left["list_scores"] = learned["list_scores"].masked_fill(gone, NEVER)
         if self.config.stale:
             return left
         return self._lister.offered(left, lambda: self._blocks(length))
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _State:
         state = self._state
-        if "lists" not in self._learnt:
+        if "lists" not in self._learned:
             return replace(state, seen=None) if self._sealed else state
         if state.pending is None:
             return state
@@ -247,11 +247,11 @@ class CTkvr(BaseIndex):
 
     def _scanned(self) -> list[Tensor]:
         keys = [rows.keys for _, rows in self._store.blocks(BLOCK)]
-        if "lists" not in self._learnt:
+        if "lists" not in self._learned:
             return keys
-        probed = self._learnt["lists"][:, :, : self.config.probes]  # and their keys, if all differ
+        probed = self._learned["lists"][:, :, : self.config.probes]  # and their keys, if all differ
         keys = [torch.cat(keys, dim=2)[:, :, : probed.shape[2] * probed.shape[3]]]
-        return [self._learnt["centroids"], probed, *keys]
+        return [self._learned["centroids"], probed, *keys]
 
     # Search
 
@@ -259,10 +259,10 @@ class CTkvr(BaseIndex):
         g, config = self.geometry, self.config
         heads = group.fold(queries, g.kv_heads, "max_share")  # [B, G, g, D]
         ids = self._everything(len(queries))
-        if "lists" in self._learnt:
-            ids = recalled(self._learnt, heads, len(self), config.probes, self.ops)
+        if "lists" in self._learned:
+            ids = recalled(self._learned, heads, len(self), config.probes, self.ops)
         products = heads @ self._store.gather(ids).keys.float().mT
-        if "lists" in self._learnt and config.update:
+        if "lists" in self._learned and config.update:
             self._state = replace(self._state, pending=(queries, ids, products))
         if config.group == "mean_query":
             products = products.mean(2, keepdim=True)

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
-from kvindex.ops import coverage, group
+from kvindex.ops import group
+from kvindex.ops.coverage import log_weights, within
 
 BLOCK = 16_384
 """Tokens scored at a time: bounds what a host store copies at once."""
@@ -34,18 +35,16 @@ class Exact(BaseIndex):
 
     Config = ExactConfig
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         return self._ranked(queries, k)[0]
 
-    def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
+    def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
         hits, scores = self._ranked(queries, k)
-        known = coverage.log_weights(
-            scores, None, scale=self.geometry.scale, softcap=self.geometry.softcap
-        )
-        return coverage.within(hits, hits.ids, known, known.logsumexp(-1), mass)
+        known = log_weights(scores, None, scale=self.geometry.scale, softcap=self.geometry.softcap)
+        return within(hits, hits.ids, known, known.logsumexp(-1), coverage)
 
     def _ranked(self, queries: Tensor, k: int) -> tuple[Hits, Tensor]:
         """Hits, and the scores of all tokens."""

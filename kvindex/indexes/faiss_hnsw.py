@@ -1,4 +1,4 @@
-"""FAISS HNSW: a graph over the keys, walked from its top towards the query.
+"""FAISS HNSW: a graph over the keys, walked from its top toward the query.
 
 Malkov and Yashunin, Efficient and Robust Approximate Nearest Neighbor Search Using Hierarchical
 Navigable Small World Graphs (2016); FAISS: `IndexHNSWFlat`. Details: docs/indexes.
@@ -20,19 +20,19 @@ from kvindex.core import check
 class FaissHNSWConfig(FaissConfig):
     """As `FaissConfig`, without a GPU (FAISS has no HNSW there), and:
 
-    neighbours: links of a key, FAISS's `M` (on the lowest level twice as many).
+    neighbors: links of a key, FAISS's `M` (on the lowest level twice as many).
     ef_construction: candidates kept while a key is linked.
     ef_search: candidates kept by a search; never fewer than it asks for.
     """
 
-    neighbours: int = 32
+    neighbors: int = 32
     ef_construction: int = 40
     ef_search: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.one_of("where", self.where, ("cpu",))
-        check.at_least("neighbours", self.neighbours, 2)
+        check.at_least("neighbors", self.neighbors, 2)
         check.at_least("ef_construction", self.ef_construction, 1)
         check.at_least("ef_search", self.ef_search, 1)
 
@@ -50,7 +50,7 @@ class FaissHNSW(FaissIndex):
     def _new(self, b: int, g: int) -> Any:
         faiss, config = self._faiss, self.config
         D, metric = self.geometry.head_dim, faiss.METRIC_INNER_PRODUCT
-        index = faiss.IndexHNSWFlat(D, config.neighbours, metric)
+        index = faiss.IndexHNSWFlat(D, config.neighbors, metric)
         index.hnsw.efConstruction = config.ef_construction
         return index
 
@@ -73,7 +73,7 @@ class FaissHNSW(FaissIndex):
 
         A key has another `M` links with a chance of `1/M`, once more with `1/M²`, …: as expected.
         """
-        M: int = self.config.neighbours
+        M: int = self.config.neighbors
         return 4 * self.geometry.head_dim + 4 + 8 + 4 * (2 * M + M / (M - 1))
 
     def _scanned_bytes(self) -> float:
@@ -87,7 +87,7 @@ class FaissHNSW(FaissIndex):
         asked = torch.from_numpy(index.reconstruct_n(0, count))
         self._ask(index, asked, min(self.config.ef_search, index.ntotal))
         compared, hops = stats.ndis - before[0], stats.nhops - before[1]
-        links = 4 * 2 * self.config.neighbours
+        links = 4 * 2 * self.config.neighbors
         read = compared * 4 * self.geometry.head_dim + hops * links
         found: float = read / count / index.ntotal
         return found

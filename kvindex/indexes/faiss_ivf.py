@@ -59,19 +59,19 @@ class FaissIVF(FaissIndex):
         A row of the batch learns from the valid keys of the first append that holds one, and
         never again.
         """
-        B, learnt = len(keys), self._learnt
-        known = learnt["lists"].tolist() if learnt else [0] * B
+        B, learned = len(keys), self._learned
+        known = learned["lists"].tolist() if learned else [0] * B
         counts = [keys.shape[2]] * B if valid is None else valid.sum(1).tolist()
         missing = [b for b in range(B) if counts[b] and not known[b]]
         if not missing:
-            return learnt
+            return learned
         rows: list[Codes] = []
         for b in range(B):
             if b in missing:
                 some = keys[b] if valid is None else keys[b][:, valid[b]]
                 rows.append(self._trained(some, self._lists(counts[b])))
             else:
-                rows.append({name: tensor[b] for name, tensor in learnt.items()})
+                rows.append({name: tensor[b] for name, tensor in learned.items()})
         return self._stacked(rows, keys.device)
 
     def _lists(self, count: int) -> int:
@@ -114,8 +114,8 @@ class FaissIVF(FaissIndex):
     def _quantizer(self, b: int, g: int) -> tuple[Any, int]:
         """The trained centroids of a row and KV head as an index of FAISS, and their number."""
         quantizer = self._faiss.IndexFlatIP(self.geometry.head_dim)
-        lists = int(self._learnt["lists"][b])
-        quantizer.add(self._learnt["centroids"][b, g, :lists].cpu().numpy())
+        lists = int(self._learned["lists"][b])
+        quantizer.add(self._learned["centroids"][b, g, :lists].cpu().numpy())
         return quantizer, lists
 
     def _new(self, b: int, g: int) -> Any:
@@ -133,9 +133,9 @@ class FaissIVF(FaissIndex):
 
     def _scanned_bytes(self) -> float:
         """Of a query head: the lists probed, were all of one length, and all centroids."""
-        if not self._learnt:
+        if not self._learned:
             return 0.0
-        lists, tokens = self._learnt["lists"].clamp_min(1), self.counts.clamp_min(1)
+        lists, tokens = self._learned["lists"].clamp_min(1), self.counts.clamp_min(1)
         share = (self.config.probes / lists).clamp_max(1).mean().item()
         centroids = (4 * self.geometry.head_dim * lists.cpu() / tokens).mean().item()
         found: float = share * self._token_bytes() + centroids

@@ -1,4 +1,4 @@
-"""FAISS IVF-PQ: inverted lists of product-quantised residuals.
+"""FAISS IVF-PQ: inverted lists of product-quantized residuals.
 
 Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV; Douze et al.,
 The Faiss library (2024): `IndexIVFPQ`. Details: docs/indexes.
@@ -18,7 +18,7 @@ from kvindex.indexes.faiss_ivf import FaissIVF, FaissIVFConfig
 from kvindex.ops.kmeans import assign
 
 BLOCK = 1024
-"""Candidates quantised at a time, where FAISS does not reconstruct them."""
+"""Candidates quantized at a time, where FAISS does not reconstruct them."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class FaissIVFPQ(FaissIVF):
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
         """As `FaissIVF._trained`, and `codebooks` float32 `[G, M, 2^bits, m]` of residuals.
 
-        Those that FAISS's product quantiser learns, to the bit; but it trains one after the other.
+        Those that FAISS's product quantizer learns, to the bit; but it trains one after the other.
         """
-        learnt, points = super()._trained(keys, lists), self._points(keys)
-        residuals = points - _nearest(points, learnt["centroids"])
+        learned, points = super()._trained(keys, lists), self._points(keys)
+        residuals = points - _nearest(points, learned["centroids"])
         G, n, D = residuals.shape
         M = self._subspaces
         parts = residuals.view(G, n, M, D // M).transpose(1, 2)  # [G, M, n, m]
         books = each(self._codebook, parts.flatten(0, 1).contiguous(), torch.get_num_threads())
-        return {**learnt, "codebooks": torch.stack(books).view(G, M, -1, D // M)}
+        return {**learned, "codebooks": torch.stack(books).view(G, M, -1, D // M)}
 
     def _codebook(self, part: Tensor) -> Tensor:
         """Centroids `[2^bits, m]` of a subspace of residuals, `[n, m]`.
@@ -91,7 +91,7 @@ class FaissIVFPQ(FaissIVF):
         quantizer, lists = self._quantizer(b, g)
         bits = self.config.bits
         index = faiss.IndexIVFPQ(quantizer, D, lists, self._subspaces, bits, metric)
-        books = self._learnt["codebooks"][b, g].flatten().cpu().numpy()
+        books = self._learned["codebooks"][b, g].flatten().cpu().numpy()
         faiss.copy_array_to_vector(books, index.pq.centroids)
         return self._ready(index)
 
@@ -99,13 +99,13 @@ class FaissIVFPQ(FaissIVF):
         """What FAISS's codes of keys `[B, G, C, D]` stand for, made again from the keys."""
         B, G, C, _ = keys.shape
         found = torch.empty_like(keys)
-        books = self._learnt["codebooks"]  # [B, G, M, 2^bits, m]
+        books = self._learned["codebooks"]  # [B, G, M, 2^bits, m]
         M, _, m = books.shape[2:]
         for b in range(B):
-            lists = int(self._learnt["lists"][b])
+            lists = int(self._learned["lists"][b])
             for start in range(0, C, BLOCK):
                 some = keys[b, :, start : start + BLOCK]
-                means = _nearest(some, self._learnt["centroids"][b, :, :lists])
+                means = _nearest(some, self._learned["centroids"][b, :, :lists])
                 parts = (some - means).view(G, -1, M, m).transpose(1, 2).flatten(0, 1)
                 book = books[b].flatten(0, 1)  # [G M, 2^bits, m]
                 label = assign(parts, book)[0][..., None].expand(-1, -1, m)

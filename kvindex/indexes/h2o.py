@@ -44,9 +44,9 @@ class H2O(WatchingIndex):
     """Drops, for good, the row that was attended to least among all but the latest.
 
     Every row is kept until the first queries after an append that has something to drop: those of
-    the prompt at `seal`, then each that is observed. What is learnt: `ids` int64 `[B, G, C]`,
-    kept after the last of them, ascending, -1 (first) for none; `scores` float32 `[B, G, C]`, the
-    attention that each has got. Rows from `_upto` on have got none yet.
+    the prompt at `end_prompt`, then each that is observed. What is learned: `ids` int64 `[B, G,
+    C]`, kept after the last of them, ascending, -1 (first) for none; `scores` float32 `[B, G, C]`,
+    the attention that each has got. Rows from `_upto` on have got none yet.
     """
 
     Config = H2OConfig
@@ -54,16 +54,16 @@ class H2O(WatchingIndex):
     _upto: int
 
     @property
-    def follows_steps(self) -> bool:
+    def depends_on_queries(self) -> bool:
         """Always: what each step attends to counts for the next."""
         return True
 
     # Signals
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries `[B, H, T, D]`, ids int64 `[T]`: what they attend to counts.
 
-        Until `seal` they wait for it. What is not finite in a query counts as 0. Raises
+        Until `end_prompt` they wait for it. What is not finite in a query counts as 0. Raises
         ValueError or TypeError for a wrong tensor.
         """
         queries = self._signal(queries, positions)
@@ -72,7 +72,7 @@ class H2O(WatchingIndex):
         elif len(self) and len(positions):
             self._count(queries, positions)
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: what its queries attend to counts, and rows are dropped."""
         if len(self) and self._seen:
             self._count(self._seen.queries, self._seen.positions)
@@ -91,15 +91,15 @@ class H2O(WatchingIndex):
         keys, counted = self._store.gather(ids).keys, real(positions, self.valid, len(queries))
         scores = scores + attended(self.geometry, queries, positions, counted, keys, ids)
         ids, scores = self._dropped(ids, scores)
-        self._learnt, self._upto = {"ids": ids, "scores": scores}, len(self)
+        self._learned, self._upto = {"ids": ids, "scores": scores}, len(self)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         """Ids `[B, G, C]` of what is kept and of what came since, and their scores."""
         new = self._from(self._upto)
         scores = torch.zeros(new.shape, device=new.device)
-        if "ids" not in self._learnt:
+        if "ids" not in self._learned:
             return new, scores
-        parts = (self._learnt["ids"], new), (self._learnt["scores"], scores)
+        parts = (self._learned["ids"], new), (self._learned["scores"], scores)
         return torch.cat(parts[0], dim=-1), torch.cat(parts[1], dim=-1)
 
     def _dropped(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,18 +117,18 @@ class H2O(WatchingIndex):
 
     def _kept(self) -> Tensor:
         ids, scores = self._rows()
-        return self._dropped(ids, scores)[0] if "ids" in self._learnt else ids
+        return self._dropped(ids, scores)[0] if "ids" in self._learned else ids
 
     # What the base asks for
 
     def _scanned(self) -> list[Tensor]:
-        return [*super()._scanned(), *self._learnt.values()]
+        return [*super()._scanned(), *self._learned.values()]
 
-    def _learnt_before(self, length: int) -> Codes:
-        if "ids" not in self._learnt:
-            return self._learnt
-        gone = self._learnt["ids"] >= length
-        ids, scores = self._learnt["ids"], self._learnt["scores"]
+    def _learned_before(self, length: int) -> Codes:
+        if "ids" not in self._learned:
+            return self._learned
+        gone = self._learned["ids"] >= length
+        ids, scores = self._learned["ids"], self._learned["scores"]
         return {"ids": ids.masked_fill(gone, UNUSED), "scores": scores.masked_fill(gone, 0)}
 
     def _cleared(self) -> None:

@@ -59,7 +59,7 @@ class IceCacheConfig:
 class IceCache(BaseIndex):
     """Whole pages, best first, by the largest `q·k` in them, of those of the best anchors.
 
-    Learnt, of `A` anchors and `N` tokens: `first` int64 `[B]`, tokens held after the append that
+    Learned, of `A` anchors and `N` tokens: `first` int64 `[B]`, tokens held after the append that
     settled `radius` float32 `[B, G]`, the largest `‖k‖²`; `anchor_ids` int64 `[B, A]`, ascending,
     then -1; `anchors` `[B, G, A, D]`, their keys; of each token its anchor, `parents` int32
     `[B, G, N]`, -1 if it is invalid, its `likeness` to it and its `places` on the line along which
@@ -84,25 +84,27 @@ class IceCache(BaseIndex):
 
     # The tree
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learnt = self._learnt or _nothing(keys)
+        learned = self._learned or _nothing(keys)
         flags = joined(self.valid, len(self), keys, valid)
-        known = max(learnt["parents"].shape[2] - len(self), 0)  # of these keys, in the tree already
-        return self._grown(learnt, keys[:, :, known:], flags) if known < keys.shape[2] else learnt
+        known = max(
+            learned["parents"].shape[2] - len(self), 0
+        )  # of these keys, in the tree already
+        return self._grown(learned, keys[:, :, known:], flags) if known < keys.shape[2] else learned
 
-    def _learnt_before(self, length: int) -> Codes:
-        learnt = self._learnt
-        if not learnt:
-            return learnt
-        if bool((learnt["first"] <= length).all() & (learnt["anchor_ids"] < length).all()):
-            cut = {name: learnt[name][..., :length] for name in ("parents", "likeness", "places")}
-            return _paged({**learnt, **cut})
+    def _learned_before(self, length: int) -> Codes:
+        learned = self._learned
+        if not learned:
+            return learned
+        if bool((learned["first"] <= length).all() & (learned["anchor_ids"] < length).all()):
+            cut = {name: learned[name][..., :length] for name in ("parents", "likeness", "places")}
+            return _paged({**learned, **cut})
         keys = torch.cat([rows.keys for _, rows in self._store.blocks(ROWS)], 2)[:, :, :length]
         left, flags = _nothing(keys), None if self.valid is None else self.valid[:, :length]
-        first = learnt["first"].clamp_max(length)
+        first = learned["first"].clamp_max(length)
         if flags is not None:
             keys = keys.masked_fill(~flags[:, None, :, None], 0)
             first = first.masked_fill(~flags.any(1), 0)
@@ -111,26 +113,26 @@ class IceCache(BaseIndex):
             left["radius"] = _squares(keys).masked_fill(~settled[:, None], 0).amax(-1)
         return self._grown({**left, "first": first}, keys, flags)
 
-    def _grown(self, learnt: Codes, keys: Tensor, flags: Tensor | None) -> Codes:
-        """What is learnt once keys `[B, G, T, D]` come, zeros where they are invalid.
+    def _grown(self, learned: Codes, keys: Tensor, flags: Tensor | None) -> Codes:
+        """What is learned once keys `[B, G, T, D]` come, zeros where they are invalid.
 
         flags: which tokens are valid, those that came before included, bool `[B, N + T]`, or None.
         """
-        (B, _, T, _), held = keys.shape, learnt["parents"].shape[2]
+        (B, _, T, _), held = keys.shape, learned["parents"].shape[2]
         if flags is None:
             flags = torch.ones((B, held + T), dtype=torch.bool, device=keys.device)
         valid, rank = flags[:, held:], flags.cumsum(1)[:, held:] - 1
-        settles = (learnt["first"] == 0) & valid.any(1)
-        radius = learnt["radius"]
+        settles = (learned["first"] == 0) & valid.any(1)
+        radius = learned["radius"]
         if bool(settles.any()):
             radius = torch.where(settles[:, None], _squares(keys).amax(-1), radius)
-        grown, new = self._with_anchors(learnt, keys, valid & self._promoted(rank))
-        grown |= {"radius": radius, "first": torch.where(settles, held + T, learnt["first"])}
+        grown, new = self._with_anchors(learned, keys, valid & self._promoted(rank))
+        grown |= {"radius": radius, "first": torch.where(settles, held + T, learned["first"])}
         parents, likeness = _nearest(keys, grown["anchors"], radius, grown["anchor_ids"] >= 0)
         parents = parents.masked_fill(~valid[:, None], UNUSED)
-        grown["places"] = torch.cat([learnt["places"], self._places(keys, radius)], 2)
-        grown["parents"] = torch.cat([learnt["parents"], parents.int()], 2)
-        grown["likeness"] = torch.cat([learnt["likeness"], likeness], 2)
+        grown["places"] = torch.cat([learned["places"], self._places(keys, radius)], 2)
+        grown["parents"] = torch.cat([learned["parents"], parents.int()], 2)
+        grown["likeness"] = torch.cat([learned["likeness"], likeness], 2)
         if held and bool(new.any()):
             for start, rows in self._store.blocks(ROWS):
                 some = slice(start, start + rows.keys.shape[2])
@@ -141,18 +143,18 @@ class IceCache(BaseIndex):
         return _paged(grown)
 
     def _with_anchors(
-        self, learnt: Codes, keys: Tensor, chosen: Tensor
+        self, learned: Codes, keys: Tensor, chosen: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
         """With the chosen keys, bool `[B, T]`, as anchors; which are new, bool `[B, A]`."""
-        held, heads = learnt["parents"].shape[2], (-1, keys.shape[1], -1)
+        held, heads = learned["parents"].shape[2], (-1, keys.shape[1], -1)
         places = _compact(chosen)
         gather = self.ops.fetch.gather_rows
-        anchors = torch.cat([learnt["anchors"], gather(keys, places[:, None].expand(heads))], 2)
-        ids = torch.cat([learnt["anchor_ids"], torch.where(places < 0, places, places + held)], 1)
+        anchors = torch.cat([learned["anchors"], gather(keys, places[:, None].expand(heads))], 2)
+        ids = torch.cat([learned["anchor_ids"], torch.where(places < 0, places, places + held)], 1)
         slots = _compact(ids >= 0)  # rows that are padded differently leave gaps
         anchors = gather(anchors, slots[:, None].expand(heads))
-        made = {**learnt, "anchor_ids": at(ids, slots, UNUSED), "anchors": anchors}
-        return made, slots >= learnt["anchor_ids"].shape[1]
+        made = {**learned, "anchor_ids": at(ids, slots, UNUSED), "anchors": anchors}
+        return made, slots >= learned["anchor_ids"].shape[1]
 
     def _promoted(self, rank: Tensor) -> Tensor:
         """Which tokens of a rank among a row's valid ones, int64 `[B, T]`, become anchors."""
@@ -168,11 +170,11 @@ class IceCache(BaseIndex):
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
-        g, policy, learnt = self.geometry, self.config.group, self._learnt
+        g, policy, learned = self.geometry, self.config.group, self._learned
         heads = group.fold(queries, g.kv_heads, policy)  # [B, G, g, D]
-        sizes, members = learnt["sizes"].long(), learnt["members"]
+        sizes, members = learned["sizes"].long(), learned["members"]
         anchor, starts, page_sizes = self._pages(sizes)
-        looked = self._viewed(heads @ learnt["anchors"].float().mT, sizes, k)
+        looked = self._viewed(heads @ learned["anchors"].float().mT, sizes, k)
         order = compact(looked)  # anchors that some head looks at, [B, G, a]
         slot, offset = walk(at(sizes, order, 0), int((sizes * looked).sum(-1).max()))
         first = at(sizes.cumsum(-1) - sizes, at(order, slot, UNUSED), 0)
@@ -218,17 +220,17 @@ class IceCache(BaseIndex):
 
     def _scanned(self) -> list[Tensor]:
         """Anchors, and members and keys of as many as one head views, of average size."""
-        learnt = self._learnt
+        learned = self._learned
         view = max(self.config.view, int(self.config.view_share * len(self)))
-        share = min(view / max(learnt["sizes"].shape[2], 1), 1)
+        share = min(view / max(learned["sizes"].shape[2], 1), 1)
         looked = slice(0, round(share * len(self)))
         keys = torch.cat([rows.keys for _, rows in self._store.blocks(ROWS)], 2)
-        scanned = [learnt["anchors"], learnt["sizes"]]
-        return [*scanned, learnt["members"][:, :, looked], keys[:, :, looked]]
+        scanned = [learned["anchors"], learned["sizes"]]
+        return [*scanned, learned["members"][:, :, looked], keys[:, :, looked]]
 
 
 def _nothing(keys: Tensor) -> dict[str, Tensor]:
-    """What is learnt from no token."""
+    """What is learned from no token."""
     B, G, _, D = keys.shape
     per_head = keys.new_zeros((B, G, 0), dtype=torch.float32)
     return {
@@ -283,10 +285,10 @@ def _nearest(
     return torch.cat(slots, 2), torch.cat(best, 2)
 
 
-def _paged(learnt: Codes) -> dict[str, Tensor]:
+def _paged(learned: Codes) -> dict[str, Tensor]:
     """With `members` and `sizes` of `parents`: tokens by anchor, then by place, then by id."""
-    parents, anchors = learnt["parents"].long(), learnt["anchor_ids"].shape[1]
-    order = learnt["places"].argsort(dim=-1, stable=True)
+    parents, anchors = learned["parents"].long(), learned["anchor_ids"].shape[1]
+    order = learned["places"].argsort(dim=-1, stable=True)
     last = parents.masked_fill(parents < 0, anchors)
     order = order.gather(-1, last.gather(-1, order).argsort(dim=-1, stable=True))
     sizes = torch.zeros((*parents.shape[:2], anchors + 1), dtype=torch.int64, device=parents.device)
@@ -295,4 +297,4 @@ def _paged(learnt: Codes) -> dict[str, Tensor]:
     width = int(counts.max()) if counts.numel() else 0
     there = torch.arange(width, device=parents.device) < counts
     members = order[..., :width].masked_fill(~there, UNUSED)
-    return {**learnt, "members": members.int(), "sizes": sizes.int()}
+    return {**learned, "members": members.int(), "sizes": sizes.int()}

@@ -51,8 +51,8 @@ class InfLLM(PagedIndex):
     """Whole blocks, best first, by the mean product with their representatives.
 
     Hits' scores: of each row its block's, what `group.agree` returns for these means. Needs
-    `observe`: a key that no observed query follows represents its block only beside fewer than
-    `representatives` others; where the whole block has none, the keys of largest norm do.
+    `observe_queries`: a key that no observed query follows represents its block only beside fewer
+    than `representatives` others; where the whole block has none, the keys of largest norm do.
     """
 
     Config = InfLLMConfig
@@ -62,7 +62,7 @@ class InfLLM(PagedIndex):
     def _cleared(self) -> None:
         self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
 
         Kept until the keys of those tokens are appended. What was kept from the first of these

@@ -21,7 +21,7 @@ from kvindex.ops import group, kmeans
 from kvindex.ops.select import compact
 
 BLOCK = 16_384
-"""Tokens scored at a time before `seal`: bounds what a host store copies at once."""
+"""Tokens scored at a time before `end_prompt`: bounds what a host store copies at once."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class LouisKVConfig:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """prompt: its tokens, None before `seal`; cuts: positions where a segment begins, ascending;
-    newest: position of the newest query, int64 `[1]`.
+    """prompt: its tokens, None before `end_prompt`; cuts: positions where a segment begins,
+    ascending; newest: position of the newest query, int64 `[1]`.
     """
 
     prompt: int | None = None
@@ -72,7 +72,7 @@ class LouisKV(BaseIndex):
     """Ranks clusters and segments by their mean keys, once for the group, and returns their rows.
 
     Hits' scores: what `group.agree` returns for the `q·k` of the unit's mean key; all rows of a
-    unit have the same. Before `seal` every key is a unit of its own.
+    unit have the same. Before `end_prompt` every key is a unit of its own.
     """
 
     Config = LouisKVConfig
@@ -80,19 +80,19 @@ class LouisKV(BaseIndex):
 
     _sequence: _Sequence
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
     # Signals
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: what the index holds of it is clustered. Once until `reset`."""
         if self._sequence.prompt is None:
             if len(self):
-                self._learnt = self._clustered(len(self))
+                self._learned = self._clustered(len(self))
             self._sequence = replace(self._sequence, prompt=len(self))
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries, ids int64 `[T]`: where the next boundary will be."""
         check.tensor("positions", positions, {"T": None}, torch.int64)
         if len(positions):
@@ -111,7 +111,7 @@ class LouisKV(BaseIndex):
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
-        g, policy, learnt = self.geometry, self.config.group, self._learnt
+        g, policy, learned = self.geometry, self.config.group, self._learned
         folded = group.fold(queries, g.kv_heads, policy)
         if self._sequence.prompt is None:
             blocks = [folded @ rows.keys.float().mT for _, rows in self._store.blocks(BLOCK)]
@@ -121,8 +121,8 @@ class LouisKV(BaseIndex):
             agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
             best, ids = self.ops.select.top_k(agreed, k)
             return Hits(ids, best)
-        sizes, counts = learnt["sizes"].long(), learnt["counts"].long()
-        parts = [folded @ learnt[name].float().mT for name in ("centroids", "means")]
+        sizes, counts = learned["sizes"].long(), learned["counts"].long()
+        parts = [folded @ learned[name].float().mT for name in ("centroids", "means")]
         starts = [sizes.cumsum(-1) - sizes]
         starts.append(
             (self._sequence.prompt + counts.cumsum(-1) - counts)[:, None].expand(-1, g.kv_heads, -1)
@@ -130,12 +130,12 @@ class LouisKV(BaseIndex):
         sizes = torch.cat([sizes, counts[:, None].expand(-1, g.kv_heads, -1)], dim=-1)
         estimates = torch.cat(parts, dim=-1).masked_fill((sizes == 0)[:, :, None], float("-inf"))
         agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
-        return best_rows(agreed, torch.cat(starts, dim=-1), sizes, learnt["members"], k)
+        return best_rows(agreed, torch.cat(starts, dim=-1), sizes, learned["members"], k)
 
     def _scanned(self) -> list[Tensor]:
         if self._sequence.prompt is None:
             return [rows.keys for _, rows in self._store.blocks(BLOCK)]
-        return [self._learnt[name] for name in ("centroids", "sizes", "means", "counts")]
+        return [self._learned[name] for name in ("centroids", "sizes", "means", "counts")]
 
     # Units
 
@@ -180,7 +180,7 @@ class LouisKV(BaseIndex):
             "counts": sizes[:, 0, :0],
         }
 
-    def _segmented(self, learnt: Codes, stop: int, keys: Tensor, valid: Tensor | None) -> Codes:
+    def _segmented(self, learned: Codes, stop: int, keys: Tensor, valid: Tensor | None) -> Codes:
         """The same with segments up to `stop`; those that end before `keys` begin stay.
 
         keys `[B, G, n, D]`: of the newest tokens up to `stop`; valid: bool `[B, stop]` or None.
@@ -203,10 +203,10 @@ class LouisKV(BaseIndex):
         means = found.sum(3) / counts.clamp_min(1)[:, None, :, None]
         wide = tail[:, None].expand(-1, keys.shape[1], -1).int()
         return {
-            **learnt,
-            "members": torch.cat([learnt["members"][:, :, :prompt], wide], dim=2),
-            "means": torch.cat([learnt["means"][:, :, :kept], means.to(keys.dtype)], dim=2),
-            "counts": torch.cat([learnt["counts"][:, :kept], counts.int()], dim=1),
+            **learned,
+            "members": torch.cat([learned["members"][:, :, :prompt], wide], dim=2),
+            "means": torch.cat([learned["means"][:, :, :kept], means.to(keys.dtype)], dim=2),
+            "counts": torch.cat([learned["counts"][:, :kept], counts.int()], dim=1),
         }
 
     def _open(self, length: int) -> Tensor:
@@ -217,25 +217,25 @@ class LouisKV(BaseIndex):
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         if self._sequence.prompt is None or not keys.shape[2]:
-            return self._learnt
-        learnt, flags, stop = self._learnt, self.valid, len(self) + keys.shape[2]
-        if not learnt:
+            return self._learned
+        learned, flags, stop = self._learned, self.valid, len(self) + keys.shape[2]
+        if not learned:
             return self._segmented(_nothing(keys), stop, keys, valid)
         if flags is not None or valid is not None:
             real = keys.new_ones((len(keys), stop), dtype=torch.bool)
             real[:, : len(self)] = True if flags is None else flags
             real[:, len(self) :] = True if valid is None else valid
             flags = real
-        return self._segmented(learnt, stop, torch.cat([self._open(len(self)), keys], 2), flags)
+        return self._segmented(learned, stop, torch.cat([self._open(len(self)), keys], 2), flags)
 
-    def _learnt_before(self, length: int) -> Codes:
+    def _learned_before(self, length: int) -> Codes:
         prompt = self._sequence.prompt
         if prompt is None:
-            return self._learnt
+            return self._learned
         if length < prompt:
             return self._clustered(length)
         flags = None if self.valid is None else self.valid[:, :length]
-        return self._segmented(self._learnt, length, self._open(length), flags)
+        return self._segmented(self._learned, length, self._open(length), flags)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _Sequence:
         return self._sequence
@@ -269,7 +269,7 @@ def _by_first(labels: Tensor, clusters: int) -> Tensor:
 
 
 def _nothing(keys: Tensor) -> dict[str, Tensor]:
-    """What is learnt of a prompt without tokens; keys `[B, G, n, D]`."""
+    """What is learned of a prompt without tokens; keys `[B, G, n, D]`."""
     B, G, _, D = keys.shape
     return {
         "members": keys.new_empty((B, G, 0), dtype=torch.int32),

@@ -40,7 +40,8 @@ class MagicPIGConfig:
     tables: hashes per key (the paper's L); at least 2.
     sure: the first valid tokens that every search returns, as far as half of its slots go.
     seed: of the random directions, and of the draw where candidates are too many.
-    stale: tokens appended after `seal` are never returned (the published code does not hash them).
+    stale: tokens appended after `end_prompt` are never returned (the published code does not hash
+    them).
     """
 
     bits: int = 10
@@ -81,22 +82,22 @@ class MagicPIG(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """`centre` float32 `[B, G, D]`, the mean key, and which rows have theirs, bool `[B]`.
+        """`center` float32 `[B, G, D]`, the mean key, and which rows have theirs, bool `[B]`.
 
         A row of the batch learns it from the first append that holds a valid token of it. What it
         adds to a query's logits is the same for all keys, so softmax does not see it.
         """
         here = keys.new_ones(keys.shape[:1] + keys.shape[2:3], dtype=torch.bool)
         counts = (here if valid is None else valid).sum(1)
-        centre = (keys.double().sum(2) / counts.clamp_min(1)[:, None, None]).float()
-        if not self._learnt:
-            return {"centre": centre, "known": counts > 0}
-        known = self._learnt["known"]
-        kept = torch.where(known[:, None, None], self._learnt["centre"], centre)
-        return {"centre": kept, "known": known | (counts > 0)}
+        center = (keys.double().sum(2) / counts.clamp_min(1)[:, None, None]).float()
+        if not self._learned:
+            return {"center": center, "known": counts > 0}
+        known = self._learned["known"]
+        kept = torch.where(known[:, None, None], self._learned["center"], center)
+        return {"center": kept, "known": known | (counts > 0)}
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
-        return {"hashes": self._hashes(keys.float() - learnt["centre"][:, :, None])}
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
+        return {"hashes": self._hashes(keys.float() - learned["center"][:, :, None])}
 
     def _hashes(self, vectors: Tensor) -> Tensor:
         """One for each table, int16 `[..., N, tables]`, of vectors float32 `[..., N, D]`.
@@ -187,13 +188,13 @@ class MagicPIG(BaseIndex):
 
     def _log_chances(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Of keys `[B, G, C, D]` for queries `[B, G, g, D]`: float64 `[B, G, g, C]`."""
-        apart = keys.float() - self._learnt["centre"][:, :, None]
+        apart = keys.float() - self._learned["center"][:, :, None]
         asked, kept = (self.ops.transform.normalize(x)[0].double() for x in (queries, apart))
         return log_chance(asked @ kept.mT, self.config.bits, self.config.tables)
 
-    # What stays after `seal`, where the index is stale
+    # What stays after `end_prompt`, where the index is stale
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: a stale index takes no more tokens for candidates."""
         if self.config.stale and self._sealed is None:
             self._sealed = len(self)

@@ -17,9 +17,10 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
 from kvindex.core.resident import Near
-from kvindex.ops import coverage, group
+from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
+from kvindex.ops.coverage import SAMPLE, log_total, log_weights, sample, within
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
@@ -34,11 +35,19 @@ BLOCKS = ("subspace", "key")
 WEIGHTS = ("bfloat16", "log")
 
 LARGEST_SEGMENT = 2**16
-"""Tokens that may share a centre."""
+"""Tokens that may share a center."""
 
-LISTS = ("head", "group")
+CANDIDATES_PER = ("head", "group")
 
-PAST = dict(coarse="dots", beta=0.02, pool=4, largest=21, weights="log", centre=256, lists="group")
+PAST = dict(
+    coarse="dots",
+    beta=0.02,
+    refine_factor=4,
+    query_max=21,
+    weights="log",
+    center=256,
+    candidates_per="group",
+)
 """What the presets past the paper share (docs/decisions/0011, 0012, 0013, 0015)."""
 
 
@@ -46,23 +55,24 @@ PAST = dict(coarse="dots", beta=0.02, pool=4, largest=21, weights="log", centre=
 class ParisKVConfig:
     """What ParisKV can be told.
 
-    coarse: how keys become candidates: "tiers" (the paper's votes), "dots" (quantised inner
+    coarse: how keys become candidates: "tiers" (the paper's votes), "dots" (quantized inner
       products with the sign patterns, times the keys' weights) or "none" (all are reranked).
     beta: share of the keys that become candidates, in (0, 1]; None follows the schedule.
-    pool: candidates are at least `pool · k`.
-    one_stage: up to so many keys all are candidates: nothing is coarse.
+    refine_factor: candidates are at least `refine_factor · k`.
+    single_stage_below: up to so many keys all are candidates: nothing is coarse.
     rho: tiers only: share of the keys that earn points in a subspace, in (0, 1]; None follows the
       schedule.
-    largest: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`), at
+    query_max: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`), at
       most 2^15 over the head dimension, for votes to fit 32 bits.
     magnitude_bits: per coordinate beside the sign, 0 to 7 (paper: 3).
     block: what shares a weight: a "subspace" (paper) or the whole "key".
     weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
       that dots can use it (of 16 bits the upper byte) in the coarse stage.
     weight_bits: of a log weight: 1 to 8, or 16.
-    centre: so many neighbouring tokens share a centre, which is taken off their keys; 0 for none.
+    center: so many neighboring tokens share a center, which is taken off their keys; 0 for none.
       What it adds to a query's scores is known, so a wrong one costs accuracy and nothing else.
-    lists: whose candidates are reranked: "head": each query head takes `C` keys by its own votes,
+    candidates_per: whose candidates are reranked: "head": each query head takes `C` keys by its own
+    votes,
       and all heads of the group rerank the union; "group": the group takes `C` keys by the largest
       vote of its heads (each head's votes on its own scale).
     group: how query heads agree on the estimates (`kvindex.ops.group`).
@@ -71,16 +81,16 @@ class ParisKVConfig:
 
     coarse: str = "tiers"
     beta: float | None = None
-    pool: int = 1
-    one_stage: int = 0
+    refine_factor: int = 1
+    single_stage_below: int = 0
     rho: float | None = None
-    largest: int = 127
+    query_max: int = 127
     magnitude_bits: int = 3
     block: str = "subspace"
     weights: str = "bfloat16"
     weight_bits: int = 16
-    centre: int = 0
-    lists: str = "head"
+    center: int = 0
+    candidates_per: str = "head"
     group: str = "mean_share"
     seed: int = 0
 
@@ -91,21 +101,21 @@ class ParisKVConfig:
         check.one_of("coarse", self.coarse, COARSE)
         check.one_of("block", self.block, BLOCKS)
         check.one_of("weights", self.weights, WEIGHTS)
-        check.one_of("lists", self.lists, LISTS)
+        check.one_of("candidates_per", self.candidates_per, CANDIDATES_PER)
         check.one_of("group", self.group, group.POLICIES)
-        check.at_least("pool", self.pool, 1)
-        check.at_least("one_stage", self.one_stage, 0)
-        for name, low, high in (("largest", 1, 127), ("magnitude_bits", 0, 7)):
+        check.at_least("refine_factor", self.refine_factor, 1)
+        check.at_least("single_stage_below", self.single_stage_below, 0)
+        for name, low, high in (("query_max", 1, 127), ("magnitude_bits", 0, 7)):
             if check.at_least(name, getattr(self, name), low) > high:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed is {low} to {high}")
         if self.weight_bits not in (*range(1, 9), 16):
             raise ValueError(f"weight_bits: got {self.weight_bits!r}, allowed is 1 to 8, or 16")
-        if check.at_least("centre", self.centre, 0) > LARGEST_SEGMENT:
-            raise ValueError(f"centre: got {self.centre}, allowed is 0 to {LARGEST_SEGMENT}")
+        if check.at_least("center", self.center, 0) > LARGEST_SEGMENT:
+            raise ValueError(f"center: got {self.center}, allowed is 0 to {LARGEST_SEGMENT}")
         weighted = self.coarse == "dots" and self.weights == "log"
-        if self.centre and self.coarse != "none" and not weighted:
+        if self.center and self.coarse != "none" and not weighted:
             raise ValueError(
-                f"centre: got {self.centre} with coarse={self.coarse!r}, weights={self.weights!r}, "
+                f"center: got {self.center} with coarse={self.coarse!r}, weights={self.weights!r}, "
                 "allowed is 0, or coarse='dots' with weights='log', or coarse='none'"
             )
         check.seed(self.seed)
@@ -114,7 +124,7 @@ class ParisKVConfig:
 @dataclass(frozen=True)
 class _Asked:
     """Queries of a search `[B, G, g, D]`: rotated, as directions and whole; and their inner
-    products with the centres, `[B, G, g, S]`, or None.
+    products with the centers, `[B, G, g, S]`, or None.
     """
 
     rotated: Tensor
@@ -127,8 +137,8 @@ class _Asked:
         directions, norms = index.ops.transform.normalize(folded)
         rotated = index.ops.transform.rotate(directions, index._rotation)
         offsets = None
-        if "centres" in index._learnt:
-            offsets = folded @ index._learnt["centres"].float().mT
+        if "centers" in index._learned:
+            offsets = folded @ index._learned["centers"].float().mT
         return _Asked(rotated, rotated * norms[..., None], offsets)
 
 
@@ -168,21 +178,21 @@ class ParisKV(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learn, learnt = self.ops.learn, dict(self._learnt)
-        if self.config.centre:
-            where = dict(start=len(self), every=self.config.centre)
-            learnt |= learn.centres(keys, valid, self._learnt, **where)
+        learn, learned = self.ops.learn, dict(self._learned)
+        if self.config.center:
+            where = dict(start=len(self), every=self.config.center)
+            learned |= learn.centers(keys, valid, self._learned, **where)
         if self.config.weights == "log":
             norms = self.ops.transform.normalize(keys)[1]
-            learnt |= learn.reference(norms, valid, self._learnt)
-        return learnt
+            learned |= learn.reference(norms, valid, self._learned)
+        return learned
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
         """As `BaseIndex._prepared`; where kernels write codes, they look at keys as they learn."""
         if not self._writer:
             return super()._prepared(keys, valid)
         wrong = self._wrong(keys)
-        begun = self._writer.learn(keys, valid, self._learnt, start=len(self), wrong=wrong)
+        begun = self._writer.learn(keys, valid, self._learned, start=len(self), wrong=wrong)
         fill = self._writer.codes(keys, valid, begun, start=len(self))
         blocks: Any = self._codes
         blocks.reserve(fill)
@@ -190,7 +200,7 @@ class ParisKV(BaseIndex):
         if wrong is not None and not self._defers and bool(wrong):
             blocks.forget()
             return super()._prepared(keys, valid)  # which says what is wrong
-        return begun.learnt, fill
+        return begun.learned, fill
 
     def _wrong(self, keys: Tensor) -> Tensor | None:
         """A flag that kernels set to 1 for a valid key that is not finite, if they are to look."""
@@ -200,19 +210,19 @@ class ParisKV(BaseIndex):
             return self._flag("keys", check.ALLOWED_NUMBER)
         return torch.zeros((), dtype=torch.int32, device=keys.device)
 
-    def _learnt_before(self, length: int) -> Codes:
-        if not self.config.centre or not self._learnt:
-            return self._learnt
-        segments = -(-length // self.config.centre)
-        centres, known = self._learnt["centres"][:, :, :segments], self._learnt["known"]
-        return {**self._learnt, "centres": centres.clone(), "known": known[:, :segments].clone()}
+    def _learned_before(self, length: int) -> Codes:
+        if not self.config.center or not self._learned:
+            return self._learned
+        segments = -(-length // self.config.center)
+        centers, known = self._learned["centers"][:, :, :segments], self._learned["known"]
+        return {**self._learned, "centers": centers.clone(), "known": known[:, :segments].clone()}
 
-    def _floats(self, keys: Tensor, learnt: Codes) -> dict[str, Tensor]:
+    def _floats(self, keys: Tensor, learned: Codes) -> dict[str, Tensor]:
         """Codes with float32 weights."""
         keys = keys.float()
-        if "centres" in learnt:
+        if "centers" in learned:
             ids = torch.arange(len(self), len(self) + keys.shape[2], device=keys.device)
-            keys = keys - learnt["centres"][:, :, ids // self.config.centre].float()
+            keys = keys - learned["centers"][:, :, ids // self.config.center].float()
         directions, norms = self.ops.transform.normalize(keys)
         rotated = self.ops.transform.rotate(directions, self._rotation)
         codes: dict[str, Tensor] = self.ops.codes.encode(
@@ -220,11 +230,11 @@ class ParisKV(BaseIndex):
         )
         return codes
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
-        codes, bits = self._floats(keys, learnt), self.config.weight_bits
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
+        codes, bits = self._floats(keys, learned), self.config.weight_bits
         if self.config.weights == "bfloat16":
             return {**codes, "weights": codes["weights"].bfloat16()}
-        reference = learnt["reference"][:, :, None, None]
+        reference = learned["reference"][:, :, None, None]
         logs = self.ops.codes.log_codes(codes["weights"], reference, bits)
         if bits <= 8:
             return {**codes, "weights": logs.to(torch.uint8)}
@@ -243,7 +253,7 @@ class ParisKV(BaseIndex):
         return bool(self._fused) or super()._alone(name)  # searches share buffers
 
     @property
-    def appends_beside(self) -> bool:
+    def supports_async_append(self) -> bool:
         """Whether kernels write codes where they lie, and nothing waits for them."""
         return self._writer is not None
 
@@ -258,7 +268,7 @@ class ParisKV(BaseIndex):
         done: tuple[Tensor, Tensor] = self._fused.attend(self, some, near, k, wrong)
         return done
 
-    def attend_next(
+    def decode_step(
         self,
         queries: Tensor,
         token: Rows,
@@ -268,9 +278,9 @@ class ParisKV(BaseIndex):
         k: int,
         graphs: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """As `protocol.AttendsNext.attend_next`, for an index that holds a token."""
+        """As `protocol.DecodesStep.decode_step`, for an index that holds a token."""
         wrong, some = self._checked_step(queries, k), (queries.detach(), token, near, window)
-        done: tuple[Tensor, Tensor] = self._fused.attend_next(self, *some, k, wrong, graphs)
+        done: tuple[Tensor, Tensor] = self._fused.decode_step(self, *some, k, wrong, graphs)
         return done
 
     def _checked_step(self, queries: Tensor, k: int) -> Tensor | None:
@@ -288,8 +298,8 @@ class ParisKV(BaseIndex):
         self._check_finite("queries", queries)
         return None
 
-    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
-        """As `protocol.Attends.attend_to`, for an index that holds a token."""
+    def attend_hits(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """As `protocol.Attends.attend_hits`, for an index that holds a token."""
         self._check_attends()
         check.at_least("len(index)", len(self), 1)
         g = self.geometry
@@ -298,7 +308,7 @@ class ParisKV(BaseIndex):
         if hits.log_weight is not None:
             shape = {"B": self._batch, "H": g.q_heads, "K": hits.ids.shape[-1]}
             check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)
-        output: Tensor = self._fused.attend_to(self, queries.detach(), hits, near)
+        output: Tensor = self._fused.attend_hits(self, queries.detach(), hits, near)
         return output
 
     def _check_attends(self) -> None:
@@ -308,7 +318,7 @@ class ParisKV(BaseIndex):
                 "kernel attends to, allowed is one that `attends`; search and fetch serve any"
             )
 
-    def prepare(self, *, k: int, tokens: int) -> None:
+    def warm_up(self, *, k: int, tokens: int) -> None:
         """Have all that searches for `k` rows need until the index holds `tokens` tokens.
 
         Only fused kernels need something (buffers for candidates), and make it at the first
@@ -322,16 +332,16 @@ class ParisKV(BaseIndex):
         if not self._fused:
             return
         falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
-        falls.append(min(tokens, self.config.one_stage))
+        falls.append(min(tokens, self.config.single_stage_below))
         most = max(self._candidates_of(n, k) for n in (tokens, *falls))
-        self._fused.prepare(self, k, most, tokens)
+        self._fused.warm_up(self, k, most, tokens)
         g, batch = self.geometry, len(self.counts)
         queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
         self.search(queries, k=k)  # kernels are compiled when they run first
         if self.attends:
             self.attend(queries, Near(g, batch, 1), k=k)
 
-    def make_room(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Take now the memory that codes and rows need until the index holds `tokens` tokens.
 
         Memory for rows on the host is pinned, which takes a driver so long that steps meanwhile
@@ -342,9 +352,9 @@ class ParisKV(BaseIndex):
         """
         check.at_least("tokens", tokens, 1)
         if self._fused and len(self):
-            self._fused.make_room(self, tokens)
+            self._fused.reserve(self, tokens)
 
-    def _search_mass(self, queries: Tensor, k: int, mass: float) -> Hits:
+    def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
         asked, g = _Asked.of(self, queries), self.geometry
         hits, ids, slots = self._ranked(asked, k)
         # what the candidates leave out is judged by a sample of it
@@ -352,9 +362,9 @@ class ParisKV(BaseIndex):
         left = left.scatter_(-1, torch.where(ids < 0, len(self), ids), False)[..., :-1]
         if self.valid is not None:
             left = left & self.valid[:, None]
-        rest = self.ops.select.compact(coverage.sample(left, coverage.SAMPLE))
+        rest = self.ops.select.compact(sample(left, SAMPLE))
         known, others = (
-            coverage.log_weights(
+            log_weights(
                 self._estimates(asked, some),
                 self._errors(asked, some),
                 scale=g.scale,
@@ -362,8 +372,8 @@ class ParisKV(BaseIndex):
             )
             for some in (ids, rest)
         )
-        total = coverage.log_total(known, others, left.sum(-1))
-        return coverage.within(hits, slots, known, total, mass)
+        total = log_total(known, others, left.sum(-1))
+        return within(hits, slots, known, total, coverage)
 
     def _ranked(self, asked: _Asked, k: int) -> tuple[Hits, Tensor, Tensor]:
         """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""
@@ -379,7 +389,7 @@ class ParisKV(BaseIndex):
         """Of `q·k`, for rows int64 `[B, G, C]`: float32 `[B, G, g, C]`, `-inf` for an id of -1."""
         found: Tensor = self.ops.rerank.estimate(asked.turned, *self._codes_of(ids), self._levels)
         if asked.offsets is not None:
-            segments = (ids.clamp_min(0) // self.config.centre)[:, :, None]
+            segments = (ids.clamp_min(0) // self.config.center)[:, :, None]
             found = found + asked.offsets.gather(-1, segments.expand_as(found))
         return found.masked_fill((ids < 0)[:, :, None], float("-inf"))
 
@@ -399,7 +409,7 @@ class ParisKV(BaseIndex):
             weights = weights.int()
             if "fractions" in codes:
                 weights = weights << 8 | codes["fractions"].int()
-            reference = self._learnt["reference"][:, :, None, None]
+            reference = self._learned["reference"][:, :, None, None]
             weights = ops.codes.log_weights(weights, reference, self.config.weight_bits)
         return codes["signs"], codes["magnitudes"], weights
 
@@ -407,7 +417,7 @@ class ParisKV(BaseIndex):
         """Ids that are reranked: ascending `[B, G, C]`, then -1."""
         ops, signs, factors, offsets = self.ops, self._codes["signs"], None, None
         tiers, limits = self._limits(k)
-        if self.config.coarse == "none" or int(self.counts.max()) <= self.config.one_stage:
+        if self.config.coarse == "none" or int(self.counts.max()) <= self.config.single_stage_below:
             flags = torch.ones(signs.shape[:1] + signs.shape[2:3], dtype=torch.bool)
             flags = flags.to(signs.device) if self.valid is None else self.valid
             ids: Tensor = ops.select.compact(flags[:, None].expand(-1, signs.shape[1], -1))
@@ -415,26 +425,26 @@ class ParisKV(BaseIndex):
         if self.config.coarse == "tiers":
             table = ops.coarse.tier_table(asked.rotated, self._histogram, tiers)
         else:
-            largest = min(self.config.largest, 2**15 // self.geometry.head_dim)
-            table = ops.coarse.dot_table(asked.rotated, largest)
+            query_max = min(self.config.query_max, 2**15 // self.geometry.head_dim)
+            table = ops.coarse.dot_table(asked.rotated, query_max)
             if self.config.weights == "log":
                 factors = self._factors[self._codes["weights"].long()]
             if asked.offsets is not None:
-                scale = self._learnt["reference"], self._level
-                offsets = ops.coarse.dot_offsets(asked.offsets, asked.turned, largest, *scale)
-        votes = ops.coarse.votes(signs, table, factors, offsets, self.config.centre)
-        if self.config.lists == "group":
+                scale = self._learned["reference"], self._level
+                offsets = ops.coarse.dot_offsets(asked.offsets, asked.turned, query_max, *scale)
+        votes = ops.coarse.votes(signs, table, factors, offsets, self.config.center)
+        if self.config.candidates_per == "group":
             votes = votes.amax(2, keepdim=True)
         ids = ops.select.candidates(votes, limits, self.valid)
         return ids
 
     def _scanned(self) -> list[Tensor]:
         names = list(self._codes)
-        if self.config.coarse != "none" and len(self) > self.config.one_stage:
+        if self.config.coarse != "none" and len(self) > self.config.single_stage_below:
             weighted = self.config.coarse == "dots" and self.config.weights == "log"
             names = ["signs", "weights"] if weighted else ["signs"]
-        centres = [self._learnt["centres"]] if self.config.centre else []
-        return [*(self._codes[name] for name in names), *centres]
+        centers = [self._learned["centers"]] if self.config.center else []
+        return [*(self._codes[name] for name in names), *centers]
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
@@ -451,9 +461,9 @@ class ParisKV(BaseIndex):
 
     def _candidates_of(self, n: int, k: int) -> int:
         """`C` of `n` keys."""
-        if n <= self.config.one_stage:
+        if n <= self.config.single_stage_below:
             return n
-        share, least = ceil_share(n, self._shares(n)[0]), int(self.config.pool) * k
+        share, least = ceil_share(n, self._shares(n)[0]), int(self.config.refine_factor) * k
         return min(max(share, least), n)
 
     def _shares(self, n: int) -> tuple[float, float]:

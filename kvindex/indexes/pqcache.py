@@ -1,4 +1,4 @@
-"""PQCache: product quantisation of the keys, with codebooks trained on the prompt.
+"""PQCache: product quantization of the keys, with codebooks trained on the prompt.
 
 Zhang et al., PQCache: Product Quantization-based KVCache for Long Context LLM Inference
 (SIGMOD 2025). Differences from its published code: docs/indexes/pqcache.md.
@@ -52,7 +52,7 @@ class PQCache(BaseIndex):
     """A byte per subspace: the nearest of the centroids that the first append has taught.
 
     Hits' scores: what `group.agree` returns for `Σ_b ⟨q_b, c_b⟩`, the inner product of the query
-    with what the key's code stands for (asymmetric: the query is not quantised).
+    with what the key's code stands for (asymmetric: the query is not quantized).
     """
 
     Config = PQCacheConfig
@@ -73,15 +73,15 @@ class PQCache(BaseIndex):
         never again.
         """
         B, counts = len(keys), [keys.shape[2]] * len(keys)
-        known = self._learnt["known"].tolist() if self._learnt else [False] * B
+        known = self._learned["known"].tolist() if self._learned else [False] * B
         if valid is not None:
             counts = valid.sum(1).tolist()
         missing = [b for b in range(B) if counts[b] and not known[b]]
         if not missing:
-            return self._learnt
+            return self._learned
         parts = self._parts(keys)  # [B, G, M, N, m]
         shape = (*parts.shape[:3], 2**self.config.bits, parts.shape[-1])
-        books = self._learnt["codebooks"].clone() if self._learnt else parts.new_zeros(shape)
+        books = self._learned["codebooks"].clone() if self._learned else parts.new_zeros(shape)
         for count in sorted({counts[b] for b in missing}):  # rows of as many keys learn together
             rows = [b for b in missing if counts[b] == count]
             some = parts[rows]
@@ -106,12 +106,12 @@ class PQCache(BaseIndex):
         spare = points[:, :1].expand(-1, clusters - points.shape[1], -1)
         return torch.cat([points, spare], dim=1)
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         parts = self._parts(keys)
-        if not learnt:  # nothing but padding so far
+        if not learned:  # nothing but padding so far
             labels = torch.zeros(parts.shape[:4], dtype=torch.uint8, device=keys.device)
         else:
-            flat = assign(parts.flatten(0, 2), learnt["codebooks"].flatten(0, 2))[0]
+            flat = assign(parts.flatten(0, 2), learned["codebooks"].flatten(0, 2))[0]
             labels = flat.view(parts.shape[:4]).to(torch.uint8)
         return {"labels": labels.transpose(2, 3).contiguous()}  # [B, G, N, M]
 
@@ -134,7 +134,7 @@ class PQCache(BaseIndex):
 
         queries: float32 `[B, G, g, D]`.
         """
-        table = self._parts(queries) @ self._learnt["codebooks"].mT  # [B, G, M, g, 2^bits]
+        table = self._parts(queries) @ self._learned["codebooks"].mT  # [B, G, M, g, 2^bits]
         labels = self._codes["labels"]
         total = table.new_zeros((*queries.shape[:3], len(self)))
         for b in range(self.config.subspaces):

@@ -30,7 +30,7 @@ class RetroInferConfig:
     segment: tokens of the prompt that are clustered together.
     block: later tokens that are clustered together.
     estimated: share of the `k` slots that stand for whole clusters, in [0, 1).
-    centred: whether the mean of what is clustered together is taken off the keys first.
+    centered: whether the mean of what is clustered together is taken off the keys first.
     iterations: of k-means, at most; seed: of its starting points.
     group: how query heads agree (`kvindex.ops.group`).
     """
@@ -39,7 +39,7 @@ class RetroInferConfig:
     segment: int = 8192
     block: int = 1024
     estimated: float = ESTIMATED
-    centred: bool = True
+    centered: bool = True
     iterations: int = 10
     group: str = "mean_share"
     seed: int = 0
@@ -48,7 +48,7 @@ class RetroInferConfig:
         for name in ("per_cluster", "segment", "block"):
             check.at_least(name, getattr(self, name), 1)
         check.below_one("estimated", self.estimated)
-        check.flag("centred", self.centred)
+        check.flag("centered", self.centered)
         check.at_least("iterations", self.iterations, 0)
         check.one_of("group", self.group, group.POLICIES)
         check.seed(self.seed)
@@ -70,7 +70,7 @@ class RetroInfer(ClusteredIndex):
         return Plan(c.segment, c.per_cluster, c.block, max(round(c.block / c.per_cluster), 1))
 
     def _labels(self, keys: Tensor, clusters: int) -> Tensor:
-        if self.config.centred:
+        if self.config.centered:
             keys = keys - keys.double().mean(1, keepdim=True).float()
         return super()._labels(keys, clusters)
 
@@ -104,6 +104,6 @@ class RetroInfer(ClusteredIndex):
         return begun | (ends + after.clamp_min(0) <= k)
 
     def _summaries(self) -> Rows | None:
-        if not self._learnt or not self._learnt["sizes"].shape[-1]:
+        if not self._learned or not self._learned["sizes"].shape[-1]:
             return None
-        return Rows(self._learnt["centroids"], self._learnt["means"])
+        return Rows(self._learned["centroids"], self._learned["means"])

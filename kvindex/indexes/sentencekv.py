@@ -33,9 +33,9 @@ class SentenceKVConfig:
     """What SentenceKV can be told.
 
     longest: tokens of a sentence; a longer one is cut into pieces. punctuation: ids of the tokens
-    that end a sentence, for `read`, integers of at least 0 (or one). query: a search ranks by the
-    mean of the "sentence"'s queries (published), or by the newest "token"'s alone. group: how
-    query heads agree (`kvindex.ops.group`).
+    that end a sentence, for `observe_tokens`, integers of at least 0 (or one). query: a search
+    ranks by the mean of the "sentence"'s queries (published), or by the newest "token"'s alone.
+    group: how query heads agree (`kvindex.ops.group`).
     """
 
     longest: int = 64
@@ -58,7 +58,7 @@ class SentenceKV(BaseIndex):
     """Whole sentences, best first, by `q·k` of the mean query and the mean key.
 
     Hits' scores: of each row its sentence's, what `group.agree` returns. The mean of the queries
-    is of those observed since `seal` in the sentence that the searched query belongs to; the
+    is of those observed since `end_prompt` in the sentence that the searched query belongs to; the
     searched one counts once, whether it was observed or not.
     """
 
@@ -76,17 +76,17 @@ class SentenceKV(BaseIndex):
         return int(self.config.longest)
 
     @property
-    def follows_steps(self) -> bool:
+    def depends_on_queries(self) -> bool:
         """Where it searches with the mean of a sentence's queries."""
         return bool(self.config.query == "sentence")
 
     # Signals
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: queries from here on make up sentences."""
         self._heard = replace(self._heard, sealed=True)
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
 
         What was observed from the first of these ids on is forgotten: it belonged to a sequence
@@ -110,7 +110,7 @@ class SentenceKV(BaseIndex):
             said = torch.ones((1, 1), dtype=torch.bool, device=self.geometry.device)
             self._say(said, last)
 
-    def read(self, tokens: Tensor, *, first: int) -> None:
+    def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
         """Tokens int64 `[T]`, or `[B, T]`, with ids from `first` on: punctuation ends sentences.
 
         They may be held already or be appended later; what was said of tokens from `first` on is
@@ -149,7 +149,7 @@ class SentenceKV(BaseIndex):
 
     # Sentences
 
-    def _encode(self, keys: Tensor, learnt: Codes) -> Codes:
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         """Sentences that start with these keys, if no boundary ends one earlier."""
         there = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
         nothing, ids = Heard.nothing(self.geometry), torch.zeros_like(there, dtype=torch.int64)
@@ -168,7 +168,7 @@ class SentenceKV(BaseIndex):
         kept = held
         if counts is not None:
             held, kept = counts, ((self._sizes() > 0).sum(1) - 1).clamp_min(0)
-        return self._learnt, self._tail(kept, held, known, valid, self._heard)
+        return self._learned, self._tail(kept, held, known, valid, self._heard)
 
     def _with_truncated(self, length: int) -> tuple[Heard, Tail]:
         held, heard, sizes = self._held_before(length), self._heard.before(length), self._sizes()

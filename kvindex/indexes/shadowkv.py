@@ -33,7 +33,7 @@ class ShadowKVConfig:
     rank: of the keys that `fetch` rebuilds once the prompt is sealed, shared by all heads; None
       (or a prompt of no more tokens) leaves them as they are.
     group: how query heads agree (`kvindex.ops.group`).
-    stale: tokens past the prompt's last whole chunk at `seal` are never returned.
+    stale: tokens past the prompt's last whole chunk at `end_prompt` are never returned.
     """
 
     page: int = 8
@@ -138,7 +138,7 @@ class ShadowKV(PagedIndex):
 
     # Keys of low rank
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: its keys are factorised, once until `reset`."""
         if self._prompt is not None or not len(self):
             return

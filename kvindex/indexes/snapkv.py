@@ -49,7 +49,7 @@ class SnapKVConfig:
 class SnapKV(WatchingIndex):
     """Keeps the prompt's most voted rows, its window, and what comes after it.
 
-    Until `seal`, or where no query was observed, it keeps every row. What is learnt: `voted`
+    Until `end_prompt`, or where no query was observed, it keeps every row. What is learned: `voted`
     int64 `[B, G, budget - window]`, ids ascending, -1 (first) for none.
     """
 
@@ -57,20 +57,20 @@ class SnapKV(WatchingIndex):
 
     # Signals
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's last ones will vote.
 
-        After `seal` they are not looked at. What is not finite in a query counts as 0. Raises
+        After `end_prompt` they are not looked at. What is not finite in a query counts as 0. Raises
         ValueError or TypeError for a wrong tensor.
         """
         queries = self._signal(queries, positions)
         if not self._sealed:
             self._watch(queries, positions, self.config.window)
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: its queries vote (on what of it comes later, when it comes)."""
         if len(self) and self._seen and not self._sealed:
-            self._learnt = self._elected(self._seen, len(self))
+            self._learned = self._elected(self._seen, len(self))
         self._sealed = True
 
     # The election
@@ -98,25 +98,25 @@ class SnapKV(WatchingIndex):
             votes = POOLS[config.pool](votes, config.kernel, 1, config.kernel // 2)
         votes = votes.masked_fill(ids[:, :, : _first(seen)] < 0, NEVER)
         voted = self.ops.select.top_k(votes, config.budget - config.window)[1]
-        return {**self._learnt, "voted": voted.sort(-1).values}
+        return {**self._learned, "voted": voted.sort(-1).values}
 
     def _kept(self) -> Tensor:
-        if "voted" not in self._learnt or self._seen is None:
+        if "voted" not in self._learned or self._seen is None:
             return self._from(0)
-        return torch.cat([self._learnt["voted"], self._from(_first(self._seen))], dim=-1)
+        return torch.cat([self._learned["voted"], self._from(_first(self._seen))], dim=-1)
 
     # What the base asks for
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learnt, seen = super()._learn(keys, valid), self._seen
-        if not self._sealed or seen is None or ("voted" in learnt and len(self) >= seen.end):
-            return learnt
+        learned, seen = super()._learn(keys, valid), self._seen
+        if not self._sealed or seen is None or ("voted" in learned and len(self) >= seen.end):
+            return learned
         return self._elected(seen, len(self), keys, valid)
 
-    def _learnt_before(self, length: int) -> Codes:
+    def _learned_before(self, length: int) -> Codes:
         seen = self._seen
-        if "voted" not in self._learnt or seen is None or length >= seen.end:
-            return self._learnt
+        if "voted" not in self._learned or seen is None or length >= seen.end:
+            return self._learned
         return self._elected(seen, length)
 
 

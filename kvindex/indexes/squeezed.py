@@ -64,7 +64,7 @@ class Squeezed(Watching, ClusteredIndex):
     more than a threshold of its attention; the best `k` where they are more.
 
     Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster. Before
-    `seal`, or if no query was observed, there is no threshold.
+    `end_prompt`, or if no query was observed, there is no threshold.
     """
 
     Config = SqueezedConfig
@@ -80,8 +80,8 @@ class Squeezed(Watching, ClusteredIndex):
         units = self._units()
         estimates = self._estimates(queries, units)
         scores = self._scores(estimates, units)
-        if "threshold" in self._learnt:
-            least = self._learnt["threshold"][:, None, None, None]
+        if "threshold" in self._learned:
+            least = self._learned["threshold"][:, None, None, None]
             passes = (self._shares(estimates, units) > least).any(2)
             scores = scores.masked_fill(~passes, float("-inf"))
         parts = units.starts, units.sizes, units.members
@@ -97,7 +97,7 @@ class Squeezed(Watching, ClusteredIndex):
 
     # Calibration
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's last ones are kept.
 
         What is not finite in a query counts as 0. Raises ValueError or TypeError for a wrong
@@ -107,10 +107,10 @@ class Squeezed(Watching, ClusteredIndex):
         if self.config.sparsity and not self._sealed:
             self._watch(queries, positions, self.config.calibration)
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """The prompt is complete: the threshold is calibrated on its last queries."""
         if not self._sealed and self._seen is not None and len(self):
-            self._learnt = {**self._learnt, "threshold": self._threshold(self._seen)}
+            self._learned = {**self._learned, "threshold": self._threshold(self._seen)}
         self._sealed, self._seen = True, None
 
     def _threshold(self, seen: Observed) -> Tensor:

@@ -1,7 +1,7 @@
 """TriAttention: rows that queries to come will attend to, judged by where queries are on average.
 
 Mao et al., TriAttention: Efficient Long Reasoning with Trigonometric KV Compression (2026, arXiv
-2604.04921). Before the rotary embedding the queries of a head lie near one centre; turned to the
+2604.04921). Before the rotary embedding the queries of a head lie near one center; turned to the
 places ahead, it says what they will attend to.
 """
 
@@ -27,7 +27,7 @@ LEAST = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Centres:
+class Centers:
     """Where the queries of a layer lie, by head and pair of coordinates that turn together.
 
     mean: complex64 `[H, D / 2]`, of the queries before the rotary embedding; size: float32, of
@@ -38,7 +38,7 @@ class Centres:
     size: Tensor
 
     @staticmethod
-    def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centres:
+    def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centers:
         """Of queries `[B, H, R, D]` at positions int64 `[R]` where counted bool `[B, R]`, by row.
 
         The fields have a leading axis `B`; zeros where none counts. rope: `kvindex.core.rope`.
@@ -47,7 +47,7 @@ class Centres:
         angles = positions[:, None].double() * frequencies(pairs.shape[-1], rope)
         straight = pairs * torch.polar(torch.ones_like(angles), -angles).to(pairs.dtype)
         weights = counted[:, None, :, None] / counted.sum(1).clamp_min(1)[:, None, None, None]
-        return Centres((straight * weights).sum(2), (pairs.abs() * weights).sum(2))
+        return Centers((straight * weights).sum(2), (pairs.abs() * weights).sum(2))
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class TriAttentionConfig:
     """What TriAttention can be told.
 
     budget: rows kept (published: 2048); horizon: how far ahead queries are looked for, at
-    distances 1, 2, 4, … up to this (published: 65536); centres: of the layer, calibrated on a text
+    distances 1, 2, 4, … up to this (published: 65536); centers: of the layer, calibrated on a text
     beforehand (published), or None for those of the prompt's last `most` queries; group: how query
     heads agree on the order of kept rows.
     """
 
     budget: int = 2048
     horizon: int = 65536
-    centres: Centres | None = None
+    centers: Centers | None = None
     most: int = 2048
     group: str = "mean_share"
 
@@ -70,19 +70,19 @@ class TriAttentionConfig:
         check.at_least("budget", self.budget, 1)
         check.at_least("horizon", self.horizon, 1)
         check.at_least("most", self.most, 1)
-        if self.centres is not None and not isinstance(self.centres, Centres):
-            raise ValueError(f"centres: got {self.centres!r}, allowed is None or a Centres")
+        if self.centers is not None and not isinstance(self.centers, Centers):
+            raise ValueError(f"centers: got {self.centers!r}, allowed is None or a Centers")
         check.one_of("group", self.group, group.POLICIES)
 
 
 class TriAttention(WatchingIndex):
     """Drops, for good, the rows of the least scores once there are more than `budget`.
 
-    A head scores a row by the mean product with its centre turned to the places ahead, and by
-    `Σ (E|q_f| - |E q_f|) |k_f|` for what of the queries is not at the centre. Rows are dropped at
-    `seal`, then at every append; without centres, never. What is learnt: `mean`, `size` as in
-    `Centres` with a leading axis `B`; `shift` int64 `[B]`, places that ids are ahead of those that
-    the centres know; `ids` int64 `[B, G, C]`, kept, -1 for none.
+    A head scores a row by the mean product with its center turned to the places ahead, and by
+    `Σ (E|q_f| - |E q_f|) |k_f|` for what of the queries is not at the center. Rows are dropped at
+    `end_prompt`, then at every append; without centers, never. What is learned: `mean`, `size` as
+    in `Centers` with a leading axis `B`; `shift` int64 `[B]`, places that ids are ahead of those
+    that the centers know; `ids` int64 `[B, G, C]`, kept, -1 for none.
     """
 
     Config = TriAttentionConfig
@@ -92,33 +92,33 @@ class TriAttention(WatchingIndex):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        g, centres = self.geometry, self.config.centres
-        if centres is not None:
+        g, centers = self.geometry, self.config.centers
+        if centers is not None:
             shape: dict[str, int | None] = {"H": g.q_heads, "D/2": g.head_dim // 2}
-            check.tensor("centres.mean", centres.mean, shape, torch.complex64)
-            check.tensor("centres.size", centres.size, shape, torch.float32)
+            check.tensor("centers.mean", centers.mean, shape, torch.complex64)
+            check.tensor("centers.size", centers.size, shape, torch.float32)
 
     # Signals
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centres.
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centers.
 
-        After `seal` only their places count. What is not finite in a query counts as 0. Raises
-        ValueError or TypeError for a wrong tensor.
+        After `end_prompt` only their places count. What is not finite in a query counts as 0.
+        Raises ValueError or TypeError for a wrong tensor.
         """
         queries = self._signal(queries, positions)
         if len(positions):
             self._next = positions[-1] + 1
-        if not self._sealed and self.config.centres is None:
+        if not self._sealed and self.config.centers is None:
             self._watch(queries, positions, self.config.most)
 
-    def seal(self) -> None:
-        """The prompt is complete: centres are settled (with the first append, if it is empty)."""
+    def end_prompt(self) -> None:
+        """The prompt is complete: centers are settled (with the first append, if it is empty)."""
         self._sealed = True
         if len(self):
             ids = self._kept()
             keys = self._store.gather(ids).keys
-            self._learnt = self._left(ids, keys, self.valid, len(self))
+            self._learned = self._left(ids, keys, self.valid, len(self))
             self._seen = None
 
     def truncate(self, length: int) -> None:
@@ -129,17 +129,17 @@ class TriAttention(WatchingIndex):
     # What is kept
 
     def _kept(self) -> Tensor:
-        return self._learnt["ids"] if "ids" in self._learnt else self._from(0)
+        return self._learned["ids"] if "ids" in self._learned else self._from(0)
 
     def _left(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
-        """What is learnt once rows `ids` int64 `[B, G, C]` with keys `[B, G, C, D]` compete.
+        """What is learned once rows `ids` int64 `[B, G, C]` with keys `[B, G, C, D]` compete.
 
         flags: which of the first `length` tokens are valid, bool `[B, length]`, or None.
         """
-        learnt = self._centred(len(keys), flags)
-        if "mean" not in learnt or ids.shape[-1] <= self.config.budget:
-            return {**learnt, "ids": ids} if "mean" in learnt else learnt
-        scores = self._scores(learnt, keys, length)
+        learned = self._centered(len(keys), flags)
+        if "mean" not in learned or ids.shape[-1] <= self.config.budget:
+            return {**learned, "ids": ids} if "mean" in learned else learned
+        scores = self._scores(learned, keys, length)
         there = (ids >= 0)[:, :, None]
         count = there.sum(-1, keepdim=True).clamp_min(1)
         mean = scores.masked_fill(~there, 0).sum(-1, keepdim=True) / count
@@ -148,13 +148,13 @@ class TriAttention(WatchingIndex):
         order = (apart / spread).amax(2).masked_fill(ids < 0, NEVER)  # the heads' largest
         slots = self.ops.select.top_k(order, self.config.budget)[1].sort(-1).values
         left = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
-        return {**learnt, "ids": left}
+        return {**learned, "ids": left}
 
-    def _centred(self, batch: int, flags: Tensor | None) -> Codes:
-        """What is learnt, with centres where there are any to have."""
-        g, given, seen, learnt = self.geometry, self.config.centres, self._seen, self._learnt
-        if "mean" in learnt or not self._sealed or (given is None and seen is None):
-            return learnt
+    def _centered(self, batch: int, flags: Tensor | None) -> Codes:
+        """What is learned, with centers where there are any to have."""
+        g, given, seen, learned = self.geometry, self.config.centers, self._seen, self._learned
+        if "mean" in learned or not self._sealed or (given is None and seen is None):
+            return learned
         shift = torch.zeros(batch, dtype=torch.int64, device=g.device)
         if given is not None:
             if flags is not None:  # the longest row has no padding
@@ -162,29 +162,29 @@ class TriAttention(WatchingIndex):
                 shift = first - first.min()
             parts = {"mean": given.mean, "size": given.size}
             own = {name: part.to(g.device).expand(batch, -1, -1) for name, part in parts.items()}
-            return {**learnt, **own, "shift": shift}
+            return {**learned, **own, "shift": shift}
         assert seen is not None
         assert g.rope is not None
         counted = real(seen.positions, flags, batch)
-        found = Centres.of(seen.queries, seen.positions, counted, g.rope)
-        return {**learnt, "mean": found.mean, "size": found.size, "shift": shift}
+        found = Centers.of(seen.queries, seen.positions, counted, g.rope)
+        return {**learned, "mean": found.mean, "size": found.size, "shift": shift}
 
-    def _scores(self, learnt: Codes, keys: Tensor, least: int) -> Tensor:
+    def _scores(self, learned: Codes, keys: Tensor, least: int) -> Tensor:
         """Scores float32 `[B, G, g, C]` of keys `[B, G, C, D]` for the places from `least` on.
 
-        As keys have been turned already, the centre alone is: to `t + δ`, mean over `δ`.
+        As keys have been turned already, the center alone is: to `t + δ`, mean over `δ`.
         """
         g = self.geometry
         assert g.rope is not None
-        places = -learnt["shift"] + least
+        places = -learned["shift"] + least
         if self._next is not None:
-            places = torch.maximum(places, self._next - learnt["shift"])
+            places = torch.maximum(places, self._next - learned["shift"])
         omega = frequencies(g.head_dim // 2, g.rope)
         ahead = 2.0 ** torch.arange(self.config.horizon.bit_length(), device=g.device)
         angles = (places[:, None] + ahead.double())[..., None] * omega  # [B, δ, D/2]
         turns = torch.polar(torch.ones_like(angles), angles).mean(1).to(torch.complex64)
-        future = unpaired(learnt["mean"] * turns[:, None], g.rope)  # [B, H, D]
-        loose = (learnt["size"] - learnt["mean"].abs()).clamp_min(0)
+        future = unpaired(learned["mean"] * turns[:, None], g.rope)  # [B, H, D]
+        loose = (learned["size"] - learned["mean"].abs()).clamp_min(0)
         shape = (len(keys), g.kv_heads, g.group_size, -1)
         future, loose = future.reshape(shape), loose.reshape(shape)
         scores = []
@@ -195,9 +195,9 @@ class TriAttention(WatchingIndex):
     # What the base asks for
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learnt, first, stop = super()._learn(keys, valid), len(self), len(self) + keys.shape[2]
+        learned, first, stop = super()._learn(keys, valid), len(self), len(self) + keys.shape[2]
         if not self._sealed:
-            return learnt
+            return learned
         flags = joined(self.valid, first, keys, valid)
         new = torch.arange(first, stop, device=keys.device)
         new = new.expand(len(keys), keys.shape[1], -1)
@@ -209,17 +209,17 @@ class TriAttention(WatchingIndex):
         both = torch.cat([self._store.gather(ids).keys, keys], dim=2)
         return self._left(torch.cat([ids, new], dim=-1), both, flags, stop)
 
-    def _learnt_before(self, length: int) -> Codes:
-        if "ids" not in self._learnt:
-            return self._learnt
-        ids = self._learnt["ids"]
-        return {**self._learnt, "ids": ids.masked_fill(ids >= length, UNUSED)}
+    def _learned_before(self, length: int) -> Codes:
+        if "ids" not in self._learned:
+            return self._learned
+        ids = self._learned["ids"]
+        return {**self._learned, "ids": ids.masked_fill(ids >= length, UNUSED)}
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
         return None if self._sealed else self._seen
 
     def _scanned(self) -> list[Tensor]:
-        kept = [self._learnt["ids"]] if "ids" in self._learnt else []
+        kept = [self._learned["ids"]] if "ids" in self._learned else []
         return [*super()._scanned(), *kept]
 
     def _cleared(self) -> None:

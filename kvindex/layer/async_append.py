@@ -19,7 +19,7 @@ Append = Callable[[], None]
 class Move:
     """An append of rows to an index that begins now and that `end` completes.
 
-    beside: what takes long (`BaseIndex.begin_append`) is done at once, on a CUDA device by a
+    beside: what takes long (`BaseIndex.start_append`) is done at once, on a CUDA device by a
     stream that all layers share, so that the current one goes on with the index as it was; else
     `end` does it all. In between the index and the rows must stay as they are. Raises as `append`.
     """
@@ -33,7 +33,7 @@ class Move:
         if not beside:
             self._rest: Append = partial(index.append, rows.keys, rows.values, valid=valid)
             return
-        begin = partial(index.begin_append, rows.keys, rows.values, valid=valid)
+        begin = partial(index.start_append, rows.keys, rows.values, valid=valid)
         if self._device.type == "cuda":
             self._rest = self._begun_beside(begin, [rows.keys, rows.values, valid])
         else:

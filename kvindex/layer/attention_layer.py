@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.guard import Guarded
-from kvindex.core.protocol import UNUSED, AttendsNext, Hits, KVIndex, Rows
+from kvindex.core.protocol import UNUSED, DecodesStep, Hits, KVIndex, Rows
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import Move
 from kvindex.layer.dense import attend_densely, bias_of
@@ -33,17 +33,17 @@ LAG = 4
 class AttentionLayer(Guarded):
     """Attention over an index: append, attend, and let old tokens go into the index.
 
-    index: empty; k: rows per KV head that a step retrieves; mass: fewer, where fewer hold this
-    share of the index's attention (`KVIndex.search`); sink, local, update_every: sizes of the
-    regions in tokens; full_threshold: while the sequence is shorter, attention is dense (the
-    index fills all the same).
+    index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer hold this
+    share of the index's attention (`KVIndex.search`); sink, local_window, update_every: sizes of
+    the regions in tokens; dense_below: while the sequence is shorter, attention is dense (the index
+    fills all the same).
 
-    Of an index whose appends run beside searches (`appends_beside`), updates end `LAG` tokens
-    after they began, and the window is so much longer; turn: when the length is this share of
-    `update_every` past a multiple of it, they begin even so, that layers may take turns.
+    Of an index whose appends run beside searches (`supports_async_append`), updates end `LAG`
+    tokens after they began, and the window is so much longer; update_phase: when the length is this
+    share of `update_every` past a multiple of it, they begin even so, that layers may take turns.
     graphs: on a GPU, steps that are all alike are captured in a CUDA graph and replayed, by an
-    index that can (`protocol.AttendsNext`); results are the same.
-    Raises ValueError for sizes out of range, or a mass that the index cannot tell.
+    index that can (`protocol.DecodesStep`); results are the same. Raises ValueError for sizes out
+    of range, or a coverage that the index cannot tell.
     """
 
     def __init__(
@@ -51,31 +51,35 @@ class AttentionLayer(Guarded):
         index: KVIndex,
         *,
         k: int = 100,
-        mass: float | None = None,
+        coverage: float | None = None,
         sink: int = 64,
-        local: int = 256,
+        local_window: int = 256,
         update_every: int = 256,
-        full_threshold: int = 2048,
-        turn: float | None = None,
+        dense_below: int = 2048,
+        update_phase: float | None = None,
         graphs: bool = True,
     ) -> None:
         self.k = check.wanted_rows(k)
-        self.mass = None if mass is None else check.within("mass", mass, 0, 1)
+        self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
         self.sink = check.at_least("sink", sink, 0)
-        self.local = check.at_least("local", local, 0)
+        self.local_window = check.at_least("local_window", local_window, 0)
         self.update_every = check.at_least("update_every", update_every, 1)
-        self.full_threshold = check.at_least("full_threshold", full_threshold, 0)
-        if turn is not None and not 0 <= turn < 1:
-            raise ValueError(f"turn: got {turn}, allowed is a number in [0, 1), or None")
-        if mass is not None and hasattr(index, "check_mass"):
-            index.check_mass(mass)
+        self.dense_below = check.at_least("dense_below", dense_below, 0)
+        if update_phase is not None and not 0 <= update_phase < 1:
+            raise ValueError(
+                f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
+            )
+        if coverage is not None and hasattr(index, "check_coverage"):
+            index.check_coverage(coverage)
         if len(index):
             raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
         self.index = index
         self.graphs = check.flag("graphs", graphs)
-        self._turn = None if turn is None else int(turn * update_every)
+        self._turn = None if update_phase is None else int(update_phase * update_every)
         self._lag = min(LAG, update_every)
-        sizes = dict(sink_size=sink, local_size=local, room=local + update_every + self._lag)
+        sizes = dict(
+            sink_size=sink, local_size=local_window, room=local_window + update_every + self._lag
+        )
         self._regions = Regions(index.geometry, **sizes)
         self._move: Move | None = None  # of the rows that are leaving
         self._sealed = False
@@ -124,7 +128,7 @@ class AttentionLayer(Guarded):
         keys, values, valid = self._checked(queries, keys, values, valid)
         regions, T = self._regions, queries.shape[2]
         if T == 1 and len(self) and not self._sealed:
-            self.index.seal()
+            self.index.end_prompt()
             self._sealed = True
         length = len(self) + T
         if bias is not None:
@@ -133,12 +137,12 @@ class AttentionLayer(Guarded):
             if not bias.is_floating_point():
                 raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
         searches = self._searches(length, T)
-        follows = searches and valid is None and bias is None and self._attends("attend_next")
+        follows = searches and valid is None and bias is None and self._attends("decode_step")
         if not follows:
             regions.append(len(self.index), keys, values, valid)
-        if getattr(self.index, "observes", True):
+        if getattr(self.index, "observes_queries", True):
             positions = torch.arange(length - T, length, device=keys.device)
-            self.index.observe(queries, positions)
+            self.index.observe_queries(queries, positions)
         if follows:
             output = self._follow(queries[:, :, 0], Rows(keys, values))[:, :, None]
         elif searches:
@@ -146,7 +150,7 @@ class AttentionLayer(Guarded):
             output = self._retrieve(queries[:, :, 0], some)[:, :, None]
         else:
             output = attend_densely(self.index, regions.window, queries, regions.valid, bias)
-        self._update(beside=T == 1 and getattr(self.index, "appends_beside", False))
+        self._update(beside=T == 1 and getattr(self.index, "supports_async_append", False))
         return output
 
     def checkpoint(self) -> Any:
@@ -225,20 +229,20 @@ class AttentionLayer(Guarded):
 
     def _searches(self, length: int, T: int) -> bool:
         """Whether `T` queries, the newest of `length` tokens, search the index."""
-        return T == 1 and length >= self.full_threshold and len(self.index) > 0
+        return T == 1 and length >= self.dense_below and len(self.index) > 0
 
     def _attends(self, by: str) -> bool:
         """Whether the index attends by itself, by a method of this name."""
         index: Any = self.index
-        return self.mass is None and getattr(index, "attends", False) and hasattr(index, by)
+        return self.coverage is None and getattr(index, "attends", False) and hasattr(index, by)
 
     def _follow(self, queries: Tensor, token: Rows) -> Tensor:
         """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
-        index, regions = cast(AttendsNext, self.index), self._regions
+        index, regions = cast(DecodesStep, self.index), self._regions
         near = regions.near(len(self.index), more=1)
         window = regions.claim(len(self.index), token.keys, token.values, None)
         some: Any = dict(k=self._wanted, graphs=self.graphs)
-        output, found = index.attend_next(queries, token, near, window, **some)
+        output, found = index.decode_step(queries, token, near, window, **some)
         self._count(found, len(near), near.hidden)
         return output
 
@@ -258,7 +262,7 @@ class AttentionLayer(Guarded):
         if seen is None:
             seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
             seen = seen.expand(-1, len(self._regions))
-        hits = index.search(queries, k=self._wanted, mass=self.mass)
+        hits = index.search(queries, k=self._wanted, coverage=self.coverage)
         return self._over_regions(queries, hits, index.fetch(hits), seen, bias)
 
     def _over_regions(
@@ -279,7 +283,7 @@ class AttentionLayer(Guarded):
         used = hits.ids != UNUSED
         visible = torch.cat([used, shown[:, None].expand(*used.shape[:2], -1)], dim=2)
         hidden = (~shown).sum(1).float().mean()
-        self._count(used.sum(-1), shown.shape[1], hidden, hits.mass)
+        self._count(used.sum(-1), shown.shape[1], hidden, hits.coverage)
         mask = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
         if hits.log_weight is not None:
             mask[..., : hits.log_weight.shape[-1]] += hits.log_weight
@@ -293,14 +297,14 @@ class AttentionLayer(Guarded):
         return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=mask)
 
     def _count(
-        self, found: Tensor, beside: int, hidden: Tensor | float, mass: Tensor | None = None
+        self, found: Tensor, beside: int, hidden: Tensor | float, coverage: Tensor | None = None
     ) -> None:
         """Add a step to `traffic`: rows found `[B, G]`, others, those of them not shown."""
         g = self.index.geometry
         plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
         row_bytes = getattr(self.index, "row_bytes", plain)
         full = len(self), self._regions.padded
-        self._tally.count(Counts(found, beside, hidden, *full, row_bytes, mass))
+        self._tally.count(Counts(found, beside, hidden, *full, row_bytes, coverage))
 
     # Updates
 

@@ -21,14 +21,15 @@ class Traffic:
 
     steps: one-query steps that searched; rows_read: rows attended to and rows_full: rows that
     full attention would have read, both per KV head and row of the batch; bytes_fetched: of rows
-    that the store gave; mass: `Hits.mass`, mean over heads, where searches were asked for one.
+    that the store gave; coverage: `Hits.coverage`, mean over heads, where searches were asked for
+    one.
     """
 
     steps: int = 0
     rows_read: Tensor | float = 0.0
     rows_full: Tensor | float = 0.0
     bytes_fetched: Tensor | int = 0
-    mass: Tensor | float = 0.0
+    coverage: Tensor | float = 0.0
 
 
 class Counts(NamedTuple):
@@ -36,7 +37,7 @@ class Counts(NamedTuple):
 
     found: rows that the index gave, int `[B, G]`; beside: others that were attended to, and
     length: tokens of the sequence, padded ones in both; hidden, padded: how many of each are
-    padded, mean over the batch; row_bytes: of a row found; mass: of `Hits`, or None.
+    padded, mean over the batch; row_bytes: of a row found; coverage: of `Hits`, or None.
     """
 
     found: Tensor
@@ -45,7 +46,7 @@ class Counts(NamedTuple):
     length: int
     padded: Tensor | float
     row_bytes: int
-    mass: Tensor | None = None
+    coverage: Tensor | None = None
 
 
 class Tally(Restorable):
@@ -79,14 +80,14 @@ class Tally(Restorable):
         if not new:
             return
         read, fetched = _of_rows(new)
-        masses = [step.mass.mean() for step in new if step.mass is not None]
+        shares = [step.coverage.mean() for step in new if step.coverage is not None]
         before = self._sum
         self._sum = Traffic(
             steps=before.steps + len(new),
             rows_read=before.rows_read + read + _less(new, "beside", "hidden"),
             rows_full=before.rows_full + _less(new, "length", "padded"),
             bytes_fetched=before.bytes_fetched + fetched,
-            mass=before.mass + (torch.stack(masses).sum() if masses else 0.0),
+            coverage=before.coverage + (torch.stack(shares).sum() if shares else 0.0),
         )
 
 

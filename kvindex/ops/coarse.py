@@ -69,48 +69,48 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
     return torch.empty_like(points).scatter_(-1, order, points)
 
 
-def rounded(queries: Tensor, largest: int) -> Tensor:
-    """Queries as small integers, int8 `[B, G, g, D]`: each query's largest coordinate is `largest`.
+def rounded(queries: Tensor, query_max: int) -> Tensor:
+    """Queries as integers, int8 `[B, G, g, D]`: each query's largest coordinate is `query_max`.
 
     Rounded half to even. Multiplied in float64, so that scaling a query by a power of two changes
     nothing. A zero query gives zeros.
 
-    queries: rotated, float32 `[B, G, g, D]`; largest: 1 to 127.
+    queries: rotated, float32 `[B, G, g, D]`; query_max: 1 to 127.
     """
     wide = queries.double()
     peak = wide.abs().amax(-1, keepdim=True)
-    factor = torch.where(peak > 0, largest / peak, 0.0)
+    factor = torch.where(peak > 0, query_max / peak, 0.0)
     return (wide * factor).round().to(torch.int8)
 
 
-def dot_table(queries: Tensor, largest: int) -> Tensor:
+def dot_table(queries: Tensor, query_max: int) -> Tensor:
     """Inner products of rounded queries with the sign patterns, int16 `[B, G, g, M, 256]`.
 
     Entry `c` of subspace `b` is `⟨r_b, s_c⟩` with `r` from `rounded` and `s_c = ±1`, so that a sum
     over subspaces is one inner product of signs with small integers: what matrix units compute.
 
-    queries, largest: as for `rounded`.
+    queries, query_max: as for `rounded`.
     """
-    parts = rounded(queries, largest).reshape(*queries.shape[:-1], -1, SUBSPACE)
+    parts = rounded(queries, query_max).reshape(*queries.shape[:-1], -1, SUBSPACE)
     # float32 holds these integers, below 2^10, exactly
     return (parts.float() @ centroids(queries.device).sign().T).to(torch.int16)
 
 
 def dot_offsets(
-    offsets: Tensor, queries: Tensor, largest: int, reference: Tensor, level: float
+    offsets: Tensor, queries: Tensor, query_max: int, reference: Tensor, level: float
 ) -> Tensor:
-    """What `⟨q, μ⟩` of a segment's centre adds to the votes of its keys, int32 `[B, G, g, S]`.
+    """What `⟨q, μ⟩` of a segment's center adds to the votes of its keys, int32 `[B, G, g, S]`.
 
     A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
     of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
 
     offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    largest: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
+    query_max: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
     one level of 0 magnitude bits.
     """
     peak = queries.double().abs().amax(-1, keepdim=True)  # [B, G, g, 1]
-    unit = peak * level * reference[..., None, None].double() / (largest * FACTOR)
+    unit = peak * level * reference[..., None, None].double() / (query_max * FACTOR)
     ratio = torch.where(unit > 0, offsets.double() / unit.clamp_min(TINY), 0.0)
     return ratio.round().clamp(-(2**30), 2**30).int()
 

@@ -17,7 +17,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 12
 """Range of logarithmic weights: 4 to 5 above the largest of the first keys, for keys to
-come; 7 below it, for keys that lie close to a centre far from zero."""
+come; 7 below it, for keys that lie close to a center far from zero."""
 
 FACTOR = 2**15 - 1
 """The coarse stage's integer for a weight as large as the reference: votes of signed dots stay
@@ -115,7 +115,7 @@ def encode(
 
 
 def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
-    """The quantised directions `v`, float32 `[..., D]`, not renormalised."""
+    """The quantized directions `v`, float32 `[..., D]`, not renormalized."""
     index = torch.zeros((*signs.shape, 8), dtype=torch.uint8, device=signs.device)
     for p in range(magnitudes.shape[-2]):
         index += unpack(magnitudes[..., p, :]) * 2**p
@@ -190,7 +190,7 @@ def _tridiagonal(
     """`x` `[n]` of `T x = right` by elimination without pivots, of `T`'s diagonals `[n - 1]`, `[n]`
     and `[n - 1]`.
 
-    Here a row's diagonal is about as large as its two neighbours together. Not `np.linalg.solve`:
+    Here a row's diagonal is about as large as its two neighbors together. Not `np.linalg.solve`:
     where 15 processes shared 16 cores its threads took over a minute for 128 levels.
     """
     pivot, x = diagonal.copy(), right.copy()

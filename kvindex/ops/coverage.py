@@ -55,19 +55,19 @@ def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
     return torch.logaddexp(known.logsumexp(-1), rest.logsumexp(-1) + times)
 
 
-def enough(shares: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+def enough(shares: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
     """Slots that are needed, bool `[B, G, K]`, and the share they hold, float32 `[B, G, g]`.
 
     shares: of ranked rows, float32 `[B, G, g, K]`, 0 where a slot is unused. The shortest prefix
-    that holds `mass` for every head of the group, or all rows.
+    that holds `coverage` for every head of the group, or all rows.
     """
     held = shares.cumsum(-1)
-    short = (held < mass).any(2)  # [B, G, K]: some head wants more after this slot
+    short = (held < coverage).any(2)  # [B, G, K]: some head wants more after this slot
     needed = torch.cat([torch.ones_like(short[..., :1]), short[..., :-1]], dim=-1)
     return needed, (shares * needed[:, :, None]).sum(-1)
 
 
-def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, mass: float) -> Hits:
+def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: float) -> Hits:
     """`hits`, cut after the rows that are enough, with the share that each head finds in them.
 
     slots: where the hits are in `known`, int64 `[B, G, K]`, -1 where unused; known, total: as
@@ -75,11 +75,11 @@ def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, mass: float)
     """
     at = slots.clamp_min(0)[:, :, None].expand(-1, -1, known.shape[2], -1)
     shares = (known.gather(-1, at) - total[..., None]).exp().clamp_max(1)
-    needed, held = enough(shares.masked_fill((slots < 0)[:, :, None], 0), mass)
+    needed, held = enough(shares.masked_fill((slots < 0)[:, :, None], 0), coverage)
     return Hits(
         hits.ids.masked_fill(~needed, UNUSED),
         hits.scores.masked_fill(~needed, float("-inf")),
-        mass=held.clamp_max(1).flatten(1),
+        coverage=held.clamp_max(1).flatten(1),
     )
 
 
@@ -87,6 +87,6 @@ def check_policy(policy: str) -> None:
     """Raises ValueError for a policy that knows no query heads."""
     if policy == "mean_query":
         raise ValueError(
-            "mass: got one with group='mean_query', allowed are policies that search for every "
+            "coverage: got one with group='mean_query', allowed are policies that search for every "
             "query head: the share of an averaged query says nothing of theirs"
         )

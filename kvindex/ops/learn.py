@@ -1,6 +1,6 @@
 """What an index learns of tokens as they come, once for each row of the batch.
 
-Both functions take what is learnt already and give it back where a row has it.
+Both functions take what is learned already and give it back where a row has it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from kvindex.ops.transform import LONGEST
 
 LEAN = 16
-"""Tokens that the segment before counts for in the centre of one that has only begun
-(docs/decisions/0012-a-centre-for-every-segment.md)."""
+"""Tokens that the segment before counts for in the center of one that has only begun
+(docs/decisions/0012-a-center-for-every-segment.md)."""
 
 HEADROOM = 5
 """Powers of 2 from the largest norm (rounded down) to the reference: room for norms that drift
@@ -25,13 +25,13 @@ SEEN = 4096
 (docs/decisions/0021-a-reference-of-the-first-tokens.md)."""
 
 
-def centres(
-    keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int, every: int
+def centers(
+    keys: Tensor, valid: Tensor | None, learned: Mapping[str, Tensor], *, start: int, every: int
 ) -> dict[str, Tensor]:
-    """Centres of segments of `every` tokens, bfloat16 `[B, G, S, D]`, once `keys` are appended.
+    """Centers of segments of `every` tokens, bfloat16 `[B, G, S, D]`, once `keys` are appended.
 
-    A segment's centre is the mean of its valid keys in the first append that holds one; where that
-    append ends inside the segment, the centre of the one before counts as `LEAN` keys more.
+    A segment's center is the mean of its valid keys in the first append that holds one; where that
+    append ends inside the segment, the center of the one before counts as `LEAN` keys more.
     `known`: bool `[B, S]`, which segments of a row have one; the others hold zeros, or, where they
     are begun, the one before.
 
@@ -45,8 +45,8 @@ def centres(
     split = pad(keys.double(), (0, 0, before, after)).view(B, G, stop - first, every, D)
     total, counts = (split * real).sum(3), real.sum(3)  # [B, G, S', D], [B, 1, S', 1]
 
-    found = learnt.get("centres", keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16))
-    known = learnt.get("known", keys.new_zeros((B, 0), dtype=torch.bool))
+    found = learned.get("centers", keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16))
+    known = learned.get("known", keys.new_zeros((B, 0), dtype=torch.bool))
     missing, here = max(stop - found.shape[2], 0), slice(first, stop)
     found, known = pad(found, (0, 0, 0, missing)), pad(known, (0, missing))
     old, held = found[:, :, here], known[:, None, here, None]
@@ -59,21 +59,21 @@ def centres(
         total = total[:, :, -1] + lean * found[:, :, stop - 2]
         new = _rounded(total / (counts[:, :, -1] + lean).clamp_min(1))
         found[:, :, stop - 1] = torch.where(held[:, :, -1], old[:, :, -1], new)
-    return {"centres": found, "known": known}
+    return {"centers": found, "known": known}
 
 
-def _rounded(centres: Tensor) -> Tensor:
-    return centres.clamp(-LONGEST, LONGEST).bfloat16()
+def _rounded(centers: Tensor) -> Tensor:
+    return centers.clamp(-LONGEST, LONGEST).bfloat16()
 
 
 def reference(
-    norms: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]
+    norms: Tensor, valid: Tensor | None, learned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """`reference`: 16 to 32 times the largest of the first norms `[B, G, N]`, a power of 2, float32
     `[B, G]`; 0 where no valid key has a norm yet.
 
     The first are those of `SEEN` ids, from that of the first valid key with a norm on, as far as
-    they come at once; of keys as they come: what a centre leaves of a few alike keys says nothing
+    they come at once; of keys as they come: what a center leaves of a few alike keys says nothing
     of those to come.
     """
     largest = norms.new_zeros(norms.shape[:2])
@@ -83,7 +83,7 @@ def reference(
         seen = real & (ids < real.int().argmax(-1, keepdim=True) + SEEN)
         largest = torch.where(seen, norms, 0.0).amax(-1)
     found = torch.where(largest > 0, torch.exp2(torch.log2(largest).floor() + HEADROOM), 0.0)
-    old = learnt.get("reference", torch.zeros_like(found))
+    old = learned.get("reference", torch.zeros_like(found))
     return {"reference": torch.where(old > 0, old, found)}
 
 

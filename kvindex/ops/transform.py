@@ -1,4 +1,4 @@
-"""Normalise and rotate (paper, A.1): `k̃ = R k/‖k‖` with a randomised Hadamard transform `R`."""
+"""Normalize and rotate (paper, A.1): `k̃ = R k/‖k‖` with a randomized Hadamard transform `R`."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Columns(Restorable):
         }
         return copy
 
-    def repeated(self, count: int) -> Columns:
+    def expand_batch(self, count: int) -> Columns:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = type(self)(self._axis, self._fill)
         view._length = self._length

@@ -74,10 +74,10 @@ class Store(Restorable):
         copied._columns = self._columns.reordered(batch_indices)
         return copied
 
-    def repeated(self, count: int) -> Store:
+    def expand_batch(self, count: int) -> Store:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = self._shallow()
-        view._columns = self._columns.repeated(count)
+        view._columns = self._columns.expand_batch(count)
         return view
 
     def emptied(self) -> Store:

@@ -63,9 +63,9 @@ class Wrapper(Guarded):
         return found
 
     @property
-    def follows_steps(self) -> bool:
+    def depends_on_queries(self) -> bool:
         """As the inner index does."""
-        return getattr(self.inner, "follows_steps", False)
+        return getattr(self.inner, "depends_on_queries", False)
 
     def encode(self, keys: Tensor) -> Codes:
         """As the inner index does."""
@@ -75,9 +75,9 @@ class Wrapper(Guarded):
         """As the inner index does."""
         self.inner.append(keys, values, valid=valid)
 
-    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """As the inner index does."""
-        return self.inner.search(queries, k=k, mass=mass)
+        return self.inner.search(queries, k=k, coverage=coverage)
 
     def fetch(self, hits: Hits) -> Rows:
         """As the inner index does."""
@@ -86,16 +86,16 @@ class Wrapper(Guarded):
     # What `BaseIndex` has beyond the protocol
 
     @property
-    def appends_beside(self) -> bool:
+    def supports_async_append(self) -> bool:
         """Whether the inner index says so."""
-        return bool(getattr(self.inner, "appends_beside", False))
+        return bool(getattr(self.inner, "supports_async_append", False))
 
-    def begin_append(
+    def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
         """As the inner index does, where it has it; a wrapper that appends more has both."""
         inner: Any = self.inner
-        end: Callable[[], None] = inner.begin_append(keys, values, valid=valid)
+        end: Callable[[], None] = inner.start_append(keys, values, valid=valid)
         return end
 
     @property
@@ -107,46 +107,46 @@ class Wrapper(Guarded):
         """As `protocol.Attends.attend`, over what this index's own search finds."""
         hits = self.search(queries, k=k)
         found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
-        return self.attend_to(queries, hits, near), found
+        return self.attend_hits(queries, hits, near), found
 
-    def attend_to(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
         """As the inner index does."""
         inner: Any = self.inner
-        output: Tensor = inner.attend_to(queries, hits, near)
+        output: Tensor = inner.attend_hits(queries, hits, near)
         return output
 
-    def check_mass(self, mass: float) -> None:
+    def check_coverage(self, coverage: float) -> None:
         """As the inner index does, where it has it."""
-        checked = getattr(self.inner, "check_mass", None)
+        checked = getattr(self.inner, "check_coverage", None)
         if checked is not None:
-            checked(mass)
+            checked(coverage)
 
     @property
     def weighted(self) -> bool:
         """Whether the inner index says so."""
         return bool(getattr(self.inner, "weighted", False))
 
-    def seal(self) -> None:
+    def end_prompt(self) -> None:
         """As the inner index does."""
-        self.inner.seal()
+        self.inner.end_prompt()
 
     @property
-    def observes(self) -> bool:
-        """Whether anyone does anything with `observe`."""
-        mine = getattr(self.observe, "__func__", None) is not Wrapper.observe
-        return mine or bool(getattr(self.inner, "observes", True))
+    def observes_queries(self) -> bool:
+        """Whether anyone does anything with `observe_queries`."""
+        mine = getattr(self.observe_queries, "__func__", None) is not Wrapper.observe_queries
+        return mine or bool(getattr(self.inner, "observes_queries", True))
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """As the inner index does."""
-        self.inner.observe(queries, positions)
+        self.inner.observe_queries(queries, positions)
 
     def mark_boundary(self) -> None:
         """As the inner index does."""
         self.inner.mark_boundary()
 
-    def read(self, tokens: Tensor, *, first: int) -> None:
+    def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
         """As the inner index does."""
-        self.inner.read(tokens, first=first)
+        self.inner.observe_tokens(tokens, first=first)
 
     def __len__(self) -> int:
         return len(self.inner)

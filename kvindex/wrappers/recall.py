@@ -38,9 +38,9 @@ class MeasureRecall(Wrapper):
     def _undone(self, name: str) -> bool:
         return name == "search" or super()._undone(name)  # what it finds is counted
 
-    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The inner index's hits, counted."""
-        hits = self.inner.search(queries, k=k, mass=mass)
+        hits = self.inner.search(queries, k=k, coverage=coverage)
         if len(self._exact):
             g = self.geometry
             scores = self._exact.scores(group.fold(queries, g.kv_heads, "union"))
@@ -53,7 +53,7 @@ class MeasureRecall(Wrapper):
         return hits
 
     @property
-    def appends_beside(self) -> bool:
+    def supports_async_append(self) -> bool:
         """No: the two appends are one change."""
         return False
 

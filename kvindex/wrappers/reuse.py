@@ -20,7 +20,7 @@ class _Last:
 
     hits: Hits
     k: int
-    mass: float | None
+    coverage: float | None
     length: int
 
 
@@ -36,7 +36,7 @@ class Reuse(Wrapper):
 
     Reused hits have the scores and weights of the query that searched, and know no token that the
     index got since; but what slots without a token (unused ones, clusters) stand for may have
-    changed: a row with such slots searches once the index has grown. Other `k` or `mass`, or a
+    changed: a row with such slots searches once the index has grown. Other `k` or `coverage`, or a
     `truncate`, are reasons to search, too.
 
     steps, searches: how many searches were asked for, and how many the inner index did.
@@ -44,7 +44,7 @@ class Reuse(Wrapper):
     """
 
     _before: Tensor | None  # directions of the step before, [B, H, D]
-    _differs: Tensor | None  # what `observe` found for the next search, bool [B]
+    _differs: Tensor | None  # what `observe_queries` found for the next search, bool [B]
     _last: _Last | None
 
     def __init__(self, inner: KVIndex, *, tau: float = 0.7) -> None:
@@ -55,7 +55,7 @@ class Reuse(Wrapper):
         self._forget()
 
     @property
-    def follows_steps(self) -> bool:
+    def depends_on_queries(self) -> bool:
         """Always: what a step finds may be the hits of the one before."""
         return True
 
@@ -63,7 +63,7 @@ class Reuse(Wrapper):
         """Share of the steps that searched, or None before the first."""
         return self.searches / self.steps if self.steps else None
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """As the inner index does; a boundary before a single query is marked first."""
         g = self.geometry
         shape = {"B": None, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -73,27 +73,27 @@ class Reuse(Wrapper):
         elif queries.shape[2]:
             self._before = normalize(queries[:, :, -1].detach().float(), dim=-1)
             self._differs = None
-        self.inner.observe(queries, positions)
+        self.inner.observe_queries(queries, positions)
 
     def _undone(self, name: str) -> bool:
         return name == "search" or super()._undone(name)  # its hits are kept
 
-    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The inner index's hits, or the last ones. Raises as the inner index does."""
         g, last = self.geometry, self._last
         shape = {"B": None, "H": g.q_heads, "D": g.head_dim}
         check.tensor("queries", queries, shape, g.dtype, g.device)
         differs = self._judged(queries) if self._differs is None else self._differs
         self._last = self._differs = None  # if the search fails, the next one is made
-        asked = (k, mass, len(queries), len(queries))
-        if last and (last.k, last.mass, len(last.hits.ids), len(differs)) == asked:
+        asked = (k, coverage, len(queries), len(queries))
+        if last and (last.k, last.coverage, len(last.hits.ids), len(differs)) == asked:
             if len(self) != last.length:
                 differs = differs | (last.hits.ids < 0).flatten(1).any(1)
             if bool(differs.any()):
-                new = self._searched(queries, k, mass)
-                last = _Last(_mixed(differs, new, last.hits), k, mass, len(self))
+                new = self._searched(queries, k, coverage)
+                last = _Last(_mixed(differs, new, last.hits), k, coverage, len(self))
         else:
-            last = _Last(self._searched(queries, k, mass), k, mass, len(self))
+            last = _Last(self._searched(queries, k, coverage), k, coverage, len(self))
         self.steps += 1
         self._last = last if len(self) else None  # while it is empty the batch may change
         return last.hits
@@ -114,8 +114,8 @@ class Reuse(Wrapper):
         if self._last is not None:
             old = self._last.hits
             weight = None if old.log_weight is None else old.log_weight[rows]
-            mass = None if old.mass is None else old.mass[rows]
-            hits = Hits(old.ids[rows], old.scores[rows], weight, mass)
+            coverage = None if old.coverage is None else old.coverage[rows]
+            hits = Hits(old.ids[rows], old.scores[rows], weight, coverage)
             self._last = replace(self._last, hits=hits)
 
     def reset(self) -> None:
@@ -123,8 +123,8 @@ class Reuse(Wrapper):
         super().reset()
         self._forget()
 
-    def _searched(self, queries: Tensor, k: int, mass: float | None) -> Hits:
-        hits = self.inner.search(queries, k=k, mass=mass)
+    def _searched(self, queries: Tensor, k: int, coverage: float | None) -> Hits:
+        hits = self.inner.search(queries, k=k, coverage=coverage)
         self.searches += 1
         return hits
 
@@ -153,10 +153,10 @@ def similarity(before: Tensor, after: Tensor) -> Tensor:
 def _mixed(differs: Tensor, new: Hits, old: Hits) -> Hits:
     """The new hits of the rows that differ, the old ones of the others."""
     rows = differs[:, None, None]
-    weight, mass = new.log_weight, new.mass
+    weight, coverage = new.log_weight, new.coverage
     if weight is not None and old.log_weight is not None:
         weight = torch.where(rows, weight, old.log_weight)
-    if mass is not None and old.mass is not None:
-        mass = torch.where(differs[:, None], mass, old.mass)
+    if coverage is not None and old.coverage is not None:
+        coverage = torch.where(differs[:, None], coverage, old.coverage)
     ids = torch.where(rows, new.ids, old.ids)
-    return Hits(ids, torch.where(rows, new.scores, old.scores), weight, mass)
+    return Hits(ids, torch.where(rows, new.scores, old.scores), weight, coverage)

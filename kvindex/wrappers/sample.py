@@ -45,34 +45,36 @@ class Sample(Wrapper):
         if inner.geometry.group_size > 1 and policy not in POLICIES:
             raise ValueError(f"inner: got one with group={policy!r}, allowed is {list(POLICIES)}")
 
-    def check_mass(self, mass: float) -> None:
+    def check_coverage(self, coverage: float) -> None:
         """Raises ValueError: what is drawn at random has no share."""
-        raise ValueError(f"mass: got {mass}, allowed is None where rows are drawn at random")
+        raise ValueError(
+            f"coverage: got {coverage}, allowed is None where rows are drawn at random"
+        )
 
-    def repeated(self, count: int) -> Sample:
-        """As `BaseIndex.repeated`."""
+    def expand_batch(self, count: int) -> Sample:
+        """As `BaseIndex.expand_batch`."""
         view = self._shallow()
         inner: Any = self.inner  # not of the protocol: what `BaseIndex` has is passed on
-        view.inner = inner.repeated(count)
+        view.inner = inner.expand_batch(count)
         return view
 
-    def prepare(self, *, k: int, tokens: int) -> None:
-        """As `ParisKV.prepare`, for an inner index that has it."""
+    def warm_up(self, *, k: int, tokens: int) -> None:
+        """As `ParisKV.warm_up`, for an inner index that has it."""
         g = self.geometry
         inner: Any = self.inner
-        inner.prepare(k=k * self.pool, tokens=tokens)
+        inner.warm_up(k=k * self.pool, tokens=tokens)
         if self.attends:
             batch = len(inner.counts)
             queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
             self.attend(queries, Near(g, batch, 1), k=k)
 
-    def search(self, queries: Tensor, *, k: int, mass: float | None = None) -> Hits:
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The best rows and some that stand for the rest.
 
-        Raises ValueError for a mass.
+        Raises ValueError for a coverage.
         """
-        if mass is not None:
-            self.check_mass(mass)
+        if coverage is not None:
+            self.check_coverage(coverage)
         most = min(check.wanted_rows(k), max(len(self.inner), 1))  # of more all are sure
         drawn = int(self.share * most)
         hits = self.inner.search(queries, k=min(most * self.pool, check.MOST_ROWS))

@@ -132,7 +132,7 @@ class HostStore(Restorable):
         """
         self._room(next(iter(rows.values())).shape[0], _count(rows))
 
-    def make_room(self, tokens: int) -> None:
+    def reserve_tokens(self, tokens: int) -> None:
         """Pin now what rows of so many tokens need, so that no append until then pins any.
 
         Nothing before the first append, whose batch is not known. Raises as `reserve`.
@@ -216,11 +216,11 @@ class HostStore(Restorable):
         copied._length = self._length
         return copied
 
-    def repeated(self, count: int) -> HostStore:
+    def expand_batch(self, count: int) -> HostStore:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = self._shallow()
         view._lent_by = self
-        view._table = self._table.repeated(count)
+        view._table = self._table.expand_batch(count)
         return view
 
     def emptied(self) -> HostStore:

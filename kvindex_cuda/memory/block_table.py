@@ -120,7 +120,7 @@ class BlockTable:
         for to, come in zip(self._numbers.flatten(), sources.flatten(), strict=True):
             self._block(int(to)).copy_(other._block(int(come)))
 
-    def repeated(self, count: int) -> BlockTable:
+    def expand_batch(self, count: int) -> BlockTable:
         """A view of a batch of 1 as one of `count`, to read."""
         view = copy(self)
         view.addresses = self.addresses.expand(count, -1)

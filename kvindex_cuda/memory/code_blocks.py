@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Fill:
-    """Codes of `count` tokens of a batch of `batch` that a kernel writes, centres with them.
+    """Codes of `count` tokens of a batch of `batch` that a kernel writes, centers with them.
 
     write: called with addresses of blocks, int64 `[B, S]`.
     """
@@ -60,7 +60,7 @@ class CodeBlocks(Restorable):
         self._held: list[list[Run]] = []  # of each row of the batch, in order
         self._blocks = 0  # of each row
         self._length = 0
-        self._filled = False  # whether a kernel writes codes and centres
+        self._filled = False  # whether a kernel writes codes and centers
         self._written: Fill | None = None  # after the last token, not yet counted
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
@@ -90,7 +90,7 @@ class CodeBlocks(Restorable):
             return
         self._room(*_shape(new))
 
-    def make_room(self, tokens: int) -> None:
+    def reserve_tokens(self, tokens: int) -> None:
         """Room for codes of so many tokens, so that no append until then takes memory.
 
         Nothing before the first append, whose batch is not known. Raises as `reserve`.
@@ -149,18 +149,18 @@ class CodeBlocks(Restorable):
         """What was written is not appended."""
         self._written = None
 
-    def put_centres(self, centres: Tensor, first: int) -> None:
-        """Write centres bfloat16 `[B, G, S, D]` into the blocks from `first` on.
+    def put_centers(self, centers: Tensor, first: int) -> None:
+        """Write centers bfloat16 `[B, G, S, D]` into the blocks from `first` on.
 
         Nothing to do where a kernel has written the codes (`Fill`).
         """
         if self._filled:
             return
-        raw = centres.contiguous().view(torch.uint8)
-        raw = raw.view(*centres.shape, 2)
+        raw = centers.contiguous().view(torch.uint8)
+        raw = raw.view(*centers.shape, 2)
         for row in range(len(self._held)):
-            for block in range(first, centres.shape[2]):
-                self._fields(self._at(row, block))["centre"].copy_(raw[None, row, :, block])
+            for block in range(first, centers.shape[2]):
+                self._fields(self._at(row, block))["center"].copy_(raw[None, row, :, block])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; blocks stay with their rows."""
@@ -184,7 +184,7 @@ class CodeBlocks(Restorable):
         other._blocks, other._length, other._filled = blocks, self._length, self._filled
         return other
 
-    def repeated(self, count: int) -> CodeBlocks:
+    def expand_batch(self, count: int) -> CodeBlocks:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = self._shallow()
         view._held = self._held * count
@@ -201,7 +201,7 @@ class CodeBlocks(Restorable):
         return self.reordered(torch.arange(len(self._held)))
 
     def nbytes(self) -> int:
-        """Bytes in use: what tokens take up, without the centres and what is not filled yet."""
+        """Bytes in use: what tokens take up, without the centers and what is not filled yet."""
         return len(self._held) * self._heads * self._length * self.layout.key_bytes
 
     def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:

@@ -1,8 +1,8 @@
 """How codes lie in memory on a GPU: blocks of 256 tokens, one record for each KV head in it.
 
-A block is also a segment that shares a centre. Blocks never move, so that captured graphs, which
+A block is also a segment that shares a center. Blocks never move, so that captured graphs, which
 hold the address of a table of blocks, stay valid while an index grows. A record's fields, in
-order: signs, weights, centre, logs, magnitudes; each key's signs and planes padded to whole words.
+order: signs, weights, center, logs, magnitudes; each key's signs and planes padded to whole words.
 The first three are what the scan reads, in one copy.
 """
 
@@ -59,14 +59,14 @@ class Layout:
         return _up(BLOCK * self.stride)
 
     @cached_property
-    def centre(self) -> int:
-        """Offset of the centre, bfloat16 `[D]`."""
+    def center(self) -> int:
+        """Offset of the center, bfloat16 `[D]`."""
         return self.weights + BLOCK
 
     @cached_property
     def logs(self) -> int:
         """Offset of the logs, uint16 `[256]`."""
-        return self.centre + _up(2 * self.head_dim)
+        return self.center + _up(2 * self.head_dim)
 
     @cached_property
     def magnitudes(self) -> int:
@@ -114,7 +114,7 @@ class Layout:
         return self._common(blocks) | {
             "weights": self._field(blocks, self.weights, BLOCK, 1),
             "logs": self._field(blocks, self.logs, BLOCK, 2),
-            "centre": self._field(blocks, self.centre, self.head_dim, 2),
+            "center": self._field(blocks, self.center, self.head_dim, 2),
         }
 
     def _common(self, blocks: Tensor) -> dict[str, Tensor]:
@@ -129,10 +129,10 @@ class Layout:
     def _field(blocks: Tensor, start: int, *shape: int) -> Tensor:
         return blocks[..., start : start + prod(shape)].view(*blocks.shape[:-1], *shape)
 
-    def pack(self, codes: dict[str, Tensor], centres: Tensor | None) -> Tensor:
+    def pack(self, codes: dict[str, Tensor], centers: Tensor | None) -> Tensor:
         """Blocks uint8 `[B, S, G, head_bytes]` of codes `[B, G, N, ...]` as `ParisKV` keeps them.
 
-        centres: bfloat16 `[B, G, S, D]`, or None.
+        centers: bfloat16 `[B, G, S, D]`, or None.
         """
         signs = codes["signs"]
         B, G, N, _ = signs.shape
@@ -148,9 +148,9 @@ class Layout:
             if (order := self.order(name, part.device)) is not None:
                 padded = padded[:, :, :, order.argsort()]
             fields[name].copy_(padded.transpose(1, 2))
-        if centres is not None:
-            raw = centres[:, :, :S].transpose(1, 2).contiguous().view(torch.uint8)
-            fields["centre"].copy_(raw.view(B, S, G, self.head_dim, 2))
+        if centers is not None:
+            raw = centers[:, :, :S].transpose(1, 2).contiguous().view(torch.uint8)
+            fields["center"].copy_(raw.view(B, S, G, self.head_dim, 2))
         return blocks
 
 
@@ -158,12 +158,12 @@ class Layout:
 class SubspaceLayout(Layout):
     """Bytes of a record with a weight for each subspace.
 
-    weight_bytes: 1 for logarithms of up to 8 bits, 2 for bfloat16; centred: whether it has a
-    centre. In order: signs, weights `[256, span]`, the centre, magnitudes.
+    weight_bytes: 1 for logarithms of up to 8 bits, 2 for bfloat16; centered: whether it has a
+    center. In order: signs, weights `[256, span]`, the center, magnitudes.
     """
 
     weight_bytes: int
-    centred: bool
+    centered: bool
 
     @cached_property
     def span(self) -> int:
@@ -171,14 +171,14 @@ class SubspaceLayout(Layout):
         return -(-self.head_dim // 8 * self.weight_bytes // 4) * 4
 
     @cached_property
-    def centre(self) -> int:
-        """Offset of the centre, bfloat16 `[D]`, if there is one."""
+    def center(self) -> int:
+        """Offset of the center, bfloat16 `[D]`, if there is one."""
         return self.weights + _up(BLOCK * self.span)
 
     @cached_property
     def magnitudes(self) -> int:
         """Offset of the magnitudes, uint8 `[256, bits, stride]`."""
-        return self.centre + (_up(2 * self.head_dim) if self.centred else 0)
+        return self.center + (_up(2 * self.head_dim) if self.centered else 0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,8 +208,8 @@ class SubspaceLayout(Layout):
         fields = self._common(blocks)
         used = self.head_dim // 8 * self.weight_bytes
         fields["weights"] = self._field(blocks, self.weights, BLOCK, self.span)[..., :used]
-        if self.centred:
-            fields["centre"] = self._field(blocks, self.centre, self.head_dim, 2)
+        if self.centered:
+            fields["center"] = self._field(blocks, self.center, self.head_dim, 2)
         return fields
 
 

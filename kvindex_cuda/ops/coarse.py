@@ -79,46 +79,46 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
     return points
 
 
-def rounded(queries: Tensor, largest: int) -> Tensor:
-    """Queries as small integers, int8 `[B, G, g, D]`: each query's largest coordinate is `largest`.
+def rounded(queries: Tensor, query_max: int) -> Tensor:
+    """Queries as integers, int8 `[B, G, g, D]`: each query's largest coordinate is `query_max`.
 
     Rounded half to even. Multiplied in float64, so that scaling a query by a power of two changes
     nothing. A zero query gives zeros.
 
-    queries: rotated, float32 `[B, G, g, D]`; largest: 1 to 127.
+    queries: rotated, float32 `[B, G, g, D]`; query_max: 1 to 127.
     """
     B, G, g, M = _checked(queries)
     out = torch.empty(queries.shape, dtype=torch.int8, device=queries.device)
-    arguments = queries.contiguous(), out, largest
+    arguments = queries.contiguous(), out, query_max
     launch("ops/coarse.cu", "rounded", (B * G * g,), (THREADS,), *arguments, D=M * SUBSPACE)
     return out
 
 
-def dot_table(queries: Tensor, largest: int) -> Tensor:
+def dot_table(queries: Tensor, query_max: int) -> Tensor:
     """Inner products of rounded queries with the sign patterns, int16 `[B, G, g, M, 256]`.
 
     Entry `c` of subspace `b` is `⟨r_b, s_c⟩` with `r` from `rounded` and `s_c = ±1`.
 
-    queries, largest: as for `rounded`.
+    queries, query_max: as for `rounded`.
     """
     B, G, g, M = _checked(queries)
     table = torch.empty((B, G, g, M, ENTRIES), dtype=torch.int16, device=queries.device)
-    arguments = queries.contiguous(), table, largest
+    arguments = queries.contiguous(), table, query_max
     launch("ops/coarse.cu", "dot_table", (B * G * g, M), (THREADS,), *arguments, D=M * SUBSPACE)
     return table
 
 
 def dot_offsets(
-    offsets: Tensor, queries: Tensor, largest: int, reference: Tensor, level: float
+    offsets: Tensor, queries: Tensor, query_max: int, reference: Tensor, level: float
 ) -> Tensor:
-    """What `⟨q, μ⟩` of a segment's centre adds to the votes of its keys, int32 `[B, G, g, S]`.
+    """What `⟨q, μ⟩` of a segment's center adds to the votes of its keys, int32 `[B, G, g, S]`.
 
     A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
     of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
 
     offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    largest: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
+    query_max: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
     one level of 0 magnitude bits.
     """
     B, G, g, M = _checked(queries)
@@ -133,7 +133,7 @@ def dot_offsets(
         (B * G * g, busy(offsets.device, B * G * g, S, 1024) if S else 0),
         (THREADS,),
         *(offsets.contiguous(), queries.contiguous(), reference.contiguous(), out),
-        *(S, g, bits, largest * FACTOR),
+        *(S, g, bits, query_max * FACTOR),
         D=M * SUBSPACE,
     )
     return out

@@ -77,7 +77,7 @@ def encode(
 
 
 def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
-    """The quantised directions `v`, float32 `[..., D]`, not renormalised."""
+    """The quantized directions `v`, float32 `[..., D]`, not renormalized."""
     bits = _bits_of(levels)
     *outer, M = of_type("signs", signs, torch.uint8).shape
     of_shape("magnitudes", of_type("magnitudes", magnitudes, torch.uint8), *outer, bits, M)

@@ -11,16 +11,16 @@ from kvindex.ops.learn import HEADROOM, LEAN, SEEN
 from kvindex_cuda.runtime.arguments import CODES, of_shape, of_type, rows, wide
 from kvindex_cuda.runtime.launch import launch
 
-__all__ = ["HEADROOM", "LEAN", "SEEN", "centres", "reference"]
+__all__ = ["HEADROOM", "LEAN", "SEEN", "centers", "reference"]
 
 THREADS, TALL, WIDEST = 256, 32, 1024
 """As in `learn.cu`; the largest head dimension whose sums fit shared memory."""
 
 
-def centres(
-    keys: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor], *, start: int, every: int
+def centers(
+    keys: Tensor, valid: Tensor | None, learned: Mapping[str, Tensor], *, start: int, every: int
 ) -> dict[str, Tensor]:
-    """Centres bfloat16 `[B, G, S, D]` and `known` bool `[B, S]`: as `kvindex.ops.learn.centres`.
+    """Centers bfloat16 `[B, G, S, D]` and `known` bool `[B, S]`: as `kvindex.ops.learn.centers`.
 
     Sums in double, in another order. Raises ValueError for wrong dtypes or shapes, a `D` that 8
     does not divide or above 1,024.
@@ -31,7 +31,7 @@ def centres(
     if start < 0 or every < 1:
         raise ValueError(f"start, every: got {start}, {every}, allowed are from 0 and from 1 on")
     given, flags = rows(keys, 1), flags_of(valid, B, N)
-    old, held = known_of(learnt, keys)
+    old, held = known_of(learned, keys)
     before = old.shape[2]
     S = max(before, -(-(start + N) // every))
     found = torch.empty((B, G, S, D), dtype=torch.bfloat16, device=keys.device)
@@ -48,28 +48,28 @@ def centres(
         DTYPE=CODES[keys.dtype],
         WIDE=int(wide(given)),
     )
-    return {"centres": found, "known": known}
+    return {"centers": found, "known": known}
 
 
-def known_of(learnt: Mapping[str, Tensor], keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Centres bfloat16 `[B, G, S, D]` and `known` bool `[B, S]` that are learnt, or none of them.
+def known_of(learned: Mapping[str, Tensor], keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Centers bfloat16 `[B, G, S, D]` and `known` bool `[B, S]` that are learned, or none of them.
 
     Both contiguous. Raises ValueError for wrong dtypes or shapes.
     """
     B, G, _, D = keys.shape
-    old = learnt.get("centres", keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16))
-    held = learnt.get("known", keys.new_zeros((B, 0), dtype=torch.bool))
-    before = of_type("centres", old, torch.bfloat16).shape[2]
+    old = learned.get("centers", keys.new_zeros((B, G, 0, D), dtype=torch.bfloat16))
+    held = learned.get("known", keys.new_zeros((B, 0), dtype=torch.bool))
+    before = of_type("centers", old, torch.bfloat16).shape[2]
     of_shape("known", of_type("known", held, torch.bool), B, before)
-    return of_shape("centres", old, B, G, before, D).contiguous(), held.contiguous()
+    return of_shape("centers", old, B, G, before, D).contiguous(), held.contiguous()
 
 
 def reference(
-    norms: Tensor, valid: Tensor | None, learnt: Mapping[str, Tensor]
+    norms: Tensor, valid: Tensor | None, learned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """`reference` float32 `[B, G]`: as `kvindex.ops.learn.reference`. norms: `[B, G, N]`."""
     B, G, N = of_type("norms", norms, torch.float32).shape
-    flags, old = flags_of(valid, B, N), learnt.get("reference")
+    flags, old = flags_of(valid, B, N), learned.get("reference")
     if old is not None:
         of_shape("reference", of_type("reference", old, torch.float32), B, G)
         old = old.contiguous()

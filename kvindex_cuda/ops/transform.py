@@ -1,4 +1,4 @@
-"""Normalise and rotate (paper, A.1): `k̃ = R k/‖k‖`; `kvindex.ops.transform` on the GPU."""
+"""Normalize and rotate (paper, A.1): `k̃ = R k/‖k‖`; `kvindex.ops.transform` on the GPU."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ from kvindex_cuda.runtime.launch import launch
 
 @dataclass(frozen=True)
 class Begun:
-    """What is learnt once keys are appended and, of some of it, coded.
+    """What is learned once keys are appended and, of some of it, coded.
 
-    learnt: `centres`, `known` and `reference` as `kvindex.ops.learn` gives them, but for `fresh`:
-    segments whose centres, and whether they have one, come with their codes.
+    learned: `centers`, `known` and `reference` as `kvindex.ops.learn` gives them, but for `fresh`:
+    segments whose centers, and whether they have one, come with their codes.
     """
 
-    learnt: dict[str, Tensor]
+    learned: dict[str, Tensor]
     fresh: Fresh
 
 
@@ -38,40 +38,40 @@ class Writer:
 
     def __init__(self, index: Any) -> None:
         self._encode = Encoder(index._fused.codes.layout, index._rotation, index._levels)
-        self._centred = bool(index.config.centre)
-        self._room: Tensor | None = None  # for centres, bfloat16 [B, G, capacity, D]
+        self._centered = bool(index.config.center)
+        self._room: Tensor | None = None  # for centers, bfloat16 [B, G, capacity, D]
         self._unread = torch.zeros(1, dtype=torch.int32, device=index.geometry.device)
 
     def learn(
         self,
         keys: Tensor,
         valid: Tensor | None,
-        learnt: Mapping[str, Tensor],
+        learned: Mapping[str, Tensor],
         *,
         start: int,
         wrong: Tensor | None = None,
     ) -> Begun:
-        """What keys `[B, G, N, D]` teach before they are coded: a reference, centres of edges.
+        """What keys `[B, G, N, D]` teach before they are coded: a reference, centers of edges.
 
         wrong: int32 of one element, set to 1, once the keys are coded, where a valid one is not
         finite; or None.
 
         A segment is at an edge where the keys do not hold it whole, where it has been begun
-        before, and where one that has only begun leans on it. Others are learnt by `codes`.
-        `learnt` stays as it is, but for the centres of segments that no valid key has begun,
-        which nobody reads: centres grow in place. Raises ValueError for wrong dtypes or shapes.
+        before, and where one that has only begun leans on it. Others are learned by `codes`.
+        `learned` stays as it is, but for the centers of segments that no valid key has begun,
+        which nobody reads: centers grow in place. Raises ValueError for wrong dtypes or shapes.
         """
         B, G, N, D = of_type("keys", keys, *CODES).shape
         given, flags = rows(keys, 1), flags_of(valid, B, N)
         before, begin = 0, start // BLOCK
         stop = -(-(start + N) // BLOCK)
-        old = held = centres = known = None
-        if self._centred:
-            old, held = learnt.get("centres"), learnt.get("known")
+        old = held = centers = known = None
+        if self._centered:
+            old, held = learned.get("centers"), learned.get("known")
             before = 0 if old is None else old.shape[2]
             stop = max(stop, before)
-            centres = self._centres(old, (B, G, stop, D), keys.device)
-            if old is not None and old.data_ptr() != centres.data_ptr():
+            centers = self._centers(old, (B, G, stop, D), keys.device)
+            if old is not None and old.data_ptr() != centers.data_ptr():
                 old, begin = old.contiguous(), 0  # the kernel copies them
             held = None if held is None else held.contiguous()
             known = torch.empty((B, stop), dtype=torch.bool, device=keys.device)
@@ -85,8 +85,8 @@ class Writer:
             "learn",
             (stop - begin - left + windows(N), G, B),
             (THREADS,),
-            *(given, flags, old, held, centres, known, learnt.get("reference"), reference, wrong),
-            *(N, D, before, *(_row(part) for part in (old, centres)), start, BLOCK, begin),
+            *(given, flags, old, held, centers, known, learned.get("reference"), reference, wrong),
+            *(N, D, before, *(_row(part) for part in (old, centers)), start, BLOCK, begin),
             *(stop, leave, left),
             *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
             shared_bytes=shared_bytes(D),
@@ -95,19 +95,19 @@ class Writer:
         )
         wrong = self._unread if wrong is None else wrong
         found = {"reference": reference}
-        if centres is not None and known is not None:
-            found |= {"centres": centres[:, :, :stop], "known": known}
+        if centers is not None and known is not None:
+            found |= {"centers": centers[:, :, :stop], "known": known}
         return Begun(found, Fresh(leave, left, known, wrong, taken))
 
     def codes(self, keys: Tensor, valid: Tensor | None, begun: Begun, *, start: int) -> Fill:
-        """Codes of keys `[B, G, N, D]`, for `CodeBlocks` to have written, and the rest learnt."""
-        learnt = begun.learnt
-        given = keys, learnt.get("centres"), learnt["reference"]
+        """Codes of keys `[B, G, N, D]`, for `CodeBlocks` to have written, and the rest learned."""
+        learned = begun.learned
+        given = keys, learned.get("centers"), learned["reference"]
         write = partial(self._encode, *given, start=start, valid=valid, fresh=begun.fresh)
         return Fill(keys.shape[0], keys.shape[2], write)
 
-    def _centres(self, old: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Room for centres of a shape: where the old ones lie, or, too small, twice as much."""
+    def _centers(self, old: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Room for centers of a shape: where the old ones lie, or, too small, twice as much."""
         (B, G, S, D), room = shape, self._room
         held = room is not None and old is not None and old.data_ptr() == room.data_ptr()
         if held and room is not None and room.shape[2] >= S:
@@ -123,6 +123,6 @@ def writer(index: Any) -> Writer | None:
     return Writer(index) if served and index.geometry.head_dim <= WIDEST else None
 
 
-def _row(centres: Tensor | None) -> int:
-    """Segments from one head's centres to the next one's."""
-    return 0 if centres is None else centres.stride(1) // centres.shape[3]
+def _row(centers: Tensor | None) -> int:
+    """Segments from one head's centers to the next one's."""
+    return 0 if centers is None else centers.stride(1) // centers.shape[3]

@@ -29,7 +29,7 @@ def kind_of(index: Any) -> str | None:
     config, g = index.config, index.geometry
     served = (
         config.group in ("mean_share", "max_share")
-        and config.centre in (0, BLOCK)
+        and config.center in (0, BLOCK)
         and g.group_size <= MOST_HEADS
         and g.head_dim % 8 == 0
     )
@@ -38,14 +38,18 @@ def kind_of(index: Any) -> str | None:
     if all(getattr(config, name) == value for name, value in PER_KEY.items()):
         if config.coarse == "none":
             return "all"
-        planes = min(config.largest, 2**15 // g.head_dim) <= max(PLANES.values())
-        return "votes" if (config.coarse, config.lists) == ("dots", "group") and planes else None
+        planes = min(config.query_max, 2**15 // g.head_dim) <= max(PLANES.values())
+        return (
+            "votes"
+            if (config.coarse, config.candidates_per) == ("dots", "group") and planes
+            else None
+        )
     log = config.weights == "log"
     if config.block != "subspace" or g.head_dim > WIDEST or (log and config.weight_bits == 16):
         return None
-    if (config.coarse, config.lists) == ("tiers", "head"):
+    if (config.coarse, config.candidates_per) == ("tiers", "head"):
         return "tiers"
-    return "dots" if (config.coarse, config.lists) == ("dots", "group") and log else None
+    return "dots" if (config.coarse, config.candidates_per) == ("dots", "group") and log else None
 
 
 def layout_of(index: Any) -> Layout:
@@ -54,16 +58,16 @@ def layout_of(index: Any) -> Layout:
     if config.block == "key":
         return Layout(D, config.magnitude_bits)
     weight_bytes = 1 if config.weights == "log" else 2
-    return SubspaceLayout(D, config.magnitude_bits, weight_bytes, bool(config.centre))
+    return SubspaceLayout(D, config.magnitude_bits, weight_bytes, bool(config.center))
 
 
 def options_of(kind: str, config: Any) -> dict[str, Any]:
     """What a step of a kind is told of a `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
     if kind in ("votes", "all"):
-        options["centred"] = bool(config.centre)
+        options["centered"] = bool(config.center)
     if kind != "all":
-        options["largest"] = config.largest
+        options["query_max"] = config.query_max
     if kind in ("tiers", "dots"):
         options |= dict(dots=kind == "dots", weight_bits=config.weight_bits)
     return options

@@ -24,7 +24,7 @@ ROOM = 2.0**-10
 
 @dataclass(frozen=True)
 class Fresh:
-    """Segments whose centres the kernel makes: `count` from `first` on, which the keys hold whole.
+    """Segments whose centers the kernel makes: `count` from `first` on, which the keys hold whole.
 
     known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 of one
     element, set to 1 where a valid key of one is not finite; taken: int32 of one element, 0 before
@@ -83,7 +83,7 @@ class Encoder:
     def __call__(
         self,
         keys: Tensor,
-        centres: Tensor | None,
+        centers: Tensor | None,
         reference: Tensor,
         table: Tensor,
         *,
@@ -93,15 +93,15 @@ class Encoder:
     ) -> None:
         """Write codes of keys `[B, G, N, D]`, the first of which has the id `start`, to blocks.
 
-        All fields of the keys' places, and the centre of each block that has one; the rest of a
-        block stays as it is. An invalid key counts as zero before the centre is taken off.
+        All fields of the keys' places, and the center of each block that has one; the rest of a
+        block stays as it is. An invalid key counts as zero before the center is taken off.
 
-        centres: bfloat16 `[B, G, S, D]`, one for each block of 256 ids, or None for zeros;
+        centers: bfloat16 `[B, G, S, D]`, one for each block of 256 ids, or None for zeros;
         reference: float32 `[B, G]`; table: int64 `[B, S]`, addresses of blocks; valid: bool
-        `[B, N]`; fresh: segments of which `centres` are written as `ops.learn.centres` makes them,
+        `[B, N]`; fresh: segments of which `centers` are written as `ops.learn.centers` makes them,
         but for rounding (sums are in float32, a warp's 32 keys at a time), then used.
         Raises ValueError for wrong dtypes or shapes, ids beyond the table, fresh segments that the
-        keys do not hold whole or whose centres have no dense rows.
+        keys do not hold whole or whose centers have no dense rows.
         """
         L, D = self.layout, self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
@@ -109,23 +109,23 @@ class Encoder:
         of_shape("reference", of_type("reference", reference, torch.float32), B, G)
         of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
         first, stop = start // BLOCK, -(-(start + N) // BLOCK)
-        held = table.shape[1] if centres is None else min(table.shape[1], centres.shape[2])
+        held = table.shape[1] if centers is None else min(table.shape[1], centers.shape[2])
         if start < 0 or stop > held:
             raise ValueError(
                 f"start: got {start} for {N} keys, allowed are ids from 0 to {held * BLOCK - 1}"
             )
-        if centres is not None:
-            of_type("centres", centres, torch.bfloat16)
-            given = rows(of_shape("centres", centres, B, G, centres.shape[2], D), 1)
-            if fresh and given is not centres:
-                raise ValueError(f"centres: got strides {centres.stride()}, allowed are dense rows")
-            centres = given
+        if centers is not None:
+            of_type("centers", centers, torch.bfloat16)
+            given = rows(of_shape("centers", centers, B, G, centers.shape[2], D), 1)
+            if fresh and given is not centers:
+                raise ValueError(f"centers: got strides {centers.stride()}, allowed are dense rows")
+            centers = given
         if fresh and fresh.count:
             fresh.check(B, start, N)
         if valid is not None:
             valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         keys = rows(keys, 1)
-        apart = (0, 0, 0) if centres is None else centres.stride()[:3]
+        apart = (0, 0, 0) if centers is None else centers.stride()[:3]
         units = (stop - first) * G * B
         known = fresh.known if fresh else None
         begins = wide(keys)
@@ -139,14 +139,14 @@ class Encoder:
             "encode",
             (blocks,),
             (32 * WARPS,),
-            *(keys, valid, centres, reference.contiguous(), table.contiguous(), self._flips),
+            *(keys, valid, centers, reference.contiguous(), table.contiguous(), self._flips),
             *(self._hartley, self._tables, N, start),
             *(stop - first, G, B),
             *steps(keys)[:3],
             0 if valid is None else valid.stride(0),
             *apart,
             table.shape[1],
-            *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.centre),
+            *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.center),
             *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
             *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
             *(taken, 1 / self.largest, D**-0.5),

@@ -84,7 +84,7 @@ class Fused:
             codes = CodeBlocks(self._layout, index.geometry.kv_heads, index.geometry.device)
         self.codes = codes
         self.cleared()
-        self._length = len(codes)  # with their centres
+        self._length = len(codes)  # with their centers
 
     @property
     def length(self) -> Tensor | None:
@@ -111,8 +111,8 @@ class Fused:
         if self.cache is not None and len(index) < self._length:
             self.cache.forget()
         self._length = len(index)
-        if "centres" in index._learnt and self._length:
-            index._codes.put_centres(index._learnt["centres"], first)
+        if "centers" in index._learned and self._length:
+            index._codes.put_centers(index._learned["centers"], first)
         if self._state is not None:
             if self._state.codes is not self.codes.table:  # another batch has begun
                 self.cleared()
@@ -122,13 +122,13 @@ class Fused:
                 index._store.wait()  # nobody does when a graph is replayed
         return self
 
-    def prepare(self, index: Any, k: int, most: int, tokens: int) -> None:
+    def warm_up(self, index: Any, k: int, most: int, tokens: int) -> None:
         """Have a step for `k` rows with room for `most` candidates of so many tokens.
 
         Both kinds where the index is to outgrow one stage; a search makes the other's kernels.
         """
         now = self._kind_now(index)
-        later = self._kind if tokens > self._config.one_stage else now
+        later = self._kind if tokens > self._config.single_stage_below else now
         for kind in dict.fromkeys((later, now)):
             room, use = room_of(kind, tokens, most), self._newest(k, kind)
             if use is None or use.step.most < room:
@@ -140,11 +140,11 @@ class Fused:
                 queries = torch.zeros(shape, dtype=g.dtype, device=g.device)
                 use.step.select(queries, replace(self._state, wanted=use.wanted))
 
-    def make_room(self, index: Any, tokens: int) -> None:
-        """As `ParisKV.make_room`: of rows, which may be refused, then of codes."""
-        if hasattr(index._store, "make_room"):
-            index._store.make_room(tokens)
-        self.codes.make_room(tokens)
+    def reserve(self, index: Any, tokens: int) -> None:
+        """As `ParisKV.reserve`: of rows, which may be refused, then of codes."""
+        if hasattr(index._store, "reserve_tokens"):
+            index._store.reserve_tokens(tokens)
+        self.codes.reserve_tokens(tokens)
 
     def search(self, index: Any, queries: Tensor, k: int) -> Hits:
         """As `ParisKV.search`: the group's candidates, reranked, the best `k`."""
@@ -170,7 +170,7 @@ class Fused:
         output = use.step(queries.contiguous(), state)
         return output, use.step.found.view(len(queries), -1)
 
-    def attend_next(
+    def decode_step(
         self,
         index: Any,
         queries: Tensor,
@@ -181,7 +181,7 @@ class Fused:
         wrong: Tensor | None,
         graphs: bool,
     ) -> tuple[Tensor, Tensor]:
-        """As `ParisKV.attend_next`; wrong: as in `attend`.
+        """As `ParisKV.decode_step`; wrong: as in `attend`.
 
         What is the same for the third time is captured, if it may be, and replayed from then on.
         """
@@ -198,8 +198,8 @@ class Fused:
         hold(near, token, window, queries)
         return self.attend(index, queries, near, k, wrong)
 
-    def attend_to(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
-        """As `protocol.Attends.attend_to`, with the buffers of any step."""
+    def attend_hits(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+        """As `protocol.Attends.attend_hits`, with the buffers of any step."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(index, k, near)
         return use.step.attend(queries.contiguous(), state, hits)
@@ -249,7 +249,7 @@ class Fused:
             if captured:
                 raise RuntimeError(
                     f"graph: got a first search for k = {k} rows, or one for more candidates than "
-                    "there are buffers for; allowed is one after prepare() or a search like it"
+                    "there are buffers for; allowed is one after warm_up() or a search like it"
                 )
             need = self._need(index, k, kind)
             use = self._begin(index, k, kind, need + min(need, HEADROOM))
@@ -286,7 +286,7 @@ class Fused:
 
     def _kind_now(self, index: Any) -> str:
         """Of the step that serves an index of this length: one stage, or that of its preset."""
-        short = self._kind == "votes" and len(index) <= self._config.one_stage
+        short = self._kind == "votes" and len(index) <= self._config.single_stage_below
         return "all" if short else self._kind
 
     def _need(self, index: Any, k: int, kind: str) -> int:
@@ -339,7 +339,7 @@ class Fused:
                 together |= dict(wanted=use.wanted, candidates=asked[0])
             else:
                 put(use.wanted, asked)
-        grow(state, tokens, reference=index._learnt.get("reference"), **together)
+        grow(state, tokens, reference=index._learned.get("reference"), **together)
         if not real:
             last = -(-tokens // BLOCK)
             bits = words_of(index.valid[:, start:], last - first)

@@ -29,7 +29,7 @@ class OneStage(BaseStep):
     """Buffers and launches of a step that estimates all keys.
 
     most: tokens that there is room for, 32 bytes for each and KV head at 4 heads; those past it
-    are not seen. seed, centred: as for `Step`.
+    are not seen. seed, centered: as for `Step`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class OneStage(BaseStep):
         *,
         most: int,
         seed: int = 0,
-        centred: bool = True,
+        centered: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(geometry, layout, most=most, capacity=most, **options)
@@ -52,7 +52,7 @@ class OneStage(BaseStep):
         self._operands = torch.zeros(shape, dtype=torch.int16, device=device)
         self._ups = torch.empty((self._groups, group), device=device)
         self._all = self._defines | self._softcap | dict(BITS=layout.magnitude_bits)
-        self._all["CENTRED"] = int(centred)
+        self._all["CENTERED"] = int(centered)
 
     @property
     def listed(self) -> Tensor:
@@ -80,7 +80,7 @@ class OneStage(BaseStep):
             (min(splits, -(-self.capacity // 512)), groups),
             (256,),
             *(queries, state.codes, state.codes.shape[1], L.head_bytes, L.logs, L.magnitudes),
-            *(L.centre, self._operands, self._ups, self._levels, state.reference, state.valid),
+            *(L.center, self._operands, self._ups, self._levels, state.reference, state.valid),
             *(state.length, self._kept, self._estimates, self._many, self.counts, self._buckets),
             *(self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
             overlap=True,

@@ -35,9 +35,9 @@ PLANES = {4: 5, 6: 21, 8: 85}
 class Step(BaseStep):
     """Buffers and launches of a step for a batch of `B` rows.
 
-    most: the largest `C` that `State.wanted` will hold; seed, largest, policy: as `ParisKVConfig`;
-    centred: whether blocks hold centres. Raises ValueError for what the kernels do
-    not serve.
+    most: the largest `C` that `State.wanted` will hold; seed, query_max, policy: as
+    `ParisKVConfig`; centered: whether blocks hold centers. Raises ValueError for what the kernels
+    do not serve.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class Step(BaseStep):
         *,
         most: int,
         seed: int = 0,
-        largest: int = 21,
-        centred: bool = True,
+        query_max: int = 21,
+        centered: bool = True,
         **options: Any,
     ) -> None:
         capacity = 4 * (most + SAMPLED)  # `rerank` serves what is more
         super().__init__(geometry, layout, most=most, capacity=capacity, **options)
         g, group, groups, device = geometry, geometry.group_size, self._groups, geometry.device
-        self._largest = min(largest, 2**15 // g.head_dim)
-        planes = next((digits for digits, most in PLANES.items() if self._largest <= most), None)
+        self._query_max = min(query_max, 2**15 // g.head_dim)
+        planes = next((digits for digits, most in PLANES.items() if self._query_max <= most), None)
         if planes is None:
             most = PLANES[max(PLANES)]
-            raise ValueError(f"largest: got {self._largest}, allowed is up to {most}")
-        self._votes = self._defines | dict(CENTRED=int(centred), PLANES=planes)
+            raise ValueError(f"query_max: got {self._query_max}, allowed is up to {most}")
+        self._votes = self._defines | dict(CENTERED=int(centered), PLANES=planes)
         self._rerank = self._votes | self._softcap | dict(BITS=layout.magnitude_bits)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         odd = g.head_dim // (g.head_dim & -g.head_dim)
@@ -106,7 +106,7 @@ class Step(BaseStep):
             self._factors,
             *(self._planes, self._sums, self._units, self._operands, self._ups),
             *(self._sample, self._asked, self._thresholds, self._bases, self._shifts),
-            *(self._cleared, len(self._cleared), state.wrong, self._largest, self._level),
+            *(self._cleared, len(self._cleared), state.wrong, self._query_max, self._level),
             *(float(reference.FACTOR), kv),
             overlap=True,
             **self._votes,
@@ -148,5 +148,5 @@ class Step(BaseStep):
     def _stage(self) -> int:
         """Bytes of a block that `scan` copies to shared memory."""
         L = self.layout
-        scanned = L.centre + (2 * L.head_dim if self._votes["CENTRED"] else 0)
+        scanned = L.center + (2 * L.head_dim if self._votes["CENTERED"] else 0)
         return -(-scanned // 128) * 128

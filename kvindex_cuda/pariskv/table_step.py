@@ -35,7 +35,7 @@ class TableStep(BaseStep):
 
     most: tokens that there is room for, 36 bytes for each and KV head at 4 heads; those past it
     are not seen. dots: whether the table is of dots, else of tiers; weight_bits: of a logarithm,
-    where layout.weight_bytes is 1; seed, largest: as for `Step`.
+    where layout.weight_bytes is 1; seed, query_max: as for `Step`.
     """
 
     layout: SubspaceLayout
@@ -49,7 +49,7 @@ class TableStep(BaseStep):
         dots: bool,
         weight_bits: int = 8,
         seed: int = 0,
-        largest: int = 21,
+        query_max: int = 21,
         **options: Any,
     ) -> None:
         g, group, M = geometry, geometry.group_size, geometry.head_dim // SUBSPACE
@@ -57,7 +57,7 @@ class TableStep(BaseStep):
         super().__init__(geometry, layout, most=most, capacity=most, counted=counted, **options)
         device, groups, sets = g.device, self._groups, -(-group // 4)
         self._dots, self._bits = dots, weight_bits
-        self._largest = min(largest, 2**15 // g.head_dim)
+        self._query_max = min(query_max, 2**15 // g.head_dim)
         self._level = reference.lloyd_max(SUBSPACE, 0)[0]
         self._rotation = transform.rotation(g.head_dim, seed, device)
         self._levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
@@ -89,7 +89,7 @@ class TableStep(BaseStep):
         """As `BaseStep.select`."""
         g, L, kv, groups = self.geometry, self.layout, self.geometry.kv_heads, self._groups
         M, row, limits = g.head_dim // SUBSPACE, state.codes.shape[1], (state.wanted, state.counted)
-        if L.centred and (self._products is None or self._products.shape[1] != row):
+        if L.centered and (self._products is None or self._products.shape[1] != row):
             self._products = torch.empty((groups, row, g.group_size), device=g.device)
         launch(
             "step/query_table.cu",
@@ -98,7 +98,7 @@ class TableStep(BaseStep):
             (256,),
             *(queries, self._rotation, state.reference, state.histogram, state.tiers),
             *(self._operands, self._ups, self._units, self._table),
-            *(self._cleared, len(self._cleared), state.wrong, self._largest, self._level),
+            *(self._cleared, len(self._cleared), state.wrong, self._query_max, self._level),
             *(float(reference.FACTOR), kv),
             overlap=True,
             **(self._defines | dict(TABLE=2 if self._dots else 1)),
@@ -112,12 +112,12 @@ class TableStep(BaseStep):
             "count",
             grid,
             (256,),
-            *(*codes, L.weights, L.centre, self._table, queries, self._units, self._factors),
+            *(*codes, L.weights, L.center, self._table, queries, self._units, self._factors),
             *(state.valid, state.length, self._votes, self._totals, self._pieces, self._tops),
             *(self._products, self.capacity, kv),
             shared_bytes=M * 1024 * (2 if self._dots else 1),
             overlap=True,
-            **(self._defines | wide | dict(CENTRED=int(L.centred))),
+            **(self._defines | wide | dict(CENTERED=int(L.centered))),
         )
         group, listed = dict(GROUP=g.group_size), (self._kept, self._many)
         if self._dots:
@@ -156,6 +156,6 @@ class TableStep(BaseStep):
             *(self.capacity, kv, g.scale, softcap, step, top),
             overlap=True,
             **(self._softcap | group | dict(D=g.head_dim, BITS=L.magnitude_bits)),
-            **dict(CENTRED=int(L.centred), WEIGHTS=L.weight_bytes),
+            **dict(CENTERED=int(L.centered), WEIGHTS=L.weight_bytes),
         )
         self._agree(state)

@@ -14,7 +14,7 @@ from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.attention import NAME, attention
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 
-REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 SIZES = [20] + [1] * 10
 
 

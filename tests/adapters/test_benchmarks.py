@@ -41,14 +41,14 @@ def test_exact_is_compared_under_the_same_policy():
 
 
 def test_specs_at_each_share():
-    specs = expand(["paper", "fast", "scan", "preset=fast:pool=1"], [0.1, 0.2], [0.25])
+    specs = expand(["paper", "fast", "scan", "preset=fast:refine_factor=1"], [0.1, 0.2], [0.25])
     assert specs == [
         "pariskv:preset=paper:beta=0.1:rho=0.25",
         "pariskv:preset=paper:beta=0.2:rho=0.25",
         "pariskv:preset=fast:beta=0.1",
         "pariskv:preset=fast:beta=0.2",
         "pariskv:preset=scan",
-        "pariskv:preset=fast:pool=1",
+        "pariskv:preset=fast:refine_factor=1",
     ]
 
 
@@ -66,7 +66,7 @@ def test_the_summary_tells_the_worst_layer_and_the_worst_tenth_of_the_heads():
 def test_recall_of_a_groups_rows_is_all_of_exact_searchs_and_falls_with_the_rounding():
     draw = torch.Generator().manual_seed(0)
     keys, queries = (torch.randn(*shape, generator=draw) for shape in ((2, 464, 64), (4, 3, 64)))
-    dots = "pariskv:preset=fast:beta=.1:pool=1:largest="
+    dots = "pariskv:preset=fast:beta=.1:refine_factor=1:largest="
     specs = ["exact", f"{dots}127", f"{dots}1"]
     found = recalls([Captured(keys, queries, 0.125, None)] * 2, specs, k=20, prompt=460)
     assert found[0] == pytest.approx(1)

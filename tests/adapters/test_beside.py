@@ -8,7 +8,7 @@ from tests.adapters.test_cache import fails_in_the_last_layer
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 from tests.support.beside import Beside
 
-REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def test_layers_take_turns_and_the_answer_is_full_attentions(model):
 
     def factory(**geometry):
         index, lengths = Beside(**geometry), []
-        begin = index.begin_append
+        begin = index.start_append
 
         def noted(*args, **options):
             lengths.append(cache.get_seq_length())
             return begin(*args, **options)
 
         begun.append(lengths)
-        index.begin_append = noted
+        index.start_append = noted
         return index
 
     inputs = prompt(1, 80)

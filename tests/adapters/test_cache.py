@@ -18,7 +18,7 @@ from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.attention import NAME
 from tests.adapters.tiny import SMALL, build, dense_steps, prompt, steps
 
-REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +136,16 @@ def test_rows_of_a_byte_per_number_stay_near_full_attention(model, rows):
 
 def test_report_tells_the_share_that_was_asked_for(model):
     inputs = prompt(1, 60)
-    with kvhf.attach(model, **{**REGIONS, "mass": 0.7}) as cache:
-        assert cache.report().mass is None  # nothing was searched yet
+    with kvhf.attach(model, **{**REGIONS, "coverage": 0.7}) as cache:
+        assert cache.report().coverage is None  # nothing was searched yet
         steps(model, cache, inputs, [50] + [1] * 10)
         report = cache.report()
     with kvhf.attach(model, **REGIONS) as cache:
         steps(model, cache, inputs, [50] + [1] * 10)
         everything = cache.report()
-    assert 0.7 < report.mass < 1
+    assert 0.7 < report.coverage < 1
     assert report.rows_read < 0.9 * everything.rows_read
-    assert everything.mass is None
+    assert everything.coverage is None
 
 
 def test_a_factory_makes_the_indexes(model):
@@ -347,7 +347,7 @@ def test_a_change_that_is_refused_changes_no_layer(family, change, error, match)
 def test_an_interrupt_of_a_change_changes_no_layer(change):
     model, how = build("llama", num_hidden_layers=3), {"crop": -5}
     given = how.get(change, torch.tensor([1, 1]))
-    with kvhf.attach(model, index="exact", sink=2, local=4, update_every=4) as cache:
+    with kvhf.attach(model, index="exact", sink=2, local_window=4, update_every=4) as cache:
         steps(model, cache, prompt(2, 30), [30])
         whole = copy.deepcopy(cache)
         count = lines_of(lambda: getattr(whole, change)(given), Path(kvhf.__file__).parent)

@@ -159,8 +159,11 @@ def test_indexes_lists_all():
         (("--prompt", "Hello", "--ask", "Who?", "--ask", ""), "ask: got ''"),
         (("--prompt", "Hello", "--sink", "-1"), "sink: got -1"),
         (("--prompt", "Hello", "--update-every", "0"), "update_every: got 0"),
-        (("--prompt", "Hello", "--local", 2**40), "local: got 1099511627776, allowed is 0 to 16"),
-        (("--prompt", "Hello", "--full-threshold", "-1"), "full_threshold: got -1"),
+        (
+            ("--prompt", "Hello", "--local-window", 2**40),
+            "local: got 1099511627776, allowed is 0 to 16",
+        ),
+        (("--prompt", "Hello", "--dense-below", "-1"), "dense_below: got -1"),
         (("--prompt", "Hello", "-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
         (("--prompt", "Hello", "--max-new-tokens", 10**22), "max_new_tokens: got 1"),
         (("--prompt", "Hello", "--seed", 10**22), "seed: got 10000000000000000000000, allowed is"),
@@ -292,7 +295,7 @@ class Chats(Words):
         return " ".join(f"7 {message['content']}" for message in messages) + " 8"
 
 
-REGIONS = ("--sink", 4, "--local", 8, "--update-every", 8, "--full-threshold", 0)
+REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8, "--dense-below", 0)
 
 
 @pytest.fixture
@@ -366,13 +369,13 @@ def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, t
     pipe, _ = generated(tmp_path, "--prompt-file", "-", input=text)
     assert line["answer"] == file["answer"] == pipe["answer"]
     assert "searching steps read" in result.stderr
-    assert line["regions"] == dict(sink=4, local=8, update_every=8, full_threshold=0)
+    assert line["regions"] == dict(sink=4, local_window=8, update_every=8, dense_below=0)
     empty = CliRunner().invoke(app, ["generate", "--model", "tiny", "--prompt-file", "-"], input="")
     assert "prompt-file: got '-', which is empty" in str(empty.exception)
 
 
 def test_a_short_prompt_says_that_attention_was_dense(tiny, tmp_path):
-    _, result = generated(tmp_path, "--prompt", words(50), "--full-threshold", 100)
+    _, result = generated(tmp_path, "--prompt", words(50), "--dense-below", 100)
     assert "shorter than 100 tokens: attention was dense" in " ".join(result.stderr.split())
 
 

@@ -10,7 +10,7 @@ import torch
 import kvindex_adapters.hf as kvhf
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 
-REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
 
 @pytest.fixture(scope="module")

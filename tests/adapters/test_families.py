@@ -9,7 +9,7 @@ from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
 
 TOLERANCE = 1e-4
 SIZES = [40] + [1] * 14 + [6] + [1] * 4  # prompt, decoding over an update, a second turn
-REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from kvindex.indexes.pariskv import ParisKV
 from kvindex_adapters.hf.reading import prefill
 from tests.adapters.tiny import VOCABULARY, build, prompt
 
-REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 NEW = 16
 
 
@@ -170,7 +170,7 @@ def test_dense_layers_keep_their_own_cache(model):
 
 def test_below_the_threshold_attention_is_dense_and_the_index_fills(model):
     inputs = prompt(1, 50)
-    options = {**REGIONS, "k": 1, "sink": 0, "full_threshold": 1000}
+    options = {**REGIONS, "k": 1, "sink": 0, "dense_below": 1000}
     with kvhf.attach(model, **options) as cache:
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
         report = cache.report()
@@ -288,12 +288,12 @@ def test_one_call_refuses_what_is_more_than_one_answer(model, options, match):
 def test_one_call_makes_room_for_its_answer_where_there_is_memory(model, index, error, monkeypatch):
     asked = []
 
-    def make_room(self, tokens):
+    def reserve(self, tokens):
         asked.append((len(self) > 0, tokens))
         if error is not None:
             raise error("none left")
 
-    monkeypatch.setattr(ParisKV, "make_room", make_room)
+    monkeypatch.setattr(ParisKV, "reserve", reserve)
     options = {key: value for key, value in REGIONS.items() if key not in ("index", "k")}
     ids = prompt(1, 50)["input_ids"][0]
     result = kvhf.generate(

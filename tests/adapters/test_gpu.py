@@ -6,7 +6,7 @@ import torch
 import kvindex_adapters.hf as kvhf
 from tests.adapters.tiny import build, prompt
 
-REGIONS = dict(k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
 
 @pytest.mark.gpu

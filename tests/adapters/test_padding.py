@@ -11,7 +11,7 @@ from tests.adapters.tiny import build, dense_steps, prompt, steps
 from tests.support.helpers import Case, left_padding
 from tests.support.sequences import layer_of
 
-REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
 
 def counted(monkeypatch, owner, name):

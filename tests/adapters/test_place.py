@@ -14,7 +14,7 @@ from tests.adapters.tiny import build, dense_steps, prompt, steps
 from tests.cuda.devices import DEVICES, on
 
 KERNELS = {"backend": "cuda", "store": "host"}
-REGIONS = dict(k=500, sink=4, local=8, update_every=4, full_threshold=0)
+REGIONS = dict(k=500, sink=4, local_window=8, update_every=4, dense_below=0)
 
 
 def module(error=None):
@@ -97,7 +97,7 @@ def test_a_model_on_the_kernels_is_the_model(family, padded, dtype, device):
     model, inputs = moved(model, inputs, device, dtype)
     sizes = [46, *[1] * 6]
     want = dense_steps(model, inputs, sizes)
-    given = dict(index="pariskv:lists=group", index_options=options(device))
+    given = dict(index="pariskv:candidates_per=group", index_options=options(device))
     with kvhf.attach(model, **given, **REGIONS) as cache:
         got = steps(model, cache, inputs, sizes)
         index, report = cache.indexes()[0], cache.report()
@@ -118,7 +118,9 @@ def test_it_retrieves_what_plain_torch_retrieves(device):
     sizes, few = [104, *[1] * 8], {**REGIONS, "k": 16}
     found = []
     for given in (options(device), {"backend": "torch", "store": "device"}):
-        with kvhf.attach(model, index="pariskv:lists=group", index_options=given, **few) as cache:
+        with kvhf.attach(
+            model, index="pariskv:candidates_per=group", index_options=given, **few
+        ) as cache:
             found.append(torch.cat(steps(model, cache, inputs, sizes)[1:], dim=1))
     off = (found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1)
     assert off.median() < 1e-3
@@ -131,7 +133,7 @@ def test_generation_through_the_kernels(device):
     model, inputs = moved(model, prompt(3, 60, padded=True), device, torch.float32)
     words = dict(max_new_tokens=7, do_sample=False)
     expected = model.generate(**inputs, **words)
-    given = dict(index="pariskv:lists=group", index_options=options(device))
+    given = dict(index="pariskv:candidates_per=group", index_options=options(device))
     with kvhf.attach(model, **given, **REGIONS) as cache:
         out = model.generate(**inputs, past_key_values=cache, **words)
     assert torch.equal(out, expected)

@@ -10,7 +10,7 @@ from kvindex_adapters.hf.tokenizer import punctuated
 from tests.adapters.tiny import build, prompt
 
 STOPS = tuple(range(5, 101, 9))
-SIZES = dict(k=20, sink=0, local=4, update_every=4, full_threshold=0)
+SIZES = dict(k=20, sink=0, local_window=4, update_every=4, dense_below=0)
 OPTIONS = dict(index_options={"punctuation": STOPS}, **SIZES)
 
 

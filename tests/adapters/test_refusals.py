@@ -18,7 +18,7 @@ from kvindex_adapters.hf.attention import attention as attention_function
 from kvindex_adapters.hf.unsupported import UNKNOWN, UnsupportedError, check_attention
 from tests.adapters.tiny import MIXED, SMALL, build, prompt
 
-REGIONS = dict(index="exact", k=500, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 MLA = dict(
     kv_lora_rank=16,
     q_lora_rank=16,
@@ -57,7 +57,7 @@ def refused(model, match, **options):
     ("family", "options", "match"),
     [
         ("deepseek_v3", MLA, "multi-head latent attention"),
-        ("gpt_oss", {"num_local_experts": 4}, "learnt sinks"),
+        ("gpt_oss", {"num_local_experts": 4}, "learned sinks"),
         (
             "gemma4_text",
             {**MIXED, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
@@ -97,11 +97,11 @@ def test_what_is_no_model_is_refused():
         ({"index": "pariskv:bta=.1"}, "option: got 'bta'.*did you mean 'beta'"),
         ({"index": "pariskv", "index_options": {"beta": 2}}, "beta: got 2"),
         ({"k": 0}, "k: got 0, allowed is an integer of at least 1"),
-        ({"mass": 0}, "mass: got 0, allowed is a number"),
+        ({"coverage": 0}, "coverage: got 0, allowed is a number"),
         ({"sink": -1}, "sink: got -1"),
         ({"local": -1}, "local: got -1"),
         ({"update_every": 0}, "update_every: got 0"),
-        ({"full_threshold": -1}, "full_threshold: got -1"),
+        ({"dense_below": -1}, "dense_below: got -1"),
         ({"dense_layers": (7,)}, "dense_layers: got 7, allowed are 0 to 1"),
         ({"dense_layers": 1}, "dense_layers: got 1, allowed is a tuple"),
         ({"dense_layers": (True,)}, "dense_layers: got True, allowed are 0 to 1"),
@@ -112,9 +112,18 @@ def test_what_is_no_model_is_refused():
         ({"index_options": ["beta"]}, r"index_options: got \['beta'\], allowed is a mapping"),
         ({"layer_options": [1]}, r"layer_options: got \[1\], allowed is a mapping"),
         ({"layer_options": {0: 1}}, r"layer_options\[0\]: got 1, allowed is a mapping"),
-        ({"index": "quest", "mass": 0.9}, "mass: got 0.9, allowed is None: Quest does not know"),
-        ({"index": "quest+reuse", "mass": 0.9}, "mass: got 0.9, allowed is None: Quest does"),
-        ({"index": "exact+sample", "mass": 0.9}, "mass: got 0.9, allowed is None where rows are"),
+        (
+            {"index": "quest", "coverage": 0.9},
+            "coverage: got 0.9, allowed is None: Quest does not know",
+        ),
+        (
+            {"index": "quest+reuse", "coverage": 0.9},
+            "coverage: got 0.9, allowed is None: Quest does",
+        ),
+        (
+            {"index": "exact+sample", "coverage": 0.9},
+            "coverage: got 0.9, allowed is None where rows are",
+        ),
         ({"index": "retroinfer+sample"}, "got RetroInfer, whose rows stand for others already"),
         ({"index": "retroinfer+sample+reuse"}, "got RetroInfer, whose rows stand for others"),
     ],

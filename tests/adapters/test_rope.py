@@ -10,9 +10,9 @@ from kvindex_adapters.hf.rope import rotary
 from tests.adapters.tiny import FAMILIES, build, prompt
 from tests.support.helpers import all_rows
 
-REGIONS = dict(index="exact", k=10, sink=0, local=0, update_every=1, full_threshold=10**9)
+REGIONS = dict(index="exact", k=10, sink=0, local_window=0, update_every=1, dense_below=10**9)
 UNTOLD = {
-    "glm4",  # turns neighbouring coordinates
+    "glm4",  # turns neighboring coordinates
     *("zamba", "zamba2"),  # no rotary embedding; attention behind a layer with its own arguments
     *("zaya", "inkling_text"),  # a key is made of several tokens
 }

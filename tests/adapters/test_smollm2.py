@@ -58,7 +58,7 @@ def test_the_needle_is_found(smollm2_model, needle, index):
 class Nothing(Wrapper):
     """An index that finds nothing."""
 
-    def search(self, queries, *, k, mass=None):
+    def search(self, queries, *, k, coverage=None):
         ids = torch.full((len(queries), self.geometry.kv_heads, k), UNUSED)
         return Hits(ids, torch.full(ids.shape, float("-inf")))
 

@@ -6,7 +6,7 @@ import torch
 import kvindex_adapters.hf as kvhf
 from tests.adapters.tiny import build, prompt
 
-SIZES = dict(k=10, sink=4, local=8, update_every=4, full_threshold=0)
+SIZES = dict(k=10, sink=4, local_window=8, update_every=4, dense_below=0)
 
 
 def written(index, batch, beams):

@@ -56,7 +56,7 @@ def test_bytes_per_key_and_head(name, clusters):
     case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = case.index(name, iterations=1)
     index.append(*case.tokens(800))
-    assert index._learnt["sizes"].shape == (1, 2, clusters)
+    assert index._learned["sizes"].shape == (1, 2, clusters)
     scanned = clusters * (2 * 128 + 4)
     assert index.nbytes()["codes"] == 2 * (800 * 4 + scanned) + 2 * 8
     assert index.bytes_per_key()["scanned"] == scanned / 800
@@ -72,9 +72,9 @@ def grown(name, tokens, valid, cuts):
 
 
 def assert_same_clusters(got, want):
-    assert got._learnt.keys() == want._learnt.keys()
-    for name in want._learnt:
-        assert torch.equal(got._learnt[name], want._learnt[name]), name
+    assert got._learned.keys() == want._learned.keys()
+    for name in want._learned:
+        assert torch.equal(got._learned[name], want._learned[name]), name
 
 
 def test_there_is_an_index_of_clusters():
@@ -143,12 +143,12 @@ def test_clusters_do_not_depend_on_how_later_tokens_came(name, pads):
 def test_every_valid_token_is_in_one_cluster_or_waits(name):
     tokens, valid = CASE.tokens(60), left_padding([0, 9], 60)
     index = grown(name, tokens, valid, [30, 31, 60])
-    learnt = index._learnt
+    learned = index._learned
     for b in range(2):
-        waiting = [i for i in learnt["waiting"][b].tolist() if i >= 0]
+        waiting = [i for i in learned["waiting"][b].tolist() if i >= 0]
         for h in range(2):
-            count = int(learnt["sizes"][b, h].sum())
-            ids = learnt["members"][b, h, :count].tolist() + waiting
+            count = int(learned["sizes"][b, h].sum())
+            ids = learned["members"][b, h, :count].tolist() + waiting
             assert sorted(ids) == valid[b].nonzero()[:, 0].tolist()
 
 
@@ -156,19 +156,19 @@ def test_every_valid_token_is_in_one_cluster_or_waits(name):
 def test_centroids_are_the_means_of_the_raw_keys(name):
     keys, values = CASE.tokens(60)
     index = grown(name, (keys, values), None, [30, 60])
-    learnt = index._learnt
+    learned = index._learned
     for b in range(2):
         for h in range(2):
             start = 0
-            for s, size in enumerate(learnt["sizes"][b, h].tolist()):
-                ids = learnt["members"][b, h, start : start + size].long()
+            for s, size in enumerate(learned["sizes"][b, h].tolist()):
+                ids = learned["members"][b, h, start : start + size].long()
                 assert (ids.diff() > 0).all()
                 start += size
                 if not size:
                     continue
-                torch.testing.assert_close(learnt["centroids"][b, h, s], keys[b, h, ids].mean(0))
-                if "means" in learnt:
-                    torch.testing.assert_close(learnt["means"][b, h, s], values[b, h, ids].mean(0))
+                torch.testing.assert_close(learned["centroids"][b, h, s], keys[b, h, ids].mean(0))
+                if "means" in learned:
+                    torch.testing.assert_close(learned["means"][b, h, s], values[b, h, ids].mean(0))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,8 +181,8 @@ def test_like_directions_are_clustered_whatever_their_lengths(name):
     case = Case(q_heads=1, kv_heads=1)
     index = small(name, case, per_cluster=8, **({"segment": 32} if has(name, "segment") else {}))
     index.append(keys[None, None], keys[None, None])
-    order = index._learnt["members"][0, 0].view(4, 8).long()
-    assert index._learnt["sizes"].tolist() == [[[8, 8, 8, 8]]]
+    order = index._learned["members"][0, 0].view(4, 8).long()
+    assert index._learned["sizes"].tolist() == [[[8, 8, 8, 8]]]
     assert (which[order] == which[order][:, :1]).all()
 
 

@@ -39,10 +39,10 @@ def changes(case: Case) -> Iterator[tuple[str, Change]]:
     yield "truncate", lambda index: index.truncate(11)
     yield "reorder", lambda index: index.reorder(order)
     yield "reset", lambda index: index.reset()
-    yield "seal", lambda index: index.seal()
-    yield "observe", lambda index: index.observe(queries, at)
+    yield "end_prompt", lambda index: index.end_prompt()
+    yield "observe_queries", lambda index: index.observe_queries(queries, at)
     yield "mark_boundary", lambda index: index.mark_boundary()
-    yield "read", lambda index: index.read(text, first=0)
+    yield "observe_tokens", lambda index: index.observe_tokens(text, first=0)
     yield "search", lambda index: index.search(case.queries(4), k=5)
 
 
@@ -61,14 +61,16 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
     for sealed in (False, True):
         index = make()
         index.append(*case.tokens(HELD), valid=left_padding([3] * case.batch, HELD, case.device))
-        index.observe(case.queries(2)[:, :, None], torch.tensor([HELD - 1], device=case.device))
+        index.observe_queries(
+            case.queries(2)[:, :, None], torch.tensor([HELD - 1], device=case.device)
+        )
         if sealed:
-            index.seal()
+            index.end_prompt()
         searched(index, case)
         before = seen(index, case)
         for name, change in changes(case):
-            if not sealed and name not in ("append", "seal"):
-                continue  # as after `seal`, or nothing yet
+            if not sealed and name not in ("append", "end_prompt"):
+                continue  # as after `end_prompt`, or nothing yet
             whole = copy.deepcopy(index)
             count = operations_of(partial(change, whole))
             for point in points(count, most):

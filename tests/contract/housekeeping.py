@@ -112,11 +112,11 @@ def check_nbytes_counts_rows_and_grows(make: Make, case: Case) -> None:
 def check_signals_disturb_nothing(make: Make, case: Case) -> None:
     index, tokens = make(), case.tokens(N)
     index.append(*part(tokens, 0, 30))
-    index.seal()
+    index.end_prompt()
     index.mark_boundary()
-    index.read(torch.arange(N, device=case.device).expand(case.batch, -1), first=0)
+    index.observe_tokens(torch.arange(N, device=case.device).expand(case.batch, -1), first=0)
     queries = case.queries()[:, :, None]
-    index.observe(queries, torch.tensor([29], device=case.device))
+    index.observe_queries(queries, torch.tensor([29], device=case.device))
     index.append(*part(tokens, 30, N))
     searched(index, case)
     assert torch.equal(all_rows(index, case.batch).keys, tokens[0])

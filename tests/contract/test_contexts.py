@@ -46,9 +46,9 @@ def used(spec):
         out.append(index.nbytes())
 
     index.append(*first, valid=pads)
-    index.observe(queries[:, :, None], at)
+    index.observe_queries(queries[:, :, None], at)
     note()
-    index.seal()
+    index.end_prompt()
     index.append(*second)
     index.mark_boundary()
     note()
@@ -57,8 +57,8 @@ def used(spec):
     note()
     out.append(dict(index.encode(first[0])))
     index.reorder(order[:1])
-    if hasattr(index, "repeated"):
-        out.append(index.repeated(3).search(queries[:1].expand(3, -1, -1), k=6).ids)
+    if hasattr(index, "expand_batch"):
+        out.append(index.expand_batch(3).search(queries[:1].expand(3, -1, -1), k=6).ids)
     return out
 
 

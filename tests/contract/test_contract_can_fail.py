@@ -64,7 +64,7 @@ class FetchesTheNext(Exact):
 
 
 class EncodeCounts(Exact):
-    def _encode(self, keys, learnt):
+    def _encode(self, keys, learned):
         self.calls = getattr(self, "calls", 0) + 1
         return {"calls": torch.full(keys.shape[:3], self.calls)}
 
@@ -149,7 +149,7 @@ class CountsTwice(Exact):
 
 
 class ForgetsAtSeal(Exact):
-    def seal(self):
+    def end_prompt(self):
         self.truncate(3)
 
 

@@ -245,10 +245,10 @@ def test_a_copy_has_flags_of_its_own(monkeypatch):
     twin = copy.deepcopy(index)
     twin.append(CASE.tokens(3)[0] * torch.nan, CASE.tokens(3)[1])
     other = copy.deepcopy(twin)
-    index.raise_deferred()
+    index.raise_pending()
     for one in (twin, other):
         with pytest.raises(ValueError, match="keys: got"):
-            one.raise_deferred()
+            one.raise_pending()
 
 
 def test_rows_that_were_padded_by_a_call_that_failed_are_real_afterwards():
@@ -265,13 +265,13 @@ def test_a_copy_and_its_original_go_their_own_ways():
     for spec in [*kvindex.names(), *WRAPPED]:
         index = CASE.index(spec)
         index.append(*CASE.tokens(20))
-        index.observe(CASE.queries()[:, :, None], torch.tensor([19]))
+        index.observe_queries(CASE.queries()[:, :, None], torch.tensor([19]))
         twin = copy.deepcopy(index)
         twin.append(*CASE.tokens(11, seed=3))
         index.append(*CASE.tokens(5, seed=4))
         fresh = CASE.index(spec)
         fresh.append(*CASE.tokens(20))
-        fresh.observe(CASE.queries()[:, :, None], torch.tensor([19]))
+        fresh.observe_queries(CASE.queries()[:, :, None], torch.tensor([19]))
         fresh.append(*CASE.tokens(5, seed=4))
         mine, want = (one.search(CASE.queries(1), k=9) for one in (index, fresh))
         assert torch.equal(mine.ids, want.ids), spec

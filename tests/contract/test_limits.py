@@ -29,8 +29,8 @@ def test_the_largest_numbers_give_scores(spec, dtype):
     signs[:, :, ::3] = keys[:, :, ::3]
     index = case.index(spec)
     index.append(signs, values)
-    index.observe(queries[:, :, None], torch.tensor([39]))
-    index.seal()
+    index.observe_queries(queries[:, :, None], torch.tensor([39]))
+    index.end_prompt()
     index.append(*case.tokens(5, seed=1))
     hits = index.search(queries, k=9)
     assert_well_formed(hits, index, 2, 9)
@@ -71,8 +71,8 @@ def test_more_rows_than_there_are_cost_nothing(spec, monkeypatch):
     """What is found for a `k` that is cut is what is found for it as it is, and as wide."""
     index = CASE.index(spec)
     index.append(*CASE.tokens(40), valid=left_padding([3, 0], 40))
-    index.observe(CASE.queries()[:, :, None], torch.tensor([39]))
-    index.seal()
+    index.observe_queries(CASE.queries()[:, :, None], torch.tensor([39]))
+    index.end_prompt()
     want = index._search(CASE.queries(), 300)
     asked = []
     search = type(index)._search
@@ -132,8 +132,8 @@ def test_a_layer_refuses_other_layouts_at_any_step():
 
 def test_a_mass_that_cannot_be_told_is_refused_when_a_layer_is_made():
     for spec in ("quest", "exact+sample", "exact:group=mean_query", "quest+reuse"):
-        with pytest.raises(ValueError, match="mass: got"):
-            AttentionLayer(CASE.index(spec), mass=0.9)
+        with pytest.raises(ValueError, match="coverage: got"):
+            AttentionLayer(CASE.index(spec), coverage=0.9)
 
 
 def test_other_layouts_are_refused():
@@ -246,7 +246,7 @@ def test_a_call_that_fails_is_undone_before_another_thread_may_look(monkeypatch)
     monkeypatch.setattr(BaseIndex, "rollback", seen)
     with pytest.raises(ValueError, match="values: got shape"):
         index.append(CASE.tokens(3)[0], CASE.tokens(4)[1])
-    assert inside == [{threading.get_ident(): count} for count in (2, 1)]  # begin_append, append
+    assert inside == [{threading.get_ident(): count} for count in (2, 1)]  # start_append, append
     assert not index._access._owners
 
 

@@ -39,10 +39,10 @@ def operations(name, kv_heads, batch):
     case = Case(q_heads=2 * kv_heads, kv_heads=kv_heads, head_dim=16, value_dim=8, batch=batch)
     index, tokens = case.index(name, **SMALL.get(name, {})), case.tokens(PROMPT + LATER)
     queries = case.tensor(9, batch, 2 * kv_heads, PROMPT + LATER, 16)
-    index.observe(queries[:, :, :PROMPT], torch.arange(PROMPT))
+    index.observe_queries(queries[:, :, :PROMPT], torch.arange(PROMPT))
     index.append(*part(tokens, 0, PROMPT))
-    index.seal()
-    index.observe(queries[:, :, PROMPT:], torch.arange(PROMPT, PROMPT + LATER))
+    index.end_prompt()
+    index.observe_queries(queries[:, :, PROMPT:], torch.arange(PROMPT, PROMPT + LATER))
     index.append(*part(tokens, PROMPT, PROMPT + LATER))
     index.search(queries[:, :, -1], k=16)
     with Counted() as counted:

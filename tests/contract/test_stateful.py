@@ -139,9 +139,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.nbytes()["rows"] == row * self.count
 
     def fresh(self):
-        """A new index of the same tokens and the same learnt parameters."""
+        """A new index of the same tokens and the same learned parameters."""
         index = self.new_index()
-        index._learnt = dict(self.index._learnt)
+        index._learned = dict(self.index._learned)
         if self.count:
             index.append(*self.tokens, valid=self.valid)
         return index

@@ -482,7 +482,7 @@ struct Entry<kernel> {
 
 }  // namespace emulator
 
-// What g++ calls on undefined behaviour: compiled with -fsanitize, linked without its library.
+// What g++ calls on undefined behavior: compiled with -fsanitize, linked without its library.
 extern "C" {
 #define UNDEFINED(name, text, ...)                                                          \
     void __ubsan_handle_##name##_abort(void* about, ##__VA_ARGS__) {                        \

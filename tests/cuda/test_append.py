@@ -13,13 +13,13 @@ from tests.cuda.devices import poisoned
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
-OPTIONS = dict(preset="fast", lists="group")
+OPTIONS = dict(preset="fast", candidates_per="group")
 
 FLIPPED = 1e-4
 """Share of codes that may differ: coordinates at an edge (`test_encode.py` looks at each)."""
 
 TIPPED = 1e-2
-"""Share of centres' coordinates that sums in float32 may round to the number beside the
+"""Share of centers' coordinates that sums in float32 may round to the number beside the
 reference's (`test_encode.py` looks at how near they are), most of float32 keys; their segments'
 keys are not compared."""
 
@@ -38,20 +38,20 @@ def tokens_of(case, count, device, seed=0):
 
 
 def assert_same(mine, theirs):
-    """The same tokens, learnt values to the bit, and codes but for some at an edge."""
+    """The same tokens, learned values to the bit, and codes but for some at an edge."""
     assert mine._writer
     assert not theirs._writer
     assert len(mine) == len(theirs)
-    assert mine._learnt.keys() == theirs._learnt.keys()
-    for name, learnt in theirs._learnt.items():
-        if name != "centres":
-            assert torch.equal(mine._learnt[name], learnt), name
+    assert mine._learned.keys() == theirs._learned.keys()
+    for name, learned in theirs._learned.items():
+        if name != "centers":
+            assert torch.equal(mine._learned[name], learned), name
     real = torch.ones((mine._batch, len(mine)), dtype=torch.bool, device=mine.geometry.device)
     real = (real if mine.valid is None else mine.valid)[:, None].expand(
         -1, mine.geometry.kv_heads, -1
     )
-    if "centres" in theirs._learnt:
-        real = real & ~tipped(mine._learnt["centres"], theirs._learnt["centres"], len(mine))
+    if "centers" in theirs._learned:
+        real = real & ~tipped(mine._learned["centers"], theirs._learned["centers"], len(mine))
     differ = 0
     for name in ("signs", "magnitudes"):
         flips = mine._codes[name] ^ theirs._codes[name]
@@ -62,16 +62,16 @@ def assert_same(mine, theirs):
         for index in (mine, theirs)
     ]
     assert int(((logs[0] - logs[1]).abs() > 1).sum()) <= differ  # a level is another
-    if "centres" in theirs._learnt:
+    if "centers" in theirs._learned:
         for b, held in enumerate(mine._codes._held):
-            where = torch.cat([mine._codes._fields(run)["centre"] for run in held])
-            centres = mine._learnt["centres"][b].transpose(0, 1)
-            raw = centres.contiguous().view(torch.uint8).view(where[: len(centres)].shape)
-            assert torch.equal(where[: len(centres)], raw)
+            where = torch.cat([mine._codes._fields(run)["center"] for run in held])
+            centers = mine._learned["centers"][b].transpose(0, 1)
+            raw = centers.contiguous().view(torch.uint8).view(where[: len(centers)].shape)
+            assert torch.equal(where[: len(centers)], raw)
 
 
 def tipped(mine, theirs, tokens):
-    """Tokens bool `[B, G, N]` whose segment's centre is another, by no more than roundings."""
+    """Tokens bool `[B, G, N]` whose segment's center is another, by no more than roundings."""
     apart = mine != theirs
     assert int(apart.sum()) <= TIPPED * apart.numel() + 2
     size = theirs.float().abs()
@@ -160,7 +160,7 @@ def test_any_history_learns_and_encodes_the_same(seed, device):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(torch.float32, dict(preset="precise")), (torch.float16, dict(centre=0))],
+    [(torch.float32, dict(preset="precise")), (torch.float16, dict(center=0))],
     ids=str,
 )
 def test_other_options(options, dtype, device):
@@ -230,7 +230,7 @@ def test_what_was_never_written_is_never_read(device, monkeypatch):
     "place", [(0, 0, 0, 0), (1, 1, 255, 63), (0, 1, 299, 5), (1, 0, 643, 63)], ids=str
 )
 def test_keys_out_of_range_change_nothing(wrong, place, device):
-    """In a segment that is learnt as it is coded, in one that another leans on, at the end."""
+    """In a segment that is learned as it is coded, in one that another leans on, at the end."""
     both = pair(device, check=True)
     tokens = tokens_of(CASE, 900, device)
     append(both, *part(tokens, 0, 256))
@@ -245,14 +245,14 @@ def test_keys_out_of_range_change_nothing(wrong, place, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_largest_keys_have_the_centres_of_the_reference(dtype, device):
+def test_the_largest_keys_have_the_centers_of_the_reference(dtype, device):
     case = Case(q_heads=2, kv_heads=2, head_dim=16, dtype=dtype)
     mine, theirs = pair(device, case, check=True)
     keys, values = tokens_of(case, 512, device)
     keys[:, :, 100:140, 3] = LARGEST
     keys[:, :, 300:, 5] = -LARGEST
     append((mine, theirs), keys, values)
-    assert torch.equal(mine._learnt["centres"], theirs._learnt["centres"])
+    assert torch.equal(mine._learned["centers"], theirs._learned["centers"])
 
 
 def test_a_reference_is_of_the_first_tokens(device):
@@ -267,12 +267,12 @@ def test_a_reference_is_of_the_first_tokens(device):
     valid = left_padding([0, 300, 355, 0], SEEN + 1000).to(device)
     both = pair(device, case)
     append(both, keys, values, valid=valid)
-    found = both[0]._learnt["reference"]
-    assert torch.equal(found, both[1]._learnt["reference"])
+    found = both[0]._learned["reference"]
+    assert torch.equal(found, both[1]._learned["reference"])
     assert (found > 0).tolist() == [[True, True], [True, True], [True, True], [False, False]]
     append(both, *tokens_of(case, 100, device, seed=1))
-    assert torch.equal(both[0]._learnt["reference"][:3], found[:3])
-    assert torch.equal(both[0]._learnt["reference"], both[1]._learnt["reference"])
+    assert torch.equal(both[0]._learned["reference"][:3], found[:3])
+    assert torch.equal(both[0]._learned["reference"], both[1]._learned["reference"])
 
 
 def test_invalid_keys_may_be_anything_and_unchecked_ones_pass(device):
@@ -296,7 +296,7 @@ def test_keys_that_are_not_finite_are_told_of_later(place, device, monkeypatch):
     index = pair(device)[0]
     keys, values = tokens_of(CASE, 300, device)
     index.append(keys, values)
-    index.raise_deferred()
+    index.raise_pending()
     flag = index._deferred["keys"][0]
     keys[place] = float("inf")
     index.append(keys, values)
@@ -346,17 +346,17 @@ def test_a_kernel_that_does_not_run_leaves_the_index_as_it_was(device, monkeypat
     assert_searches_alike(*both, CASE.queries().to(device))
 
 
-def test_centres_grow_where_they_lie(device):
+def test_centers_grow_where_they_lie(device):
     """So that an append late in a sequence copies none of the earlier ones."""
     index, places = pair(device)[0], []
     tokens = tokens_of(CASE, 256 * 12, device)
     for start in range(0, 256 * 12, 256):
         index.append(*part(tokens, start, start + 256))
-        places.append(index._learnt["centres"].data_ptr())
+        places.append(index._learned["centers"].data_ptr())
     assert len(set(places)) == 5  # capacities 1, 2, 4, 8, 16
-    before = index._learnt["centres"].clone()
+    before = index._learned["centers"].clone()
     index.append(*part(tokens, 0, 100))
-    assert torch.equal(index._learnt["centres"][:, :, :12], before)
+    assert torch.equal(index._learned["centers"][:, :, :12], before)
 
 
 def test_another_rotation_is_seen(device):
@@ -375,8 +375,8 @@ def test_a_reference_is_right_wherever_it_lies(count, device, monkeypatch):
     poisoned(monkeypatch)
     valid = left_padding([0, count], count).to(device)
     append(both, *part(tokens, 0, count), valid=valid)
-    found = both[0]._learnt["reference"]
-    assert torch.equal(found, both[1]._learnt["reference"])
+    found = both[0]._learned["reference"]
+    assert torch.equal(found, both[1]._learned["reference"])
     assert (found > 0).tolist() == [[True, True], [False, False]]
     append(both, *part(tokens, count, 2 * count))
     assert_same(*both)

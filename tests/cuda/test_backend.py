@@ -55,20 +55,22 @@ def test_every_preset_searches_as_in_torch(spec, device):
     assert torch.equal(rows[0].values, rows[1].values)
 
 
-@pytest.mark.parametrize("spec", ["pariskv:preset=fast:lists=group", "pariskv:preset=paper"])
+@pytest.mark.parametrize(
+    "spec", ["pariskv:preset=fast:candidates_per=group", "pariskv:preset=paper"]
+)
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
     """Rows go into both indexes at the same steps, beside them where kernels write the codes."""
     indexes = pair(spec, device)
-    moves = [not index.appends_beside for index in indexes]
-    monkeypatch.setattr(ParisKV, "appends_beside", True)
+    moves = [not index.supports_async_append for index in indexes]
+    monkeypatch.setattr(ParisKV, "supports_async_append", True)
     if pinned:
         allocator = None
         if device == "cpu":
             allocator = FakeAllocator()
             allocator.shift = 0  # the emulated kernels read where the host writes
         indexes[0]._store = HostStore(indexes[0].geometry, allocator=allocator)
-    sizes = dict(k=20, sink=4, local=16, update_every=8, full_threshold=64)
+    sizes = dict(k=20, sink=4, local_window=16, update_every=8, dense_below=64)
     layers = [
         AttentionLayer(alone(index) if moving else index, **sizes)
         for index, moving in zip(indexes, moves, strict=True)

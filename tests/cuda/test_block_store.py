@@ -158,9 +158,9 @@ def test_rows_are_copies():
 def test_a_repeated_view_reads_and_keeps_the_rows_but_takes_none():
     allocator = FakeAllocator()
     one = tokens(300, batch=1)
-    view = append(host_store(allocator), one).repeated(3)
+    view = append(host_store(allocator), one).expand_batch(3)
     gc.collect()
-    assert_same(view, append(Store(GEOMETRY), one).repeated(3), 3)
+    assert_same(view, append(Store(GEOMETRY), one).expand_batch(3), 3)
     assert view.table.shape == (3, 16)
     with pytest.raises(RuntimeError, match="a repeated view cannot be appended to"):
         append(view, tokens(1, batch=3))
@@ -171,7 +171,7 @@ def test_a_repeated_view_reads_and_keeps_the_rows_but_takes_none():
 
 def test_a_view_of_freed_memory_raises():
     store = append(host_store(), tokens(5, batch=1))
-    view = store.repeated(2)
+    view = store.expand_batch(2)
     store.reset()
     with pytest.raises(RuntimeError, match="its memory has been freed"):
         view.gather(torch.zeros((2, 2, 1), dtype=torch.int64))
@@ -244,11 +244,11 @@ def test_rows_that_are_only_written_are_not_waited_for(monkeypatch):
 def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
     allocator = FakeAllocator()
     store, reference = host_store(allocator), Store(GEOMETRY)
-    store.make_room(2000)
+    store.reserve_tokens(2000)
     assert allocator.calls == 0  # for a batch that is not known
     first = tokens(300)
     append(store, first), append(reference, first)
-    store.make_room(2000)
+    store.reserve_tokens(2000)
     pinned, table = settled(store).pinned_bytes, store.table.clone()
     for seed in range(1, 7):
         piece = tokens(283, seed)
@@ -257,7 +257,7 @@ def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
     assert len(store) == 1998
     assert torch.equal(store.table, table)
     assert_same(store, reference)
-    store.make_room(1000)  # no more than there is
+    store.reserve_tokens(1000)  # no more than there is
     assert torch.equal(store.table, table)
 
 
@@ -267,11 +267,11 @@ def test_room_beyond_the_limit_is_refused_and_changes_nothing():
     pinned, table = settled(store).pinned_bytes, store.table.clone()
     budget.limit_bytes = pinned
     with pytest.raises(MemoryError, match="the limit is"):
-        store.make_room(4000)
+        store.reserve_tokens(4000)
     with pytest.raises(ValueError, match="max_tokens: got 5000 tokens, allowed are 4096"):
-        store.make_room(5000)
+        store.reserve_tokens(5000)
     assert settled(store).pinned_bytes == pinned
     assert torch.equal(store.table, table)
     one = append(host_store(), tokens(5, batch=1))
     with pytest.raises(RuntimeError, match="a repeated view cannot be appended to"):
-        one.repeated(2).make_room(10)
+        one.expand_batch(2).reserve_tokens(10)

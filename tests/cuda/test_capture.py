@@ -23,7 +23,7 @@ class Replayed:
 
     def __init__(self, indexes, queries, near, tokens=TOKENS):
         for index in indexes:
-            index.prepare(k=K, tokens=tokens)
+            index.warm_up(k=K, tokens=tokens)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
@@ -44,7 +44,7 @@ def cuda(*tensors):
 
 def made(count, store="host", pads=(0, 70), seed=0):
     """The index on its kernels, the same in plain torch, and the tokens to come."""
-    options = dict(preset="fast", lists="group", device="cuda", store=store)
+    options = dict(preset="fast", candidates_per="group", device="cuda", store=store)
     pair = [CASE.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
     tokens = cuda(*CASE.tokens(TOKENS, seed))
     for index in pair:
@@ -115,7 +115,7 @@ def test_replays_follow_queries_tokens_and_near_rows(store):
 def test_a_captured_call_has_five_nodes():
     index, _, _ = made(3000)
     (queries,), near = cuda(CASE.queries()), near_rows()
-    index.prepare(k=K, tokens=3000)
+    index.warm_up(k=K, tokens=3000)
     assert nodes_of(lambda: index.attend(queries, near, k=K)) in (5, None)
 
 
@@ -203,9 +203,11 @@ def test_a_search_allocates_nothing_new_and_waits_for_nothing(store):
 
 
 def test_a_layers_steps_and_updates_wait_for_nothing():
-    options = dict(preset="fast", lists="group", device="cuda", store="host", backend="cuda")
+    options = dict(
+        preset="fast", candidates_per="group", device="cuda", store="host", backend="cuda"
+    )
     index = CASE.index("pariskv", **options)
-    layer = AttentionLayer(index, k=K, sink=4, local=16, update_every=64, full_threshold=64)
+    layer = AttentionLayer(index, k=K, sink=4, local_window=16, update_every=64, dense_below=64)
     tokens = cuda(*CASE.tokens(1000))
     (queries,) = cuda(CASE.tensor(5, 2, 8, 600, 128))
 
@@ -245,7 +247,7 @@ def test_a_fetch_is_not_captured(store):
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
         index.fetch(hits)
-    index.raise_deferred()
+    index.raise_pending()
     assert index.fetch(hits).keys.isfinite().all()
 
 
@@ -276,4 +278,4 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
         close = plain.search(queries, k=K).ids
         assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.9
     assert (ids >= 3000).any()  # of the graph's own rows: none that it was captured with
-    getattr(index, "inner", index).raise_deferred()
+    getattr(index, "inner", index).raise_pending()

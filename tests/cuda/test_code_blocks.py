@@ -82,17 +82,17 @@ def test_a_reordered_copy_is_on_its_own(order):
 
 def test_a_view_repeats_the_one_row():
     blocks, columns = both(codes(300, batch=1))
-    assert_same(blocks.repeated(3), columns.repeated(3))
+    assert_same(blocks.expand_batch(3), columns.expand_batch(3))
 
 
-def test_centres_go_to_their_blocks():
+def test_centers_go_to_their_blocks():
     blocks, _ = both(codes(600))
-    centres = torch.randn(2, 3, 3, 40).bfloat16()
-    blocks.put_centres(centres, 0)
-    blocks.put_centres(centres * 2, 2)
-    found = [blocks._fields(blocks._at(1, block))["centre"].contiguous() for block in range(3)]
-    assert torch.equal(found[0].view(torch.bfloat16)[0, ..., 0], centres[1, :, 0])
-    assert torch.equal(found[2].view(torch.bfloat16)[0, ..., 0], 2 * centres[1, :, 2])
+    centers = torch.randn(2, 3, 3, 40).bfloat16()
+    blocks.put_centers(centers, 0)
+    blocks.put_centers(centers * 2, 2)
+    found = [blocks._fields(blocks._at(1, block))["center"].contiguous() for block in range(3)]
+    assert torch.equal(found[0].view(torch.bfloat16)[0, ..., 0], centers[1, :, 0])
+    assert torch.equal(found[2].view(torch.bfloat16)[0, ..., 0], 2 * centers[1, :, 2])
 
 
 def test_a_kernel_may_write_the_codes():
@@ -111,8 +111,8 @@ def test_a_kernel_may_write_the_codes():
     columns.append(new)
     assert_same(blocks, columns)
     assert seen[0] is blocks.table
-    blocks.put_centres(torch.ones(2, 3, 3, 40).bfloat16(), 0)  # it has written them
-    assert not blocks._fields(blocks._at(0, 2))["centre"].any()
+    blocks.put_centers(torch.ones(2, 3, 3, 40).bfloat16(), 0)  # it has written them
+    assert not blocks._fields(blocks._at(0, 2))["center"].any()
 
 
 def test_a_kernel_that_fails_changes_nothing():

@@ -35,7 +35,7 @@ BOUNDS = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
 KERNEL = re.compile(r"__global__\s+void\s+" + BOUNDS + r"(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
-VOTES = STEP | dict(CENTRED=1, PLANES=6)
+VOTES = STEP | dict(CENTERED=1, PLANES=6)
 RERANK = VOTES | dict(BITS=3, SOFTCAP=0)
 AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
@@ -45,10 +45,10 @@ ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0)
 LEARN = dict(DTYPE=2, WIDE=1)
 TURN = STEP | dict(TABLE=0)
-ALL = STEP | dict(BITS=3, CENTRED=1, SOFTCAP=0)
-COUNT = STEP | dict(WIDE=0, CENTRED=0)
+ALL = STEP | dict(BITS=3, CENTERED=1, SOFTCAP=0)
+COUNT = STEP | dict(WIDE=0, CENTERED=0)
 CHOOSE = dict(GROUP=4, WIDE=0)
-WEIGH = dict(D=128, BITS=3, GROUP=4, CENTRED=0, SOFTCAP=0, WEIGHTS=2)
+WEIGH = dict(D=128, BITS=3, GROUP=4, CENTERED=0, SOFTCAP=0, WEIGHTS=2)
 DEFINES = {
     "step/select_rows.cu": [
         AGREE,
@@ -59,7 +59,7 @@ DEFINES = {
         ALL,
         ALL | dict(GROUP=8),
         ALL | dict(D=64, GROUP=3, BITS=5, SOFTCAP=1, DTYPE=1),
-        ALL | dict(D=256, GROUP=12, CENTRED=0),
+        ALL | dict(D=256, GROUP=12, CENTERED=0),
     ],
     "step/prepare_query.cu": [
         VOTES,
@@ -101,8 +101,8 @@ DEFINES = {
     "step/vote.cu": [
         COUNT,
         COUNT | dict(D=256, GROUP=12),
-        COUNT | dict(WIDE=1, CENTRED=1),
-        COUNT | dict(WIDE=1, CENTRED=1, D=256, GROUP=8, DTYPE=0),
+        COUNT | dict(WIDE=1, CENTERED=1),
+        COUNT | dict(WIDE=1, CENTERED=1, D=256, GROUP=8, DTYPE=0),
         COUNT | dict(WIDE=1, D=64, GROUP=3),
     ],
     "ops/sampling.cu": [{}],
@@ -142,7 +142,7 @@ DEFINES = {
         VOTES,
         VOTES | dict(GROUP=8, PLANES=8),
         VOTES | dict(GROUP=16, PLANES=4),
-        VOTES | dict(CENTRED=0, D=64, DTYPE=1),
+        VOTES | dict(CENTERED=0, D=64, DTYPE=1),
         VOTES | dict(D=256),
     ],
     "ops/select.cu": [dict(VOTES=0), dict(VOTES=1)],
@@ -156,7 +156,7 @@ DEFINES = {
     ],
     "step/rerank_blocks.cu": [
         WEIGH,
-        WEIGH | dict(WEIGHTS=1, CENTRED=1),
+        WEIGH | dict(WEIGHTS=1, CENTERED=1),
         WEIGH | dict(GROUP=8, SOFTCAP=1),
         WEIGH | dict(D=64, GROUP=3, BITS=5),
         WEIGH | dict(D=256, GROUP=12, WEIGHTS=1),

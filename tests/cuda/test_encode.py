@@ -55,28 +55,28 @@ def filled(case, index, keys, *, pieces, valid=None, bits=3, device="cpu"):
     layout = Layout(case.head_dim, bits)
     blocks = room(case, layout, keys.shape[2], device)
     encode = Encoder(layout, index._rotation, index._levels)
-    learnt, start = {}, 0
+    learned, start = {}, 0
     for count in pieces:
         some = slice(start, start + count)
         flags = None if valid is None else valid[:, some]
         new = keys[:, :, some]
         known = new if flags is None else new.masked_fill(~flags[:, None, :, None], 0)
         norms = transform.normalize(known)[1]
-        learnt = learn.centres(known, flags, learnt, start=start, every=BLOCK) | (
-            learn.reference(norms, flags, learnt)
+        learned = learn.centers(known, flags, learned, start=start, every=BLOCK) | (
+            learn.reference(norms, flags, learned)
         )
-        parts = new, learnt["centres"], learnt["reference"], table_of(blocks)
+        parts = new, learned["centers"], learned["reference"], table_of(blocks)
         with on(device):
             encode(*parts, start=start, valid=flags)
         start += count
-    return layout, blocks, learnt
+    return layout, blocks, learned
 
 
 def compared(case, index, layout, blocks, keys, valid=None):
     """How many bytes of the fields differ from the reference's; each must lie at an edge."""
     B, G, N, _ = keys.shape
     want = layout.views(
-        layout.pack({name: index._codes[name] for name in index._codes}, index._learnt["centres"])
+        layout.pack({name: index._codes[name] for name in index._codes}, index._learned["centers"])
     )
     got = layout.views(blocks)
     device = keys.device
@@ -84,14 +84,14 @@ def compared(case, index, layout, blocks, keys, valid=None):
     def tokens(field):
         return field.transpose(1, 2).flatten(2, 3)[:, :, :N]
 
-    assert torch.equal(got["centre"], want["centre"])
+    assert torch.equal(got["center"], want["center"])
     known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
     segments = torch.arange(N, device=device) // BLOCK
-    centres = index._learnt["centres"][:, :, segments].double()
-    whole = known.double() - centres
+    centers = index._learned["centers"][:, :, segments].double()
+    whole = known.double() - centers
     norms = whole.norm(dim=-1, keepdim=True)
     directions = whole / norms.clamp_min(1e-300) @ index._rotation.double().T
-    slack = ROUNDED * (known.double().norm(dim=-1) + centres.norm(dim=-1))[..., None] / norms
+    slack = ROUNDED * (known.double().norm(dim=-1) + centers.norm(dim=-1))[..., None] / norms
     levels = index._levels
     edges = ((levels[1:] + levels[:-1]) / 2).double()
 
@@ -129,10 +129,10 @@ def checked(case, *, pieces, pads=None, bits=3, device="cpu", keys=None):
         flags = None if valid is None else valid[:, some]
         index.append(keys[:, :, some], values[:, :, some], valid=flags)
         start += size
-    layout, blocks, learnt = filled(
+    layout, blocks, learned = filled(
         case, index, keys, pieces=pieces, valid=valid, bits=bits, device=device
     )
-    assert torch.equal(learnt["centres"], index._learnt["centres"])
+    assert torch.equal(learned["centers"], index._learned["centers"])
     counts, total = compared(case, index, layout, blocks, keys, valid)
     # of the coordinates and of the weights; few coordinates of bfloat16 are exactly 0 now and then
     assert counts["signs"] + counts["planes"] <= 1e-4 * total * case.head_dim + 4
@@ -196,18 +196,18 @@ def fresh_case(case, count, start, device, pads=None):
 
 
 def made(case, encode, keys, valid, references, *, start, fresh, device, taken=None):
-    """Blocks, centres, which of them are known, and whether a key is wrong."""
+    """Blocks, centers, which of them are known, and whether a key is wrong."""
     S = -(-(start + keys.shape[2]) // BLOCK)
     blocks = room(case, encode.layout, S * BLOCK, device)
     shape = (case.batch, case.kv_heads, S, case.head_dim)
-    centres = case.tensor(7, *shape).bfloat16().to(device)
+    centers = case.tensor(7, *shape).bfloat16().to(device)
     known = torch.zeros((case.batch, S), dtype=torch.bool, device=device)
     wrong = torch.zeros(1, dtype=torch.int32, device=device)
     with on(device):
         which = Fresh(*fresh, known, wrong, taken)
         where = dict(start=start, valid=valid, fresh=which)
-        encode(keys, centres, references, table_of(blocks), **where)
-    return blocks, centres, known, int(wrong)
+        encode(keys, centers, references, table_of(blocks), **where)
+    return blocks, centers, known, int(wrong)
 
 
 def assert_means(got, keys, valid, first):
@@ -228,27 +228,27 @@ def assert_means(got, keys, valid, first):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 120, 128, 192, 256])
-def test_centres_of_whole_segments_are_made_on_the_way(dim, dtype, device):
-    """Codes are those of the same centres given; other segments' are as they were."""
+def test_centers_of_whole_segments_are_made_on_the_way(dim, dtype, device):
+    """Codes are those of the same centers given; other segments' are as they were."""
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
     for pads in (None, [0, 700]):
         keys, valid, encode, references = fresh_case(case, 900, 100, device, pads)
         given = encode, keys, valid, references
         where = dict(start=100, device=device)  # segments 1 to 2 are whole, 0 and 3 are not
-        blocks, centres, known, wrong = made(case, *given, fresh=(1, 2), **where)
+        blocks, centers, known, wrong = made(case, *given, fresh=(1, 2), **where)
         want, old, _, _ = made(case, *given, fresh=(0, 0), **where)
         assert wrong == 0
-        assert torch.equal(centres[:, :, ::3], old[:, :, ::3])
-        tips = assert_means(centres[:, :, 1:3], keys, valid, BLOCK - 100)
-        assert tips <= 2 + 1e-2 * centres.numel()
+        assert torch.equal(centers[:, :, ::3], old[:, :, ::3])
+        tips = assert_means(centers[:, :, 1:3], keys, valid, BLOCK - 100)
+        assert tips <= 2 + 1e-2 * centers.numel()
         with pytest.raises(AssertionError):  # a comparison that can fail
-            assert_means(centres[:, :, 1:3], keys, valid, BLOCK - 99)
+            assert_means(centers[:, :, 1:3], keys, valid, BLOCK - 99)
         assert known.tolist() == [
             [False, True, True, False],
             [False, pads is None, pads is None, False],
         ]
         with on(device):
-            encode(keys, centres, references, table_of(want), start=100, valid=valid)
+            encode(keys, centers, references, table_of(want), start=100, valid=valid)
         assert torch.equal(blocks, want)
 
 
@@ -266,7 +266,7 @@ def test_a_key_out_of_range_is_told_of(wrong, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_keys_that_cancel_in_their_centre_are_told_of_and_the_largest_are_not(device):
+def test_keys_that_cancel_in_their_center_are_told_of_and_the_largest_are_not(device):
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, valid, encode, references = fresh_case(case, 512, 0, device, [0, 40])
     where = dict(start=0, fresh=(0, 2), device=device)
@@ -278,7 +278,7 @@ def test_keys_that_cancel_in_their_centre_are_told_of_and_the_largest_are_not(de
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-def test_no_order_of_threads_changes_a_centre(monkeypatch):
+def test_no_order_of_threads_changes_a_center(monkeypatch):
     case = Case(q_heads=2, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
     keys, valid, encode, references = fresh_case(case, 1024, 0, "cpu")
     given, where = (encode, keys, valid, references), dict(start=0, fresh=(0, 4), device="cpu")
@@ -311,17 +311,17 @@ def test_a_block_of_threads_takes_several_segments(dim, dtype, heads, S, device)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [80, 128])
-def test_only_the_keys_places_and_centres_are_written(dim, device):
+def test_only_the_keys_places_and_centers_are_written(dim, device):
     case = Case(head_dim=dim)
     keys, index = keys_of(case, 400).to(device), case.index("pariskv", device=device)
     layout = Layout(dim, 3)
     blocks = room(case, layout, 1024, device)
     some = slice(270, 300)  # in the second block of four
-    centres = case.tensor(7, 1, 2, 4, dim).to(device).bfloat16()
+    centers = case.tensor(7, 1, 2, 4, dim).to(device).bfloat16()
     reference = torch.full((1, 2), 64.0, device=device)
     encode = Encoder(layout, index._rotation, index._levels)
     with on(device):
-        encode(keys[:, :, some], centres, reference, table_of(blocks), start=270)
+        encode(keys[:, :, some], centers, reference, table_of(blocks), start=270)
     assert (blocks[:, [0, 2, 3]] == GARBAGE).all()
     fields, inside = layout.views(blocks[:, 1]), torch.zeros(BLOCK, dtype=torch.bool, device=device)
     inside[14:44] = True
@@ -329,8 +329,8 @@ def test_only_the_keys_places_and_centres_are_written(dim, device):
     for name in ("signs", "weights", "logs", "magnitudes"):
         assert (fields[name][:, :, ~inside] == GARBAGE).all()
         assert (fields[name][:, :, inside] != GARBAGE).any()
-    raw = centres[:, :, 1].view(torch.uint8).unflatten(-1, (dim, 2))
-    assert torch.equal(fields["centre"], raw)
+    raw = centers[:, :, 1].view(torch.uint8).unflatten(-1, (dim, 2))
+    assert torch.equal(fields["center"], raw)
     # what fills words of signs and planes is zero
     M, width = dim // 8, layout.stride
     words = blocks[:, 1, :, : BLOCK * width].unflatten(-1, (BLOCK, width))[:, :, inside, M:]
@@ -403,11 +403,11 @@ def test_keys_far_from_one_are_coded_alike(power, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [64, 80])
-def test_without_centres_zero_and_sparse_keys(dim, device):
+def test_without_centers_zero_and_sparse_keys(dim, device):
     case = Case(head_dim=dim)
     keys = torch.zeros(1, 2, 40, dim)
     keys[:, :, torch.arange(1, 40), torch.arange(1, 40)] = torch.linspace(-3, 3, 39)
-    index = case.index("pariskv", preset="fast", centre=0, coarse="none", device=device)
+    index = case.index("pariskv", preset="fast", center=0, coarse="none", device=device)
     layout, keys = Layout(dim, 3), keys.to(device)
     blocks = room(case, layout, 40, device)
     reference = torch.full((1, 2), 64.0, device=device)
@@ -418,7 +418,7 @@ def test_without_centres_zero_and_sparse_keys(dim, device):
     assert (got["signs"][:, :, 0] == 255).all()
     for name in ("weights", "logs", "magnitudes"):
         assert not got[name][:, :, 0].any()
-    assert not got["centre"].any()
+    assert not got["center"].any()
     directions, norms = transform.normalize(keys)
     rotated = transform.rotate(directions, index._rotation)
     want = codes.encode(rotated, norms, index._levels, block=dim)
@@ -433,11 +433,11 @@ def test_a_warp_takes_several_blocks_of_keys(device):
     case, S = Case(q_heads=8, kv_heads=8, head_dim=8), 13 if device == "cpu" else 1000
     keys, index = keys_of(case, BLOCK).to(device), case.index("pariskv", device=device)
     encode = Encoder(Layout(8, 3), index._rotation, index._levels)
-    centres, reference = keys.mean(2, keepdim=True).bfloat16(), torch.full((1, 8), 64.0).to(device)
+    centers, reference = keys.mean(2, keepdim=True).bfloat16(), torch.full((1, 8), 64.0).to(device)
     want, got = (room(case, encode.layout, count * BLOCK, device) for count in (1, S))
     with on(device):
-        encode(keys, centres, reference, table_of(want), start=0)
-        repeated = keys.repeat(1, 1, S, 1), centres.repeat(1, 1, S, 1)
+        encode(keys, centers, reference, table_of(want), start=0)
+        repeated = keys.repeat(1, 1, S, 1), centers.repeat(1, 1, S, 1)
         encode(*repeated, reference, table_of(got), start=0)
     assert torch.equal(got, want.expand_as(got))
 
@@ -475,14 +475,14 @@ def test_a_matrix_that_is_no_rotation_is_refused():
         (dict(start=-1), "start: got -1"),
         (dict(keys=torch.zeros(1, 2, 40, 64).double()), "keys: got torch.float64"),
         (dict(keys=torch.zeros(1, 2, 40, 32)), "keys: got shape"),
-        (dict(centres=torch.zeros(1, 2, 2, 64)), "centres: got torch.float32"),
+        (dict(centers=torch.zeros(1, 2, 2, 64)), "centers: got torch.float32"),
         (dict(reference=torch.zeros(1, 3)), "reference: got shape"),
         (dict(table=torch.zeros(1, 2)), "table: got torch.float32"),
         (dict(valid=torch.ones(1, 39, dtype=torch.bool)), "valid: got shape"),
         (dict(fresh=Fresh(0, 1, None, torch.zeros(1))), r"fresh: got 0 to 1, allowed is in \(0, 0"),
         (
-            dict(fresh=Fresh(0, 0, None, torch.zeros(1)), centres=SPARSE),
-            r"centres: got strides .*, allowed are dense rows",
+            dict(fresh=Fresh(0, 0, None, torch.zeros(1)), centers=SPARSE),
+            r"centers: got strides .*, allowed are dense rows",
         ),
         (dict(start=0, keys=WHOLE, fresh=Fresh(0, 1, None, torch.zeros(1))), "wrong: got torch.fl"),
         (dict(keys=WHOLE, fresh=Fresh(0, 1, None, TOLD, TOLD.repeat(2))), "taken: got 2 elements"),
@@ -498,7 +498,7 @@ def test_wrong_tensors_are_refused(change, message):
     encode = Encoder(Layout(64, 3), transform.rotation(64, 0), codes.levels(64, 3))
     given = dict(
         keys=torch.zeros(1, 2, 40, 64),
-        centres=torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16),
+        centers=torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16),
         reference=torch.zeros(1, 2),
         table=torch.zeros(1, 2, dtype=torch.int64),
         start=0,

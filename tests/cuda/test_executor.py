@@ -38,7 +38,7 @@ from tests.support.helpers import (
 )
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
-OPTIONS = dict(preset="fast", lists="group")
+OPTIONS = dict(preset="fast", candidates_per="group")
 
 
 @pytest.fixture(params=DEVICES)
@@ -82,7 +82,7 @@ def test_a_fused_search_is_the_reference_search(device, k):
 
 @pytest.mark.parametrize(
     ("group", "options"),
-    [(dict(q_heads=2), dict(preset="precise")), (dict(q_heads=6), dict(centre=0))],
+    [(dict(q_heads=2), dict(preset="precise")), (dict(q_heads=6), dict(center=0))],
     ids=str,
 )
 def test_other_groups_and_options(device, group, options):
@@ -104,7 +104,7 @@ def test_many_queries_at_once(device):
     for index in (mine, theirs):
         index.append(*moved(case.tokens(300), device))
     queries = case.queries(batch=3).to(device)
-    found = [index.repeated(3).search(queries, k=9) for index in (mine, theirs)]
+    found = [index.expand_batch(3).search(queries, k=9) for index in (mine, theirs)]
     assert_same_hits(*found, close=ROUNDED)
     assert_same(mine, theirs, queries[:1])
 
@@ -114,17 +114,17 @@ def test_a_share_of_the_attention(device):
     for index in (mine, theirs):
         index.append(*moved(CASE.tokens(300), device))
     queries = CASE.queries().to(device)
-    found = [index.search(queries, k=50, mass=0.6) for index in (mine, theirs)]
-    torch.testing.assert_close(found[0].mass, found[1].mass, rtol=1e-3, atol=1e-3)
+    found = [index.search(queries, k=50, coverage=0.6) for index in (mine, theirs)]
+    torch.testing.assert_close(found[0].coverage, found[1].coverage, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
-    monkeypatch.setattr(ParisKV, "appends_beside", True)
+    monkeypatch.setattr(ParisKV, "supports_async_append", True)
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2, softcap=softcap)
     mine, theirs = pair(device, case)
     layers = [
-        AttentionLayer(index, k=20, sink=4, local=16, update_every=8, full_threshold=64)
+        AttentionLayer(index, k=20, sink=4, local_window=16, update_every=8, dense_below=64)
         for index in (mine, alone(theirs))
     ]
     keys, values = moved(case.tokens(316), device)
@@ -144,7 +144,11 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(lists="head"), dict(preset="accurate", lists="head"), dict(preset="paper")],
+    [
+        dict(candidates_per="head"),
+        dict(preset="accurate", candidates_per="head"),
+        dict(preset="paper"),
+    ],
     ids=str,
 )
 def test_what_is_not_fused_runs_op_by_op(device, options):
@@ -170,7 +174,7 @@ def test_nothing_that_a_search_reads_or_writes_moves(device):
     tokens, queries = moved(CASE.tokens(700), device), CASE.queries().to(device)
     for index in (mine, theirs):
         index.append(*part(tokens, 0, 300), valid=left_padding([0, 70], 300).to(device))
-    mine.prepare(k=20, tokens=700)
+    mine.warm_up(k=20, tokens=700)
     mine.search(queries, k=20)
     where = addresses(mine)
     for start, stop in ((300, 301), (301, 700)):
@@ -191,7 +195,7 @@ def test_a_view_leaves_its_index_alone(device):
         index.append(*part(tokens, 0, 300))
     mine.search(queries[:1], k=9)
     where = addresses(mine)
-    found = [index.repeated(2).search(queries, k=9) for index in (mine, theirs)]
+    found = [index.expand_batch(2).search(queries, k=9) for index in (mine, theirs)]
     assert_same_hits(*found, close=ROUNDED)
     for index in (mine, theirs):
         index.append(*part(tokens, 300, 310))
@@ -227,7 +231,7 @@ def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
         index.search(queries, k=10)
         assert index._fused._newest(10).step is small
     for index in indexes:
-        index.prepare(k=10, tokens=10_000)
+        index.warm_up(k=10, tokens=10_000)
         assert [use.step.most for use in index._fused._uses if use.step.k == 10] == [200]
     steps_of = [index._fused._newest(10).step for index in indexes]
     assert steps_of[0] is steps_of[1] is not small
@@ -243,7 +247,7 @@ def test_what_a_graph_holds_stays_and_asks_for_no_more_than_it_has_room_for(devi
         context.setattr(fusing, "capturing", lambda device: True)
         with pytest.raises(RuntimeError, match="graph: got a first search for k = 5 rows"):
             mine.search(queries, k=5)
-    mine.prepare(k=5, tokens=60)
+    mine.warm_up(k=5, tokens=60)
     with monkeypatch.context() as context:
         context.setattr(fusing, "capturing", lambda device: True)
         mine.search(queries, k=5)
@@ -291,14 +295,14 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     monkeypatch.setattr(ParisKV, "_defers", True)
     index, near, queries = attending(device)
     want = index.attend(queries, near, k=20)[0]
-    index.raise_deferred()
+    index.raise_pending()
     got = index.attend(spoiled(queries), near, k=20)[0]
     torch.testing.assert_close(got[0], want[0])
     index.attend(queries, near, k=20)
     message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
     with pytest.raises(ValueError, match=message):
-        index.raise_deferred()
-    index.raise_deferred()  # said once
+        index.raise_pending()
+    index.raise_pending()  # said once
     index.search(spoiled(queries), k=20)  # the same flag
     index.attend(queries, near, k=20)
     with pytest.raises(ValueError, match=message):
@@ -319,19 +323,19 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
         index.attend(spoiled(queries), near, k=20)
     torch.testing.assert_close(index.attend(queries, near, k=20)[0], before)
     if check is False:
-        index.raise_deferred()
+        index.raise_pending()
 
 
 def test_results_are_the_callers_though_layers_share_buffers(device):
     (first, near, queries), (second, *_) = attending(device), attending(device)
     other = CASE.queries(seed=1).to(device)
     output, found = first.attend(queries, near, k=20)
-    given = first.attend_to(queries, first.search(queries, k=20), near)
+    given = first.attend_hits(queries, first.search(queries, k=20), near)
     kept = output.clone(), found.clone(), given.clone()
     for index in (second, first):
         later = index.attend(other, near, k=20)[0]
         hits = index.search(other, k=20)
-        index.attend_to(other, hits, near)
+        index.attend_hits(other, hits, near)
         assert not torch.equal(later, output)
     assert first._fused._newest(20).step is second._fused._newest(20).step
     for result, copy in zip((output, found, given), kept, strict=True):
@@ -353,7 +357,7 @@ class Counted(TorchDispatchMode):
 def test_a_call_of_the_index_launches_its_kernels_and_nothing_else(device, monkeypatch):
     monkeypatch.setattr(ParisKV, "_defers", True)
     index, near, queries = attending(device)
-    index.prepare(k=20, tokens=300)
+    index.warm_up(k=20, tokens=300)
     with Launches() as launches, Counted() as torchs:
         index.attend(queries, near, k=20)
     assert launches.names == ["ask", "scan", "rerank", "agree", "attend"]
@@ -367,7 +371,7 @@ def layers_of(device, case, indexes, steps=6):
     """Outputs and traffic of a layer over each index, which attend step by step after a prompt."""
     tokens = moved(case.tokens(300 + shared_step), device)
     for index in indexes:
-        layer = AttentionLayer(index, k=20, sink=4, local=16, update_every=4, full_threshold=64)
+        layer = AttentionLayer(index, k=20, sink=4, local_window=16, update_every=4, dense_below=64)
         layer.step(case.tensor(5, 1, 4, 300, 64).to(device), *part(tokens, 0, 300))
         outputs = []
         for t in range(300, 300 + shared_step):
@@ -411,7 +415,7 @@ def test_rows_that_attention_cannot_read_are_refused(device):
     with pytest.raises(ValueError, match="attend: got an index with backend="):
         index.attend(queries, near, k=20)
     with pytest.raises(ValueError, match="attend: got an index with backend="):
-        index.attend_to(queries, index.search(queries, k=20), near)
+        index.attend_hits(queries, index.search(queries, k=20), near)
 
 
 def test_hits_to_attend_to_are_checked(device):
@@ -420,18 +424,18 @@ def test_hits_to_attend_to_are_checked(device):
     near, queries = Near(index.geometry, 2, 1), CASE.queries().to(device)
     hits = index.search(queries, k=20)
     with pytest.raises(TypeError, match=r"hits: got Tensor, allowed is a kvindex\.Hits"):
-        index.attend_to(queries, hits.ids, near)
+        index.attend_hits(queries, hits.ids, near)
     wrong = torch.zeros((2, 4, 19), device=device)
     with pytest.raises(ValueError, match=r"hits.log_weight: .*\[2, 4, 19\]"):
-        index.attend_to(queries, replace(hits, log_weight=wrong), near)
+        index.attend_hits(queries, replace(hits, log_weight=wrong), near)
     hits.ids[1, 1, 3] = 300
     if device == "cpu":
         with pytest.raises(ValueError, match=r"hits\.ids: got 300, allowed is -1 to 299"):
-            index.attend_to(queries, hits, near)
+            index.attend_hits(queries, hits, near)
     else:
-        assert index.attend_to(queries, hits, near).isfinite().all()
+        assert index.attend_hits(queries, hits, near).isfinite().all()
         with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 299"):
-            index.raise_deferred()
+            index.raise_pending()
 
 
 @pytest.mark.parametrize("values", [[5, 5, 5], [5, 0, 7], []])
@@ -474,7 +478,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     assert cache.hit_rate() == 0.5
     hits = index.search(queries, k=20)
     hits.ids[:, :, ::2] = -1
-    index.attend_to(queries, hits, near)
+    index.attend_hits(queries, hits, near)
     assert cache.counts.sum(0).tolist() == [4 * 50, 4 * 30]
 
 
@@ -484,11 +488,11 @@ def test_what_the_sanitizers_run_runs(device):
 
 def test_room_for_an_answer_is_taken_before_it(device):
     mine, theirs = pair(device)
-    mine.make_room(900)  # of an empty index nothing is known
+    mine.reserve(900)  # of an empty index nothing is known
     tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
     for index in (mine, theirs):
         index.append(*part(tokens, 0, 300))
-        index.make_room(900)  # for plain torch there is nothing to do
+        index.reserve(900)  # for plain torch there is nothing to do
     tables = mine._codes.table.clone(), mine._store.table.clone()
     assert [int((table != 0).sum(1).min()) for table in tables] == [4, 4]
     for start in range(300, 900, 200):
@@ -498,7 +502,7 @@ def test_room_for_an_answer_is_taken_before_it(device):
     assert torch.equal(mine._store.table, tables[1])
     assert_same(mine, theirs, queries)
     with pytest.raises(ValueError, match="tokens: got 0, allowed is an integer of at least 1"):
-        mine.make_room(0)
+        mine.reserve(0)
     with pytest.raises(ValueError, match="max_tokens: got"):
-        mine.make_room(10**9)
+        mine.reserve(10**9)
     assert_same(mine, theirs, queries)

@@ -23,7 +23,7 @@ from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
 PADDED = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64, batch=2)
-SIZES = dict(k=20, sink=4, local=8, update_every=4, full_threshold=40)
+SIZES = dict(k=20, sink=4, local_window=8, update_every=4, dense_below=40)
 PROMPT = 60
 
 
@@ -118,7 +118,7 @@ def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case
 def test_steps_are_captured_once_and_replayed_over_updates_of_the_window(
     device, graphs, monkeypatch
 ):
-    monkeypatch.setattr(ParisKV, "appends_beside", True)
+    monkeypatch.setattr(ParisKV, "supports_async_append", True)
     pair = two(device, steps=WARM)
     assert (graphs.made, graphs.replays) == (0, 0)
     pair.feed(times=12)
@@ -157,7 +157,9 @@ def test_every_presets_step(device, graphs, preset):
 
 
 def test_another_kind_of_step_from_some_length_on_is_another_graph(device, graphs):
-    pair = two(device, one_stage=PROMPT)  # of which all but the local tokens are in the index
+    pair = two(
+        device, single_stage_below=PROMPT
+    )  # of which all but the local tokens are in the index
     kinds = {use.kind for use in pair.layers[0].index._fused._uses}
     pair.feed(times=22)
     assert {use.kind for use in pair.layers[0].index._fused._uses} == {"all", "votes"} != kinds
@@ -307,7 +309,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, graphs, monkeypatc
     layer.step(queries, keys, values)
     assert graphs.replays == replays + 1
     with pytest.raises(ValueError, match=r"queries: got \(in an earlier call\) what is not"):
-        layer.index.raise_deferred()
+        layer.index.raise_pending()
 
 
 def test_layers_share_a_steps_buffers_and_what_graphs_read_and_write(device, graphs):
@@ -349,7 +351,7 @@ def test_graphs_must_be_a_flag(graphs):
 
 
 def test_an_index_in_a_wrapper_and_a_share_of_the_mass_go_without(device, graphs):
-    for options in (dict(name="pariskv+sample"), dict(mass=0.9)):
+    for options in (dict(name="pariskv+sample"), dict(coverage=0.9)):
         name = options.pop("name", "pariskv")
         index = CASE.index(name, backend="cuda", device=device)
         layer = AttentionLayer(index, **SIZES, **options)

@@ -20,7 +20,7 @@ def keys_of(*shape, dtype=torch.float32, device="cpu"):
 
 
 def same(got, want):
-    """Centres may differ where a double's last bit tips a bfloat16: not in so few."""
+    """Centers may differ where a double's last bit tips a bfloat16: not in so few."""
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].dtype == want[name].dtype
@@ -30,15 +30,15 @@ def same(got, want):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 112, 128, 192, 256])
-def test_centres_are_the_references(dim, dtype, device, monkeypatch):
+def test_centers_are_the_references(dim, dtype, device, monkeypatch):
     keys = keys_of(2, 2, 300, dim, dtype=dtype, device=device)
     valid = left_padding([0, 77], 300).to(device)
     poisoned(monkeypatch)
     with on(device):
-        got = learn.centres(keys, valid, {}, start=0, every=128)
-    want = reference.centres(keys, valid, {}, start=0, every=128)
+        got = learn.centers(keys, valid, {}, start=0, every=128)
+    want = reference.centers(keys, valid, {}, start=0, every=128)
     same(got, want)
-    wrong = reference.centres(keys, valid, {}, start=1, every=128)  # a comparison that can fail
+    wrong = reference.centers(keys, valid, {}, start=1, every=128)  # a comparison that can fail
     with pytest.raises(AssertionError):
         same(got, wrong)
 
@@ -56,8 +56,8 @@ def test_appends_in_pieces_learn_the_same(every, pieces, device):
         some = slice(start, start + count)
         where = dict(start=start, every=every)
         with on(device):
-            got = learn.centres(keys[:, :, some], valid[:, some], got, **where)
-        want = reference.centres(keys[:, :, some], valid[:, some], want, **where)
+            got = learn.centers(keys[:, :, some], valid[:, some], got, **where)
+        want = reference.centers(keys[:, :, some], valid[:, some], want, **where)
         same(got, want)
         start += count
 
@@ -70,10 +70,10 @@ def test_what_is_known_is_kept_and_the_rest_filled(start, device):
     found = keys_of(2, 1, 6, 16, dtype=torch.bfloat16, device=device)
     for pattern in range(64):
         known = torch.tensor([pattern, ~pattern])[:, None] >> torch.arange(6) & 1 == 1
-        before = {"centres": found, "known": known.to(device)}
+        before = {"centers": found, "known": known.to(device)}
         with on(device):
-            got = learn.centres(keys, None, before, start=start, every=10)
-        same(got, reference.centres(keys, None, before, start=start, every=10))
+            got = learn.centers(keys, None, before, start=start, every=10)
+        same(got, reference.centers(keys, None, before, start=start, every=10))
         assert torch.equal(before["known"], known.to(device))
 
 
@@ -84,10 +84,10 @@ def test_large_keys_are_bounded_and_what_invalid_ones_hold_does_not_matter(devic
     keys[..., 4:] *= -1
     valid = left_padding([5], 40).to(device)
     with on(device):
-        got = learn.centres(keys, valid, {}, start=0, every=20)
-        same(got, reference.centres(keys, valid, {}, start=0, every=20))
+        got = learn.centers(keys, valid, {}, start=0, every=20)
+        same(got, reference.centers(keys, valid, {}, start=0, every=20))
         keys[:, :, :5] = float("nan")
-        same(learn.centres(keys, valid, {}, start=0, every=20), got)
+        same(learn.centers(keys, valid, {}, start=0, every=20), got)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -99,17 +99,17 @@ def test_strides_do_not_matter(dtype, device):
     wide[..., 3:67] = keys  # no key begins at a multiple of 16 bytes
     turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
     with on(device):
-        want = learn.centres(keys, valid.contiguous(), {}, start=0, every=32)
+        want = learn.centers(keys, valid.contiguous(), {}, start=0, every=32)
         for other in (turned, wide[..., 3:67]):
-            same(learn.centres(other, valid, {}, start=0, every=32), want)
+            same(learn.centers(other, valid, {}, start=0, every=32), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_beyond_2_to_the_31_elements_are_found(device):
     keys = keys_of(1, 2, 40, 64, dtype=torch.float16, device=device)
     with on(device):
-        want = learn.centres(keys, None, {}, start=0, every=32)
-        same(learn.centres(far_apart(keys), None, {}, start=0, every=32), want)
+        want = learn.centers(keys, None, {}, start=0, every=32)
+        same(learn.centers(far_apart(keys), None, {}, start=0, every=32), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,11 +117,11 @@ def test_a_batch_equals_its_rows(device):
     keys, valid = keys_of(3, 2, 70, 96, device=device), left_padding([0, 9, 33], 70).to(device)
     norms = keys.norm(dim=-1)
     with on(device):
-        whole = learn.centres(keys, valid, {}, start=0, every=32)
+        whole = learn.centers(keys, valid, {}, start=0, every=32)
         whole |= learn.reference(norms, valid, {})
         for b in range(3):
             row = slice(b, b + 1)
-            part = learn.centres(keys[row], valid[row], {}, start=0, every=32)
+            part = learn.centers(keys[row], valid[row], {}, start=0, every=32)
             part |= learn.reference(norms[row], valid[row], {})
             same(part, {name: found[row] for name, found in whole.items()})
 
@@ -158,7 +158,7 @@ def test_a_reference_is_of_the_first_norms(begin, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_references_edges(device):
-    """Powers of two and their neighbours; zero, tiny and the longest norms; what is learnt."""
+    """Powers of two and their neighbors; zero, tiny and the longest norms; what is learned."""
     powers = torch.arange(-120, 61).double().exp2().float()  # the GPU's exp2 gives no subnormals
     near = [powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(1e30))]
     norms = torch.stack(near).clamp_max(reference.LONGEST)[..., None].to(device)
@@ -179,9 +179,9 @@ def test_no_order_of_threads_changes_a_bit(order):
     keys, valid = keys_of(2, 1, 130, 64), left_padding([0, 9], 130)
     norms = torch.rand(2, 1, 20_000)
     with emulator.emulated():
-        want = learn.centres(keys, valid, {}, start=0, every=64) | learn.reference(norms, None, {})
+        want = learn.centers(keys, valid, {}, start=0, every=64) | learn.reference(norms, None, {})
     with emulator.emulated(order=order):
-        got = learn.centres(keys, valid, {}, start=0, every=64) | learn.reference(norms, None, {})
+        got = learn.centers(keys, valid, {}, start=0, every=64) | learn.reference(norms, None, {})
     same(got, want)
 
 
@@ -191,17 +191,17 @@ def test_no_order_of_threads_changes_a_bit(order):
         (dict(keys=torch.zeros(1, 2, 9, 16).double()), "keys: got torch.float64"),
         (dict(keys=torch.zeros(1, 2, 9, 12)), "keys: got D = 12, allowed are multiples of 8"),
         (dict(valid=torch.ones(1, 8, dtype=torch.bool)), "valid: got shape"),
-        (dict(learnt={"centres": torch.zeros(1, 2, 1, 16)}), "centres: got torch.float32"),
-        (dict(learnt={"known": torch.zeros(1, 3, dtype=torch.bool)}), "known: got shape"),
+        (dict(learned={"centers": torch.zeros(1, 2, 1, 16)}), "centers: got torch.float32"),
+        (dict(learned={"known": torch.zeros(1, 3, dtype=torch.bool)}), "known: got shape"),
         (dict(every=0), "start, every: got 0, 0"),
         ({}, "learn: got tensors on cpu, allowed is a CUDA device"),
     ],
     ids=lambda part: ",".join(part) if isinstance(part, dict) else "",
 )
 def test_wrong_tensors_are_refused(change, message):
-    given = dict(keys=torch.zeros(1, 2, 9, 16), valid=None, learnt={}, start=0, every=4) | change
+    given = dict(keys=torch.zeros(1, 2, 9, 16), valid=None, learned={}, start=0, every=4) | change
     with pytest.raises(ValueError, match=message):
-        learn.centres(**given)
+        learn.centers(**given)
 
 
 def test_names_and_constants_are_the_references():

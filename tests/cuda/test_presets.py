@@ -61,9 +61,9 @@ CASES = {
 }
 ONLY = {
     "accurate-4bits": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(weight_bits=4)),
-    "accurate-127": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(largest=127)),
-    "accurate-plain": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(centre=0)),
-    "scan-plain": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(centre=0)),
+    "accurate-127": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(query_max=127)),
+    "accurate-plain": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(center=0)),
+    "scan-plain": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(center=0)),
     "paper-logs": (
         Case(q_heads=2, kv_heads=1, head_dim=64),
         500,
@@ -142,7 +142,7 @@ def test_ties_go_to_the_lower_ids(preset, device):
     if preset != "scan":
         hits, want = expected(index, queries, state, k)
         assert_close(got, want, hits, missing=0.01)
-    elif device == "cpu":  # centres differ in the last bit: no ties between segments
+    elif device == "cpu":  # centers differ in the last bit: no ties between segments
         first = [sorted(i % 256 for i in row if i >= 256) for row in got[1]]
         assert all(row == list(range(len(row))) for row in first if row)
 
@@ -261,7 +261,7 @@ def test_a_table_of_the_query_is_the_references(preset, device):
         want = coarse.tier_table(rotated, index._histogram, index._limits(k)[0])
         assert (mine != want).float().mean() < 1e-3  # an order that the last bit turns
     else:
-        want = coarse.dot_table(rotated, index.config.largest)
+        want = coarse.dot_table(rotated, index.config.query_max)
         assert (mine - want).abs().max() <= 2  # a coordinate at a half
         assert (mine != want).float().mean() < 0.02
 
@@ -328,7 +328,7 @@ def test_it_follows_appends_truncation_reordering_and_reset(preset, blocks):
 @each_preset
 def test_a_layer_attends_in_one_go(preset, blocks):
     layers = [
-        AttentionLayer(index, k=20, sink=4, local=16, update_every=8, full_threshold=64)
+        AttentionLayer(index, k=20, sink=4, local_window=16, update_every=8, dense_below=64)
         for index in pair(preset, blocks)
     ]
     keys, values = moved(CASE.tokens(316), blocks)
@@ -349,7 +349,7 @@ def test_nothing_that_a_search_reads_or_writes_moves(preset, blocks, monkeypatch
     tokens, queries = moved(CASE.tokens(700), blocks), CASE.queries().to(blocks)
     for index in (mine, theirs):
         index.append(*part(tokens, 0, 300))
-    mine.prepare(k=20, tokens=700)
+    mine.warm_up(k=20, tokens=700)
     near = Near(mine.geometry, 2, 1)
     near.add(*moved(CASE.tokens(1, seed=3), blocks), None)
     with Launches() as launches:
@@ -379,7 +379,7 @@ def test_a_step_sees_no_more_tokens_than_it_has_room_for(preset, blocks):
     tokens, queries = moved(CASE.tokens(1300), blocks), CASE.queries().to(blocks)
     for index in (mine, theirs):
         index.append(*part(tokens, 0, 300))
-    mine.prepare(k=20, tokens=300)
+    mine.warm_up(k=20, tokens=300)
     use, state = mine._fused._ready(mine, 20)
     mine.append(*part(tokens, 300, 1300))
     theirs.append(*part(tokens, 300, 1300))
@@ -393,7 +393,7 @@ def test_a_step_sees_no_more_tokens_than_it_has_room_for(preset, blocks):
 
 @pytest.mark.parametrize("preset", ["fast", "precise"])
 def test_one_stage_gives_way_to_two_where_the_index_outgrows_it(preset, blocks):
-    mine, theirs = pair(preset, blocks, one_stage=400)
+    mine, theirs = pair(preset, blocks, single_stage_below=400)
     tokens, queries = moved(CASE.tokens(900), blocks), CASE.queries().to(blocks)
     plain = pair("scan", blocks, magnitude_bits=mine.config.magnitude_bits)[1]
     near, names = Near(mine.geometry, 2, 1), []
@@ -402,7 +402,7 @@ def test_one_stage_gives_way_to_two_where_the_index_outgrows_it(preset, blocks):
         for index in (mine, theirs, plain):
             index.append(*part(tokens, start, stop))
         if not start:
-            mine.prepare(k=20, tokens=900)
+            mine.warm_up(k=20, tokens=900)
             made = [(use.kind, use.step.most) for use in mine._fused._uses]
             assert made == [("votes", 400), ("all", 900)]
         assert_same(mine, theirs, queries)
@@ -420,7 +420,7 @@ def test_one_stage_gives_way_to_two_where_the_index_outgrows_it(preset, blocks):
 
 
 def test_a_padded_row_is_reranked_whole_where_it_is_short_itself(blocks):
-    mine, theirs = pair("fast", blocks, one_stage=200)
+    mine, theirs = pair("fast", blocks, single_stage_below=200)
     valid = left_padding([0, 250], 400).to(blocks)
     for index in (mine, theirs):
         index.append(*moved(CASE.tokens(400), blocks), valid=valid)
@@ -462,8 +462,8 @@ def test_codes_with_a_weight_for_each_subspace_are_what_was_appended(counts, wei
 @pytest.mark.parametrize(
     "options",
     [
-        dict(preset="paper", lists="group"),
-        dict(preset="accurate", lists="head"),
+        dict(preset="paper", candidates_per="group"),
+        dict(preset="accurate", candidates_per="head"),
         dict(preset="accurate", weight_bits=16),
         dict(preset="scan", block="subspace"),
         dict(preset="paper", group="union"),

@@ -42,7 +42,7 @@ def setup(monkeypatch):
         index.append(*part(tokens, 0, 300), valid=left_padding([70], 300))
         near = Near(index.geometry, 1, 12)
         near.add(*CASE.tokens(10, seed=9), left_padding([3], 10))
-        index.prepare(k=K, tokens=700)
+        index.warm_up(k=K, tokens=700)
         monkeypatch.setattr(fused, "capturing", lambda device: True)
         with Recorded() as recorded:
             output = index.attend(queries := CASE.queries(), near, k=K)[0]
@@ -80,7 +80,7 @@ def test_ids_that_a_graph_would_hold_to_the_hosts_length_are_refused(setup, monk
         index.fetch(hits)
     monkeypatch.setattr(Fused, "length", None)
     with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
-        index.attend_to(CASE.queries(), hits, Near(index.geometry, 1, 1))
+        index.attend_hits(CASE.queries(), hits, Near(index.geometry, 1, 1))
 
 
 def test_a_length_that_stays_as_it_was_recorded_is_seen(setup, monkeypatch):

@@ -1,4 +1,4 @@
-"""`ParisKV.begin_append` and streams: what lies between the beginning of an append and its end."""
+"""`ParisKV.start_append` and streams: what lies between the beginning of an append and its end."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_an_append_on_a_side_stream_under_load():
     """Kernels, copies to the host and searches in their order, while other work runs."""
     (mine, theirs), tokens, queries = large(9000)
     side = torch.cuda.Stream()
-    for start in range(0, 9000, 3000):  # a segment's centre is of the append that began it
+    for start in range(0, 9000, 3000):  # a segment's center is of the append that began it
         theirs.append(*part(tokens, start, start + 3000))
     load = torch.randn(4096, 4096, device="cuda")
     for start in range(0, 9000, 3000):
@@ -57,14 +57,14 @@ def test_an_append_may_end_later(device):
     tokens, queries = tokens_of(CASE, 900, device), CASE.queries().to(device)
     append(both, *part(tokens, 0, 300))
     before = both[1].search(queries, k=20)
-    ends = [index.begin_append(*part(tokens, 300, 700)) for index in both]
+    ends = [index.start_append(*part(tokens, 300, 700)) for index in both]
     assert_searches_alike(*both, queries)
     assert torch.equal(both[1].search(queries, k=20).ids, before.ids)
     for end in ends:
         end()
     assert_searches_alike(*both, queries)
     for index in both:
-        end = index.begin_append(*part(tokens, 700, 900))
+        end = index.start_append(*part(tokens, 700, 900))
         index.truncate(600)
         with pytest.raises(ValueError, match="append: the index has changed between"):
             end()
@@ -77,7 +77,7 @@ def test_what_was_begun_and_left_is_written_over(device):
     tokens = tokens_of(CASE, 900, device)
     for index in both:
         index.append(*part(tokens, 0, 300))
-        index.begin_append(*part(tokens, 500, 900))
+        index.start_append(*part(tokens, 500, 900))
         index.append(*part(tokens, 300, 600))
     assert_searches_alike(*both, CASE.queries().to(device))
 
@@ -92,7 +92,7 @@ def test_an_append_of_real_tokens_waits_for_nothing():
     torch.cuda.set_sync_debug_mode("error")
     try:
         index.append(*part(tokens, 1300, 1556))
-        index.begin_append(*part(tokens, 1556, 1812))()
+        index.start_append(*part(tokens, 1556, 1812))()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(index) == 1812
@@ -104,7 +104,7 @@ def test_an_append_begins_beside_a_replayed_search():
     (mine, theirs), tokens, queries = large(6000)
     side = torch.cuda.Stream()
     append((mine, theirs), *part(tokens, 0, 3000))
-    mine.prepare(k=20, tokens=6000)
+    mine.warm_up(k=20, tokens=6000)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         hits = mine.search(queries, k=20)
@@ -117,7 +117,7 @@ def test_an_append_begins_beside_a_replayed_search():
             graph.replay()
         side.wait_event(ready)
         with torch.cuda.stream(side):
-            end = mine.begin_append(*some)
+            end = mine.start_append(*some)
         assert torch.equal(hits.ids, before)
         torch.cuda.current_stream().wait_stream(side)
         end()
@@ -136,11 +136,11 @@ def test_an_update_is_four_launches(device, monkeypatch):
     mine._store._launched = True  # as on a GPU
     tokens, queries = tokens_of(CASE, 1200, device), CASE.queries().to(device)
     append(both, *part(tokens, 0, 400))
-    mine.make_room(1200)
+    mine.reserve(1200)
     assert_searches_alike(*both, queries)
-    append(both, *part(tokens, 400, 656))  # of centres there was no room for more
+    append(both, *part(tokens, 400, 656))  # of centers there was no room for more
     with Launches() as launches, Operations() as operations:
-        end = mine.begin_append(*part(tokens, 656, 912))
+        end = mine.start_append(*part(tokens, 656, 912))
         assert launches.names == ["learn", "encode", "keep"]
         end()
     assert launches.names == ["learn", "encode", "keep", "grow"]

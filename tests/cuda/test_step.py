@@ -24,12 +24,12 @@ from tests.support.helpers import Case, left_padding
 def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **options):
     """An index of `count` tokens, the state that a step reads, and what keeps it alive."""
     keys, values = (part.to(device) for part in tokens or case.tokens(count + near))
-    options = dict(preset="fast", lists="group", device=device) | options
+    options = dict(preset="fast", candidates_per="group", device=device) | options
     index = case.index("pariskv", **options)
     index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
     layout, kind = layout_of(index), kind_of(index)
-    centres = index._learnt.get("centres")
-    blocks = layout.pack({name: index._codes[name] for name in index._codes}, centres)
+    centers = index._learned.get("centers")
+    blocks = layout.pack({name: index._codes[name] for name in index._codes}, centers)
     S, rows = blocks.shape[1], torch.cat([keys, values], dim=-1)
     padded = rows.new_zeros(*rows.shape[:2], S * BLOCK, rows.shape[-1])
     padded[:, :, :count] = rows[:, :, :count]
@@ -53,7 +53,7 @@ def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **op
         length=torch.tensor([count], device=device),
         wanted=torch.tensor(wanted, dtype=torch.int32, device=device),
         counted=counts.int(),
-        reference=index._learnt.get(
+        reference=index._learned.get(
             "reference", torch.zeros(case.batch, case.kv_heads, device=device)
         ),
         near=rows[:, :, count:].contiguous(),
@@ -79,8 +79,8 @@ CASES = {
     "g12": (Case(q_heads=12, kv_heads=1, head_dim=64), 400, {}),
     "g16": (Case(q_heads=16, kv_heads=1, head_dim=72), 400, {}),
     "blocks": (Case(q_heads=4, kv_heads=1, head_dim=64), 6000, dict(beta=0.9)),  # of `agree`: two
-    "g5-127": (Case(q_heads=5, kv_heads=1, head_dim=128), 600, dict(largest=85)),
-    "g2-7": (Case(q_heads=4, kv_heads=2, head_dim=64), 600, dict(largest=5)),
+    "g5-127": (Case(q_heads=5, kv_heads=1, head_dim=128), 600, dict(query_max=85)),
+    "g2-7": (Case(q_heads=4, kv_heads=2, head_dim=64), 600, dict(query_max=5)),
     "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
     "256": (Case(q_heads=4, kv_heads=2, head_dim=64), 256, {}),
     "257": (Case(q_heads=4, kv_heads=2, head_dim=64), 257, {}),
@@ -259,7 +259,7 @@ def test_a_zero_query_and_a_single_key_give_numbers(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_centres_meet_queries_as_in_float32(dtype, device):
+def test_centers_meet_queries_as_in_float32(dtype, device):
     """Matrix units take queries as bfloat16: what one such number leaves out must be in others."""
     case = Case(q_heads=8, kv_heads=2, head_dim=96, dtype=dtype)
     index, layout, state, _kept, k = setting(case, 600, device=device)
@@ -268,9 +268,9 @@ def test_centres_meet_queries_as_in_float32(dtype, device):
     queries = case.queries().to(device)
     with emulator.emulated() if device == "cpu" else nullcontext():
         step.select(queries, state)
-    centres, asked = index._learnt["centres"].double(), queries.double().view(1, 2, 4, 96)
-    want = torch.einsum("bgsd,bghd->bgsh", centres, asked)
-    terms = torch.einsum("bgsd,bghd->bgsh", centres.abs(), asked.abs())
+    centers, asked = index._learned["centers"].double(), queries.double().view(1, 2, 4, 96)
+    want = torch.einsum("bgsd,bghd->bgsh", centers, asked)
+    terms = torch.einsum("bgsd,bghd->bgsh", centers.abs(), asked.abs())
     got = step._products.view(1, 2, -1, 4)[:, :, : want.shape[2]].double()
     assert want.shape[2] == 3
     assert ((got - want).abs() <= 8 * torch.finfo(torch.float32).eps * terms).all()

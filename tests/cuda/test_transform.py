@@ -1,4 +1,4 @@
-"""Normalise and rotate against the torch reference, on a CPU by emulation, on a GPU as they are."""
+"""Normalize and rotate against the torch reference, on a CPU by emulation, on a GPU as they are."""
 
 import pytest
 import torch

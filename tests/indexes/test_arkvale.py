@@ -16,7 +16,7 @@ KINDS = [
     ("cuboid", "max"),
     ("ball", "mean"),
     ("ball", "max"),
-    ("centre", "mean"),
+    ("center", "mean"),
 ]
 
 
@@ -68,15 +68,15 @@ def test_the_mean_radius_leaves_out_a_key_that_stands_alone(volume, radius):
 def in_words(keys, query, volume, radius):
     """The score of one page, in Python's numbers."""
     columns = list(zip(*keys, strict=True))
-    centre = [(min(column) + max(column)) / 2 for column in columns]
+    center = [(min(column) + max(column)) / 2 for column in columns]
     many = {"mean": lambda x: sum(x) / len(x), "max": max}[radius]
-    if volume == "centre":
-        return literal.dot(query, centre)
+    if volume == "center":
+        return literal.dot(query, center)
     if volume == "ball":
-        far = [literal.norm([x - c for x, c in zip(key, centre, strict=True)]) for key in keys]
-        return literal.dot(query, centre) + literal.norm(query) * many(far)
+        far = [literal.norm([x - c for x, c in zip(key, center, strict=True)]) for key in keys]
+        return literal.dot(query, center) + literal.norm(query) * many(far)
     total = 0.0
-    for q, c, column in zip(query, centre, columns, strict=True):
+    for q, c, column in zip(query, center, columns, strict=True):
         r = many([abs(x - c) for x in column])
         total += max(q * (c - r), q * (c + r))
     return total
@@ -138,17 +138,17 @@ def test_summaries_are_those_of_one_append_whatever_came_before(volume, radius):
             torch.testing.assert_close(index._codes[name][b, :, :pages], want[name][0])
 
 
-def test_a_radius_of_a_short_type_is_around_the_centre_that_is_kept():
+def test_a_radius_of_a_short_type_is_around_the_center_that_is_kept():
     case = Case(q_heads=2, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     keys, values = case.tokens(96)
     index = case.index("arkvale", volume="ball", radius="max")
     index.append(keys + 100, values[..., :16])  # where bfloat16 is coarse
-    centre, radius = (index._codes[name].float() for name in ("centre", "radius"))
-    far = ((keys + 100).float().unflatten(2, (3, 32)) - centre[:, :, :, None]).norm(dim=-1)
+    center, radius = (index._codes[name].float() for name in ("center", "radius"))
+    far = ((keys + 100).float().unflatten(2, (3, 32)) - center[:, :, :, None]).norm(dim=-1)
     assert (far <= radius * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize(("volume", "want"), [("cuboid", 16), ("ball", 8 + 4 / 32), ("centre", 8)])
+@pytest.mark.parametrize(("volume", "want"), [("cuboid", 16), ("ball", 8 + 4 / 32), ("center", 8)])
 def test_bytes_per_key_and_head(volume, want):
     case = Case(q_heads=4, kv_heads=2, head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = case.index("arkvale", volume=volume)
@@ -156,7 +156,7 @@ def test_bytes_per_key_and_head(volume, want):
     assert index.bytes_per_key() == {"kept": want, "scanned": want}
 
 
-@pytest.mark.parametrize("volume", ["ball", "centre"])
+@pytest.mark.parametrize("volume", ["ball", "center"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_other_volumes_keep_the_contract(check, volume):
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16, batch=2)

@@ -8,16 +8,16 @@ from tests.support.helpers import Case, assert_same_hits, left_padding
 SMALL = dict(per_cluster=4, block=8, block_clusters=2)
 
 
-def in_words(learnt, keys, b, h, query, k):
+def in_words(learned, keys, b, h, query, k):
     """[id]: clusters by `q·c` and tokens that wait by `q·k`, until there are k rows."""
     units, start = [], 0
-    for size in learnt["sizes"][b, h].tolist():
+    for size in learned["sizes"][b, h].tolist():
         if size:
-            ids = learnt["members"][b, h, start : start + size].tolist()
+            ids = learned["members"][b, h, start : start + size].tolist()
             mean = keys[b, h, ids].double().mean(0).tolist()
             units.append((literal.dot(mean, query), ids))
         start += size
-    waiting = [i for i in learnt["waiting"][b].tolist() if i >= 0]
+    waiting = [i for i in learned["waiting"][b].tolist() if i >= 0]
     units += [(literal.dot(keys[b, h, i].tolist(), query), [i]) for i in waiting]
     rows = [i for _, ids in sorted(units, key=lambda unit: -unit[0]) for i in ids]
     return rows[:k]
@@ -31,11 +31,11 @@ def test_rows_are_those_of_the_best_clusters_the_last_one_cut(k):
     valid = left_padding([0, 9], 60)
     index.append(keys[:, :, :30], values[:, :, :30], valid=valid[:, :30])
     index.append(keys[:, :, 30:], values[:, :, 30:])
-    assert index._learnt["waiting"].shape[1] == 6  # 30 later tokens: 3 blocks of 8, and 6 wait
+    assert index._learned["waiting"].shape[1] == 6  # 30 later tokens: 3 blocks of 8, and 6 wait
     ids = index.search(queries, k=k).ids
     for b in range(2):
         for h in range(2):
-            want = in_words(index._learnt, keys, b, h, queries[b, h].tolist(), k)
+            want = in_words(index._learned, keys, b, h, queries[b, h].tolist(), k)
             assert ids[b, h].tolist() == want + [-1] * (k - len(want))
 
 
@@ -51,7 +51,7 @@ def test_with_as_many_clusters_as_keys_it_is_exact(group):
     for target in (index, exact):
         target.append(tokens[0][:, :, :33], tokens[1][:, :, :33])
         target.append(tokens[0][:, :, 33:], tokens[1][:, :, 33:])
-    assert (index._learnt["sizes"] == 1).all()
+    assert (index._learned["sizes"] == 1).all()
     assert_same_hits(index.search(queries, k=12), exact.search(queries, k=12), close=1e-5)
 
 

@@ -35,14 +35,14 @@ def built(case=CASE, count=N, queries=None, tokens=None, valid=None, **options):
     """An index of a prompt of `count` tokens, sealed."""
     index = case.index("ctkvr", **options)
     index.append(*(case.tokens(count) if tokens is None else tokens), valid=valid)
-    index.observe(prompt(case, count) if queries is None else queries, torch.arange(count))
-    index.seal()
+    index.observe_queries(prompt(case, count) if queries is None else queries, torch.arange(count))
+    index.end_prompt()
     return index
 
 
 def step(index, case, queries):
     """What a layer does with one new query."""
-    index.observe(queries[:, :, None], torch.tensor([len(index)]))
+    index.observe_queries(queries[:, :, None], torch.tensor([len(index)]))
     return index.search(queries, k=5)
 
 
@@ -65,7 +65,7 @@ def assert_lists_as_literal(index, keys, centroids, rho):
             for c in range(centroids.shape[2]):
                 queries = centroids[b, heads, c].tolist()
                 want = listed(keys[b, h].tolist(), queries, rho, g.scale)
-                assert index._learnt["lists"][b, h, c].tolist() == want
+                assert index._learned["lists"][b, h, c].tolist() == want
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -93,7 +93,7 @@ def test_blocks_and_chunks_change_no_list(monkeypatch):
     monkeypatch.setattr("kvindex.indexes.ctkvr.BLOCK", 13)
     monkeypatch.setattr("kvindex.bases.query_lists.SCORES", 500)
     pieces = built(every=2, rho=7)
-    assert torch.equal(pieces._learnt["lists"], whole._learnt["lists"])
+    assert torch.equal(pieces._learned["lists"], whole._learned["lists"])
 
 
 @pytest.mark.parametrize("policy", ["max_share", "mean_share", "union", "mean_query"])
@@ -117,7 +117,7 @@ def test_with_all_centroids_and_whole_lists_it_is_exact(choice, policy):
         change(index), change(exact)
         for again in range(2):
             queries = case.queries(7 * seed + again, len(index.counts))
-            index.observe(queries[:, :, None], torch.tensor([len(index)]))
+            index.observe_queries(queries[:, :, None], torch.tensor([len(index)]))
             for k in (5, 200):
                 hits = index.search(queries, k=k)
                 assert_same_hits(hits, exact.search(queries, k=k), close=1e-5)
@@ -132,7 +132,7 @@ def test_with_few_centroids_it_is_not():
 
 def test_a_search_scores_what_the_nearest_centroids_have_listed():
     index = built(rho=6, probes=2, every=4)
-    queries, learnt, g = CASE.queries(), index._learnt, index.geometry
+    queries, learned, g = CASE.queries(), index._learned, index.geometry
     hits = index.search(queries, k=20)
     for b in range(2):
         for h in range(2):
@@ -140,7 +140,7 @@ def test_a_search_scores_what_the_nearest_centroids_have_listed():
             for c in range(16):
                 pairs = [(queries[b, 3 * h + j], prompt()[b, 3 * h + j, c - 16]) for j in range(3)]
                 near.append(max(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs))
-            lists = [learnt["lists"][b, h, c].tolist() for c in literal.best(near, 2)]
+            lists = [learned["lists"][b, h, c].tolist() for c in literal.best(near, 2)]
             recalled = sorted(set(lists[0]) | set(lists[1]))
             keys = CASE.tokens(N)[0][b, h, recalled].tolist()
             order = listed(keys, queries[b, 3 * h : 3 * h + 3].tolist(), 20, g.scale)
@@ -153,40 +153,42 @@ def test_a_search_before_seal_is_exact_and_a_repeated_search_is_the_same():
     index, exact = CASE.index("ctkvr", rho=4), CASE.index("exact", group="max_share")
     for each in (index, exact):
         each.append(*tokens)
-    index.observe(prompt(), torch.arange(N))
+    index.observe_queries(prompt(), torch.arange(N))
     assert_same_hits(index.search(queries, k=9), exact.search(queries, k=9))
-    index.seal()
+    index.end_prompt()
     hits = index.search(queries, k=9)
-    assert_same_hits(index.search(queries, k=9), hits)  # the queue waits for the next `observe`
+    assert_same_hits(
+        index.search(queries, k=9), hits
+    )  # the queue waits for the next `observe_queries`
 
 
 def test_searched_queries_replace_the_oldest_centroids():
     index = built(rho=6, probes=2)
-    before = index._learnt["centroids"].clone()
+    before = index._learned["centroids"].clone()
     assert before.shape[3] == 4
     for turn in range(6):
         queries = CASE.queries(turn)
         hits = step(index, CASE, queries)
-        index.observe(CASE.queries()[:, :, None], torch.tensor([N + turn]))
+        index.observe_queries(CASE.queries()[:, :, None], torch.tensor([N + turn]))
         slot = turn % 4
-        assert torch.equal(index._learnt["centroids"][..., slot, :].flatten(1, 2), queries)
-        assert torch.equal(index._learnt["lists"][:, :, slot, :5].long(), hits.ids)
+        assert torch.equal(index._learned["centroids"][..., slot, :].flatten(1, 2), queries)
+        assert torch.equal(index._learned["lists"][:, :, slot, :5].long(), hits.ids)
         kept = slice(turn + 1, 4)
-        assert torch.equal(index._learnt["centroids"][..., kept, :], before[..., kept, :])
+        assert torch.equal(index._learned["centroids"][..., kept, :], before[..., kept, :])
 
 
 def test_without_update_the_centroids_stay():
     index = built(rho=6, update=False)
-    before = index._learnt["centroids"].clone()
+    before = index._learned["centroids"].clone()
     for turn in range(3):
         step(index, CASE, CASE.queries(turn))
-    assert torch.equal(index._learnt["centroids"], before)
+    assert torch.equal(index._learned["centroids"], before)
 
 
 def test_a_further_prompt_joins_the_queue_with_lists_over_all_keys():
     case = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
     index, more = built(case, rho=6), prompt(case, 3, seed=1)
-    index.observe(more, torch.arange(N, N + 3))
+    index.observe_queries(more, torch.arange(N, N + 3))
     assert_lists_as_literal(
         index, case.tokens(N)[0], torch.cat([more, prompt(case)[:, :, -1:]], dim=2), 6
     )
@@ -203,14 +205,14 @@ def test_a_key_from_the_generation_is_found_unless_stale(between):
         keys = 4 * queries.unflatten(1, (2, 3))[:, :, :1]
         index.append(keys, torch.zeros(2, 2, 1, 8))
         found.append((step(index, CASE, queries).ids == N).any(-1).all().item())
-        assert found[-1] or not (index._learnt["lists"] >= N).any()
+        assert found[-1] or not (index._learned["lists"] >= N).any()
     assert found == [True, False]
 
 
 def test_stale_lists_lose_what_is_cut():
     index = built(rho=40, stale=True)
     index.truncate(50)
-    assert (index._learnt["lists"] < 50).all()
+    assert (index._learned["lists"] < 50).all()
     assert (step(index, CASE, CASE.queries()).ids < 50).all()
 
 
@@ -240,7 +242,7 @@ def test_choices_of_queries():
     assert got["random"] == whole.tolist(), "chunks change nothing"
 
 
-def test_random_choices_follow_the_seed_and_favour_nobody():
+def test_random_choices_follow_the_seed_and_favor_nobody():
     """Mean position of 1,000 of 100,000: within 5 standard errors (p < 1e-6)."""
     positions = torch.arange(100_000)
     picked = [priority(positions, "random", seed).argsort()[:1000] for seed in range(3)]
@@ -253,10 +255,10 @@ def test_random_choices_follow_the_seed_and_favour_nobody():
 def test_queries_of_a_sequence_that_was_cut_go():
     index, queries = CASE.index("ctkvr", rho=6), prompt()
     index.append(*CASE.tokens(N))
-    index.observe(prompt(seed=1), torch.arange(N))
-    index.observe(queries[:, :, 10:], torch.arange(10, N))  # again from 10 on
-    index.seal()
-    assert torch.equal(index._learnt["centroids"].flatten(1, 2), queries[:, :, -4:])
+    index.observe_queries(prompt(seed=1), torch.arange(N))
+    index.observe_queries(queries[:, :, 10:], torch.arange(10, N))  # again from 10 on
+    index.end_prompt()
+    assert torch.equal(index._learned["centroids"].flatten(1, 2), queries[:, :, -4:])
 
 
 def test_padding_changes_nothing_but_ids():
@@ -266,9 +268,9 @@ def test_padding_changes_nothing_but_ids():
     padded = built(tokens=(keys, values), queries=queries, rho=6, valid=left_padding([0, 24], N))
     alone = CASE.index("ctkvr", rho=6)
     alone.append(keys[1:, :, 24:], values[1:, :, 24:])
-    alone.observe(queries[1:, :, 24:], torch.arange(N - 24))
-    alone.seal()
-    assert padded._learnt["known"].tolist() == [[True] * 4, [False, False, True, True]]
+    alone.observe_queries(queries[1:, :, 24:], torch.arange(N - 24))
+    alone.end_prompt()
+    assert padded._learned["known"].tolist() == [[True] * 4, [False, False, True, True]]
     hits = padded.search(CASE.queries(), k=9)
     got = type(hits)(hits.ids[1:], hits.scores[1:])
     assert_same_hits(got, alone.search(CASE.queries()[1:], k=9), close=1e-5, shift=24)
@@ -278,13 +280,13 @@ def test_queries_may_come_before_the_keys():
     """As in a layer whose prompt is still in the window when it is sealed."""
     tokens, order = CASE.tokens(N), torch.tensor([1, 0])
     late = CASE.index("ctkvr", rho=6)
-    late.observe(prompt()[order], torch.arange(N))
+    late.observe_queries(prompt()[order], torch.arange(N))
     late.reorder(order)
     with pytest.raises(ValueError, match="batch_indices"):
         late.reorder(torch.tensor([2]))
     with pytest.raises(ValueError, match=r"keys.*B=2"):
         late.append(*CASE.tokens(N, batch=1))
-    late.seal()
+    late.end_prompt()
     late.append(*tokens)
     assert_same_hits(late.search(CASE.queries(), k=9), built(rho=6).search(CASE.queries(), k=9))
     assert late.nbytes() == {**built(rho=6).nbytes(), "codes": late.nbytes()["codes"]}

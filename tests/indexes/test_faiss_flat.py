@@ -33,7 +33,7 @@ def test_one_head_per_group_is_exact(k, dtype):
 def test_a_group_whose_heads_retrieve_all_keys_is_exact(group):
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     tokens = GROUPS.tokens(120)
-    got = searched(GROUPS, "faiss-flat", tokens, k=12, pool=10, group=group)
+    got = searched(GROUPS, "faiss-flat", tokens, k=12, refine_factor=10, group=group)
     want = searched(GROUPS, "exact", tokens, k=12, group=group)
     assert_same_hits(got, want, close=1e-5)
 
@@ -94,7 +94,7 @@ def test_many_queries_of_one_sequence_are_one_search(monkeypatch):
     case = Case(q_heads=2, kv_heads=2, head_dim=16)
     index, calls = case.index("faiss-flat"), []
     index.append(*case.tokens(100))
-    view, queries = index.repeated(8), case.queries(batch=8)
+    view, queries = index.expand_batch(8), case.queries(batch=8)
     ask = faiss.FaissIndex._ask
 
     def spy(*given):
@@ -181,7 +181,7 @@ def test_a_gpu_index_is_refused_where_there_is_none():
     with pytest.raises(ValueError, match="where: got 'tpu', allowed is one of"):
         ONE.index("faiss-flat", where="tpu")
     with pytest.raises(ValueError, match="pool: got 0, allowed is an integer of at least 1"):
-        ONE.index("faiss-flat", pool=0)
+        ONE.index("faiss-flat", refine_factor=0)
 
 
 def test_faiss_without_a_gpu_part_is_named():

@@ -17,8 +17,8 @@ def clustered(count):
     """Keys `[1, 1, count, 16]` around 40 points of a sphere, and queries near some of them."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator)
-    centres = 4 * torch.nn.functional.normalize(draw(40, 16), dim=-1)
-    keys = centres[torch.randint(40, (count,), generator=generator)] + 0.5 * draw(count, 16)
+    centers = 4 * torch.nn.functional.normalize(draw(40, 16), dim=-1)
+    keys = centers[torch.randint(40, (count,), generator=generator)] + 0.5 * draw(count, 16)
     return keys[None, None], keys[:32] + 0.5 * draw(32, 16)
 
 
@@ -26,8 +26,8 @@ def recall(keys, queries, k, **options):
     index, exact = ONE.index("faiss-hnsw", **options), ONE.index("exact")
     for each in (index, exact):
         each.append(keys, keys[..., :8])
-    got = index.repeated(32).search(queries[:, None], k=k).ids
-    want = exact.repeated(32).search(queries[:, None], k=k).ids
+    got = index.expand_batch(32).search(queries[:, None], k=k).ids
+    want = exact.expand_batch(32).search(queries[:, None], k=k).ids
     return (got[..., None] == want[..., None, :]).any(-1).float().mean().item()
 
 
@@ -35,7 +35,7 @@ def test_recall_on_clustered_keys():
     keys, queries = clustered(3000)
     best = recall(keys, queries, 10)
     assert best > 0.9
-    assert recall(keys, queries, 10, neighbours=2, ef_construction=4, ef_search=10) < best
+    assert recall(keys, queries, 10, neighbors=2, ef_construction=4, ef_search=10) < best
 
 
 @pytest.mark.parametrize("cuts", [[0, 1, 250, 400], [0, 100, 101, 102, 400]], ids=str)
@@ -90,7 +90,7 @@ def test_there_is_none_on_a_gpu():
         ONE.index("faiss-hnsw", where="gpu")
 
 
-@pytest.mark.parametrize("name", ["neighbours", "ef_construction", "ef_search"])
+@pytest.mark.parametrize("name", ["neighbors", "ef_construction", "ef_search"])
 def test_bad_options_are_named(name):
     with pytest.raises(ValueError, match=f"{name}: got 0, allowed is an integer of at least"):
         ONE.index("faiss-hnsw", **{name: 0})

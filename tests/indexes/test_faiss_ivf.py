@@ -46,16 +46,16 @@ def test_its_lists_are_those_that_faiss_trains():
     theirs.train(keys[0, 0].numpy())
     faiss.omp_set_num_threads(before)
     want = theirs.quantizer.reconstruct_n(0, 23)
-    assert int(index._learnt["lists"]) == 23  # one for 39 keys, fewer than 4 √900
-    torch.testing.assert_close(index._learnt["centroids"][0, 0], torch.from_numpy(want))
+    assert int(index._learned["lists"]) == 23  # one for 39 keys, fewer than 4 √900
+    torch.testing.assert_close(index._learned["centroids"][0, 0], torch.from_numpy(want))
 
 
 def test_later_keys_move_no_centroid():
     tokens = CASE.tokens(300)
     index = made("faiss-ivf", part(tokens, 0, 200), lists=6)
-    before = index._learnt["centroids"].clone()
+    before = index._learned["centroids"].clone()
     index.append(*part(tokens, 200, 300))
-    assert torch.equal(index._learnt["centroids"], before)
+    assert torch.equal(index._learned["centroids"], before)
     assert index._made[0][0].ntotal == 300
 
 
@@ -63,12 +63,12 @@ def test_rows_learn_when_their_first_token_comes():
     tokens = CASE.tokens(300)
     index = CASE.index("faiss-ivf", lists=6)
     index.append(*part(tokens, 0, 150), valid=left_padding([150, 0], 150))
-    assert index._learnt["lists"].tolist() == [0, 6]
+    assert index._learned["lists"].tolist() == [0, 6]
     index.append(*part(tokens, 150, 300))
-    assert index._learnt["lists"].tolist() == [6, 6]
+    assert index._learned["lists"].tolist() == [6, 6]
     alone = CASE.index("faiss-ivf", lists=6)
     alone.append(*[tensor[:1] for tensor in part(tokens, 150, 300)])
-    torch.testing.assert_close(index._learnt["centroids"][:1], alone._learnt["centroids"])
+    torch.testing.assert_close(index._learned["centroids"][:1], alone._learned["centroids"])
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

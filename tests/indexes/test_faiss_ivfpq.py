@@ -17,8 +17,8 @@ def clustered(count, clusters, spread, seed=0):
     """Keys `[1, 1, count, 16]` around points of a sphere, and queries near some of the keys."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator)
-    centres = 4 * torch.nn.functional.normalize(draw(clusters, 16), dim=-1)
-    keys = centres[torch.randint(clusters, (count,), generator=generator)]
+    centers = 4 * torch.nn.functional.normalize(draw(clusters, 16), dim=-1)
+    keys = centers[torch.randint(clusters, (count,), generator=generator)]
     keys = keys + spread * draw(count, 16)
     return keys[None, None], keys[:32] + spread * draw(32, 16)
 
@@ -28,8 +28,8 @@ def recall(name, keys, queries, k, **options):
     for each in (index, exact):
         each.append(keys, keys[..., :8])
     asked = queries[:, None]
-    got = index.repeated(len(queries)).search(asked, k=k).ids
-    want = exact.repeated(len(queries)).search(asked, k=k).ids
+    got = index.expand_batch(len(queries)).search(asked, k=k).ids
+    want = exact.expand_batch(len(queries)).search(asked, k=k).ids
     return (got[..., None] == want[..., None, :]).any(-1).float().mean().item()
 
 
@@ -45,7 +45,7 @@ def test_scores_are_those_that_faiss_gives():
     index = ONE.index("faiss-ivfpq", lists=20, probes=20, subspaces=4)
     index.append(keys, keys[..., :8])
     scores, ids = index._made[0][0].search(queries.numpy(), 10)
-    hits = index.repeated(32).search(queries[:, None], k=10)
+    hits = index.expand_batch(32).search(queries[:, None], k=10)
     close = dict(rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(hits.scores[:, 0], torch.from_numpy(scores), **close)
     assert (hits.ids[:, 0] == torch.from_numpy(ids)).float().mean() > 0.95  # equal codes tie
@@ -84,7 +84,7 @@ def test_two_runs_train_the_same():
     for index in (first, second):
         index.append(keys, keys[..., :8])
     for name in ("centroids", "codebooks"):
-        assert torch.equal(first._learnt[name], second._learnt[name])
+        assert torch.equal(first._learned[name], second._learned[name])
 
 
 def test_its_codebooks_are_those_that_faiss_trains():
@@ -95,17 +95,17 @@ def test_its_codebooks_are_those_that_faiss_trains():
     theirs.cp.niter, theirs.cp.seed, theirs.cp.min_points_per_centroid = 5, 1234, 1
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
-    theirs.train((keys[0, 0] - index._learnt["centroids"][0, 0]).numpy())
+    theirs.train((keys[0, 0] - index._learned["centroids"][0, 0]).numpy())
     faiss.omp_set_num_threads(before)
     want = torch.from_numpy(faiss.vector_to_array(theirs.centroids)).view(8, 256, 2)
-    assert torch.equal(index._learnt["codebooks"][0, 0], want)
+    assert torch.equal(index._learned["codebooks"][0, 0], want)
 
 
 def test_bytes():
     index = CASE.index("faiss-ivfpq", lists=2, subspaces=8, bits=6)
     index.append(*CASE.tokens(400))
-    learnt = 2 * 2 * (2 * 64 + 64 * 64) + 16
-    assert index.nbytes()["codes"] == 2 * 2 * 400 * (6 + 8) + learnt
+    learned = 2 * 2 * (2 * 64 + 64 * 64) + 16
+    assert index.nbytes()["codes"] == 2 * 2 * 400 * (6 + 8) + learned
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,15 @@ def built(case=CASE, pads=None, **options):
     index = case.index("h2o", **{**SMALL, **options})
     valid = None if pads is None else left_padding(pads, N)
     index.append(*part(case.tokens(N + STEPS), 0, N), valid=valid)
-    index.observe(sequence(case)[:, :, :N], torch.arange(N))
-    index.seal()
+    index.observe_queries(sequence(case)[:, :, :N], torch.arange(N))
+    index.end_prompt()
     return index
 
 
 def stepped(index, step, case=CASE):
     """One more token, then its query."""
     index.append(*part(case.tokens(N + STEPS), N + step, N + step + 1))
-    index.observe(sequence(case)[:, :, N + step : N + step + 1], torch.tensor([N + step]))
+    index.observe_queries(sequence(case)[:, :, N + step : N + step + 1], torch.tensor([N + step]))
 
 
 class Literal:
@@ -167,12 +167,12 @@ def test_what_is_dropped_does_not_come_back():
 def test_a_further_prompt_counts_causally():
     index, one_by_one = built(), built(budget=N + STEPS)
     index.append(*part(CASE.tokens(N + STEPS), N, N + 3))
-    index.observe(sequence()[:, :, N : N + 3], torch.arange(N, N + 3))
+    index.observe_queries(sequence()[:, :, N : N + 3], torch.arange(N, N + 3))
     for step in range(3):
         stepped(one_by_one, step)  # nothing is dropped
-    known = index._learnt["ids"]
+    known = index._learned["ids"]
     assert (known[..., -1] == N + 2).all()
-    last = index._learnt["scores"][..., -1], one_by_one._learnt["scores"][..., -1]
+    last = index._learned["scores"][..., -1], one_by_one._learned["scores"][..., -1]
     assert (last[0] > last[1]).all(), "shares among fewer rows are larger"
     assert (last[0] < 3).all(), "one query for each head of the group"
 
@@ -180,10 +180,10 @@ def test_a_further_prompt_counts_causally():
 def test_without_queries_every_row_is_kept():
     index = CASE.index("h2o", **SMALL)
     index.append(*CASE.tokens(N))
-    index.seal()
+    index.end_prompt()
     assert kept(index, CASE, 0, 0) == [*range(N)]
     index.append(*CASE.tokens(3))
-    index.observe(sequence()[:, :, :1], torch.tensor([N + 2]))
+    index.observe_queries(sequence()[:, :, :1], torch.tensor([N + 2]))
     assert len(kept(index, CASE, 0, 0)) == 8
 
 
@@ -193,24 +193,24 @@ def test_padding_changes_nothing_but_ids():
     padded = CASE.index("h2o", **SMALL)
     tokens = part(CASE.tokens(N + STEPS), 0, N)
     padded.append(*tokens, valid=left_padding([0, 13], N))
-    padded.observe(queries[:, :, :N], torch.arange(N))
-    padded.seal()
+    padded.observe_queries(queries[:, :, :N], torch.arange(N))
+    padded.end_prompt()
     alone = CASE.index("h2o", **SMALL)
     alone.append(tokens[0][1:, :, 13:], tokens[1][1:, :, 13:])
-    alone.observe(queries[1:, :, 13:N], torch.arange(N - 13))
-    alone.seal()
+    alone.observe_queries(queries[1:, :, 13:N], torch.arange(N - 13))
+    alone.end_prompt()
     assert kept(padded, CASE, 1, 1) == [13 + i for i in kept(alone, CASE, 0, 1)]
     assert kept(padded, CASE, 0, 1) == kept(built(), CASE, 0, 1)
 
 
 def test_queries_may_come_before_the_keys():
     late, order = CASE.index("h2o", **SMALL), torch.tensor([1, 0])
-    late.observe(sequence()[order, :, :N], torch.arange(N))
+    late.observe_queries(sequence()[order, :, :N], torch.arange(N))
     late.reorder(order)
     with pytest.raises(ValueError, match=r"keys.*B=2"):
         late.append(*CASE.tokens(N, batch=1))
     late.append(*part(CASE.tokens(N + STEPS), 0, N))
-    late.seal()
+    late.end_prompt()
     assert kept(late, CASE, 1, 0) == kept(built(), CASE, 1, 0)
 
 
@@ -224,7 +224,7 @@ def test_in_pieces_or_at_once(monkeypatch):
     once = built()
     monkeypatch.setattr("kvindex.bases.eviction.LOGITS", 1)
     for name in ("ids", "scores"):
-        torch.testing.assert_close(built()._learnt[name], once._learnt[name])
+        torch.testing.assert_close(built()._learned[name], once._learned[name])
 
 
 def dropping(case):
@@ -238,8 +238,8 @@ def dropping(case):
         def append(keys, values, **flags):
             plain(keys, values, **flags)
             if not index._sealed and len(index):
-                index.observe(queries.expand(len(keys), -1, -1, -1), torch.arange(4, 13))
-                index.seal()
+                index.observe_queries(queries.expand(len(keys), -1, -1, -1), torch.arange(4, 13))
+                index.end_prompt()
 
         index.append = append
         return index
@@ -261,9 +261,9 @@ def test_bad_calls_leave_it_as_it_was():
     with pytest.raises(ValueError, match="keys"):
         index.append(keys, values)
     with pytest.raises(ValueError, match="queries: got shape"):
-        index.observe(sequence()[:1], torch.arange(N + STEPS))
+        index.observe_queries(sequence()[:1], torch.arange(N + STEPS))
     with pytest.raises(ValueError, match="positions: got shape"):
-        index.observe(sequence(), torch.arange(N))
+        index.observe_queries(sequence(), torch.arange(N))
     assert_same_snapshot(snapshot(index, CASE.queries()), before)
 
 

@@ -35,7 +35,7 @@ def pages_in_words(index, keys, ids, prompt, b, h):
     squares = {i: literal.dot(rows[i], rows[i]) for i in ids}
     radius = max(squares[i] for i in ids[:prompt])
     point = {i: [*rows[i], math.sqrt(max(radius - squares[i], 0.0))] for i in ids}
-    anchors = [i for i in index._learnt["anchor_ids"][b].tolist() if i >= 0]
+    anchors = [i for i in index._learned["anchor_ids"][b].tolist() if i >= 0]
     children = {anchor: [] for anchor in anchors}
     for i in ids:
         children[min(anchors, key=lambda a: math.dist(point[i], point[a]))].append(i)
@@ -95,7 +95,7 @@ def test_rows_are_those_of_the_best_pages_of_the_best_anchors(k):
 
 def assert_same_tree(index, want):
     for name in ("first", "anchor_ids", "members", "sizes", "parents"):
-        assert torch.equal(index._learnt[name], want._learnt[name]), name
+        assert torch.equal(index._learned[name], want._learned[name]), name
 
 
 def test_the_tree_is_that_of_one_append_however_the_tokens_came():
@@ -128,12 +128,12 @@ def test_every_token_is_with_its_nearest_anchor_of_all_that_came():
     index = case.index("icecache", **SMALL)
     for start in range(0, 200, 20):
         index.append(*part(tokens, start, start + 20))
-    learnt, keys = index._learnt, tokens[0]
+    learned, keys = index._learned, tokens[0]
     lift = icecache._lift
-    points = torch.cat([keys, lift(keys, learnt["radius"])[..., None]], dim=-1)
-    anchors = points[:, :, learnt["anchor_ids"][0]]
+    points = torch.cat([keys, lift(keys, learned["radius"])[..., None]], dim=-1)
+    anchors = points[:, :, learned["anchor_ids"][0]]
     distances = torch.cdist(points.double(), anchors.double())
-    assert torch.equal(distances.argmin(-1), learnt["parents"].long())
+    assert torch.equal(distances.argmin(-1), learned["parents"].long())
 
 
 @pytest.mark.parametrize("group", ["mean_share", "max_share", "union", "mean_query"])
@@ -145,7 +145,7 @@ def test_with_every_key_an_anchor_it_is_exact(group):
     for target in (index, exact):
         target.append(*part(tokens, 0, 33))
         target.append(*part(tokens, 33, 60))
-    assert (index._learnt["sizes"] == 1).all()
+    assert (index._learned["sizes"] == 1).all()
     assert_same_hits(index.search(queries, k=12), exact.search(queries, k=12), close=1e-5)
 
 
@@ -175,14 +175,14 @@ def test_anchors_are_about_as_many_as_the_ratio_says():
         index = case.index("icecache", ratio=ratio)
         index.append(*case.tokens(2000))
         spread = 4 * math.sqrt(2000 * ratio * (1 - ratio))  # fails once in 16,000 seeds
-        assert abs(index._learnt["anchor_ids"].shape[1] - 2000 * ratio) < spread
+        assert abs(index._learned["anchor_ids"].shape[1] - 2000 * ratio) < spread
 
 
 def test_bytes_per_key_and_head():
     case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = case.index("icecache")
     index.append(*case.tokens(1000))
-    anchors = index._learnt["anchor_ids"].shape[1]
+    anchors = index._learned["anchor_ids"].shape[1]
     kept = anchors * (256 + 4) + 1000 * 16 + (8 + 8 * anchors) / 2 + 4
     assert index.bytes_per_key()["kept"] == kept / 1000
     looked = round(min(30 / anchors, 1) * 1000)

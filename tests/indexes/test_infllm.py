@@ -17,8 +17,8 @@ def seen(case, count, seed=0, batch=None):
     return case.tensor(20_000 + seed, batch, case.q_heads, count, case.head_dim)
 
 
-def observe(index, queries, start, stop):
-    index.observe(queries[:, :, start:stop], torch.arange(start, stop))
+def observe_queries(index, queries, start, stop):
+    index.observe_queries(queries[:, :, start:stop], torch.arange(start, stop))
 
 
 def in_words(keys, queries, ends, span):
@@ -59,7 +59,7 @@ def test_representatives_are_those_in_words(span, most, monkeypatch):
     index = CASE.index("infllm", page=8, span=span, representatives=most)
     ends, at = [], 0
     for looked, stop in ((40, 30), (41, 31), (41, 41), (60, 60), (80, 64)):
-        observe(index, queries, ends[-1] if ends else 0, looked)
+        observe_queries(index, queries, ends[-1] if ends else 0, looked)
         index.append(*part(tokens, at, stop))
         ends += [looked] * (stop - at)
         at = stop
@@ -69,7 +69,7 @@ def test_representatives_are_those_in_words(span, most, monkeypatch):
 def test_the_comparison_can_fail():
     tokens, queries = CASE.tokens(32), seen(CASE, 40)
     index = CASE.index("infllm", page=8)
-    observe(index, queries.roll(1, 2), 0, 40)
+    observe_queries(index, queries.roll(1, 2), 0, 40)
     index.append(*tokens)
     with pytest.raises(AssertionError):
         assert_as_in_words(index, tokens[0], queries, [40] * 32)
@@ -80,7 +80,7 @@ def test_a_query_seen_before_finds_the_block_of_its_best_key():
     case = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
     tokens, query = case.tokens(200), case.queries()
     index = case.index("infllm", page=10, representatives=1)
-    observe(index, query[:, :, None].expand(-1, -1, 201, -1), 0, 201)
+    observe_queries(index, query[:, :, None].expand(-1, -1, 201, -1), 0, 201)
     index.append(*tokens)
     products = (tokens[0] @ query[..., None])[..., 0]
     hits = index.search(query, k=200)
@@ -94,7 +94,7 @@ def test_a_query_seen_before_finds_the_block_of_its_best_key():
 @pytest.mark.parametrize("group", ["mean_share", "max_share", "union", "mean_query"])
 def test_blocks_of_one_token_are_exact(group):
     index, exact = CASE.index("infllm", page=1, group=group), CASE.index("exact", group=group)
-    observe(index, seen(CASE, 41), 0, 41)
+    observe_queries(index, seen(CASE, 41), 0, 41)
     for each in (index, exact):
         each.append(*CASE.tokens(40))
     got, want = (each.search(CASE.queries(), k=9) for each in (index, exact))
@@ -106,20 +106,20 @@ def test_padding_reordering_and_truncation_keep_what_was_seen():
     """A row equals one alone with the tokens that are left, appended as they were."""
     pads, tokens, queries = [0, 5, 37], CASE.tokens(90, batch=3), seen(CASE, 95, batch=3)
     index, valid = CASE.index("infllm", page=8, span=12), left_padding(pads, 90)
-    observe(index, queries, 0, 80)
+    observe_queries(index, queries, 0, 80)
     index.append(*part(tokens, 0, 61), valid=valid[:, :61])
     order = torch.tensor([2, 0, 1])
     index.reorder(order)
     index.append(*(rows[order] for rows in part(tokens, 61, 75)))
     index.truncate(52)
-    observe(index, queries[order], 52, 95)
+    observe_queries(index, queries[order], 52, 95)
     index.append(*(rows[order] for rows in part(tokens, 52, 90)))
     for row, b in enumerate(order.tolist()):
         alone, pad = CASE.index("infllm", page=8, span=12), pads[b]
-        alone.observe(queries[b : b + 1, :, pad:80], torch.arange(80 - pad))
+        alone.observe_queries(queries[b : b + 1, :, pad:80], torch.arange(80 - pad))
         one = tuple(rows[b : b + 1, :, pad:] for rows in tokens)
         alone.append(*part(one, 0, 52 - pad))
-        alone.observe(queries[b : b + 1, :, pad:], torch.arange(95 - pad))
+        alone.observe_queries(queries[b : b + 1, :, pad:], torch.arange(95 - pad))
         alone.append(*part(one, 52 - pad, 90 - pad))
         for name in alone._codes:
             want = alone._codes[name][0]
@@ -130,22 +130,22 @@ def test_padding_reordering_and_truncation_keep_what_was_seen():
 def test_what_was_seen_of_a_sequence_that_was_cut_is_forgotten():
     tokens, queries = CASE.tokens(40), seen(CASE, 60)
     index = CASE.index("infllm", page=8)
-    observe(index, queries, 0, 60)
+    observe_queries(index, queries, 0, 60)
     index.append(*part(tokens, 0, 30))
     index.truncate(20)
     index.append(*part(tokens, 20, 30))
     marks = index._codes["marks"].flatten(2, 3)
     assert (marks[:, :, :20] > NONE).all()
     assert (marks[:, :, 20:30] == NONE).all()
-    observe(index, queries, 30, 60)
-    observe(index, queries, 30, 40)  # again from 30 on
+    observe_queries(index, queries, 30, 60)
+    observe_queries(index, queries, 30, 40)  # again from 30 on
     assert index._positions.tolist() == list(range(30, 40))
 
 
 def test_a_reorder_before_the_first_append_reorders_what_was_seen():
     tokens, queries, order = CASE.tokens(24), seen(CASE, 30), torch.tensor([1, 1, 0])
     index = CASE.index("infllm", page=8)
-    observe(index, queries, 0, 30)
+    observe_queries(index, queries, 0, 30)
     index.reorder(order)
     index.append(*(rows[order] for rows in tokens))
     assert_as_in_words(index, tokens[0][order], queries[order], [30] * 24)
@@ -153,7 +153,7 @@ def test_a_reorder_before_the_first_append_reorders_what_was_seen():
 
 def test_in_a_layer_every_key_is_scored_and_few_queries_are_kept():
     index = CASE.index("infllm", page=8)
-    layer = AttentionLayer(index, k=16, sink=2, local=6, update_every=4, full_threshold=20)
+    layer = AttentionLayer(index, k=16, sink=2, local_window=6, update_every=4, dense_below=20)
     keys, values = CASE.tokens(90)
     queries = seen(CASE, 90)
     for start, stop in [(0, 50), *((i, i + 1) for i in range(50, 90))]:
@@ -170,10 +170,10 @@ def test_wrong_queries_are_refused():
     index = CASE.index("infllm")
     queries = seen(CASE, 5)
     with pytest.raises(ValueError, match=r"queries: got shape .* allowed is .*H=6, T, D=16"):
-        index.observe(queries[:, :2], torch.arange(5))
+        index.observe_queries(queries[:, :2], torch.arange(5))
     with pytest.raises(ValueError, match=r"positions: got shape \[4\], allowed is \[T=5\]"):
-        index.observe(queries, torch.arange(4))
-    observe(index, queries, 0, 5)
+        index.observe_queries(queries, torch.arange(4))
+    observe_queries(index, queries, 0, 5)
     with pytest.raises(ValueError, match="keys: got a batch of 3, allowed is that observed, 2"):
         index.append(*CASE.tokens(4, batch=3))
     assert len(index) == 0

@@ -16,22 +16,22 @@ def sealed(case=CASE, count=N, tokens=None, valid=None, **options):
     """An index whose prompt of `count` tokens is complete."""
     index = case.index("louiskv", **options)
     index.append(*(case.tokens(count) if tokens is None else tokens), valid=valid)
-    index.seal()
+    index.end_prompt()
     return index
 
 
 def units(index):
     """The ids of each cluster, then of each segment, for each row and head."""
-    learnt, found = index._learnt, {}
+    learned, found = index._learned, {}
     for b in range(len(index.counts)):
         for h in range(index.geometry.kv_heads):
-            ids = learnt["members"][b, h].tolist()
+            ids = learned["members"][b, h].tolist()
             first, split = 0, []
-            for size in learnt["sizes"][b, h].tolist():
+            for size in learned["sizes"][b, h].tolist():
                 split.append(ids[first : first + size])
                 first += size
             first = index._sequence.prompt
-            for size in learnt["counts"][b].tolist():
+            for size in learned["counts"][b].tolist():
                 split.append(ids[first : first + size])
                 first += size
             found[b, h] = split
@@ -39,12 +39,12 @@ def units(index):
 
 
 def segments(index, row=0):
-    return units(index)[row, 0][index._learnt["sizes"].shape[2] :]
+    return units(index)[row, 0][index._learned["sizes"].shape[2] :]
 
 
 def assert_units_are_means(index, keys):
-    learnt = index._learnt
-    means = torch.cat([learnt["centroids"], learnt["means"]], dim=2)
+    learned = index._learned
+    means = torch.cat([learned["centroids"], learned["means"]], dim=2)
     for (b, h), split in units(index).items():
         for unit, ids in enumerate(split):
             if ids:
@@ -97,7 +97,7 @@ def test_a_sealed_index_keeps_the_contract(check):
 
         def and_seal(*tokens, **flags):
             append(*tokens, **flags)
-            index.seal()
+            index.end_prompt()
 
         index.append = and_seal
         return index
@@ -125,11 +125,11 @@ def test_units_hold_every_token_once_and_are_its_mean():
 def test_a_blob_of_the_prompt_is_a_cluster():
     """Far apart, k-means finds them whatever it starts from (here with this seed)."""
     case = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
-    centres = 20 * torch.eye(16)[:4]
-    keys = (centres.repeat(8, 1) + case.tensor(3, 32, 16))[None, None]
+    centers = 20 * torch.eye(16)[:4]
+    keys = (centers.repeat(8, 1) + case.tensor(3, 32, 16))[None, None]
     index = sealed(case, tokens=(keys, case.tokens(32)[1]), per_cluster=8)
     assert sorted(units(index)[0, 0]) == [[*range(i, 32, 4)] for i in range(4)]
-    hits = index.search(centres[2][None, None], k=11)
+    hits = index.search(centers[2][None, None], k=11)
     assert hits.ids[0, 0, :8].tolist() == [*range(2, 32, 4)]
     assert (hits.scores[0, 0, :8] == hits.scores[0, 0, 0]).all()
     assert (hits.ids >= 0).all(), "the last unit is cut"
@@ -166,7 +166,7 @@ def test_boundaries_lie_at_the_newest_query_not_at_the_newest_key_held():
     for position in range(N, N + 20):
         if position in (N + 3, N + 12):
             index.mark_boundary()
-        index.observe(CASE.queries()[:, :, None], torch.tensor([position]))
+        index.observe_queries(CASE.queries()[:, :, None], torch.tensor([position]))
     assert index._sequence.cuts == (N + 3, N + 12)
     index.append(*more)
     assert [len(segment) for segment in segments(index)] == [3, 9, 8]
@@ -175,7 +175,7 @@ def test_boundaries_lie_at_the_newest_query_not_at_the_newest_key_held():
 def test_boundaries_of_a_sequence_that_was_cut_go():
     index, more = sealed(), CASE.tokens(20, seed=1)
     for position in (N + 3, N + 9, N + 5):
-        index.observe(CASE.queries()[:, :, None], torch.tensor([position]))
+        index.observe_queries(CASE.queries()[:, :, None], torch.tensor([position]))
         index.mark_boundary()
     assert index._sequence.cuts == (N + 4, N + 6)
     index.append(*more)
@@ -186,7 +186,7 @@ def test_boundaries_of_a_sequence_that_was_cut_go():
 
 def test_a_short_prompt_may_still_wait_in_the_window():
     index = CASE.index("louiskv", longest=8)
-    index.seal()
+    index.end_prompt()
     index.append(*CASE.tokens(20))
     assert [len(segment) for segment in segments(index)] == [8, 8, 4]
     index.truncate(0)
@@ -196,7 +196,7 @@ def test_a_short_prompt_may_still_wait_in_the_window():
 def test_seal_clusters_once():
     index = sealed()
     index.append(*CASE.tokens(5, seed=1))
-    index.seal()
+    index.end_prompt()
     assert index._sequence.prompt == N
 
 

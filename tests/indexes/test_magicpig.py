@@ -141,10 +141,10 @@ def test_each_head_sees_its_own_candidates():
     index.append(*case.tokens(60), valid=left_padding([0, 9], 60))
     hits = index.search(case.queries(), k=64)
     assert_well_formed(hits, index, 2, 64)
-    centre = index._learnt["centre"]
+    center = index._learned["center"]
     asked = index._hashes(case.queries().reshape(2, 2, 3, 16))
     drawn = (asked[:, :, :, None] == index._codes["hashes"][:, :, None]).sum(-1) >= 2
-    assert centre.shape == (2, 2, 16)
+    assert center.shape == (2, 2, 16)
     for b, first in enumerate([0, 9]):
         for h in range(6):
             ids = hits.ids[b, h // 3]
@@ -157,7 +157,7 @@ def test_each_head_sees_its_own_candidates():
 def test_hashes_are_signs():
     index = CASE.index("magicpig", bits=3, tables=5)
     index.append(*CASE.tokens(N))
-    keys = CASE.tokens(N)[0] - index._learnt["centre"][:, :, None]
+    keys = CASE.tokens(N)[0] - index._learned["center"][:, :, None]
     positive = (keys @ index._directions >= 0).unflatten(-1, (5, 3)).int()
     want = positive[..., 0] + 2 * positive[..., 1] + 4 * positive[..., 2]
     assert torch.equal(index._codes["hashes"].int(), want)
@@ -174,12 +174,12 @@ def test_hashing_in_blocks_changes_nothing(monkeypatch):
     assert torch.equal(again.search(CASE.queries(), k=40).ids, before.ids)
 
 
-def test_later_tokens_are_hashed_around_the_first_centre():
+def test_later_tokens_are_hashed_around_the_first_center():
     index = CASE.index("magicpig", **FEW)
     index.append(*CASE.tokens(N))
-    centre = index._learnt["centre"].clone()
+    center = index._learned["center"].clone()
     index.append(*CASE.tokens(N, seed=1))
-    assert torch.equal(index._learnt["centre"], centre)
+    assert torch.equal(index._learned["center"], center)
     assert (index.search(CASE.queries(), k=80).ids >= N).any()
 
 
@@ -188,9 +188,9 @@ def test_a_stale_index_never_returns_what_follows_the_prompt():
     stale, frozen = CASE.index("magicpig", stale=True, **FEW), CASE.index("magicpig", **FEW)
     stale.append(*part(prompt, 0, 10))
     stale.append(*part(prompt, 10, N))
-    stale.seal()
+    stale.end_prompt()
     stale.append(*later)
-    stale.seal()
+    stale.end_prompt()
     frozen.append(*part(prompt, 0, 10))
     frozen.append(*part(prompt, 10, N))
     got, want = (index.search(CASE.queries(), k=15) for index in (stale, frozen))
@@ -209,7 +209,7 @@ def test_one_row_read_by_many_draws_as_it_does_alone():
     index = case.index("magicpig", bits=3, tables=20)
     index.append(*case.tokens(60))
     queries = torch.cat([case.queries(seed) for seed in range(4)])
-    together = index.repeated(4).search(queries, k=20)
+    together = index.expand_batch(4).search(queries, k=20)
     for row in range(4):
         alone = index.search(queries[row : row + 1], k=20)
         assert torch.equal(together.ids[row], alone.ids[0])
@@ -218,7 +218,7 @@ def test_one_row_read_by_many_draws_as_it_does_alone():
 
 def test_a_stale_index_without_a_prompt_finds_nothing():
     index = CASE.index("magicpig", stale=True)
-    index.seal()
+    index.end_prompt()
     index.append(*CASE.tokens(N))
     hits = index.search(CASE.queries(), k=3)
     assert_well_formed(hits, index, 1, 3)
@@ -240,8 +240,8 @@ def test_bytes_per_key():
     case = Case(q_heads=2, kv_heads=2, head_dim=128, value_dim=8)
     index = case.index("magicpig")
     index.append(*case.tokens(10))
-    learnt = 2 * 128 * 4 + 1
-    assert index.nbytes()["codes"] == 2 * 10 * 300 + learnt + 128 * 1500 * 4
+    learned = 2 * 128 * 4 + 1
+    assert index.nbytes()["codes"] == 2 * 10 * 300 + learned + 128 * 1500 * 4
     assert index.bytes_per_key()["scanned"] == 300
 
 

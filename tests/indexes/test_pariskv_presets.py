@@ -1,6 +1,6 @@
 """ParisKV past its paper: what it learns, what it keeps, and what cannot go wrong.
 
-A little longer than most files: what is learnt, kept and searched for is the presets' in common.
+A little longer than most files: what is learned, kept and searched for is the presets' in common.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def test_the_default_is_a_preset_and_the_paper_is_the_bare_configuration():
 
 @pytest.mark.parametrize("preset", PAST)
 def test_scores_are_near_the_inner_products(preset):
-    """The centre's share included: a softcap, and shares of all rows, need whole scores."""
+    """The center's share included: a softcap, and shares of all rows, need whole scores."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(300)
     keys = keys + 3 * case.tokens(1, seed=5)[0]
@@ -47,10 +47,10 @@ def test_scores_are_near_the_inner_products(preset):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
-    """Of one head: to each head it adds another number, which `lists="group"` compares."""
+    """Of one head: to each head it adds another number, which `candidates_per="group"` compares."""
     keys, values = CASE.tokens(200)
     shift = 4 * CASE.tokens(1, seed=7)[0]
-    alone = dict(group="union", lists="head")
+    alone = dict(group="union", candidates_per="head")
     plain = filled(preset, keys, values, **alone).search(CASE.queries(), k=20)
     moved = filled(preset, keys + shift, values, **alone).search(CASE.queries(), k=20)
     same = (plain.ids[..., None] == moved.ids[..., None, :]).any(-1)
@@ -69,53 +69,53 @@ def test_scaling_all_keys_by_a_power_of_two_changes_no_code(preset, power):
         assert torch.equal(index._codes[name], scaled._codes[name])
 
 
-def test_what_is_learnt_is_learnt_from_the_first_valid_tokens_and_kept():
+def test_what_is_learned_is_learned_from_the_first_valid_tokens_and_kept():
     keys, values = CASE.tokens(80)
     valid = left_padding([10, 30], 30)  # the second row has seen nothing yet
     index = made("fast")
     index.append(*part((keys, values), 0, 30), valid=valid)
     mean = keys[0, :, 10:30].mean(1)
-    torch.testing.assert_close(index._learnt["centres"][0, :, 0].float(), mean, rtol=8e-3, atol=0)
-    assert not index._learnt["centres"][1].any()
-    assert index._learnt["known"].tolist() == [[True], [False]]
-    first = dict(index._learnt)
+    torch.testing.assert_close(index._learned["centers"][0, :, 0].float(), mean, rtol=8e-3, atol=0)
+    assert not index._learned["centers"][1].any()
+    assert index._learned["known"].tolist() == [[True], [False]]
+    first = dict(index._learned)
     index.append(*part((keys, values), 30, 50))
     mean = keys[1, :, 30:50].mean(1)
-    torch.testing.assert_close(index._learnt["centres"][1, :, 0].float(), mean, rtol=8e-3, atol=0)
-    assert torch.equal(index._learnt["centres"][0], first["centres"][0])
-    second = dict(index._learnt)
+    torch.testing.assert_close(index._learned["centers"][1, :, 0].float(), mean, rtol=8e-3, atol=0)
+    assert torch.equal(index._learned["centers"][0], first["centers"][0])
+    second = dict(index._learned)
     index.append(*part((100 * keys, values), 50, 80))
     index.truncate(1)
     index.append(*part((keys, values), 50, 80))
-    for name, learnt in second.items():
-        assert torch.equal(index._learnt[name], learnt), "learnt once"
+    for name, learned in second.items():
+        assert torch.equal(index._learned[name], learned), "learned once"
     index.reorder(torch.tensor([1]))
-    assert torch.equal(index._learnt["centres"], second["centres"][1:])
+    assert torch.equal(index._learned["centers"], second["centers"][1:])
     index.reset()
-    assert index._learnt == {}
+    assert index._learned == {}
 
 
 def test_a_first_append_of_zeros_or_of_one_token_leaves_the_scale_open():
     keys, values = CASE.tokens(40)
     index = made("fast")
     index.append(0 * keys[:, :, :5], values[:, :, :5])
-    assert not index._learnt["reference"].any()
+    assert not index._learned["reference"].any()
     index.append(keys, values)
-    assert (index._learnt["reference"] > 0).all()
+    assert (index._learned["reference"] > 0).all()
     hits = index.search(CASE.queries(), k=10)
     assert (hits.ids >= 5).float().mean() > 0.9
     alone = made("fast")
-    alone.append(keys[:, :, :1], values[:, :, :1])  # its own centre: nothing is left to code
+    alone.append(keys[:, :, :1], values[:, :, :1])  # its own center: nothing is left to code
     hits = alone.search(CASE.queries(), k=1)
     truth = CASE.queries().reshape(2, 2, 2, 64) @ keys[:, :, 0, :, None]
     assert (hits.ids == 0).all()
-    shares = alone.search(CASE.queries(), k=1, mass=0.5)
-    torch.testing.assert_close(shares.mass, torch.ones(2, 4))
+    shares = alone.search(CASE.queries(), k=1, coverage=0.5)
+    torch.testing.assert_close(shares.coverage, torch.ones(2, 4))
     assert truth.isfinite().all()
 
 
 def test_a_wrong_reference_costs_accuracy_alone():
-    """Later keys 2^10 times as large as those that the scale was learnt from."""
+    """Later keys 2^10 times as large as those that the scale was learned from."""
     keys, values = CASE.tokens(100)
     index = made("fast", beta=1.0)
     index.append(keys[:, :, :50] * 2.0**-10, values[:, :, :50])
@@ -135,7 +135,7 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
     true = (mean[:, :, None] @ keys[:, :, 100:].mT)[:, :, 0].topk(20).indices + 100
     found = {}
     for factor in (1.0, times):
-        index = made(preset, group="mean_query", beta=1.0, centre=0)
+        index = made(preset, group="mean_query", beta=1.0, center=0)
         index.append(keys[:, :, :100] / factor, values[:, :, :100])
         index.append(keys[:, :, 100:], values[:, :, 100:])
         hits = index.search(CASE.queries(), k=140).ids.flatten(0, 1).tolist()
@@ -147,7 +147,7 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
 
 
 def test_alike_first_keys_do_not_narrow_the_scale():
-    """Nearly one key, 50 times: the centre leaves next to nothing of it."""
+    """Nearly one key, 50 times: the center leaves next to nothing of it."""
     keys, values = CASE.tokens(300)
     alike = keys[:, :, :1] * (1 + 1e-4 * torch.arange(50)[:, None])
     index = made("fast", group="mean_query", beta=1.0)
@@ -175,8 +175,8 @@ def test_many_queries_at_once_find_what_each_finds_alone(preset):
     index = case.index(f"pariskv:preset={preset}")
     index.append(*case.tokens(300), valid=left_padding([40], 300))
     queries = case.queries(batch=5)
-    together = index.repeated(5).search(queries, k=9)
-    rows = index.repeated(5).fetch(together)
+    together = index.expand_batch(5).search(queries, k=9)
+    rows = index.expand_batch(5).fetch(together)
     for i in range(5):
         alone = index.search(queries[i : i + 1], k=9)
         got = dataclasses.replace(
@@ -190,8 +190,8 @@ def test_many_queries_at_once_find_what_each_finds_alone(preset):
 
 def test_repeated_is_for_a_batch_of_one():
     index = filled("fast", *CASE.tokens(20))
-    with pytest.raises(ValueError, match="repeated: got a batch of 2, allowed is 1"):
-        index.repeated(3)
+    with pytest.raises(ValueError, match="expand_batch: got a batch of 2, allowed is 1"):
+        index.expand_batch(3)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +202,15 @@ def test_repeated_is_for_a_batch_of_one():
         ("weights", "int8"),
         ("weight_bits", 0),
         ("weight_bits", 9),
-        ("largest", 0),
-        ("largest", 128),
+        ("query_max", 0),
+        ("query_max", 128),
         ("magnitude_bits", -1),
         ("magnitude_bits", 8),
-        ("pool", 0),
-        ("centre", "yes"),
-        ("centre", True),
-        ("centre", -1),
-        ("centre", 2**16 + 1),
+        ("refine_factor", 0),
+        ("center", "yes"),
+        ("center", True),
+        ("center", -1),
+        ("center", 2**16 + 1),
         ("lists", "all"),
     ],
 )
@@ -225,10 +225,10 @@ def test_bad_options_are_named(option, value):
         dict(weights="log", weight_bits=4),
         dict(weights="log", weight_bits=1),
         dict(coarse="dots"),  # bfloat16 weights: the coarse stage does without
-        dict(coarse="dots", largest=7, weights="log"),
-        dict(coarse="dots", weights="log", centre=32),
-        dict(coarse="dots", weights="log", centre=100, lists="group"),
-        dict(coarse="none", centre=2**16),
+        dict(coarse="dots", query_max=7, weights="log"),
+        dict(coarse="dots", weights="log", center=32),
+        dict(coarse="dots", weights="log", center=100, candidates_per="group"),
+        dict(coarse="none", center=2**16),
         dict(block="key", magnitude_bits=0),
         dict(block="key", magnitude_bits=7),
     ],
@@ -245,48 +245,48 @@ def test_any_combination_finds_more_than_chance(options):
 
 
 @pytest.mark.parametrize("options", [dict(coarse="tiers"), dict(coarse="dots")], ids=str)
-def test_votes_without_weights_know_no_scale_for_a_centre(options):
-    with pytest.raises(ValueError, match=r"centre: got 256 with coarse=.*, allowed is 0, or"):
-        CASE.index("pariskv:preset=paper", centre=256, **options)
+def test_votes_without_weights_know_no_scale_for_a_center(options):
+    with pytest.raises(ValueError, match=r"center: got 256 with coarse=.*, allowed is 0, or"):
+        CASE.index("pariskv:preset=paper", center=256, **options)
 
 
 @pytest.mark.parametrize("preset", PAST)
-def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centres(preset):
-    """Each 64 keys lie around another point, far from the rest: one centre for all would be no
+def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centers(preset):
+    """Each 64 keys lie around another point, far from the rest: one center for all would be no
     better than none."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(512)
     places = 6 * case.tokens(8, seed=3)[0].repeat_interleave(64, dim=2)
     truth = (case.queries()[:, :, None] @ (keys + places).mT)[:, :, 0]
     error = {}
-    for centre in (64, 512):
-        index = case.index(f"pariskv:preset={preset}", beta=1.0, centre=centre)
+    for center in (64, 512):
+        index = case.index(f"pariskv:preset={preset}", beta=1.0, center=center)
         index.append(keys + places, values)
         hits = index.search(case.queries(), k=512)
-        error[centre] = (hits.scores - truth.gather(-1, hits.ids)).square().mean()
+        error[center] = (hits.scores - truth.gather(-1, hits.ids)).square().mean()
     assert error[64] < error[512] / 20
 
 
 @pytest.mark.parametrize("preset", ["fast", "accurate", "precise"])
-def test_candidates_come_from_all_centres_by_their_scores(preset):
-    """As many of the best keys are candidates as if the centres' share were not told apart."""
+def test_candidates_come_from_all_centers_by_their_scores(preset):
+    """As many of the best keys are candidates as if the centers' share were not told apart."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(1024)
     keys = keys + case.tokens(16, seed=3)[0].repeat_interleave(64, dim=2)
     truth = (case.queries()[:, :, None] @ keys.mT)[:, :, 0].topk(20).indices
     found = {}
-    for centre in (0, 64):
-        index = case.index(f"pariskv:preset={preset}", beta=0.06, pool=1, centre=centre)
+    for center in (0, 64):
+        index = case.index(f"pariskv:preset={preset}", beta=0.06, refine_factor=1, center=center)
         index.append(keys, values)
         hits = index.search(case.queries(), k=60)
-        found[centre] = (truth[..., None] == hits.ids[..., None, :]).any(-1).float().mean()
+        found[center] = (truth[..., None] == hits.ids[..., None, :]).any(-1).float().mean()
     assert found[64] > found[0] + 0.02
 
 
 def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
     keys, values = CASE.tokens(400)
     for lists, most in (("head", 80), ("group", 40)):
-        index = made("fast", lists=lists, beta=0.1, pool=1)
+        index = made("fast", lists=lists, beta=0.1, refine_factor=1)
         index.append(keys, values)
         width = index._candidates(_Asked.of(index, CASE.queries()), 10).shape[-1]
         assert (width == most) if lists == "group" else 40 < width <= most
@@ -295,15 +295,15 @@ def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
 def test_segments_that_are_gone_learn_anew():
     keys, values = CASE.tokens(600)
     index = filled("fast", 9 + keys, values)
-    before = index._learnt["centres"]
+    before = index._learned["centers"]
     index.truncate(512)
-    assert torch.equal(index._learnt["centres"], before[:, :, :2])
+    assert torch.equal(index._learned["centers"], before[:, :, :2])
     index.append(*part((keys - 9, values), 512, 600))
-    assert (index._learnt["centres"][:, :, 2] < 0).all()
-    assert torch.equal(index._learnt["centres"][:, :, :2], before[:, :, :2])
+    assert (index._learned["centers"][:, :, 2] < 0).all()
+    assert torch.equal(index._learned["centers"][:, :, :2], before[:, :, :2])
     index.truncate(0)
     index.append(keys, values)
-    assert torch.equal(index._learnt["centres"], filled("fast", keys, values)._learnt["centres"])
+    assert torch.equal(index._learned["centers"], filled("fast", keys, values)._learned["centers"])
 
 
 def test_an_append_in_pieces_of_whole_segments_learns_the_same():
@@ -311,8 +311,8 @@ def test_an_append_in_pieces_of_whole_segments_learns_the_same():
     whole, pieces = filled("fast", keys, values), made("fast")
     for start in range(0, 600, 256):
         pieces.append(*part((keys, values), start, min(start + 256, 600)))
-    assert torch.equal(whole._learnt["centres"], pieces._learnt["centres"])
+    assert torch.equal(whole._learned["centers"], pieces._learned["centers"])
     one_by_one = made("fast")
     for start in range(300):
         one_by_one.append(*part((keys, values), start, start + 1))
-    assert one_by_one._learnt["centres"].shape == (2, 2, 2, 64)
+    assert one_by_one._learned["centers"].shape == (2, 2, 2, 64)

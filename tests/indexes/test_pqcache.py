@@ -23,7 +23,7 @@ def whole(case, count, *, seed=0):
 
 def decoded(index):
     """What the codes of an index stand for, `[B, G, N, D]`, one subspace after the other."""
-    books, labels = index._learnt["codebooks"], index._codes["labels"].long()
+    books, labels = index._learned["codebooks"], index._codes["labels"].long()
     parts = []
     for b in range(labels.shape[-1]):
         rows = labels[..., b, None].expand(-1, -1, -1, books.shape[-1])
@@ -69,7 +69,7 @@ def test_each_code_is_the_nearest_centroid():
     for seed in (0, 1):  # those that taught the centroids, and later ones
         index.append(*CASE.tokens(60, seed))
     keys = torch.cat([CASE.tokens(60, seed)[0] for seed in (0, 1)], dim=2)
-    books, labels = index._learnt["codebooks"].double(), index._codes["labels"]
+    books, labels = index._learned["codebooks"].double(), index._codes["labels"]
     parts = keys.double().unflatten(-1, (4, 4)).transpose(2, 3)  # [B, G, M, N, m]
     distances = (parts[..., None, :] - books[:, :, :, None]).square().sum(-1)
     chosen = distances.gather(-1, labels.transpose(2, 3).long()[..., None])[..., 0]
@@ -104,22 +104,22 @@ def test_more_bits_or_more_subspaces_err_less():
     assert errors == sorted(errors, reverse=True)
 
 
-# What is learnt
+# What is learned
 
 
 def test_later_tokens_are_coded_with_the_prompts_centroids():
     index = CASE.index("pqcache", **TRAINED)
     index.append(*CASE.tokens(60))
-    before = index._learnt["codebooks"].clone()
+    before = index._learned["codebooks"].clone()
     labels = index._codes["labels"].clone()
     keys, values = CASE.tokens(60, seed=1)
     index.append(keys + 10, values)
     index.truncate(80)
-    assert torch.equal(index._learnt["codebooks"], before)
+    assert torch.equal(index._learned["codebooks"], before)
     assert torch.equal(index._codes["labels"][:, :, :60], labels)
     index.reset()
     index.append(keys + 10, values)
-    assert not torch.equal(index._learnt["codebooks"], before)
+    assert not torch.equal(index._learned["codebooks"], before)
 
 
 def test_padding_teaches_nothing():
@@ -133,7 +133,7 @@ def test_padding_teaches_nothing():
     for b, (start, stop) in enumerate([(40, 60), (7, 30)]):
         alone = CASE.index("pqcache", **TRAINED)
         alone.append(keys[b : b + 1, :, start:stop], values[b : b + 1, :, start:stop])
-        got, want = padded._learnt["codebooks"][b], alone._learnt["codebooks"][0]
+        got, want = padded._learned["codebooks"][b], alone._learned["codebooks"][0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

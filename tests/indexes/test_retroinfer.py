@@ -51,14 +51,14 @@ def sums_over(index, queries, tokens, kept):
 
 def covered(index, hits):
     """Tokens that the hits stand for, bool `[B, G, N]`; each may be meant once only."""
-    learnt, (B, G, _) = index._learnt, hits.ids.shape
+    learned, (B, G, _) = index._learned, hits.ids.shape
     kept = torch.zeros(B, G, len(index), dtype=torch.bool)
     for b in range(B):
         for h in range(G):
-            ends = learnt["sizes"][b, h].cumsum(0).tolist()
+            ends = learned["sizes"][b, h].cumsum(0).tolist()
             for i in hits.ids[b, h].tolist():
                 start = ends[-3 - i] if i < -2 else 0
-                ids = [i] if i >= 0 else learnt["members"][b, h, start : ends[-2 - i]].tolist()
+                ids = [i] if i >= 0 else learned["members"][b, h, start : ends[-2 - i]].tolist()
                 for token in ids if i != -1 else []:
                     assert not kept[b, h, token], "a token is counted twice"
                     kept[b, h, token] = True
@@ -80,7 +80,7 @@ def test_where_clusters_are_single_keys_weighted_rows_give_the_exact_partial_sum
     index = case.index("retroinfer", per_cluster=1, segment=16, block=8, estimated=0.999)
     index.append(*part(tokens, 0, 24))
     index.append(*part(tokens, 24, 40))
-    assert (index._learnt["sizes"] == 1).all()
+    assert (index._learned["sizes"] == 1).all()
     queries = case.queries()
     if k > 1:
         assert_exact_partial_sum(index, queries, tokens, k)
@@ -98,7 +98,7 @@ def test_where_the_keys_of_a_cluster_are_alike_weighted_rows_give_the_exact_part
     keys = keys[:, :, :12].repeat_interleave(4, dim=2)
     index = case.index("retroinfer", **SMALL)
     index.append(keys, values)
-    assert index._learnt["sizes"].amax() >= 4
+    assert index._learned["sizes"].amax() >= 4
     assert_exact_partial_sum(index, case.queries(), (keys, values), k)
 
 
@@ -129,14 +129,14 @@ def test_a_weighted_row_never_promises_more_than_its_keys_hold(k):
 
 def in_words(index, keys, b, h, query, k):
     """[id], best first: clusters and tokens that wait; whole ones until their share is reached."""
-    learnt, units, start = index._learnt, [], 0
-    for s, size in enumerate(learnt["sizes"][b, h].tolist()):
-        ids = learnt["members"][b, h, start : start + size].tolist()
+    learned, units, start = index._learned, [], 0
+    for s, size in enumerate(learned["sizes"][b, h].tolist()):
+        ids = learned["members"][b, h, start : start + size].tolist()
         start += size
         if size:
             mean = keys[b, h, ids].double().mean(0).tolist()
             units.append((literal.dot(mean, query), -2 - s, ids))
-    waiting = [i for i in learnt["waiting"][b].tolist() if i >= 0]
+    waiting = [i for i in learned["waiting"][b].tolist() if i >= 0]
     units += [(literal.dot(keys[b, h, i].tolist(), query), i, [i]) for i in waiting]
     units.sort(key=lambda unit: -unit[0])
     rows, budget, whole = [], k - int(index.config.estimated * k), True
@@ -163,7 +163,7 @@ def test_whole_clusters_are_exact_and_the_next_ones_are_one_row_each(k, estimate
         for h in range(2):
             want = in_words(index, keys, b, h, queries[b, h].tolist(), k)
             assert hits.ids[b, h].tolist() == want + [-1] * (k - len(want))
-            sizes = index._learnt["sizes"][b, h].tolist()
+            sizes = index._learned["sizes"][b, h].tolist()
             for i, weight in zip(hits.ids[b, h].tolist(), hits.log_weight[b, h], strict=True):
                 size = sizes[-2 - i] if i < -1 else int(i >= 0)
                 assert float(weight) == pytest.approx(math.log(size) if size else -math.inf)
@@ -208,11 +208,11 @@ def test_fetch_gives_a_clusters_mean_key_and_mean_value():
         hits = index.search(case.queries(), k=12)
         rows = index.fetch(hits)
         for h in range(2):
-            ends = index._learnt["sizes"][0, h].cumsum(0).tolist()
+            ends = index._learned["sizes"][0, h].cumsum(0).tolist()
             named = [(slot, i) for slot, i in enumerate(hits.ids[0, h].tolist()) if i < -1]
             assert named
             for slot, i in named:
-                ids = index._learnt["members"][0, h, : ends[-2 - i]]
+                ids = index._learned["members"][0, h, : ends[-2 - i]]
                 ids = ids[ends[-3 - i] if i < -2 else 0 :].long()
                 for got, table in zip((rows.keys, rows.values), tokens, strict=True):
                     torch.testing.assert_close(got[0, h, slot], table[0, h, ids].mean(0))
@@ -222,7 +222,7 @@ def test_bytes_per_key_and_head():
     case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = case.index("retroinfer", iterations=1)
     index.append(*case.tokens(1600))
-    assert index._learnt["sizes"].shape == (1, 2, 100)
+    assert index._learned["sizes"].shape == (1, 2, 100)
     scanned = 100 * (2 * 128 + 4)
     assert index.nbytes()["codes"] == 2 * (1600 * 4 + scanned + 100 * 2 * 128) + 2 * 8
     assert index.bytes_per_key()["scanned"] == scanned / 1600
@@ -237,7 +237,7 @@ def test_bytes_per_key_and_head():
         (dict(estimated=1), r"estimated: got 1, allowed is a number in \[0, 1\)"),
         (dict(estimated=-0.1), "estimated: got -0.1, allowed"),
         (dict(estimated=True), "estimated: got True, allowed"),
-        (dict(centred=1), "centred: got 1, allowed is True or False"),
+        (dict(centered=1), "centered: got 1, allowed is True or False"),
         (dict(iterations=-1), "iterations: got -1, allowed"),
         (dict(seed=2**63), "seed: got 9223372036854775808, allowed"),
     ],

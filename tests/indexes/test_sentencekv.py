@@ -61,23 +61,23 @@ def test_sentences_are_those_in_words_whenever_they_are_said(when, longest):
     index = CASE.index("sentencekv", longest=longest, punctuation=(COMMA, STOP))
     rows, tokens, valid = CASE.tokens(90), text(90), left_padding([0, 31], 90)
     if when == "before":
-        index.read(tokens, first=0)
+        index.observe_tokens(tokens, first=0)
     for start, stop in ((0, 40), (40, 41), (41, 77), (77, 90)):
         index.append(*part(rows, start, stop), valid=valid[:, start:stop])
         if when == "between" and start == 41:
-            index.read(tokens, first=0)
+            index.observe_tokens(tokens, first=0)
         if when == "step by step":
-            index.read(tokens[:, start:stop], first=start)
+            index.observe_tokens(tokens[:, start:stop], first=start)
     if when == "after":
-        index.read(tokens[:, :3], first=0)
-        index.read(tokens[:, 3:], first=3)
+        index.observe_tokens(tokens[:, :3], first=0)
+        index.observe_tokens(tokens[:, 3:], first=3)
     assert_as_in_words(index, rows[0], tokens, valid)
 
 
 def test_the_comparison_can_fail():
     index, rows, tokens = CASE.index("sentencekv", punctuation=STOP), CASE.tokens(60), text(60)
     index.append(*rows)
-    index.read(tokens, first=0)
+    index.observe_tokens(tokens, first=0)
     real = torch.ones_like(tokens, dtype=torch.bool)
     assert_as_in_words(index, rows[0], tokens, real)
     with pytest.raises(AssertionError):
@@ -89,17 +89,17 @@ def test_the_comparison_can_fail():
 def test_sentences_through_truncation_reordering_and_another_text():
     index = CASE.index("sentencekv", longest=9, punctuation=STOP)
     rows, tokens, valid = CASE.tokens(80), text(80, seed=3), left_padding([5, 44], 80)
-    index.read(tokens, first=0)
+    index.observe_tokens(tokens, first=0)
     index.append(*rows, valid=valid)
     index.truncate(61)
     order = torch.tensor([1, 0, 1])
     index.reorder(order)
     other = text(40, seed=4, rows=3)
-    index.read(other[:, :30], first=61)  # some are still to come
+    index.observe_tokens(other[:, :30], first=61)  # some are still to come
     more = CASE.tokens(40, seed=1, batch=3)
     index.append(*part(more, 0, 12))
     index.append(*part(more, 12, 40))
-    index.read(other[:, 25:], first=86)
+    index.observe_tokens(other[:, 25:], first=86)
     keys = torch.cat([rows[0][order, :, :61], more[0]], dim=2)
     tokens = torch.cat([tokens[order, :61], other], dim=1)
     valid = torch.cat([valid[order, :61], torch.ones(3, 40, dtype=torch.bool)], dim=1)
@@ -116,7 +116,7 @@ def test_marked_boundaries_are_those_that_are_read():
         if token == STOP:
             marked.mark_boundary()
     read.append(*rows)
-    read.read(tokens[0], first=0)
+    read.observe_tokens(tokens[0], first=0)
     assert sentences(marked) == sentences(read)
     hits = [each.search(CASE.queries(), k=20) for each in (marked, read)]
     assert_same_hits(*hits)
@@ -128,7 +128,7 @@ def test_a_boundary_lies_at_the_newest_query():
     for position in range(30):
         if position in (4, 17):
             index.mark_boundary()
-        index.observe(CASE.queries(position)[:, :, None], torch.tensor([position]))
+        index.observe_queries(CASE.queries(position)[:, :, None], torch.tensor([position]))
     index.append(*rows)
     assert [len(one) for one in sentences(index)[0]] == [4, 13, 13]
 
@@ -143,11 +143,11 @@ def test_without_boundaries_sentences_are_pages():
 def test_sentences_are_averaged_in_blocks(monkeypatch):
     rows, tokens = CASE.tokens(90), text(90)
     whole = CASE.index("sentencekv", punctuation=STOP)
-    whole.read(tokens, first=0)
+    whole.observe_tokens(tokens, first=0)
     whole.append(*rows)
     monkeypatch.setattr("kvindex.indexes.sentencekv.BLOCK", 3 * 64)
     index = CASE.index("sentencekv", punctuation=STOP)
-    index.read(tokens, first=0)
+    index.observe_tokens(tokens, first=0)
     index.append(*rows)
     assert torch.equal(index._codes["means"], whole._codes["means"])
 
@@ -158,9 +158,9 @@ def test_sentences_are_averaged_in_blocks(monkeypatch):
 def spoken(index, queries, ends=()):
     """A generation: queries `[B, H, T, D]` observed one by one, boundaries after some tokens."""
     first = len(index)
-    index.seal()
+    index.end_prompt()
     for i in range(queries.shape[2]):
-        index.observe(queries[:, :, i : i + 1], torch.tensor([first + i]))
+        index.observe_queries(queries[:, :, i : i + 1], torch.tensor([first + i]))
         if i in ends:
             index.mark_boundary()
 
@@ -170,7 +170,7 @@ def test_a_score_is_the_mean_of_all_products_of_two_sentences(seen):
     """By linearity; of a head alone scores are estimates, not shares."""
     case = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
     index, rows, tokens = case.index("sentencekv", punctuation=STOP), case.tokens(50), text(50)
-    index.read(tokens, first=0)
+    index.observe_tokens(tokens, first=0)
     index.append(*rows)
     queries = case.tensor(5, 2, 2, 12, 16)
     spoken(index, queries if seen else queries[:, :, :-1], ends=(3, 6))
@@ -206,9 +206,9 @@ def test_queries_of_the_prompt_and_of_a_cut_sequence_do_not_count():
     for each in (index, alone):
         each.append(*CASE.tokens(40))
     queries = CASE.tensor(5, 2, 6, 50, 16)
-    index.observe(queries[:, :, :40], torch.arange(40))
+    index.observe_queries(queries[:, :, :40], torch.arange(40))
     spoken(index, queries[:, :, 40:46])
-    index.observe(queries[:, :, 45:46], torch.tensor([42]))  # the third token again
+    index.observe_queries(queries[:, :, 45:46], torch.tensor([42]))  # the third token again
     mean = queries[:, :, [40, 41, 45]].mean(2)
     hits = index.search(queries[:, :, 45], k=20)
     assert_same_hits(hits, alone.search(mean, k=20), close=1e-5)
@@ -241,9 +241,9 @@ def test_sentences_of_one_token_are_exact(policy):
     exact = CASE.index("exact", group=policy)
     changes = [
         lambda i: i.append(*tokens, valid=pads),
-        lambda i: i.seal(),
+        lambda i: i.end_prompt(),
         lambda i: i.append(*part(more, 0, 1)),
-        lambda i: i.observe(CASE.queries()[:, :, None], torch.tensor([41])),
+        lambda i: i.observe_queries(CASE.queries()[:, :, None], torch.tensor([41])),
         lambda i: (i.mark_boundary(), i.append(*part(more, 1, 30))),
         lambda i: i.truncate(50),
         lambda i: i.reorder(torch.tensor([1, 1, 0])),
@@ -259,10 +259,10 @@ def test_in_a_layer_sentences_of_one_token_follow_exact():
 
 def test_in_a_layer_the_searched_query_counts_once():
     index = CASE.index("sentencekv", punctuation=STOP)
-    layer = AttentionLayer(index, k=9, sink=3, local=4, update_every=5, full_threshold=0)
+    layer = AttentionLayer(index, k=9, sink=3, local_window=4, update_every=5, dense_below=0)
     queries, (keys, values), seen = CASE.tensor(5, 2, 6, 60, 16), CASE.tokens(60), []
-    index.read(torch.full((60,), STOP), first=0)
-    index.read(torch.zeros(29, dtype=torch.int64), first=31)
+    index.observe_tokens(torch.full((60,), STOP), first=0)
+    index.observe_tokens(torch.zeros(29, dtype=torch.int64), first=31)
     search = index._search
     index._search = lambda q, k: (seen.append(index._heard.mean_query(q, 64)), search(q, k))[1]
     for some in (slice(0, 30), *(slice(i, i + 1) for i in range(30, 60))):
@@ -275,7 +275,7 @@ def test_in_a_layer_the_searched_query_counts_once():
 
 def test_reuse_marks_boundaries():
     index = Reuse(CASE.index("sentencekv"), tau=2.0)
-    layer = AttentionLayer(index, k=9, sink=0, local=1, update_every=1, full_threshold=0)
+    layer = AttentionLayer(index, k=9, sink=0, local_window=1, update_every=1, dense_below=0)
     queries, (keys, values) = CASE.tensor(5, 2, 6, 20, 16), CASE.tokens(20)
     for some in (slice(0, 10), *(slice(i, i + 1) for i in range(10, 20))):
         layer.step(*(t[:, :, some] for t in (queries, keys, values)))
@@ -287,7 +287,7 @@ def test_reuse_marks_boundaries():
 
 def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch():
     index, tokens = CASE.index("sentencekv", punctuation=STOP), text(30)
-    index.read(tokens, first=0)
+    index.observe_tokens(tokens, first=0)
     with pytest.raises(ValueError, match="keys: got a batch of 3, allowed is that read, 2"):
         index.append(*CASE.tokens(30, batch=3))
     index.reorder(torch.tensor([1, 0, 1]))
@@ -302,8 +302,8 @@ def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch()
 
 def test_what_is_read_of_another_batch_is_forgotten():
     index, tokens = CASE.index("sentencekv", punctuation=STOP), text(30, rows=3)
-    index.read(text(20), first=0)
-    index.read(tokens[:, 20:], first=20)
+    index.observe_tokens(text(20), first=0)
+    index.observe_tokens(tokens[:, 20:], first=20)
     rows = CASE.tokens(30, batch=3)
     index.append(*rows)
     tokens[:, :20] = 0
@@ -313,9 +313,9 @@ def test_what_is_read_of_another_batch_is_forgotten():
 def test_what_is_heard_while_an_append_is_under_way_stays():
     index, queries = CASE.index("sentencekv", longest=8), CASE.tensor(5, 2, 6, 2, 16)
     index.append(*CASE.tokens(20))
-    index.seal()
-    end = index.begin_append(*CASE.tokens(5, seed=1))
-    index.observe(queries, torch.tensor([30, 31]))
+    index.end_prompt()
+    end = index.start_append(*CASE.tokens(5, seed=1))
+    index.observe_queries(queries, torch.tensor([30, 31]))
     index.mark_boundary()
     end()
     assert index._heard.positions.tolist() == [30, 31]
@@ -328,25 +328,25 @@ def test_a_view_of_many_rows_has_what_was_heard():
     index.append(*case.tokens(40))
     spoken(index, queries)
     want = index.search(queries[:, :, 2], k=9)
-    hits = index.repeated(3).search(queries[:, :, 2].expand(3, -1, -1), k=9)
+    hits = index.expand_batch(3).search(queries[:, :, 2].expand(3, -1, -1), k=9)
     assert torch.equal(hits.ids, want.ids.expand(3, -1, -1))
 
 
 def test_a_refused_reading_changes_nothing():
     index = CASE.index("sentencekv", punctuation=STOP)
     index.append(*CASE.tokens(30))
-    index.read(text(30), first=0)
+    index.observe_tokens(text(30), first=0)
     before, tokens = sentences(index), text(5)
     with pytest.raises(ValueError, match=r"tokens: got shape \[3, 5\], allowed is \[B=2, T\]"):
-        index.read(text(5, rows=3), first=30)
+        index.observe_tokens(text(5, rows=3), first=30)
     with pytest.raises(ValueError, match="first: got -1"):
-        index.read(tokens, first=-1)
+        index.observe_tokens(tokens, first=-1)
     with pytest.raises(ValueError, match="tokens: got dtype"):
-        index.read(tokens.float(), first=30)
+        index.observe_tokens(tokens.float(), first=30)
     with pytest.raises(ValueError, match=r"queries: got shape .* allowed is .*H=6, T, D=16"):
-        index.observe(CASE.queries()[:, :2, None], torch.arange(1))
+        index.observe_queries(CASE.queries()[:, :2, None], torch.arange(1))
     with pytest.raises(ValueError, match=r"positions: got shape \[2\], allowed is \[T=1\]"):
-        index.observe(CASE.queries()[:, :, None], torch.arange(2))
+        index.observe_queries(CASE.queries()[:, :, None], torch.arange(2))
     assert sentences(index) == before
 
 

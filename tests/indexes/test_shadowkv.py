@@ -14,7 +14,7 @@ FREQUENCIES = 100.0 ** -(torch.arange(8) / 8)
 def sealed(tokens, *, case=CASE, outliers=0, rope=None, valid=None, **options):
     index = case.index("shadowkv", outliers=outliers, rope=rope, **options)
     index.append(*tokens, valid=valid)
-    index.seal()
+    index.end_prompt()
     return index
 
 
@@ -91,7 +91,7 @@ def test_outliers_and_later_tokens_keep_their_keys():
     tokens, later = CASE.tokens(200), CASE.tokens(30, seed=1)
     index = sealed(tokens, rank=4, outliers=3)
     index.append(*later)
-    index.seal()  # the prompt is what was sealed first
+    index.end_prompt()  # the prompt is what was sealed first
     rows = all_rows(index, 2).keys
     assert torch.equal(rows[:, :, 200:], later[0])
     same = (rows[:, :, :200] == tokens[0]).all(-1).unflatten(2, (25, 8))
@@ -134,7 +134,7 @@ def test_one_row_read_by_many_gives_each_its_keys():
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
     index = sealed(case.tokens(200), case=case, rank=4, outliers=2, rope=FREQUENCIES)
     queries = torch.cat([case.queries(seed) for seed in range(3)])
-    many = index.repeated(3)
+    many = index.expand_batch(3)
     together = many.search(queries, k=20)
     rows = many.fetch(together)
     for row in range(3):
@@ -217,7 +217,7 @@ def test_bytes_per_key():
     index = case.index("shadowkv")
     index.append(*case.tokens(800))
     assert index.bytes_per_key() == {"kept": 32.5, "scanned": 32.5}
-    index.seal()
+    index.end_prompt()
     factors = 2 * 160 / 2 + 2 * 160 * 128 / 800 + 1  # of a token, of the basis, of a flag
     assert index.bytes_per_key() == {"kept": 32.5 + factors, "scanned": 32.5}
     assert index.nbytes()["codes"] == 2 * 800 * (32.5 + factors)

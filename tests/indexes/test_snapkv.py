@@ -31,8 +31,8 @@ def prompt(case=CASE, count=N, seed=0):
 def built(case=CASE, pads=None, **options):
     index = case.index("snapkv", **{**SMALL, **options})
     index.append(*case.tokens(N), valid=None if pads is None else left_padding(pads, N))
-    index.observe(prompt(case), torch.arange(N))
-    index.seal()
+    index.observe_queries(prompt(case), torch.arange(N))
+    index.end_prompt()
     return index
 
 
@@ -95,7 +95,7 @@ def test_what_is_generated_is_kept_beside_the_prompt():
     index = built()
     before = kept(index, CASE, 1, 1)
     index.append(*CASE.tokens(6, seed=1))
-    index.observe(CASE.queries()[:, :, None], torch.tensor([N + 5]))
+    index.observe_queries(CASE.queries()[:, :, None], torch.tensor([N + 5]))
     assert len(before) == SMALL["budget"]
     assert kept(index, CASE, 1, 1) == [*before, *range(N, N + 6)]
     index.truncate(N + 2)
@@ -106,11 +106,11 @@ def test_what_is_generated_is_kept_beside_the_prompt():
 def test_queries_may_come_before_the_keys(first):
     """As in a layer, whose newest tokens come into the index later."""
     late, tokens, order = CASE.index("snapkv", **SMALL), CASE.tokens(N), torch.tensor([1, 0])
-    late.observe(prompt()[order, :, :25], torch.arange(25))
+    late.observe_queries(prompt()[order, :, :25], torch.arange(25))
     late.reorder(order)
-    late.observe(prompt()[:, :, 25:], torch.arange(25, N))
+    late.observe_queries(prompt()[:, :, 25:], torch.arange(25, N))
     late.append(*part(tokens, 0, first))
-    late.seal()
+    late.end_prompt()
     late.append(*part(tokens, first, 39))
     late.append(*part(tokens, 39, N))
     assert_same_hits(
@@ -132,20 +132,20 @@ def test_a_cut_prompt_votes_again():
 def test_queries_of_a_sequence_that_was_cut_go():
     index = CASE.index("snapkv", **SMALL)
     index.append(*CASE.tokens(N))
-    index.observe(prompt(seed=1), torch.arange(N))
-    index.observe(prompt()[:, :, 10:], torch.arange(10, N))  # again from 10 on
-    index.seal()
+    index.observe_queries(prompt(seed=1), torch.arange(N))
+    index.observe_queries(prompt()[:, :, 10:], torch.arange(10, N))  # again from 10 on
+    index.end_prompt()
     assert kept(index, CASE, 1, 0) == kept(built(), CASE, 1, 0)
 
 
 def test_without_seal_or_queries_every_row_is_kept():
     index = CASE.index("snapkv", **SMALL)
     index.append(*CASE.tokens(N))
-    index.seal()
+    index.end_prompt()
     assert kept(index, CASE, 0, 0) == [*range(N)]
     index = CASE.index("snapkv", **SMALL)
     index.append(*CASE.tokens(N))
-    index.observe(prompt(), torch.arange(N))
+    index.observe_queries(prompt(), torch.arange(N))
     assert kept(index, CASE, 0, 0) == [*range(N)]
 
 
@@ -155,8 +155,8 @@ def test_padding_changes_nothing_but_ids():
     queries[1, :, :38] = float("nan")  # half of the window is padding
     padded = CASE.index("snapkv", **SMALL)
     padded.append(keys, values, valid=left_padding([0, 38], N))
-    padded.observe(queries, torch.arange(N))
-    padded.seal()
+    padded.observe_queries(queries, torch.arange(N))
+    padded.end_prompt()
     assert kept(padded, CASE, 1, 0) == [38, 39]
     assert kept(padded, CASE, 0, 0) == kept(built(), CASE, 0, 0)
 
@@ -171,8 +171,8 @@ def voting(case):
 
         def append(keys, values, **flags):
             if index._seen is None and keys.numel():
-                index.observe(queries.expand(len(keys), -1, -1, -1), torch.arange(4, 13))
-                index.seal()
+                index.observe_queries(queries.expand(len(keys), -1, -1, -1), torch.arange(4, 13))
+                index.end_prompt()
             plain(keys, values, **flags)
 
         index.append = append
@@ -191,9 +191,9 @@ def test_after_an_election_it_keeps_the_contract(check):
 
 def test_a_refused_append_leaves_the_election_as_it_was():
     index = CASE.index("snapkv", **SMALL)
-    index.observe(prompt(), torch.arange(N))
+    index.observe_queries(prompt(), torch.arange(N))
     index.append(*part(CASE.tokens(N), 0, 30))
-    index.seal()
+    index.end_prompt()
     before = snapshot(index, CASE.queries())
     keys, values = CASE.tokens(4, seed=3)
     keys[1, 1, 2, 3] = float("nan")
@@ -205,7 +205,7 @@ def test_a_refused_append_leaves_the_election_as_it_was():
 def test_repeated_rows_find_the_same():
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
     index = built(case)
-    hits = index.repeated(3).search(case.queries(batch=3), k=9)
+    hits = index.expand_batch(3).search(case.queries(batch=3), k=9)
     for b in range(3):
         some = slice(b, b + 1)
         want = index.search(case.queries(batch=3)[some], k=9)

@@ -20,22 +20,22 @@ def observed(case, count, start=0, seed=0):
 
 def sealed(case, tokens, queries, valid=None, **options):
     index = case.index("squeezed", **{**SMALL, **options})
-    index.observe(*queries)
+    index.observe_queries(*queries)
     index.append(*tokens, valid=valid)
-    index.seal()
+    index.end_prompt()
     return index
 
 
 def share_of_each(index, keys, b, h, query):
     """{id: share of the attention that each row of its unit is believed to have}."""
-    learnt, scale, units, start = index._learnt, index.geometry.scale, [], 0
-    for size in learnt["sizes"][b, h].tolist():
-        ids = learnt["members"][b, h, start : start + size].tolist()
+    learned, scale, units, start = index._learned, index.geometry.scale, [], 0
+    for size in learned["sizes"][b, h].tolist():
+        ids = learned["members"][b, h, start : start + size].tolist()
         start += size
         if size:
             mean = keys[b, h, ids].double().mean(0).tolist()
             units.append((math.exp(scale * literal.dot(mean, query)), ids))
-    waiting = [i for i in learnt["waiting"][b].tolist() if i >= 0]
+    waiting = [i for i in learned["waiting"][b].tolist() if i >= 0]
     units += [(math.exp(scale * literal.dot(keys[b, h, i].tolist(), query)), [i]) for i in waiting]
     total = sum(weight * len(ids) for weight, ids in units)
     return {i: weight / total for weight, ids in units for i in ids}
@@ -50,7 +50,7 @@ def test_rows_pass_if_their_share_is_above_the_threshold_for_some_head(threshold
     valid = left_padding([0, 9], 60)
     index.append(keys[:, :, :30], values[:, :, :30], valid=valid[:, :30])
     index.append(keys[:, :, 30:], values[:, :, 30:])
-    index._learnt = {**index._learnt, "threshold": torch.full((2,), math.log(threshold))}
+    index._learned = {**index._learned, "threshold": torch.full((2,), math.log(threshold))}
     ids = index.search(queries, k=60).ids
     for b in range(2):
         for h in range(2):
@@ -67,7 +67,7 @@ def test_where_clusters_are_single_keys_shares_are_those_of_attention():
     (keys, values), queries = case.tokens(60), case.queries()
     index = case.index("squeezed", per_cluster=1, block=8)
     index.append(keys, values)
-    index._learnt = {**index._learnt, "threshold": torch.full((2,), math.log(0.02))}
+    index._learned = {**index._learned, "threshold": torch.full((2,), math.log(0.02))}
     attention = torch.softmax(0.25 * (queries[:, :, None] @ keys.mT)[:, :, 0], -1)
     hits = index.search(queries, k=60)
     assert torch.equal((hits.ids >= 0).sum(-1), (attention > 0.02).sum(-1))
@@ -97,8 +97,8 @@ def test_the_threshold_leaves_out_the_share_of_keys_that_was_asked_for(sparsity)
     last = queries[0][:, :, -100:]  # calibration: 100
     wanted = (1 - sparsity) * 100 * 2 * 200
     assert (rows_that_pass(index, last) <= wanted).all()
-    threshold = index._learnt["threshold"]
-    index._learnt = {**index._learnt, "threshold": threshold - 1 / 64}  # one bin further
+    threshold = index._learned["threshold"]
+    index._learned = {**index._learned, "threshold": threshold - 1 / 64}  # one bin further
     assert (rows_that_pass(index, last) > wanted).all()
 
 
@@ -112,7 +112,7 @@ def test_padded_queries_and_keys_calibrate_nothing():
         tokens = keys[one, :, pad:], values[one, :, pad:]
         alone = sealed(case, tokens, (queries[one, :, pad:], positions[: 90 - pad]))
         torch.testing.assert_close(
-            whole._learnt["threshold"][one], alone._learnt["threshold"], atol=1 / 64, rtol=0
+            whole._learned["threshold"][one], alone._learned["threshold"], atol=1 / 64, rtol=0
         )
 
 
@@ -124,27 +124,27 @@ def test_queries_may_come_in_pieces_and_rows_may_move():
     for early in (False, True):
         index = case.index("squeezed", **SMALL)
         for start, stop in ((0, 70), (70, 71), (71, 150)):
-            index.observe(queries[:, :, start:stop], positions[start:stop])
+            index.observe_queries(queries[:, :, start:stop], positions[start:stop])
         if early:
             index.reorder(order)
             index.append(tokens[0][order], tokens[1][order])
         else:
             index.append(*tokens)
             index.reorder(order)
-        index.seal()
-        assert torch.equal(index._learnt["threshold"], whole._learnt["threshold"][order])
-        index.observe(queries[order][:, :, :1], positions[:1])  # a step's: nothing changes
-        assert torch.equal(index._learnt["threshold"], whole._learnt["threshold"][order])
+        index.end_prompt()
+        assert torch.equal(index._learned["threshold"], whole._learned["threshold"][order])
+        index.observe_queries(queries[order][:, :, :1], positions[:1])  # a step's: nothing changes
+        assert torch.equal(index._learned["threshold"], whole._learned["threshold"][order])
 
 
 def test_without_queries_or_sparsity_there_is_no_threshold():
     case = Case()
     index = case.index("squeezed", **SMALL)
     index.append(*case.tokens(60))
-    index.seal()
-    assert "threshold" not in index._learnt
+    index.end_prompt()
+    assert "threshold" not in index._learned
     index = sealed(case, case.tokens(60), observed(case, 60), sparsity=0)
-    assert "threshold" not in index._learnt
+    assert "threshold" not in index._learned
     assert (index.search(case.queries(), k=60).ids >= 0).all()
 
 
@@ -156,9 +156,9 @@ def test_later_tokens_are_clustered_unless_stale():
         index.append(*part(tokens, 0, 30))
         index.append(*part(tokens, 30, 60))
         assert (index.search(queries, k=60).ids >= 0).all()
-    assert fresh._learnt["waiting"].shape[1] == 6
-    assert stale._learnt["waiting"].tolist() == [list(range(30, 60))]
-    assert torch.equal(stale._learnt["members"], fresh._learnt["members"][:, :, :30])
+    assert fresh._learned["waiting"].shape[1] == 6
+    assert stale._learned["waiting"].tolist() == [list(range(30, 60))]
+    assert torch.equal(stale._learned["members"], fresh._learned["members"][:, :, :30])
     for index in (fresh, stale):
         index.truncate(37)
     assert_same_hits(stale.search(queries, k=20), fresh.search(queries, k=20), close=1e-5)
@@ -171,19 +171,19 @@ def test_a_layer_calibrates_and_answers():
     for start, stop in steps_of(60, *[1] * 10):
         output = sequence.feed(layer, start, stop)
         assert output.isfinite().all()
-    assert layer.index._learnt["threshold"].shape == (2,)
+    assert layer.index._learned["threshold"].shape == (2,)
 
 
 def test_a_batch_that_nobody_observed_is_refused():
     case = Case(batch=2)
     index = case.index("squeezed", **SMALL)
-    index.observe(*observed(case, 20))
+    index.observe_queries(*observed(case, 20))
     with pytest.raises(ValueError, match="keys: got shape"):
         index.append(*case.tokens(20, batch=3))
     with pytest.raises(ValueError, match="queries: got shape"):
-        index.observe(*observed(Case(batch=1), 20))
+        index.observe_queries(*observed(Case(batch=1), 20))
     with pytest.raises(ValueError, match="positions: got shape"):
-        index.observe(observed(case, 20)[0], torch.arange(5))
+        index.observe_queries(observed(case, 20)[0], torch.arange(5))
     assert len(index) == 0
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kvindex.core.rope import turned
 from kvindex.indexes import triattention
-from kvindex.indexes.triattention import Centres, paired, unpaired
+from kvindex.indexes.triattention import Centers, paired, unpaired
 from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
 from tests.support.helpers import Case, left_padding, part, rope
 from tests.support.policies import kept
@@ -20,19 +20,19 @@ HALF = rope(8)  # of 16 coordinates, 8 turn
 
 
 def prompt(case=CASE, count=N, seed=0, frequencies=None):
-    """Queries `[B, H, count, D]` around a centre of each head, turned to their places."""
-    centre = 2 * case.tensor(600 + seed, case.batch, case.q_heads, 1, case.head_dim)
+    """Queries `[B, H, count, D]` around a center of each head, turned to their places."""
+    center = 2 * case.tensor(600 + seed, case.batch, case.q_heads, 1, case.head_dim)
     spread = case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
     frequencies = rope(case.head_dim) if frequencies is None else frequencies
-    queries = turned((centre + spread).float(), torch.arange(count), frequencies)
+    queries = turned((center + spread).float(), torch.arange(count), frequencies)
     return queries.to(case.dtype)
 
 
 def built(case=CASE, pads=None, queries=None, **options):
     index = case.index("triattention", **{**SMALL, **options})
     index.append(*case.tokens(N), valid=None if pads is None else left_padding(pads, N))
-    index.observe(prompt(case) if queries is None else queries, torch.arange(N))
-    index.seal()
+    index.observe_queries(prompt(case) if queries is None else queries, torch.arange(N))
+    index.end_prompt()
     return index
 
 
@@ -66,7 +66,7 @@ def scores_in_words(queries, keys, omega, *, now, horizon, pad=0):
 
 
 def kept_in_words(heads, budget):
-    """Ids of the `budget` best by the largest standardised score of any head."""
+    """Ids of the `budget` best by the largest standardized score of any head."""
     best = {}
     for found in heads:
         mean = sum(found.values()) / len(found)
@@ -114,7 +114,7 @@ def test_queries_that_are_all_alike_are_foreseen_exactly():
     queries = turned(alike, torch.arange(N), rope(32))
     index = built(case, queries=queries, horizon=16, budget=39)
     keys = case.tokens(N)[0]
-    got = index._scores(index._learnt, keys, N)
+    got = index._scores(index._learned, keys, N)
     ahead = turned(alike[:, :, :5], N + torch.tensor([1, 2, 4, 8, 16]), rope(32))
     want = (ahead @ keys.mT).mean(2)
     torch.testing.assert_close(got[0, 0], want[0], rtol=1e-4, atol=1e-4)
@@ -131,9 +131,9 @@ def test_a_budget_above_n_is_exact(pads, group):
 
 def test_keys_scored_some_at_a_time_score_the_same(monkeypatch):
     index, keys = built(), CASE.tokens(N)[0]
-    whole = index._scores(index._learnt, keys, N)
+    whole = index._scores(index._learned, keys, N)
     monkeypatch.setattr(triattention, "BLOCK", 7)
-    torch.testing.assert_close(index._scores(index._learnt, keys, N), whole)
+    torch.testing.assert_close(index._scores(index._learned, keys, N), whole)
 
 
 def test_the_budget_holds_at_every_search_after_the_prompt():
@@ -141,64 +141,64 @@ def test_the_budget_holds_at_every_search_after_the_prompt():
     assert len(kept(index, CASE, 0, 0)) == 12
     for step in range(5):
         index.append(*CASE.tokens(3, seed=step))
-        index.observe(CASE.queries()[:, :, None], torch.tensor([N + 3 * step + 2]))
+        index.observe_queries(CASE.queries()[:, :, None], torch.tensor([N + 3 * step + 2]))
         assert len(kept(index, CASE, 1, 1)) == 12
-        assert index._learnt["ids"].shape[2] == 12
+        assert index._learned["ids"].shape[2] == 12
 
 
-def test_nothing_is_dropped_without_centres_or_before_the_seal():
+def test_nothing_is_dropped_without_centers_or_before_the_seal():
     silent = CASE.index("triattention", **SMALL)
     silent.append(*CASE.tokens(N))
-    silent.seal()
+    silent.end_prompt()
     silent.append(*CASE.tokens(5))
     assert kept(silent, CASE, 0, 0) == list(range(N + 5))
     early = CASE.index("triattention", **SMALL)
     early.append(*CASE.tokens(N))
-    early.observe(prompt(), torch.arange(N))
+    early.observe_queries(prompt(), torch.arange(N))
     assert kept(early, CASE, 0, 0) == list(range(N))
 
 
 @pytest.mark.parametrize("first", [0, 9])
-def test_keys_that_come_after_the_seal_meet_the_same_centres(first):
+def test_keys_that_come_after_the_seal_meet_the_same_centers(first):
     """As in a layer, whose window keeps tokens back."""
     tokens, index = CASE.tokens(N), CASE.index("triattention", **SMALL)
-    index.observe(prompt(), torch.arange(N))
+    index.observe_queries(prompt(), torch.arange(N))
     index.append(*part(tokens, 0, first))
-    index.seal()
+    index.end_prompt()
     index.append(*part(tokens, first, N))
     for b in range(2):
         for h in range(2):
             assert kept(index, CASE, b, h) == kept(built(), CASE, b, h)
 
 
-def centres(queries, **options):
+def centers(queries, **options):
     """Of one row's queries `[H, T, D]`."""
     known = torch.ones(1, queries.shape[1], dtype=torch.bool)
-    found = Centres.of(queries[None], torch.arange(queries.shape[1]), known, rope(16), **options)
-    return Centres(found.mean[0], found.size[0])
+    found = Centers.of(queries[None], torch.arange(queries.shape[1]), known, rope(16), **options)
+    return Centers(found.mean[0], found.size[0])
 
 
-def test_centres_of_a_text_beforehand_are_those_of_the_prompt():
+def test_centers_of_a_text_beforehand_are_those_of_the_prompt():
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
-    given, own = case.index("triattention", **SMALL, centres=centres(prompt(case)[0])), built(case)
+    given, own = case.index("triattention", **SMALL, centers=centers(prompt(case)[0])), built(case)
     given.append(*case.tokens(N))
-    given.seal()
+    given.end_prompt()
     for h in range(2):
         assert kept(given, case, 0, h) == kept(own, case, 0, h)
 
 
-def test_padding_does_not_move_the_places_that_given_centres_know():
-    known = centres(prompt()[0])
-    index = CASE.index("triattention", **SMALL, centres=known)
+def test_padding_does_not_move_the_places_that_given_centers_know():
+    known = centers(prompt()[0])
+    index = CASE.index("triattention", **SMALL, centers=known)
     keys, values = CASE.tokens(N)
     pads = [0, 11]
     keys[1] = turned(keys[1], torch.arange(N) - 11, rope(16))
     index.append(keys, values, valid=left_padding(pads, N))
-    index.seal()
+    index.end_prompt()
     alone = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
-    single = alone.index("triattention", **SMALL, centres=known)
+    single = alone.index("triattention", **SMALL, centers=known)
     single.append(keys[1:, :, 11:], values[1:, :, 11:])
-    single.seal()
+    single.end_prompt()
     for h in range(2):
         assert [i - 11 for i in kept(index, CASE, 1, h)] == kept(single, alone, 0, h)
 
@@ -235,8 +235,8 @@ def test_bytes_per_key_and_head():
     case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = built(case, budget=10)
     size = index.nbytes()["codes"]
-    centre = 2 * 64 * (8 + 4)  # of two heads
-    assert size == centre + 8 + 2 * 10 * 8
+    center = 2 * 64 * (8 + 4)  # of two heads
+    assert size == center + 8 + 2 * 10 * 8
     assert index.bytes_per_key()["scanned"] == 10 * (256 + 8) / N
 
 
@@ -246,14 +246,14 @@ def test_bytes_per_key_and_head():
         (dict(budget=0), "budget: got 0, allowed"),
         (dict(horizon=0), "horizon: got 0, allowed"),
         (dict(most=0), "most: got 0, allowed"),
-        (dict(centres="file"), "centres: got 'file', allowed is None or a Centres"),
+        (dict(centers="file"), "centers: got 'file', allowed is None or a Centers"),
         (
-            dict(centres=Centres(torch.zeros(2, 4, dtype=torch.complex64), torch.zeros(2, 8))),
-            r"centres.mean: got shape \[2, 4\], allowed is \[H=2, D/2=8\]",
+            dict(centers=Centers(torch.zeros(2, 4, dtype=torch.complex64), torch.zeros(2, 8))),
+            r"centers.mean: got shape \[2, 4\], allowed is \[H=2, D/2=8\]",
         ),
         (
-            dict(centres=Centres(torch.zeros(2, 8), torch.zeros(2, 8))),
-            "centres.mean: got dtype torch.float32, allowed is torch.complex64",
+            dict(centers=Centers(torch.zeros(2, 8), torch.zeros(2, 8))),
+            "centers.mean: got dtype torch.float32, allowed is torch.complex64",
         ),
         (dict(rope=None), "rope: got None, allowed are the inverse frequencies"),
     ],

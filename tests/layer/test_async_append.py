@@ -56,14 +56,14 @@ def notes(monkeypatch):
 
 
 def index_of(notes, fails=False):
-    def begin_append(keys, values, *, valid):
+    def start_append(keys, values, *, valid):
         notes.append("begin")
         if fails:
             raise MemoryError
         return lambda: notes.append("end")
 
     place = SimpleNamespace(device=torch.device("cuda:0"))
-    return SimpleNamespace(geometry=place, begin_append=begin_append)
+    return SimpleNamespace(geometry=place, start_append=start_append)
 
 
 def leaving(notes):

@@ -13,19 +13,25 @@ from tests.support.sequences import Sequence, layer_of, steps_of
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "sizes",
-    [dict(), dict(local=0), dict(sink=0), dict(update_every=1), dict(update_every=3, local=9)],
+    [
+        dict(),
+        dict(local_window=0),
+        dict(sink=0),
+        dict(update_every=1),
+        dict(update_every=3, local_window=9),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("threshold", [0, 30, 1000])
 def test_every_step_is_dense_attention(case, sizes, threshold):
     case, pads = CASES[case]
     plan = steps_of(17, *[1] * 20, 2, 9, *[1] * 14)
-    feed(beside(case, full_threshold=threshold, **sizes), Sequence.of(case, 62, pads), plan)
+    feed(beside(case, dense_below=threshold, **sizes), Sequence.of(case, 62, pads), plan)
 
 
 @pytest.mark.parametrize(("around", "passed_on"), [(Wrapper, True), (MeasureRecall, False)])
 def test_a_wrapper_passes_it_on_unless_it_appends_more(around, passed_on):
-    sequence, layer = Sequence.of(Case(), 60), beside(Case(), around=around, local=4)
+    sequence, layer = Sequence.of(Case(), 60), beside(Case(), around=around, local_window=4)
     feed(layer, sequence, [(0, 14), *singles(14, 22)])
     assert layer._regions.leaving == (6 if passed_on else 0)
     feed(layer, sequence, singles(22, 60))
@@ -37,7 +43,7 @@ def test_token_by_token_from_nothing():
 
 def test_tokens_are_in_the_index_lag_tokens_after_the_buffer_was_full():
     """Of local 4 and updates of 6; as without the lag, but for it."""
-    sequence, layer = Sequence.of(Case(), 60), beside(Case(), local=4)
+    sequence, layer = Sequence.of(Case(), 60), beside(Case(), local_window=4)
     feed(layer, sequence, [(0, 14)])
     indexed = []
     for start, stop in singles(14, 44):
@@ -48,7 +54,7 @@ def test_tokens_are_in_the_index_lag_tokens_after_the_buffer_was_full():
 
 
 def test_an_update_is_never_longer_under_way_than_it_takes_to_the_next():
-    sequence, layer = Sequence.of(Case(), 60), beside(Case(), local=4, update_every=2)
+    sequence, layer = Sequence.of(Case(), 60), beside(Case(), local_window=4, update_every=2)
     feed(layer, sequence, [(0, 14)])
     for start, stop in singles(14, 40):
         sequence.feed(layer, start, stop)
@@ -98,16 +104,18 @@ def test_rows_are_in_the_index_as_they_were():
 def test_layers_take_turns(prompt):
     """Each begins its updates at its own remainder, and the window is no longer for it."""
     case, begun = Case(), []
-    layers = [beside(case, local=4, update_every=8, turn=turn / 4) for turn in range(4)]
+    layers = [
+        beside(case, local_window=4, update_every=8, update_phase=turn / 4) for turn in range(4)
+    ]
     sequence = Sequence.of(case, 80)
     for number, layer in enumerate(layers):
-        begin = layer.index.begin_append
+        begin = layer.index.start_append
 
         def noted(*args, number=number, begin=begin, **options):
             begun.append((len(layers[number]), number))
             return begin(*args, **options)
 
-        layer.index.begin_append = noted
+        layer.index.start_append = noted
         feed(layer, sequence, [(0, prompt)])
     begun.clear()
     for start, stop in singles(prompt, 80):
@@ -121,14 +129,14 @@ def test_layers_take_turns(prompt):
         assert mine == list(range(mine[0], 81, 8))
 
 
-@pytest.mark.parametrize("turn", [-0.1, 1, 1.5])
-def test_a_turn_out_of_range_is_refused(turn):
-    with pytest.raises(ValueError, match=f"turn: got {turn}, allowed is"):
-        beside(Case(), turn=turn)
+@pytest.mark.parametrize("update_phase", [-0.1, 1, 1.5])
+def test_an_update_phase_out_of_range_is_refused(update_phase):
+    with pytest.raises(ValueError, match=f"update_phase: got {update_phase}, allowed is"):
+        beside(Case(), update_phase=update_phase)
 
 
 def test_another_index_takes_no_turns():
-    sequence, layer = Sequence.of(Case(), 60), layer_of(Case(), local=4, update_every=6)
+    sequence, layer = Sequence.of(Case(), 60), layer_of(Case(), local_window=4, update_every=6)
     layer._turn = 1
     for start, stop in [(0, 14), *singles(14, 20)]:
         sequence.feed(layer, start, stop)

@@ -120,7 +120,7 @@ def test_bad_batch_indices_are_refused():
     assert_goes_on(layer, sequence, 20)
 
 
-@pytest.mark.parametrize("at", ["observe", "search", "fetch", "append"])
+@pytest.mark.parametrize("at", ["observe_queries", "search", "fetch", "append"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("fed", [0, 20, 23])
 def test_a_failure_inside_a_step_is_undone(monkeypatch, at, error, fed):
@@ -135,7 +135,7 @@ def test_a_failure_inside_a_step_is_undone(monkeypatch, at, error, fed):
 
     with monkeypatch.context() as patch:
         patch.setattr(type(layer.index), at, fail)
-        if fed or at in ("observe", "append"):
+        if fed or at in ("observe_queries", "append"):
             with pytest.raises(error):
                 sequence.feed(layer, fed, fed + tokens)
     assert len(layer) == fed

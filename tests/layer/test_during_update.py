@@ -57,7 +57,7 @@ def test_let_go_of_while_rows_are_leaving():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("at", ["observe", "search", "fetch"])
+@pytest.mark.parametrize("at", ["observe_queries", "search", "fetch"])
 @pytest.mark.parametrize("tokens", [22, 23])
 def test_a_step_that_fails_while_rows_are_leaving(monkeypatch, at, error, tokens):
     """Also the one that would have ended it: it is still under way, and ends later."""
@@ -79,14 +79,14 @@ def test_a_step_that_fails_while_rows_are_leaving(monkeypatch, at, error, tokens
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_an_update_that_cannot_begin_leaves_all_as_it_was(monkeypatch, error):
-    sequence, layer = Sequence.of(Case(batch=2), 80), beside(Case(batch=2), local=4)
+    sequence, layer = Sequence.of(Case(batch=2), 80), beside(Case(batch=2), local_window=4)
     feed(layer, sequence, [(0, 14), *singles(14, 19)])
 
     def fail(*args, **options):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(layer.index), "begin_append", fail)
+        patch.setattr(type(layer.index), "start_append", fail)
         with pytest.raises(error):
             sequence.feed(layer, 19, 20)
     assert (len(layer), len(layer.index), layer._regions.leaving) == (19, 10, 0)
@@ -131,9 +131,9 @@ def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
     pads = draw.choice([[0, 0, 0], [0, 7, 16]]) if device == "cpu" else None
     case = Case(q_heads=4, batch=3, device=device)
     busy = torch.randn(2000, 2000, device=device) if device == "cuda" else None
-    sizes = dict(local=draw.choice([0, 2, 5]), update_every=draw.choice([1, 3, 6]))
+    sizes = dict(local_window=draw.choice([0, 2, 5]), update_every=draw.choice([1, 3, 6]))
     turn = draw.choice([None, 0, 0.5, 0.99])
-    layers = [beside(case, turn=turn, **sizes), layer_of(case, **sizes)]
+    layers = [beside(case, update_phase=turn, **sizes), layer_of(case, **sizes)]
     tokens, length = Sequence.of(case, 400, pads), 0
     for _ in range(60):
         done = draw.choice(["one"] * 8 + ["some", "cut", "turn", "fail"])

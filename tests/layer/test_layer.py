@@ -47,7 +47,9 @@ def test_every_step_is_dense_attention(case, plan):
     assert_dense(layer_of(case), Sequence.of(case, 44, pads), PLANS[plan])
 
 
-@pytest.mark.parametrize("sizes", [dict(sink=0), dict(local=0), dict(update_every=1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(sink=0), dict(local_window=0), dict(update_every=1)], ids=str
+)
 @pytest.mark.parametrize("case", ["plain", "padded"])
 def test_regions_of_size_0(sizes, case):
     case, pads = CASES[case]
@@ -181,10 +183,10 @@ def test_a_layer_must_start_empty():
         ("sink", -1),
         ("local", -1),
         ("update_every", 0),
-        ("full_threshold", -1),
+        ("dense_below", -1),
         ("k", 1.5),
-        ("mass", 0),
-        ("mass", 1.1),
+        ("coverage", 0),
+        ("coverage", 1.1),
     ],
 )
 def test_sizes_out_of_range_are_refused(option, value):
@@ -197,18 +199,18 @@ def test_only_an_index_that_observes_is_told_positions(monkeypatch):
     index = Case().index("exact")
     layer, tokens = AttentionLayer(index), Case().tokens(3)
     queries = Case().tensor(1, 1, 2, 3, 16)
-    assert not index.observes
-    assert not Wrapper(index).observes
+    assert not index.observes_queries
+    assert not Wrapper(index).observes_queries
     with Operations() as operations:
         layer.step(queries, *tokens)
     assert "aten.arange.start" not in operations.names
     told = []
-    monkeypatch.setattr(index, "observe", lambda queries, positions: told.append(positions))
-    assert index.observes
-    assert Wrapper(index).observes
+    monkeypatch.setattr(index, "observe_queries", lambda queries, positions: told.append(positions))
+    assert index.observes_queries
+    assert Wrapper(index).observes_queries
     layer.step(queries, *tokens)
     assert [positions.tolist() for positions in told] == [[3, 4, 5]]
-    assert Case().index("h2o").observes
+    assert Case().index("h2o").observes_queries
 
 
 @pytest.mark.parametrize("pads", [None, [3, 0]])

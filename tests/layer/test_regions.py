@@ -159,7 +159,7 @@ def test_after_a_cut_into_the_sink_the_next_real_tokens_fill_it():
 def test_below_the_threshold_attention_is_dense_and_the_index_fills(threshold):
     case = Case()
     sequence = Sequence.of(case, 40)
-    layer = layer_with(Recording, case, k=1, full_threshold=threshold)
+    layer = layer_with(Recording, case, k=1, dense_below=threshold)
     want = sequence.dense()
     for start, stop in steps_of(14, *[1] * 20):
         layer.index.hits = None
@@ -235,7 +235,7 @@ def test_a_share_of_attention_needs_fewer_rows_and_is_counted():
     case = Case(q_heads=4)
     sequence = Sequence.of(case, 60)
     some, all_of_it = layer_of(case, k=30), layer_of(case, k=30)
-    some.mass = 0.6
+    some.coverage = 0.6
     for start, stop in steps_of(40, *[1] * 12):
         sequence.feed(some, start, stop)
         sequence.feed(all_of_it, start, stop)
@@ -243,8 +243,8 @@ def test_a_share_of_attention_needs_fewer_rows_and_is_counted():
     assert traffic.steps == all_of_it.traffic.steps == 12
     assert float(traffic.rows_read) < 0.8 * float(all_of_it.traffic.rows_read)
     assert float(traffic.bytes_fetched) < 0.8 * float(all_of_it.traffic.bytes_fetched)
-    assert 0.6 < float(traffic.mass) / 12 < 0.95
-    assert all_of_it.traffic.mass == 0
+    assert 0.6 < float(traffic.coverage) / 12 < 0.95
+    assert all_of_it.traffic.coverage == 0
 
 
 def test_nbytes_counts_sink_and_window_beside_the_index():
@@ -263,10 +263,10 @@ def test_signals_reach_the_index():
     calls = []
 
     class Listening(Exact):
-        def seal(self):
-            calls.append(("seal", len(self)))
+        def end_prompt(self):
+            calls.append(("end_prompt", len(self)))
 
-        def observe(self, queries, positions):
+        def observe_queries(self, queries, positions):
             calls.append((tuple(queries.shape), positions.tolist()))
 
     case = Case()
@@ -277,7 +277,7 @@ def test_signals_reach_the_index():
     assert calls == [
         ((*shape, 12, 16), [*range(12)]),
         ((*shape, 2, 16), [12, 13]),
-        ("seal", 8),
+        ("end_prompt", 8),
         ((*shape, 1, 16), [14]),
         ((*shape, 1, 16), [15]),
     ]

@@ -7,13 +7,15 @@ from kvindex.layer.stats import AT_ONCE, Counts, Tally, Traffic
 from tests.support.helpers import Operations
 
 
-def step(rows, *, beside=10, hidden=0.0, length=100, padded=0.0, row_bytes=8, mass=None, batch=1):
+def step(
+    rows, *, beside=10, hidden=0.0, length=100, padded=0.0, row_bytes=8, coverage=None, batch=1
+):
     found = torch.full((batch, 2), rows, dtype=torch.int32)
-    return Counts(found, beside, hidden, length, padded, row_bytes, mass)
+    return Counts(found, beside, hidden, length, padded, row_bytes, coverage)
 
 
 def floats(traffic):
-    names = ("rows_read", "rows_full", "bytes_fetched", "mass")
+    names = ("rows_read", "rows_full", "bytes_fetched", "coverage")
     return [traffic.steps, *(float(getattr(traffic, name)) for name in names)]
 
 
@@ -26,7 +28,7 @@ def test_sums_of_steps_of_other_batches_paddings_and_rows():
     tally.count(step(7))
     tally.count(step(5, hidden=hidden, padded=padded, length=101))
     tally.count(step(5, hidden=hidden, padded=padded, length=102))
-    tally.count(step(3, batch=3, row_bytes=4, mass=torch.tensor([[0.5, 0.7]])))
+    tally.count(step(3, batch=3, row_bytes=4, coverage=torch.tensor([[0.5, 0.7]])))
     read = 7 + 5 + 5 + 3 + 4 * 10 - 2 * 1.5
     full = 100 + 101 + 102 + 100 - 2 * 2
     fetched = 2 * 8 * (7 + 5 + 5) + 6 * 4 * 3

@@ -362,7 +362,7 @@ def test_sums_of_dots_follow_a_permutation_of_tokens(seed, kind):
     assert torch.equal(coarse.votes(signs[:, :, order], table, moved), want)
 
 
-# a centre's share
+# a center's share
 
 
 def literal_offsets(product, query, largest, reference, level):
@@ -418,7 +418,7 @@ def test_a_vote_and_its_offset_are_on_one_scale():
     D, N = 64, 4000
     keys = torch.randn(1, 1, N, D, generator=generator)
     queries = torch.randn(1, 1, 8, D, generator=generator)
-    centre = torch.randn(D, generator=generator)
+    center = torch.randn(D, generator=generator)
     turn = transform.rotation(D, 0)
     directions, norms = transform.normalize(keys)
     levels = codes.levels(D, 3)
@@ -428,10 +428,10 @@ def test_a_vote_and_its_offset_are_on_one_scale():
     factors = codes.log_factors(16)[logs.long() >> 8]
     turned = transform.rotate(queries, turn)
     table, level = coarse.dot_table(turned, 127), codes.lloyd_max(D, 0)[0]
-    product = (queries @ centre)[..., None]
+    product = (queries @ center)[..., None]
     offsets = coarse.dot_offsets(product, turned, 127, reference, level)
     votes = coarse.votes(found["signs"], table, factors, offsets, N).double()
-    truth = (queries @ (keys + centre).mT).double()
+    truth = (queries @ (keys + center).mT).double()
     unit = (product.double() / offsets.double()).abs()
     error = votes * unit - truth
     spread = truth.std(-1)

@@ -45,8 +45,8 @@ def test_each_level_is_the_mean_of_its_cell(subspace, bits):
     theta = (np.arange(2_000_000) + 0.5) * (np.pi / 2 / 2_000_000)  # u = sin θ
     u, density = np.sin(theta), np.cos(theta) ** (subspace - 2)
     cell = np.searchsorted((levels[1:] + levels[:-1]) / 2, u)
-    mass = np.bincount(cell, density, minlength=len(levels))
-    mean = np.bincount(cell, density * u, minlength=len(levels)) / mass
+    coverage = np.bincount(cell, density, minlength=len(levels))
+    mean = np.bincount(cell, density * u, minlength=len(levels)) / coverage
     # a cell's ends are off by half a step of the grid, which moves its mean by no more than that
     np.testing.assert_allclose(levels, mean, atol=1e-5)
 
@@ -354,7 +354,7 @@ def test_only_the_weight_0_has_the_code_0(bits):
 
 
 @pytest.mark.parametrize("bits", [1, 8, 16])
-def test_a_reference_that_was_never_learnt_gives_zeros_and_no_nan(bits):
+def test_a_reference_that_was_never_learned_gives_zeros_and_no_nan(bits):
     """A row of the batch that has seen padding and zero keys only: all weights 0."""
     none = torch.zeros(1, 1, 3, 1)
     got = codes.log_codes(none, none[:, :, :1], bits)

@@ -41,60 +41,60 @@ def held(case, hits, shares):
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("mass", [0.3, 0.8, 0.99])
+@pytest.mark.parametrize("coverage", [0.3, 0.8, 0.99])
 @pytest.mark.parametrize("group", ["mean_share", "max_share", "union"])
-def test_exact_holds_the_share_with_the_fewest_rows_of_its_order(mass, group, softcap):
+def test_exact_holds_the_share_with_the_fewest_rows_of_its_order(coverage, group, softcap):
     case = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2, softcap=softcap)
     keys, values, queries = spread(case)
     valid = left_padding([0, 700], COUNT)
     index = case.index("exact", group=group)
     index.append(keys, values, valid=valid)
-    hits = index.search(queries, k=COUNT, mass=mass)
+    hits = index.search(queries, k=COUNT, coverage=coverage)
     assert_well_formed(hits, index, 2, COUNT)
     shares = true_shares(case, keys, queries, valid)
     found = held(case, hits, shares)
-    torch.testing.assert_close(hits.mass.double(), found, rtol=1e-4, atol=1e-5)
-    assert (found > mass - 1e-5).all()
+    torch.testing.assert_close(hits.coverage.double(), found, rtol=1e-4, atol=1e-5)
+    assert (found > coverage - 1e-5).all()
     used = (hits.ids >= 0).sum(-1)
     assert (used < COUNT - 700).any()
     # without the last row some head of the group falls short
     last = hits.ids.scatter(-1, used[..., None] - 1, -1)
     shorter = held(case, type(hits)(last, hits.scores), shares).reshape(2, 2, 3)
-    assert (shorter < mass + 1e-5).any(-1).all()
+    assert (shorter < coverage + 1e-5).any(-1).all()
 
 
 def test_no_more_rows_than_k_and_the_share_says_that_it_is_not_reached():
     keys, values, queries = spread(CASE)
     index = CASE.index("exact")
     index.append(keys, values)
-    hits = index.search(queries, k=10, mass=0.99)
+    hits = index.search(queries, k=10, coverage=0.99)
     assert (hits.ids >= 0).all()
     found = held(CASE, hits, true_shares(CASE, keys, queries))
-    torch.testing.assert_close(hits.mass.double(), found, rtol=1e-4, atol=1e-5)
-    assert (hits.mass < 0.99).any()
+    torch.testing.assert_close(hits.coverage.double(), found, rtol=1e-4, atol=1e-5)
+    assert (hits.coverage < 0.99).any()
     assert torch.equal(hits.ids, index.search(queries, k=10).ids)
 
 
 @pytest.mark.parametrize("preset", ["paper", "fast", "accurate", "precise", "scan"])
-@pytest.mark.parametrize("mass", [0.5, 0.9])
-def test_pariskv_believes_what_is_nearly_true(preset, mass):
+@pytest.mark.parametrize("coverage", [0.5, 0.9])
+def test_pariskv_believes_what_is_nearly_true(preset, coverage):
     """Three quarters of the rows are no candidates: a sample speaks for them.
 
     A list per head: random queries of a group have nothing in common.
     """
     keys, values, queries = spread(CASE)
-    index = CASE.index(f"pariskv:preset={preset}:beta=.25:pool=1:lists=head")
+    index = CASE.index(f"pariskv:preset={preset}:beta=.25:refine_factor=1:candidates_per=head")
     index.append(keys, values)
-    hits = index.search(queries, k=500, mass=mass)
+    hits = index.search(queries, k=500, coverage=coverage)
     assert_well_formed(hits, index, 2, 500)
     found = held(CASE, hits, true_shares(CASE, keys, queries))
-    gap = (hits.mass.double() - found).abs()
+    gap = (hits.coverage.double() - found).abs()
     # random keys of norm 24 are a hard case: docs/indexes/pariskv.md has a real model
     assert gap.mean() < 0.05
     assert gap.max() < 0.15
     fewer = (hits.ids >= 0).sum(-1)
     assert (fewer < 500).any()
-    more = index.search(queries, k=500, mass=min(mass + 0.09, 1.0))
+    more = index.search(queries, k=500, coverage=min(coverage + 0.09, 1.0))
     assert ((more.ids >= 0).sum(-1) >= fewer).all()
 
 
@@ -106,7 +106,7 @@ def test_error_bars_cover_what_they_say(block, bits):
     keys, values = case.tokens(COUNT)
     queries = case.queries()
     options = dict(block=block, magnitude_bits=bits, coarse="none", weights="log", weight_bits=16)
-    index = case.index("pariskv", **{**options, "centre": 256})
+    index = case.index("pariskv", **{**options, "center": 256})
     index.append(keys, values)
     asked, ids = _Asked.of(index, queries), torch.arange(COUNT).expand(1, 1, -1)
     truth = queries.double().reshape(1, 1, 30, 64) @ keys.double().mT
@@ -155,36 +155,38 @@ def test_the_total_is_exact_where_nothing_is_left_out_and_right_on_average_else(
 
 
 def test_an_empty_index_holds_all_of_nothing():
-    hits = CASE.index("pariskv").search(CASE.queries(), k=5, mass=0.9)
+    hits = CASE.index("pariskv").search(CASE.queries(), k=5, coverage=0.9)
     assert (hits.ids == -1).all()
-    assert (hits.mass == 1).all()
+    assert (hits.coverage == 1).all()
 
 
 @pytest.mark.parametrize("name", ["exact", "pariskv"])
 def test_what_cannot_be_told_is_refused(name):
     index = CASE.index(name, group="mean_query")
     index.append(*CASE.tokens(20))
-    with pytest.raises(ValueError, match="mass: got one with group='mean_query'"):
-        index.search(CASE.queries(), k=5, mass=0.9)
+    with pytest.raises(ValueError, match="coverage: got one with group='mean_query'"):
+        index.search(CASE.queries(), k=5, coverage=0.9)
     for wrong in (0, 1.5, "much", True):
-        with pytest.raises(ValueError, match=r"mass: got .*, allowed is a number in \(0, 1\]"):
-            index.search(CASE.queries(), k=5, mass=wrong)
+        with pytest.raises(ValueError, match=r"coverage: got .*, allowed is a number in \(0, 1\]"):
+            index.search(CASE.queries(), k=5, coverage=wrong)
 
 
 class Silent(Exact):
     """Like an index whose author wrote `_search` alone."""
 
-    _search_mass = BaseIndex._search_mass
+    _search_coverage = BaseIndex._search_coverage
 
 
 def test_an_index_that_cannot_tell_says_so():
     index = Silent(q_heads=6, kv_heads=2, head_dim=64, value_dim=16)
     index.append(*CASE.tokens(20))
-    with pytest.raises(ValueError, match=r"mass: got 0\.9, allowed is None: Silent does not know"):
-        index.search(CASE.queries(), k=5, mass=0.9)
+    with pytest.raises(
+        ValueError, match=r"coverage: got 0\.9, allowed is None: Silent does not know"
+    ):
+        index.search(CASE.queries(), k=5, coverage=0.9)
 
 
 def test_without_a_mass_none_is_told():
     index = CASE.index("pariskv")
     index.append(*CASE.tokens(20))
-    assert index.search(CASE.queries(), k=5).mass is None
+    assert index.search(CASE.queries(), k=5).coverage is None

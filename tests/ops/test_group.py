@@ -122,7 +122,7 @@ def test_small_shares_keep_their_order():
 
 
 @given(seeds, heads)
-def test_fold_groups_neighbouring_heads_and_mean_query_averages_them(seed, heads):
+def test_fold_groups_neighboring_heads_and_mean_query_averages_them(seed, heads):
     queries = torch.randn(2, 2 * heads, 8, generator=torch.Generator().manual_seed(seed)).half()
     folded = group.fold(queries, 2, "union")
     assert (folded.shape, folded.dtype) == ((2, 2, heads, 8), torch.float32)

@@ -18,18 +18,18 @@ def means(keys, valid, every):
     return total / counts.clamp_min(1)[:, None, :, None], counts
 
 
-def test_a_centre_is_the_mean_of_its_segment_and_leans_on_the_one_before_while_begun():
+def test_a_center_is_the_mean_of_its_segment_and_leans_on_the_one_before_while_begun():
     keys = keys_of(0, 3, 2, 50, 8).double()
     valid = torch.arange(50) >= torch.tensor([0, 25, 50])[:, None]
-    got = learn.centres(keys, valid, {}, start=0, every=20)
+    got = learn.centers(keys, valid, {}, start=0, every=20)
     mean, counts = means(keys, valid, 20)
     want = mean.clone()
     share = learn.LEAN * (counts[:, 1] > 0) / (counts[:, 2] + learn.LEAN)  # ten of twenty tokens
     want[:, :, 2] += share[:, None, None] * (mean[:, :, 1] - mean[:, :, 2])
     want *= (counts > 0)[:, None, :, None]
-    assert got["centres"].dtype == torch.bfloat16
-    assert got["centres"].shape == (3, 2, 3, 8)
-    torch.testing.assert_close(got["centres"].double(), want, rtol=5e-3, atol=5e-3)
+    assert got["centers"].dtype == torch.bfloat16
+    assert got["centers"].shape == (3, 2, 3, 8)
+    torch.testing.assert_close(got["centers"].double(), want, rtol=5e-3, atol=5e-3)
     assert torch.equal(got["known"], counts > 0)
 
 
@@ -38,38 +38,38 @@ def test_a_centre_is_the_mean_of_its_segment_and_leans_on_the_one_before_while_b
 def test_a_segment_learns_from_the_first_append_that_holds_a_token_of_it(every, pieces):
     keys = keys_of(1, 2, 1, 50, 8)
     valid = torch.arange(50) >= torch.tensor([0, 11])[:, None]
-    learnt, start = {}, 0
+    learned, start = {}, 0
     for count in pieces:
-        before, some = learnt, slice(start, start + count)
-        learnt = learn.centres(keys[:, :, some], valid[:, some], learnt, start=start, every=every)
+        before, some = learned, slice(start, start + count)
+        learned = learn.centers(keys[:, :, some], valid[:, some], learned, start=start, every=every)
         if "known" in before:
             old = before["known"]
-            assert learnt["known"][:, : old.shape[1]][old].all()
-            kept = old[:, None, :, None] & torch.ones_like(before["centres"], dtype=torch.bool)
-            now = learnt["centres"][:, :, : old.shape[1]]
-            assert torch.equal(now[kept], before["centres"][kept])
+            assert learned["known"][:, : old.shape[1]][old].all()
+            kept = old[:, None, :, None] & torch.ones_like(before["centers"], dtype=torch.bool)
+            now = learned["centers"][:, :, : old.shape[1]]
+            assert torch.equal(now[kept], before["centers"][kept])
         start += count
     segments = -(-50 // every)
-    assert learnt["centres"].shape == (2, 1, segments, 8)
+    assert learned["centers"].shape == (2, 1, segments, 8)
     ends = (torch.arange(segments) + 1) * every
-    assert torch.equal(learnt["known"], ends > torch.tensor([0, 11])[:, None])
+    assert torch.equal(learned["known"], ends > torch.tensor([0, 11])[:, None])
     if every == 1000:  # the mean of the first tokens, nothing to lean on
         first = next(count for count in pieces if count)
         mean = keys[0, :, :first].mean(1).bfloat16()
-        torch.testing.assert_close(learnt["centres"][0, :, 0], mean)
+        torch.testing.assert_close(learned["centers"][0, :, 0], mean)
 
 
-def test_learnt_segments_stay_when_their_tokens_come_again():
+def test_learned_segments_stay_when_their_tokens_come_again():
     keys = keys_of(2, 1, 1, 40, 8)
-    learnt = learn.centres(keys, None, {}, start=0, every=16)
-    again = learn.centres(9 + keys[:, :, :10], None, learnt, start=20, every=16)
-    assert torch.equal(again["centres"], learnt["centres"])
-    assert torch.equal(again["known"], learnt["known"])
+    learned = learn.centers(keys, None, {}, start=0, every=16)
+    again = learn.centers(9 + keys[:, :, :10], None, learned, start=20, every=16)
+    assert torch.equal(again["centers"], learned["centers"])
+    assert torch.equal(again["known"], learned["known"])
 
 
-def test_centres_of_huge_keys_are_finite():
+def test_centers_of_huge_keys_are_finite():
     keys = torch.full((1, 1, 20, 8), torch.finfo(torch.float32).max)
-    assert learn.centres(keys, None, {}, start=0, every=8)["centres"].isfinite().all()
+    assert learn.centers(keys, None, {}, start=0, every=8)["centers"].isfinite().all()
 
 
 @pytest.mark.parametrize("norm", [1e-20, 0.99, 1.0, 3.0, 1e15])
@@ -80,7 +80,7 @@ def test_reference_is_16_to_32_times_the_largest_norm_and_a_power_of_2(norm):
     assert torch.frexp(torch.tensor(got)).mantissa == 0.5
 
 
-def test_reference_is_learnt_where_it_is_not_and_not_of_padding():
+def test_reference_is_learned_where_it_is_not_and_not_of_padding():
     norms = torch.tensor([[[9.0, 1.0]], [[9.0, 0.0]], [[9.0, 2.0]]])
     valid = torch.tensor([[False, True], [False, True], [True, True]])
     got = learn.reference(norms, valid, {})

@@ -40,8 +40,8 @@ def rotated(key, seed, count=SAMPLES):
 def beta_cdf(a, b):
     """The distribution function of Beta(a, b) by the midpoint rule in x = sin² θ."""
     theta = (np.arange(400_000) + 0.5) * (np.pi / 2 / 400_000)
-    mass = np.sin(theta) ** (2 * a - 1) * np.cos(theta) ** (2 * b - 1)
-    total = np.cumsum(mass)
+    coverage = np.sin(theta) ** (2 * a - 1) * np.cos(theta) ** (2 * b - 1)
+    total = np.cumsum(coverage)
     return lambda x: np.interp(x, np.sin(theta) ** 2, total / total[-1])
 
 
@@ -206,12 +206,12 @@ def tangents(block, bits, count=200_000):
 
 
 def plugged_in(block, bits):
-    """`(1 - A)/A` with `A = m Σ p_i ℓ_i²`, the masses p_i summed on a grid (u = sin θ)."""
+    """`(1 - A)/A` with `A = m Σ p_i ℓ_i²`, the shares p_i summed on a grid (u = sin θ)."""
     levels = np.array(codes.lloyd_max(block, bits))
     theta = (np.arange(400_000) + 0.5) * (np.pi / 2 / 400_000)
-    mass = np.cos(theta) ** (block - 2)
+    coverage = np.cos(theta) ** (block - 2)
     cell = np.searchsorted((levels[1:] + levels[:-1]) / 2, np.sin(theta))
-    aligned = block * float((mass * levels[cell] ** 2).sum() / mass.sum())
+    aligned = block * float((coverage * levels[cell] ** 2).sum() / coverage.sum())
     return (1 - aligned) / aligned
 
 

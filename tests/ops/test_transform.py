@@ -30,7 +30,7 @@ def test_no_entry_exceeds_its_bound_so_one_round_mixes_all(dim):
 
 
 @pytest.mark.parametrize("dim", [8, 64, 128, 256])
-def test_at_a_power_of_two_it_is_the_randomised_hadamard_transform(dim):
+def test_at_a_power_of_two_it_is_the_randomized_hadamard_transform(dim):
     matrix = rotation(dim, 2)
     assert torch.equal(matrix.abs(), torch.full((dim, dim), dim**-0.5))
     signs = matrix[0].sign()

@@ -150,9 +150,9 @@ def test_what_a_layer_fetches_is_counted_as_it_is_stored(rows):
             case.index(f"exact:rows={name}+reuse:tau=2"),
             k=5,
             sink=2,
-            local=4,
+            local_window=4,
             update_every=4,
-            full_threshold=8,
+            dense_below=8,
         )
         queries = case.tensor(9, 1, 2, 30, 64)
         layer.step(queries, *case.tokens(30))

@@ -11,7 +11,7 @@ from tests.support.sequences import SIZES, Sequence
 class Beside(Exact):
     """Exact search whose appends a layer lets run beside its steps; keeps its last hits."""
 
-    appends_beside, hits = True, None
+    supports_async_append, hits = True, None
 
     def _search(self, queries, k):
         self.hits = super()._search(queries, k)
@@ -37,7 +37,7 @@ def alone(index):
     """The index, whose appends begin while nothing else runs: for a reference that moves what it
     holds as it grows, which a search on another stream would still read.
     """
-    begin = index.begin_append
+    begin = index.start_append
 
     def wait():
         if index.geometry.device.type == "cuda":
@@ -49,7 +49,7 @@ def alone(index):
         wait()
         return end
 
-    index.begin_append = settled
+    index.start_append = settled
     return index
 
 

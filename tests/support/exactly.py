@@ -36,7 +36,7 @@ def assert_follows_exact_in_a_layer(
     queries = 2 * case.tensor(500, case.batch, case.q_heads, 60, case.head_dim)
     tokens = case.tokens(60)
     for index in (case.index("exact", group=policy), case.index(name, group=policy, **options)):
-        layer = AttentionLayer(index, k=k, sink=3, local=4, update_every=5, full_threshold=0)
+        layer = AttentionLayer(index, k=k, sink=3, local_window=4, update_every=5, dense_below=0)
         cuts = [slice(0, 30), *(slice(i, i + 1) for i in range(30, 60))]
         steps = [layer.step(*(t[:, :, cut] for t in (queries, *tokens))) for cut in cuts]
         outputs.append(torch.cat(steps, dim=2))

@@ -29,6 +29,6 @@ def assert_bad_signals_are_refused(index, queries):
     """queries: `[B, H, N, D]` that the index could be told of."""
     positions = torch.arange(queries.shape[2])
     with pytest.raises(ValueError, match="queries: got shape"):
-        index.observe(queries[:1], positions)
+        index.observe_queries(queries[:1], positions)
     with pytest.raises(ValueError, match="positions: got shape"):
-        index.observe(queries, positions[:-1])
+        index.observe_queries(queries, positions[:-1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvindex.layer import AttentionLayer
 from tests.support.helpers import Case, left_padding
 
-SIZES = dict(sink=3, local=4, update_every=5, full_threshold=0)
+SIZES = dict(sink=3, local_window=4, update_every=5, dense_below=0)
 
 
 @dataclass

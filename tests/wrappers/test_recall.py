@@ -94,9 +94,9 @@ def test_a_wrapper_gives_what_the_inner_index_gives(kind):
     tokens = CASE.tokens(30)
     for index in (wrapper, alone):
         index.append(*tokens, valid=left_padding([0, 4], 30))
-        index.seal()
+        index.end_prompt()
         index.mark_boundary()
-        index.observe(CASE.queries()[:, :, None], torch.tensor([29]))
+        index.observe_queries(CASE.queries()[:, :, None], torch.tensor([29]))
         index.truncate(25)
         index.reorder(torch.tensor([1, 0]))
     assert (wrapper.geometry, wrapper.config) == (alone.geometry, alone.config)

@@ -23,7 +23,7 @@ def wrapped(tau, name="exact", case=CASE, count=COUNT, **options):
 
 def stepped(index, queries, k=K):
     """What a layer does with one new query."""
-    index.observe(queries[:, :, None], torch.tensor([len(index)]))
+    index.observe_queries(queries[:, :, None], torch.tensor([len(index)]))
     return index.search(queries, k=k)
 
 
@@ -46,11 +46,11 @@ def test_tau_above_one_searches_every_step(name):
     index, alone, more = wrapped(1.0001, name), CASE.index(name), CASE.tokens(6, seed=1)
     alone.append(*CASE.tokens(COUNT))
     for each in (index, alone):
-        each.seal()
+        each.end_prompt()
     for step in range(6):
         for each in (index, alone):
             each.append(*part(more, step, step + 1))
-            each.observe(CASE.queries()[:, :, None], torch.tensor([COUNT + step]))
+            each.observe_queries(CASE.queries()[:, :, None], torch.tensor([COUNT + step]))
             if each is alone and step:
                 each.mark_boundary()
         assert_same_hits(index.search(CASE.queries(), k=K), alone.search(CASE.queries(), k=K))
@@ -67,7 +67,7 @@ def test_tau_below_minus_one_never_searches_again():
 
 
 @pytest.mark.parametrize("observed", [True, False])
-def test_it_searches_where_the_mean_cosine_of_neighbouring_queries_is_below_tau(observed):
+def test_it_searches_where_the_mean_cosine_of_neighboring_queries_is_below_tau(observed):
     """By hand: cosines of .9 and .5 in turn over the heads; their mean is .7."""
     for tau, searches in ((0.699, 1), (0.701, 2)):
         index = wrapped(tau)
@@ -81,7 +81,7 @@ def test_it_searches_where_the_mean_cosine_of_neighbouring_queries_is_below_tau(
         assert_same_hits(hits, want)
 
 
-def test_neighbours_are_compared_not_the_query_that_searched():
+def test_neighbors_are_compared_not_the_query_that_searched():
     """Small turns add up to a large one, and nobody searches."""
     index, queries = wrapped(0.8), CASE.queries()
     start = queries
@@ -110,7 +110,7 @@ class Told(kvindex.get("exact")):
         super().__init__(**options)
         self.told = []
 
-    def observe(self, queries, positions):
+    def observe_queries(self, queries, positions):
         self.told.append(positions.tolist())
 
     def mark_boundary(self):
@@ -121,10 +121,10 @@ def test_a_boundary_is_marked_before_the_query_that_differs():
     index = Reuse(Told(q_heads=6, kv_heads=2, head_dim=16, value_dim=8), tau=0.7)
     index.append(*CASE.tokens(COUNT))
     queries = CASE.queries()[:, :, None]
-    index.observe(queries.expand(-1, -1, 3, -1), torch.arange(3))  # the prompt: no boundary
-    index.observe(queries, torch.tensor([3]))  # as its last query
+    index.observe_queries(queries.expand(-1, -1, 3, -1), torch.arange(3))  # the prompt: no boundary
+    index.observe_queries(queries, torch.tensor([3]))  # as its last query
     index.search(CASE.queries(), k=K)
-    index.observe(-queries, torch.tensor([4]))
+    index.observe_queries(-queries, torch.tensor([4]))
     index.search(-CASE.queries(), k=K)
     assert index.inner.told == [[0, 1, 2], [3], "boundary", [4]]
 
@@ -219,7 +219,7 @@ def test_louiskv_as_a_whole_in_a_layer():
     index = kvindex.create(
         "louiskv:per_cluster=4+reuse:tau=.7", q_heads=6, kv_heads=2, head_dim=16, value_dim=8
     )
-    layer = AttentionLayer(index, k=9, sink=3, local=4, update_every=5, full_threshold=0)
+    layer = AttentionLayer(index, k=9, sink=3, local_window=4, update_every=5, dense_below=0)
     keys, values = CASE.tokens(60)
     layer.step(CASE.tensor(1, 2, 6, 30, 16), keys[:, :, :30], values[:, :, :30])
     for i in range(30, 60):

@@ -145,8 +145,10 @@ def test_scores_that_are_no_shares_are_refused(group):
 
 
 def test_a_mass_is_refused():
-    with pytest.raises(ValueError, match=r"mass: got 0\.9, allowed is None where rows are drawn"):
-        sampled().search(CASE.queries(), k=5, mass=0.9)
+    with pytest.raises(
+        ValueError, match=r"coverage: got 0\.9, allowed is None where rows are drawn"
+    ):
+        sampled().search(CASE.queries(), k=5, coverage=0.9)
 
 
 @pytest.mark.parametrize("name", ["magicpig", "retroinfer"])

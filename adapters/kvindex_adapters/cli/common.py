@@ -39,7 +39,7 @@ def check_search(index: str, k: int, device: str, regions: Mapping[str, Any] | N
     """
     regions = dict(regions or {})
     check_size("k", k, 1)
-    for name in regions.keys() & {"sink", "local", "update_every"}:
+    for name in regions.keys() & {"sink", "local_window", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
     check_index(index)
     rope = torch.ones(4, device=device)  # the model's own comes later

@@ -10,9 +10,9 @@ import typer
 
 from kvindex_adapters.cli.options import (
     INDEX,
+    DenseBelow,
     Device,
     Dtype,
-    FullThreshold,
     JsonFile,
     K,
     Local,
@@ -37,9 +37,9 @@ def demo(
     index: Annotated[str, typer.Option(help=INDEX + ".")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
-    local: Local = 256,
+    local_window: Local = 256,
     update_every: UpdateEvery = 256,
-    full_threshold: FullThreshold = 2048,
+    dense_below: DenseBelow = 2048,
     seed: Annotated[int, typer.Option(help="Of the needle and of the order of the text.")] = 0,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Hide the needle in this text; - for standard input.")
@@ -61,7 +61,9 @@ def demo(
 
     number = common.check_dtype(dtype)
     models.check_device(device)
-    regions = dict(sink=sink, local=local, update_every=update_every, full_threshold=full_threshold)
+    regions = dict(
+        sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
+    )
     common.check_search(index, k, device, regions)
     check.seed(seed)
     files.check_output("json", json_file)

@@ -9,9 +9,9 @@ import typer
 
 from kvindex_adapters.cli.options import (
     INDEX,
+    DenseBelow,
     Device,
     Dtype,
-    FullThreshold,
     JsonFile,
     K,
     Local,
@@ -34,9 +34,9 @@ def generate(
     index: Annotated[str, typer.Option(help=INDEX + "; 'none' for full attention.")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
-    local: Local = 256,
+    local_window: Local = 256,
     update_every: UpdateEvery = 256,
-    full_threshold: FullThreshold = 2048,
+    dense_below: DenseBelow = 2048,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
     sample: Annotated[bool, typer.Option(help="Sample instead of the most likely token.")] = False,
@@ -71,7 +71,9 @@ def generate(
 
     number = common.check_dtype(dtype)
     models.check_device(device)
-    regions = dict(sink=sink, local=local, update_every=update_every, full_threshold=full_threshold)
+    regions = dict(
+        sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
+    )
     if index != "none":
         common.check_search(index, k, device, regions)
     request = answers.Request(

@@ -13,7 +13,7 @@ K = Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.
 Sink = Annotated[int, typer.Option(help="First tokens, which are always attended to.")]
 Local = Annotated[int, typer.Option(help="Newest tokens, which are always attended to.")]
 UpdateEvery = Annotated[int, typer.Option(help="Tokens that wait until they join the index.")]
-FullThreshold = Annotated[int, typer.Option(help="Below this length attention is dense.")]
+DenseBelow = Annotated[int, typer.Option(help="Below this length attention is dense.")]
 Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
 JsonFile = Annotated[

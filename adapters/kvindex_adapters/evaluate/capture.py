@@ -39,9 +39,9 @@ class _Recorder(Wrapper):
         self._start = start
         self.queries: list[Tensor] = []
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         self.queries.append(queries[0, :, positions >= self._start])
-        super().observe(queries, positions)
+        super().observe_queries(queries, positions)
 
     def captured(self) -> Captured:
         g = self.geometry
@@ -72,7 +72,7 @@ def capture(
         return _Recorder(kvindex.create("exact", **geometry), start)
 
     # no window: every token is in the index when its step ends; and never long enough to search
-    regions: dict[str, Any] = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
+    regions: dict[str, Any] = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=recorder, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)
         return [index.captured() for index in cache.indexes() if isinstance(index, _Recorder)]

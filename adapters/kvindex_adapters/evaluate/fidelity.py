@@ -105,7 +105,7 @@ def divergences(
     `full_logits`. Every step searches, whatever the length.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
-    options: dict[str, Any] = {"full_threshold": 0, **(attach_options or {})}
+    options: dict[str, Any] = {"dense_below": 0, **(attach_options or {})}
     found: list[Tensor] = []
     with torch.no_grad(), attach(model, index=index, k=k, layer=ParallelLayer, **options) as cache:
         prefill(model, ids, cache, stop=len(prompt), chunk=chunk)

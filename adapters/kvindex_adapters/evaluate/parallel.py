@@ -16,8 +16,8 @@ class ParallelLayer(AttentionLayer):
 
     Between two updates an index does not change, so all steps between them can search it at once,
     and it hears of their queries one by one before the update. For a batch of 1 without padding.
-    Raises ValueError for an index that follows the steps (`follows_steps`), and for one, a wrapper
-    say, that does not serve many queries at once (`repeated`).
+    Raises ValueError for an index that follows the steps (`depends_on_queries`), and for one, a
+    wrapper say, that does not serve many queries at once (`expand_batch`).
     """
 
     _begun = False
@@ -25,19 +25,19 @@ class ParallelLayer(AttentionLayer):
     def __init__(self, index: KVIndex, **options: Any) -> None:
         super().__init__(index, **options)
         name = type(index).__name__
-        if getattr(index, "follows_steps", False):
+        if getattr(index, "depends_on_queries", False):
             raise ValueError(
                 f"index: got {name}, whose search depends on the steps before it; allowed is one "
                 "whose steps can be searched at once, or a layer that makes them one by one"
             )
-        if not hasattr(index, "repeated"):
+        if not hasattr(index, "expand_batch"):
             raise ValueError(
-                f"index: got {name}, allowed is one that serves many queries at once (`repeated`)"
+                f"index: got {name}, allowed is one that has `expand_batch`"
             )
 
     def begin(self) -> None:
         """The prompt is complete: what comes now are steps."""
-        self.index.seal()
+        self.index.end_prompt()
         self._sealed = self._begun = True
 
     def step(
@@ -74,13 +74,13 @@ class ParallelLayer(AttentionLayer):
         self._regions.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
         inner: Any = self.index  # not of the protocol: `BaseIndex` and wrappers around it have it
-        index: KVIndex = inner.repeated(T)
-        hits = index.search(each, k=self._wanted, mass=self.mass)
+        index: KVIndex = inner.expand_batch(T)
+        hits = index.search(each, k=self._wanted, coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
         output = self._over_regions(each, hits, index.fetch(hits), seen)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
-            self.index.observe(queries[:, :, step, None], positions[step, None])
+            self.index.observe_queries(queries[:, :, step, None], positions[step, None])
         self._update()
         return output.transpose(0, 1)[None]

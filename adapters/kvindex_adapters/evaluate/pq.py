@@ -1,4 +1,4 @@
-"""Product quantisation with trained codebooks: the contrast to codes that cannot go stale."""
+"""Product quantization with trained codebooks: the contrast to codes that cannot go stale."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class PQ:
         return queries.float() @ self.decode(codes).mT
 
 
-class Quantised:
-    """A search by product quantisation, trained on the keys that are added first and never again.
+class Quantized:
+    """A search by product quantization, trained on the keys that are added first and never again.
 
     subspace: coordinates of one, `m`.
     """

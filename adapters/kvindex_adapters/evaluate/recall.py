@@ -1,4 +1,4 @@
-"""How much of the true top `k`, and of its attention mass, an index finds on captured keys; and
+"""How much of the true top `k`, and of its attention coverage, an index finds on captured keys; and
 whether the share of attention that it believes to hold is the true one.
 """
 
@@ -27,21 +27,21 @@ TOKENS = 4096
 class Recall:
     """Per layer and query head, float64 `[L, H]`, means over queries.
 
-    recall: share of the true top `k` rows by `q·k`; mass: softmax mass that the hits hold, and
-    mass_true: that the true top `k` hold, over the rows of the index.
+    recall: share of the true top `k` rows by `q·k`; coverage: softmax coverage that the hits hold,
+    and mass_true: that the true top `k` hold, over the rows of the index.
     """
 
     recall: Tensor
-    mass: Tensor
+    coverage: Tensor
     mass_true: Tensor
 
 
 @dataclass(frozen=True)
 class Certified:
-    """Per layer, query head and query, float64 `[L, H, T]`: of searches with a `mass`.
+    """Per layer, query head and query, float64 `[L, H, T]`: of searches with a `coverage`.
 
-    believed: `Hits.mass`; true: the softmax mass of the hits over the rows of the index; rows:
-    how many the hits are.
+    believed: `Hits.coverage`; true: the softmax coverage of the hits over the rows of the index;
+    rows: how many the hits are.
     """
 
     believed: Tensor
@@ -74,18 +74,18 @@ def measure(
 
 
 def certify(
-    layers: Sequence[Captured], index: str, *, k: int, mass: float, prompt: int
+    layers: Sequence[Captured], index: str, *, k: int, coverage: float, prompt: int
 ) -> Certified:
-    """As `measure`, with searches that stop where they believe to hold `mass`."""
+    """As `measure`, with searches that stop where they believe to hold `coverage`."""
     found = []
     for layer in layers:
         searched, queries, scores = _prepared(layer, index, prompt, None)
-        hits = searched.search(queries, k=k, mass=mass)
-        assert hits.mass is not None
+        hits = searched.search(queries, k=k, coverage=coverage)
+        assert hits.coverage is not None
         share = (scores.double() * layer.scale).softmax(-1)
         true = (share * _flags(hits.ids, scores)).sum(-1)
         rows = (hits.ids >= 0).sum(-1)
-        found.append([part.double().mT.cpu() for part in (hits.mass, true, rows)])
+        found.append([part.double().mT.cpu() for part in (hits.coverage, true, rows)])
     return Certified(*(torch.stack(part) for part in zip(*found, strict=True)))
 
 
@@ -119,7 +119,7 @@ def _prepared(
         index.append(part, part)
     queries = layer.queries.transpose(0, 1).contiguous()
     scores = (layer.queries.float() @ keys[0].float().mT).transpose(0, 1)
-    return index.repeated(T), queries, scores
+    return index.expand_batch(T), queries, scores
 
 
 def _flags(ids: Tensor, scores: Tensor) -> Tensor:

@@ -35,11 +35,11 @@ def attach(
     *,
     index: str | IndexFactory = "pariskv",
     k: int = 100,
-    mass: float | None = None,
+    coverage: float | None = None,
     sink: int = 64,
-    local: int = 256,
+    local_window: int = 256,
     update_every: int = 256,
-    full_threshold: int = 2048,
+    dense_below: int = 2048,
     dense_layers: Sequence[int] = (),
     index_options: Mapping[str, Any] | None = None,
     layer_options: Mapping[int, Mapping[str, Any]] | None = None,
@@ -50,9 +50,9 @@ def attach(
     deep copies of it (`copy.deepcopy`).
 
     index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
-    k: rows per KV head that a step retrieves; mass: fewer, where the index believes that fewer
-    hold this share of its attention; sink, local, update_every: sizes of the regions
-    (`AttentionLayer`); full_threshold: below this many tokens the index fills but attention is
+    k: rows per KV head that a step retrieves; coverage: fewer, where the index believes that fewer
+    hold this share of its attention; sink, local_window, update_every: sizes of the regions
+    (`AttentionLayer`); dense_below: below this many tokens the index fills but attention is
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
     for the index (`preset`, `store`, …), but not its geometry, which the model decides;
     layer_options: the same for single layers, by number. An index by name runs on the kernels where
@@ -79,9 +79,9 @@ def attach(
         else:
             made = index(**{**geometry, **own})
         turn = cache.indexed.index(number) / len(cache.indexed)
-        sizes = dict(sink=sink, local=local, update_every=update_every)
-        sizes |= dict(k=k, full_threshold=full_threshold)
-        return layer(made, mass=mass, turn=turn, graphs=graphs, **sizes)
+        sizes = dict(sink=sink, local_window=local_window, update_every=update_every)
+        sizes |= dict(k=k, dense_below=dense_below)
+        return layer(made, coverage=coverage, update_phase=turn, graphs=graphs, **sizes)
 
     with claimed(model) as attachment:
         cache = IndexCache(config, make, dense_layers, attachment)

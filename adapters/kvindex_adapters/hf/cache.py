@@ -103,7 +103,7 @@ class IndexCache(DynamicCache):
         layers = self.attention_layers()
         traffic = [layer.traffic for layer in layers]
         steps = sum(part.steps for part in traffic)
-        asked = steps > 0 and any(layer.mass is not None for layer in layers)
+        asked = steps > 0 and any(layer.coverage is not None for layer in layers)
         nbytes: dict[str, int] = {}
         for layer in layers:
             for tier, size in layer.nbytes().items():
@@ -115,13 +115,15 @@ class IndexCache(DynamicCache):
         return Report(
             tokens=max((len(layer) for layer in layers), default=0),
             layers=len(self._indexed()),
-            full_threshold=max((layer.full_threshold for layer in layers), default=0),
+            dense_below=max((layer.dense_below for layer in layers), default=0),
             steps=max((part.steps for part in traffic), default=0),
             rows_read=float(sum(float(part.rows_read) for part in traffic)) / max(steps, 1),
             rows_full=float(sum(float(part.rows_full) for part in traffic)) / max(steps, 1),
             bytes_fetched=int(sum(float(part.bytes_fetched) for part in traffic)),
             nbytes=nbytes,
-            mass=float(sum(float(part.mass) for part in traffic)) / steps if asked else None,
+            coverage=float(sum(float(part.coverage) for part in traffic)) / steps
+            if asked
+            else None,
         )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -104,7 +104,7 @@ class IndexedLayer(CacheLayerMixin):
         T = keys.shape[2]
         if tokens is not None and tokens.shape == (len(keys), T):
             # after the step: a boundary that is marked in it lies before these tokens
-            self.attention.index.read(tokens, first=len(self.attention) - T)
+            self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 
     def _check_same(self, scale: float, softcap: float | None) -> None:

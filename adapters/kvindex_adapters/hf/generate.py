@@ -180,9 +180,9 @@ def _make_room(cache: Any, tokens: int) -> None:
     for made in cache.indexes():
         while hasattr(made, "inner"):  # what wrappers are around has the memory
             made = made.inner
-        if hasattr(made, "make_room"):
+        if hasattr(made, "reserve"):
             with suppress(MemoryError):  # the answer may be shorter
-                made.make_room(tokens)
+                made.reserve(tokens)
 
 
 def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ class Report:
     head that were attended to and that full attention would have read; bytes_fetched: of rows
     that those steps copied out of the stores (steps that attend exactly are not counted);
     nbytes: bytes in use per tier (`codes`, `rows`, `window`; `other` for layers without index);
-    mass: share of the indexes' attention that the rows are believed to hold, mean over layers,
-    heads and steps, where `attach` was asked for one; else None; full_threshold: below this many
+    coverage: share of the indexes' attention that the rows are believed to hold, mean over layers,
+    heads and steps, where `attach` was asked for one; else None; dense_below: below this many
     tokens attention is dense.
     """
 
@@ -26,8 +26,8 @@ class Report:
     rows_full: float
     bytes_fetched: int
     nbytes: dict[str, int]
-    mass: float | None = None
-    full_threshold: int = 0
+    coverage: float | None = None
+    dense_below: int = 0
 
     @property
     def rows_read_fraction(self) -> float:
@@ -43,8 +43,8 @@ class Report:
                 f"rows per KV head ({self.rows_read_fraction:.1%}) and fetched "
                 f"{self.bytes_fetched / 2**20:.1f} MiB"
             )
-        if self.tokens < self.full_threshold:
-            return f"shorter than {self.full_threshold} tokens: attention was dense"
+        if self.tokens < self.dense_below:
+            return f"shorter than {self.dense_below} tokens: attention was dense"
         return "no step has searched: attention was dense"
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ UNKNOWN = (
 
 
 TERMS = {
-    "sinks": "learnt sinks in the softmax",
+    "sinks": "learned sinks in the softmax",
     "lambda_q1": "the difference of two softmaxes over the same keys",
 }
 """Attributes of attention modules -> what they add to the softmax over rows."""

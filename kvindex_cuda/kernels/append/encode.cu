@@ -1,5 +1,5 @@
-// Keys to codes in blocks: centre off, normalise, rotate, code, log weight (paper, A.1 to A.3;
-// ops/{transform,codes}.py with block = D, kvindex_cuda/memory/layout.py). Centres of segments whose keys are
+// Keys to codes in blocks: center off, normalize, rotate, code, log weight (paper, A.1 to A.3;
+// ops/{transform,codes}.py with block = D, kvindex_cuda/memory/layout.py). Centers of segments whose keys are
 // all here are made on the way (ops/learn.py), so that keys come from memory once.
 //
 // How a key is turned and coded: rotated.cuh.
@@ -9,19 +9,19 @@
 // bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
 // keys in registers, it sends for 8 of the next segment's to the same place. A fresh segment's keys are
 // added up there, which the matrix unit does with ones on the other side (an instruction for 256
-// coordinates); then the block makes the centre and codes. Elsewhere a warp adds up what it loads, and
+// coordinates); then the block makes the center and codes. Elsewhere a warp adds up what it loads, and
 // loads again from L1 or L2 to code; before the last 8 keys are coded, the next segment's are sent for.
-// From memory a key is read once, 2 D bytes of a centre that is given per 256; written are (1 + BITS)
+// From memory a key is read once, 2 D bytes of a center that is given per 256; written are (1 + BITS)
 // STRIDE + 3 bytes per key and 2 D per 256, of a fresh segment 4 D.
 // Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
 // 16-bit keys): 1,490 instructions of a warp per 16 keys, 1,350 of them to code and to send, 140 for
-// centres and what a segment needs; 23.3 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
+// centers and what a segment needs; 23.3 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
 // heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading;
 // shuffles, shared memory and keys take that pipe some 21 cycles per key. Between the two barriers of a
-// segment all warps of a block wait for its centre; other blocks code meanwhile.
+// segment all warps of a block wait for its center; other blocks code meanwhile.
 // Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
-// As the reference but for rounding: sums are in float32, and the centre goes off after four
+// As the reference but for rounding: sums are in float32, and the center goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
 // Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
 // multiple of 16 bytes), RESIDENT (blocks of a multiprocessor). Longer than most files: it is one
@@ -78,14 +78,14 @@ struct Segment {
     const char* keys;  // of token 0, which may come before the first that is there
     const u8* flags;   // likewise, or null
     char* block;
-    u16* centre;  // or null
+    u16* center;  // or null
     u8* known;    // or null: nobody asks
     i64 head;     // where the head begins in a block
     float reference, inverted;
     u32 from, to;  // tokens that are there
     u32 unit;      // its number, of all
     u32 after;     // where the next one lies
-    bool fresh;    // whether its centre is made here
+    bool fresh;    // whether its center is made here
     u8 state;      // NONE: no such segment; WHOLE: all keys are there, and there are no flags
 };
 
@@ -154,24 +154,24 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
     return to_bfloat16(fminf(fmaxf(mean, -LONGEST), LONGEST));
 }
 
-// keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centres
+// keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centers
 // bfloat16 [B, G, S, D], strides cb, cg, cs, or null; references float32 [B, G]; table int64
 // [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
 // [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
 // levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
-// start: id of the first key; head, weights, logs, magnitudes, centre: of the layout; fresh, stale:
-// segments whose centres are made, and the first that is not again; known bool [B, kb], or null;
+// start: id of the first key; head, weights, logs, magnitudes, center: of the layout; fresh, stale:
+// segments whose centers are made, and the first that is not again; known bool [B, kb], or null;
 // wrong int32 [1], or null without them; taken int32 [1]: 0, also afterwards, or null where there are no
 // more segments than blocks; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-encode(const void* data, const u8* valid, u16* centres, const float* references,
+encode(const void* data, const u8* valid, u16* centers, const float* references,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
        i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
-       i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 centre,
+       i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 center,
        i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, int* taken, float scale,
        float root) {
     __shared__ uint4 flip[C * 4];
-    __shared__ float4 bases[C * 8];  // minus the centre after the matrix unit
+    __shared__ float4 bases[C * 8];  // minus the center after the matrix unit
     __shared__ __align__(16) float sums[WARPS][C * 32];
     __shared__ __align__(16) u16 means[C * 32];
     __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
@@ -198,7 +198,7 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         found.head = g * head;
         found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
         found.flags = valid ? valid + batch * vb + offset : nullptr;
-        found.centre = centres ? centres + batch * cb + g * cg + s * cs : nullptr;
+        found.center = centers ? centers + batch * cb + g * cg + s * cs : nullptr;
         found.known = known && g == 0 ? known + batch * kb + s : nullptr;
         found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
         found.fresh = s >= fresh && s < stale;
@@ -297,15 +297,15 @@ encode(const void* data, const u8* valid, u16* centres, const float* references,
         }
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
-            u16 x = own.centre && !own.fresh && d < D ? own.centre[d] : 0;
+            u16 x = own.center && !own.fresh && d < D ? own.center[d] : 0;
             if (own.fresh) {
                 x = mean_of(sums, d, n, step, own, wrong);
-                if (!own.centre) x = 0;
-                if (own.centre && d < D) own.centre[d] = x;
+                if (!own.center) x = 0;
+                if (own.center && d < D) own.center[d] = x;
                 if (own.known && d == 0) *own.known = n > 0;
             }
             means[d] = x;
-            if (d < D) reinterpret_cast<u16*>(own.block + centre)[d] = x;
+            if (d < D) reinterpret_cast<u16*>(own.block + center)[d] = x;
             __syncwarp();
             uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
             u32 pairs[4] = {all.x, all.y, all.z, all.w};

@@ -1,8 +1,8 @@
-// What an index learns of tokens as they come: centres of segments, a reference for weights
+// What an index learns of tokens as they come: centers of segments, a reference for weights
 // (ops/learn.py).
 //
 // Sums of a segment are in double and in a fixed order, so that two runs learn the same. Where keys are
-// coded next, segments that an append covers whole are left to `encode.cu`, which makes their centres
+// coded next, segments that an append covers whole are left to `encode.cu`, which makes their centers
 // as it codes them.
 // Compile-time: DTYPE (of the keys), WIDE (whether each key begins at a multiple of 16 bytes).
 #include "common/common.cuh"
@@ -50,7 +50,7 @@ __device__ __forceinline__ float coordinate(const Eight& x, int j) {
     return DTYPE == 1 ? from_float16(bits) : from_bfloat16(bits);
 }
 
-// Where keys and what is learnt already lie.
+// Where keys and what is learned already lie.
 struct Keys {
     const void* data;
     const u8* valid;  // [B, N], or null
@@ -149,20 +149,20 @@ static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* a
 }
 
 // Grid: (segments + windows, G, B), THREADS threads, 8 (1 + min(TALL, 2048 / D)) D bytes of dynamic
-// shared memory. A block makes a segment's centre and looks whether its keys are finite; where the last
+// shared memory. A block makes a segment's center and looks whether its keys are finite; where the last
 // segment has only begun, the block of the one before makes both. What is known already is copied.
 // `windows` more blocks look at THREADS of the first keys each, for a reference. Reads the keys of
 // its segments once and at most SEEN more of each head, writes 2 D bytes per segment, 1 with the
 // first head. Limited by the bus where it has all segments: a million keys of 8 heads at D = 128 took
 // .79 ms on an H200, norms included, .60 of the rate of reading.
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; old
-// bfloat16 [B, G, old_row, D], `before` of them learnt; held bool [B, before]; centres bfloat16
-// [B, G, row, D], or null: no centres; it may be old, from `begin` on: a block reads no other's.
+// bfloat16 [B, G, old_row, D], `before` of them learned; held bool [B, before]; centers bfloat16
+// [B, G, row, D], or null: no centers; it may be old, from `begin` on: a block reads no other's.
 // known bool [B, S]; given float32 [B, G], references, or null; answer float32 [B, G]: as
 // of `refer`; wrong int32 [1], or null: set where a valid key is not finite. start: id of the first
 // key; every: tokens of a segment. Segments: those from `begin` to S but for `left` of them from `leave` on.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* centres, u8* known,
+learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* centers, u8* known,
       const float* given, float* answer, int* wrong, i64 count, i64 dim, i64 before, i64 old_row,
       i64 row, i64 start, i64 every, i64 begin, i64 S, i64 leave, i64 left, i64 sb, i64 sg, i64 sn,
       i64 vb) {
@@ -174,7 +174,7 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
     i64 s = begin + blockIdx.x, first = start / every, stop = (start + count + every - 1) / every;
     if (s >= leave) s += left;
     bool begun = stop * every > start + count && stop > 1;  // the last segment is, and can lean
-    if (centres && blockIdx.x == 0 && head == 0)
+    if (centers && blockIdx.x == 0 && head == 0)
         for (i64 i = threadIdx.x; i < begin; i += THREADS)
             known[batch * S + i] = held[batch * before + i];
     if (s >= S) {
@@ -207,11 +207,11 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
         refer(s - S, count, real, norm, answer + bg);
         return;
     }
-    // the last one's centre needs the one before: its block does it, unless that is an old one
+    // the last one's center needs the one before: its block does it, unless that is an old one
     if (begun && s == stop - 1 && stop - 2 >= first) return;
     int knows = 0;
     for (;; s++) {
-        bool had = centres && s < before && held[batch * before + s], here = s >= first && s < stop;
+        bool had = centers && s < before && held[batch * before + s], here = s >= first && s < stop;
         int n = 0;
         if (here && (wrong || !had)) {
             i64 from = max(s * every - start, i64(0)), to = min((s + 1) * every - start, count);
@@ -219,14 +219,14 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
             n = found.count;
             if (wrong && found.wrong) *wrong = 1;
         }
-        u16* mine = centres + (bg * row + s) * dim;
+        u16* mine = centers + (bg * row + s) * dim;
         const u16* earlier = old + (bg * old_row + s) * dim;
-        if (centres && (!here || had)) {
+        if (centers && (!here || had)) {
             for (int d = threadIdx.x; d < dim; d += THREADS) mine[d] = s < before ? earlier[d] : 0;
             knows = had;
-        } else if (centres) {
+        } else if (centers) {
             bool leans = begun && s == stop - 1;
-            i64 last = s - 1;  // of which the centre is known: made by this block, or old
+            i64 last = s - 1;  // of which the center is known: made by this block, or old
             if (leans && last < first) knows = last < before && held[batch * before + last];
             int lean = leans && knows ? LEAN : 0;
             const u16* one = last >= first ? mine - dim : earlier - dim;
@@ -237,7 +237,7 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
             }
             knows = n > 0;
         }
-        if (centres && head == 0 && threadIdx.x == 0) known[batch * S + s] = u8(knows);
+        if (centers && head == 0 && threadIdx.x == 0) known[batch * S + s] = u8(knows);
         if (!begun || s != stop - 2 || s < first) return;
         __syncthreads();
     }

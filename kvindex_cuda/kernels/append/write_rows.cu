@@ -2,7 +2,7 @@
 // that it sees: an update of the local window, without a stream and events of its own. A row may come
 // in two parts, its key and its value.
 //
-// Neighbouring threads take neighbouring pieces of a row, and then of the next.
+// Neighbouring threads take neighboring pieces of a row, and then of the next.
 // Grid: any, 256 threads. Reads and writes each row once, 8 bytes of a table besides. Limited by the
 // bus where blocks lie on the host: few blocks of threads fill it, and leave the others to a step.
 // Compile-time: nothing.

@@ -26,7 +26,7 @@ __device__ __forceinline__ u64 entry_of(const Voters& of, const Group& group, u3
     if (first >= of.tokens) return 0;
     const char* codes = reinterpret_cast<const char*>(of.table[s]) + of.bg % of.kv_heads * of.head;
     Mean mean;
-    load(mean, codes + CENTRE);
+    load(mean, codes + CENTER);
     offsets_of<false>(offsets, mean, group, nullptr);
     Signs signs;
     load(signs, codes, part);

@@ -2,7 +2,7 @@
 //
 // Idea: R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit does four of H's stages of 8 keys at
 // a time, on keys as they come: entries of H are ±1, float32 is the sum of 3 bfloat16, all exact,
-// and the sum starts at minus the centre's, which is turned before. The other stages are sums in
+// and the sum starts at minus the center's, which is turned before. The other stages are sums in
 // registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole bytes of
 // coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
 // A level's index: of |u|'s cell, one of equal ones that hold an edge at most, and of which side of

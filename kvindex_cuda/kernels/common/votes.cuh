@@ -1,4 +1,4 @@
-// Votes of keys by signed dots (paper, B.2.1; ops.coarse, lists=group): for prepare_query.cu and scan.cu.
+// Votes of keys by signed dots (paper, B.2.1; ops.coarse, candidates_per=group): for prepare_query.cu and scan.cu.
 //
 // vote = f · Σ_j s_j r_j + offset of the key's segment, the largest over the heads of the group.
 // Σ s r = 2 Σ b r − Σ r for sign bits b, and Σ b r is the sum over the bit planes of r of 2^p
@@ -7,20 +7,20 @@
 // a second product takes as they lie, each with its power of four (three counts of four in a register's
 // bytes take a third of these products, and shifts, which cost more). To the base -2 each odd plane
 // counts -2 times what the even one before it does, so that both take the same powers.
-// Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTRED, PLANES (digits of
+// Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED, PLANES (digits of
 // r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85).
 #pragma once
 #include "common/operands.cuh"
 
 constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
 constexpr int PARTS = PLANES / 2;
-constexpr int EIGHTS = (D + 31) / 32;        // coordinates of a centre and of a query, per lane
+constexpr int EIGHTS = (D + 31) / 32;        // coordinates of a center and of a query, per lane
 constexpr int PIECES = 3 - DTYPE;            // bfloat16 numbers whose sum a query's coordinate is
 constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of four are multiplied by: bytes hold them
 constexpr bool HELD = SETS * EIGHTS * PIECES <= 8;  // whether registers hold the queries
 constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda/memory/layout.py)
-constexpr int CENTRE = WEIGHTS + TOKENS;
-constexpr int SCANNED = CENTRE + (CENTRED ? 2 * D : 0);  // bytes of a block that make votes
+constexpr int CENTER = WEIGHTS + TOKENS;
+constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a block that make votes
 
 // What a warp needs of the query: planes as fragments; powers of four, for the first key of a product and
 // the second; -Σ r of the two heads that a lane has in each set: 2 lane % 4 and 1 more; votes per unit of
@@ -29,7 +29,7 @@ struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
     float units[SETS][2];
-    uint2 queries[HELD && CENTRED ? SETS : 1][EIGHTS][PIECES];
+    uint2 queries[HELD && CENTERED ? SETS : 1][EIGHTS][PIECES];
     const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
 };
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int
     }
     return words;
 }
-// Half of its words, for a product whose upper rows are words 0 and 2 of a centre's and whose lower ones
+// Half of its words, for a product whose upper rows are words 0 and 2 of a center's and whose lower ones
 // are 1 and 3: what one half of the columns makes with these, the other makes with those.
 __device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int piece) {
     int lane = threadIdx.x % 32;
@@ -59,7 +59,7 @@ __device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int 
 }
 __device__ __forceinline__ void load_queries(Group& group, const void* queries) {
     group.all = queries;
-    if (CENTRED && HELD)
+    if (CENTERED && HELD)
 #pragma unroll
         for (int n = 0; n < SETS; n++)
 #pragma unroll
@@ -98,16 +98,16 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
     set_powers(group);
 }
 
-// Coordinates of a centre, as `piece_of` has a query's.
+// Coordinates of a center, as `piece_of` has a query's.
 struct Mean {
     uint4 eights[EIGHTS];
 };
 template <class Place>  // in memory or in shared memory
-__device__ __forceinline__ void load(Mean& mean, Place centre) {
+__device__ __forceinline__ void load(Mean& mean, Place center) {
 #pragma unroll
     for (int i = 0; i < EIGHTS; i++) {
         int j = 32 * i + threadIdx.x % 4 * 8;
-        mean.eights[i] = CENTRED && j < D ? load_from<uint4>(centre + 2 * j) : uint4{0, 0, 0, 0};
+        mean.eights[i] = CENTERED && j < D ? load_from<uint4>(center + 2 * j) : uint4{0, 0, 0, 0};
     }
 }
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
     for (int n = 0; n < SETS; n++) {
         float dots[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int i = 0; i < (CENTRED ? EIGHTS : 0); i++)
+        for (int i = 0; i < (CENTERED ? EIGHTS : 0); i++)
 #pragma unroll
             for (int piece = 0; piece < PIECES; piece++) {
                 uint4 a = mean.eights[i];
@@ -133,9 +133,9 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
             int h = n * 4 + 2 * threadIdx.x % 4 + i;
             float dot = later ? dots[2 + i] : dots[i];
             dot += __shfl_xor_sync(ALL, dot, 2);
-            if (CENTRED && KEPT && threadIdx.x % 32 < 2 && h < GROUP) products[n * 4 + i] = dot;
+            if (CENTERED && KEPT && threadIdx.x % 32 < 2 && h < GROUP) products[n * 4 + i] = dot;
             float votes = fminf(fmaxf(dot * group.units[n][i], -1073741824.0f), 1073741824.0f);
-            offsets[n][i] = h >= GROUP ? LEAST : CENTRED ? __float2int_rn(votes) : 0;
+            offsets[n][i] = h >= GROUP ? LEAST : CENTERED ? __float2int_rn(votes) : 0;
         }
     }
 }

@@ -1,7 +1,7 @@
 // The rate at which memory can be read at all, what a share of the read-only ceiling refers to
 // (benchmarks/decode/timing.py), and that of reading as the scan does and doing nothing else.
 //
-// `total`: neighbouring lanes load neighbouring words of 16 bytes, LOADS of them in flight per thread, and
+// `total`: neighboring lanes load neighboring words of 16 bytes, LOADS of them in flight per thread, and
 // sum them so that no load can be left out. Grid: any. Reads 16 bytes per word, once; writes one
 // sum per warp.
 // Compile-time: LOADS.

@@ -1,6 +1,6 @@
 // Rows by id, whatever they hold (paper, B.3; ops.fetch): copied as pieces of PIECE bytes.
 //
-// Neighbouring threads take neighbouring pieces of a row, and then of the next, so that rows of 8
+// Neighbouring threads take neighboring pieces of a row, and then of the next, so that rows of 8
 // bytes and of 1 KB are both read in whole sectors.
 // Grid: any, 256 threads. Reads 8 bytes per id and the row, writes the row. The bound is memory:
 // a row of 512 bytes moves 512 in and out, one of 16 a sector of 32 in.

@@ -1,4 +1,4 @@
-// Normalise and rotate (paper, A.1): k̃ = R k/‖k‖, in two kernels (`encode.cu` does both in one).
+// Normalize and rotate (paper, A.1): k̃ = R k/‖k‖, in two kernels (`encode.cu` does both in one).
 //
 // Vectors are numbered through their three outer dimensions, which may have any strides.
 // Compile-time: DTYPE (of the vectors).

@@ -2,13 +2,13 @@
 // log weight of 16 bits per key). What select_rows.cu selects from, as rerank.cu leaves it.
 //
 // The product is rerank.cu's (product.cuh); but keys come in order, so that nothing is looked up and
-// loads of neighbouring lanes are neighbours. Sums of exponentials are floats in a lane, in an order
+// loads of neighboring lanes are neighbors. Sums of exponentials are floats in a lane, in an order
 // that the grid fixes, then integers.
 // Grid: (splits, BG), 256 threads; a warp takes 64 keys at a time, every 8 · splits-th. Reads
 // (1 + BITS) D / 8 + 2 bytes per key and 2 D per 64; writes 8 + 4 GROUP per key.
 // Limited by the latency of instructions, with half the issue slots in use (ncu): some 25 of a warp
 // per key (counted; D = 128, 3 bits, 4 heads).
-// Compile-time: D, BITS (of a magnitude), GROUP, DTYPE (of queries), CENTRED, SOFTCAP.
+// Compile-time: D, BITS (of a magnitude), GROUP, DTYPE (of queries), CENTERED, SOFTCAP.
 #include "common/product.cuh"
 #include "common/shares.cuh"
 
@@ -16,13 +16,13 @@ constexpr int PART = 64;  // keys of a warp at a time
 constexpr int VOTE = 2;   // of an entry: its bin lies above that of the cut, 1
 
 // queries DTYPE [BG, GROUP, D]; table int64 [B, row]: addresses of blocks, of KV head g at g · head;
-// logs, magnitudes, centre: of the layout; operands, ups: of query_table.cu; levels float32 [LEVELS];
+// logs, magnitudes, center: of the layout; operands, ups: of query_table.cu; levels float32 [LEVELS];
 // references float32 [BG]; valid uint32 [B, row, 8], a bit per token; length int64 [1].
 // kept uint64 [BG, capacity]: an entry for each key in order, 0 for none; estimates float32 [BG,
 // capacity, GROUP]; many, counts int32 [BG] APART: keys, and more than there are candidates; buckets
 // uint64 [BG, GROUP, BUCKETS], cleared before. Keys past the capacity are not seen.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
-all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, i64 centre,
+all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, i64 center,
     const uint2* operands, const float* ups, const float* given_levels, const float* references,
     const u32* valid, const i64* length, u64* kept, float* estimates, int* many, int* counts,
     u64* buckets, i64 capacity, i64 kv_heads, float scale, float softcap, float octaves) {
@@ -76,12 +76,12 @@ all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magn
         item += step;
         at = item < items ? address(item) : nullptr;
         float products[COLUMNS][2] = {};
-#if CENTRED
+#if CENTERED
         u32 mean[(D + 63) / 64];
 #pragma unroll
         for (int i = 0; i < (D + 63) / 64; i++) {
             int j = lane * 2 + i * 64;
-            mean[i] = j < D ? reinterpret_cast<const u32*>(here + centre)[j / 2] : 0;
+            mean[i] = j < D ? reinterpret_cast<const u32*>(here + center)[j / 2] : 0;
         }
 #pragma unroll
         for (int h = 0; h < GROUP; h++) {

@@ -10,7 +10,7 @@
 // Limited by latency: three dependent reads (length, table, codes; the queries beside them), votes, and
 // the last block's threshold.
 // Longer than most files: it is one kernel, whose parts hand each other registers.
-// Compile-time: D, GROUP, DTYPE, CENTRED, PLANES.
+// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES.
 #include "common/votes.cuh"
 
 constexpr int SAMPLED = 4096;
@@ -100,7 +100,7 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
         i64 s = place(i);
         const char* block = reinterpret_cast<const char*>(address) + head_offset;
         load(some.signs, block, part(i));
-        load(some.mean, block + CENTRE);
+        load(some.mean, block + CENTER);
         some.weights = load_weights(block + WEIGHTS, part(i));
         some.valid = valid[(batch * row + s) * 8 + part(i)];
     };
@@ -262,7 +262,7 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
     found = 0;
     for (int i = 0; i < 8; i++)
         found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
-    // the C best have so many of the sample on average; neighbours are alike, so that their number
+    // the C best have so many of the sample on average; neighbors are alike, so that their number
     // spreads some twice as far as that of as many keys drawn alone
     float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;

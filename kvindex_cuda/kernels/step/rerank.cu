@@ -10,7 +10,7 @@
 // Limited by the latency of scattered reads: counts, list and histogram, asked for at once; addresses
 // of blocks while the cut is found; codes. (To ask for codes as well, candidates or not, took 2 to 4 µs
 // longer: the others' sectors come from memory, too.)
-// Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
+// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
 #include "common/exact.cuh"
 #include "common/product.cuh"
 #include "common/shares.cuh"
@@ -75,7 +75,7 @@ __device__ __forceinline__ void begin(Batch& next, const Held* here, int many, c
 #pragma unroll
         for (int i = 0; i < COLUMNS * 2; i++) {
             int h = head_of(i / 2, i % 2);
-            bool has = CENTRED && key_of(half) < many && h < GROUP;
+            bool has = CENTERED && key_of(half) < many && h < GROUP;
             i64 segment = has ? here[key_of(half)].id / TOKENS : 0;
             next.products[i / 2][half][i % 2] = has ? of.products[segment * GROUP + h] : 0.0f;
         }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void finish(const Batch& now, const Held* here, int m
                 int h = head_of(set, side);
                 if (h >= GROUP || key >= many) continue;
                 float found = both[half][side] * of.down[set][side] * weight;
-                if (CENTRED) found += now.products[set][half][side];
+                if (CENTERED) found += now.products[set][half][side];
                 of.estimates[i64(first + key) * GROUP + h] = found;
                 if (slot < 0)
                     sums[set][side].add(of.buckets + h * BUCKETS, capped(found, of.scale, of.softcap));

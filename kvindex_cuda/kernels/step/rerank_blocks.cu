@@ -10,7 +10,7 @@
 // writes 4 GROUP bytes.
 // Limited by the latency of scattered reads, with a third of the issue slots in use at most (ncu):
 // some 25 instructions of a warp for each (by count).
-// Compile-time: D, BITS (of a magnitude), GROUP, CENTRED, SOFTCAP, WEIGHTS (1 logarithms of up to 8
+// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, WEIGHTS (1 logarithms of up to 8
 // bits, 2 bfloat16).
 #include "common/levels.cuh"
 #include "common/shares.cuh"
@@ -195,7 +195,7 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
                 int h = set * 4 + t % 2 * 2 + side;
                 if (h >= GROUP || id < 0) continue;
                 sum *= down[set][side];
-                if (CENTRED) sum += products[i64(id / TOKENS) * GROUP + h];
+                if (CENTERED) sum += products[i64(id / TOKENS) * GROUP + h];
                 estimates[i64(start + row_of) * GROUP + h] = sum;
                 if (slot < EDGE) edge_estimates[(bg * EDGE + slot) * GROUP + h] = sum;
                 if (inside >> row_of & 1)

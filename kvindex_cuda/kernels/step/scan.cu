@@ -1,5 +1,5 @@
 // Coarse stage: which keys' votes are high (votes.cuh; paper, B.2.1).
-// Compile-time: D, GROUP, DTYPE (of queries), CENTRED, PLANES.
+// Compile-time: D, GROUP, DTYPE (of queries), CENTERED, PLANES.
 #include "common/votes.cuh"
 
 constexpr int WARPS = 8;                                 // of a block
@@ -139,7 +139,7 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
         wait(barrier + 8 * stage, item / STAGES % 2);
         Mean mean;
         int offsets[SETS][2];
-        load(mean, codes + CENTRE);
+        load(mean, codes + CENTER);
         offsets_of<true>(offsets, mean, group, product);
         u32 id = s * TOKENS + own_key();
 #pragma unroll UNROLLED

@@ -15,7 +15,7 @@ typedef u16 Bits;
 constexpr int THREADS = 128;
 
 // keys [B, G, D], values [B, G, DV], queries [B, H, D], each with the strides of its first two
-// dimensions in elements and none between neighbours; window_keys, window_values: the token's own
+// dimensions in elements and none between neighbors; window_keys, window_values: the token's own
 // places, [B, G, D] and [B, G, DV] likewise; rows [B, G, room, D + DV] get it at `at`, and held [1]
 // is one more than that. asked [B, H, D], or null: nobody replays.
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -11,7 +11,7 @@
 // Limited by shared memory: M look-ups per key, random banks, some 3.5 cycles for a warp's 32 (dots:
 // of 64 bits, and one for the factor, 10 in all): 65 µs for 1M keys of 8 KV heads at D = 128, and
 // 180 µs (by count).
-// Compile-time: D, GROUP, DTYPE (of queries), WIDE (0 tiers, 1 dots), CENTRED (dots alone).
+// Compile-time: D, GROUP, DTYPE (of queries), WIDE (0 tiers, 1 dots), CENTERED (dots alone).
 #include "common/tier_votes.cuh"
 
 constexpr int M = D / 8;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load(u32 (&words)[WORDS], const char* fields) {
     }
 }
 
-// table int64 [B, row]: addresses of blocks, of KV head g at g · head; weights, centre: of the layout;
+// table int64 [B, row]: addresses of blocks, of KV head g at g · head; weights, center: of the layout;
 // given uint32 [BG, SETS, M, 256, ENTRY], units float32 [BG, GROUP]: of query_table.cu; queries DTYPE [BG,
 // GROUP, D]; factors int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1].
 // Tiers: votes uint32 [BG, SETS, capacity], of four heads; totals int32 [BG, GROUP, POINTS], cleared
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load(u32 (&words)[WORDS], const char* fields) {
 // the largest vote + 2^31, cleared before; products float32 [BG, row, GROUP]: ⟨q, μ⟩ of each block.
 // Keys past the capacity are not seen.
 extern "C" __global__ void __launch_bounds__(256, WIDE ? 2 : 4)
-count(const i64* table, i64 row, i64 head, i64 weights, i64 centre, const uint4* given,
+count(const i64* table, i64 row, i64 head, i64 weights, i64 center, const uint4* given,
       const void* queries, const float* units, const int* given_factors, const u32* valid,
       const i64* length, u32* votes, int* totals, int* pieces, u32* tops, float* products,
       i64 capacity, i64 kv_heads) {
@@ -92,10 +92,10 @@ count(const i64* table, i64 row, i64 head, i64 weights, i64 centre, const uint4*
                 for (int item = warp; item < RECORDS * 4; item += 8) {
                     int i = item / 4, h = set * 4 + item % 4;
                     int offset = 0;
-#if CENTRED
+#if CENTERED
                     if (h < GROUP && start + i * TOKENS < tokens) {
                         const u32* mean = reinterpret_cast<const u32*>(
-                            reinterpret_cast<const char*>(table[start / TOKENS + i]) + bg % kv_heads * head + centre);
+                            reinterpret_cast<const char*>(table[start / TOKENS + i]) + bg % kv_heads * head + center);
                         float dot = 0;
                         for (int j = lane; j < D / 2; j += 32) {
                             i64 at = (bg * GROUP + h) * D + 2 * j;

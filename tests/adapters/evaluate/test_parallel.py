@@ -10,7 +10,7 @@ from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.reading import prefill
 from tests.adapters.tiny import build, prompt, steps
 
-REGIONS = dict(k=5, sink=4, local=8, update_every=8, full_threshold=0)
+REGIONS = dict(k=5, sink=4, local_window=8, update_every=8, dense_below=0)
 
 SMALL = {
     "arkvale": "page=4",
@@ -78,7 +78,9 @@ def test_each_index_that_can_be_searched_at_once_finds_the_same(model, name):
     if name.startswith("faiss"):
         pytest.importorskip("faiss")
     index, inputs = f"{name}:{SMALL[name]}" if name in SMALL else name, prompt(1, 80)
-    if kvindex.create(index, q_heads=2, kv_heads=1, head_dim=8, rope=torch.ones(4)).follows_steps:
+    if kvindex.create(
+        index, q_heads=2, kv_heads=1, head_dim=8, rope=torch.ones(4)
+    ).depends_on_queries:
         pytest.skip("follows the steps: refused, as the next test says")
     want = at_single_steps(model, inputs, index)
     got = at_once(model, inputs["input_ids"][0], 50, [13, 17], index)
@@ -96,7 +98,7 @@ def test_an_index_that_follows_the_steps_is_refused_and_would_find_something_els
     inputs = prompt(1, 80)
     want = at_single_steps(model, inputs, index)
     name = index.partition(":")[0]
-    monkeypatch.setattr(kvindex.get(name), "follows_steps", False)
+    monkeypatch.setattr(kvindex.get(name), "depends_on_queries", False)
     got = at_once(model, inputs["input_ids"][0], 50, [30], index)
     assert not torch.allclose(got, want, atol=1e-2)
 
@@ -117,12 +119,14 @@ def test_a_wrapper_that_cannot_be_searched_at_once_is_refused(model, index, matc
 
 
 def test_a_prompt_that_is_all_in_the_window_is_read_densely_until_some_of_it_leaves(model):
-    ids, sizes = prompt(1, 60)["input_ids"][0], dict(local=20, update_every=30)
+    ids, sizes = prompt(1, 60)["input_ids"][0], dict(local_window=20, update_every=30)
     one = at_once(model, ids, 20, [1] * 40, "exact", **sizes)
     assert torch.allclose(at_once(model, ids, 20, [40], "exact", **sizes), one, atol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [dict(sink=0), dict(local=0), dict(update_every=3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(sink=0), dict(local_window=0), dict(update_every=3)], ids=str
+)
 def test_regions_of_other_sizes(model, sizes):
     ids = prompt(1, 70)["input_ids"][0]
     one = at_once(model, ids, 50, [1] * 20, "exact", **sizes)
@@ -131,7 +135,7 @@ def test_regions_of_other_sizes(model, sizes):
 
 def test_a_divergence_per_token_is_0_where_all_is_read_and_not_where_it_is_not(model):
     ids = prompt(1, 90)["input_ids"][0]
-    regions = {name: size for name, size in REGIONS.items() if name not in ("k", "full_threshold")}
+    regions = {name: size for name, size in REGIONS.items() if name not in ("k", "dense_below")}
     full = full_logits(model, ids[:60], ids[60:])
     options = dict(index="exact", attach_options=regions, chunk=16)
     everything = divergences(model, ids[:60], ids[60:], full, k=500, **options)

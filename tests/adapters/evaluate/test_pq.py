@@ -1,13 +1,13 @@
-"""Product quantisation, which goes stale; and a wrong centre, which costs accuracy alone."""
+"""Product quantization, which goes stale; and a wrong center, which costs accuracy alone."""
 
 import pytest
 import torch
 
 import kvindex
-from kvindex_adapters.evaluate.pq import PQ, Quantised
+from kvindex_adapters.evaluate.pq import PQ, Quantized
 from tests.support.helpers import ROUNDED, assert_well_formed
 
-CENTRED = ["fast", "accurate", "precise", "scan"]
+CENTERED = ["fast", "accurate", "precise", "scan"]
 
 
 def normal(*shape, seed=0):
@@ -18,7 +18,7 @@ def error(pq, keys):
     return (pq.decode(pq.encode(keys)) - keys).square().mean()
 
 
-# product quantisation
+# product quantization
 
 
 def test_a_code_names_the_nearest_centroid_of_each_subspace():
@@ -95,7 +95,7 @@ def test_keys_of_another_shape_are_refused_in_words():
 
 def test_a_search_finds_what_the_scores_order_and_trains_but_once():
     keys, queries = normal(2, 700, 16), normal(6, 4, 16, seed=1)
-    searched = Quantised(subspace=2)
+    searched = Quantized(subspace=2)
     with pytest.raises(ValueError, match="keys: got none"):
         searched.find(queries, 10)
     searched.add(keys[:, :400])
@@ -109,7 +109,7 @@ def test_a_search_finds_what_the_scores_order_and_trains_but_once():
     assert searched.find(queries, 400).max() == 399
 
 
-# a wrong centre
+# a wrong center
 
 
 def indexed(preset, *pieces, **options):
@@ -131,9 +131,9 @@ def top(scores, k):
     return {(g, i) for g, row in enumerate(scores.topk(k).indices.tolist()) for i in row}
 
 
-@pytest.mark.parametrize("preset", CENTRED)
+@pytest.mark.parametrize("preset", CENTERED)
 @pytest.mark.parametrize("norms", [1, 10, 1000])
-def test_a_wrong_centre_never_costs_correctness(preset, norms):
+def test_a_wrong_center_never_costs_correctness(preset, norms):
     first, later = normal(1, 2, 50, 32), far_keys(norms)
     index, queries = indexed(preset, first, later), normal(1, 2, 32, seed=2)
     for k in (7, 250, 300):
@@ -148,9 +148,9 @@ def test_a_wrong_centre_never_costs_correctness(preset, norms):
     assert hits.scores[..., :250].isfinite().all()
 
 
-@pytest.mark.parametrize("preset", CENTRED)
-def test_a_wrong_centre_costs_accuracy(preset):
-    """The right one is learnt from the very keys that are searched."""
+@pytest.mark.parametrize("preset", CENTERED)
+def test_a_wrong_center_costs_accuracy(preset):
+    """The right one is learned from the very keys that are searched."""
     first, later = normal(1, 2, 50, 32), far_keys(10)
     found = {"wrong": 0.0, "right": 0.0}
     for seed in range(8):
@@ -169,13 +169,13 @@ def test_a_wrong_centre_costs_accuracy(preset):
     assert found["right"] > 0.85
 
 
-@pytest.mark.parametrize("preset", CENTRED)
+@pytest.mark.parametrize("preset", CENTERED)
 @pytest.mark.parametrize("norms", [0, 0.5, 1, 10])
 def test_scores_stay_within_the_codes_error(preset, norms):
-    """`|q·k̂ - q·k| ≤ ‖q‖ ‖k̂ - k‖`, and the codes err by less than a quarter of `‖k - centre‖`.
+    """`|q·k̂ - q·k| ≤ ‖q‖ ‖k̂ - k‖`, and the codes err by less than a quarter of `‖k - center‖`.
 
-    All 250 lie in one segment, whose centre is that of the first 50. A weight above the learnt
-    reference counts as the reference: of a key that far from the centre what is beyond is lost as
+    All 250 lie in one segment, whose center is that of the first 50. A weight above the learned
+    reference counts as the reference: of a key that far from the center what is beyond is lost as
     well, and weights are at most 4/3 of that distance.
     """
     first, later = normal(1, 2, 50, 32), far_keys(norms)
@@ -184,14 +184,14 @@ def test_scores_stay_within_the_codes_error(preset, norms):
     hits = index.search(queries, k=250)
     scores = torch.zeros(1, 2, 250).scatter_(2, hits.ids, hits.scores)
     true = (keys @ queries[..., None])[..., 0]
-    radius = (keys - index._learnt["centres"].float()).norm(dim=-1)
-    beyond = 4 / 3 * radius - index._learnt["reference"][..., None]
+    radius = (keys - index._learned["centers"].float()).norm(dim=-1)
+    beyond = 4 / 3 * radius - index._learned["reference"][..., None]
     allowed = radius / 4 + beyond.clamp_min(0)
     assert ((scores - true).abs() <= queries.norm(dim=-1)[..., None] * allowed).all()
 
 
-@pytest.mark.parametrize("preset", CENTRED)
-def test_duplicates_are_all_found_under_a_wrong_centre(preset):
+@pytest.mark.parametrize("preset", CENTERED)
+def test_duplicates_are_all_found_under_a_wrong_center(preset):
     first = normal(1, 2, 50, 32)
     later = far_keys(10, count=20).repeat(1, 1, 5, 1)  # five of each
     index, queries = indexed(preset, first, later), normal(1, 2, 32, seed=2)

@@ -30,9 +30,9 @@ def replayed(layer, tau):
     for step in range(STEPS + 1):
         queries = layer.queries[None, :, step : step + 1]
         if not step:  # the prompt's last
-            reuse.observe(queries.expand(-1, -1, 2, -1), torch.arange(2))
+            reuse.observe_queries(queries.expand(-1, -1, 2, -1), torch.arange(2))
             continue
-        reuse.observe(queries, torch.tensor([step]))
+        reuse.observe_queries(queries, torch.tensor([step]))
         got, want = (each.search(queries[:, :, 0], k=K).ids for each in (reuse, index))
         held.append((want[..., None] == got[:, :, None]).any(-1).double().mean())
     return reuse.rate(), float(torch.stack(held).mean())
@@ -71,7 +71,7 @@ def test_the_benchmark_tries_on_another_text_what_it_finds_on_one(layers):
     there = calibrate_tau(model, other, steps=STEPS, k=K, held=0.7)
     assert [point["other_held"] for point in found["points"]] == [p.held for p in there.points]
     index = "exact+reuse:tau=-2"
-    searched = rate(model, one, index, 8, k=K, local=8, update_every=8)
+    searched = rate(model, one, index, 8, k=K, local_window=8, update_every=8)
     assert searched == pytest.approx(1 / 7)  # the first token comes from the prompt
     in_model = {"index": index, "rate": searched}
     about = dict(text="a", other="b", tokens=200, steps=STEPS, k=K, in_model=in_model)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import kvindex
 from kvindex.core import check
 from kvindex.core.protocol import KVIndex
-from kvindex.indexes.triattention import Centres
+from kvindex.indexes.triattention import Centers
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.reading import Progress, prefill
@@ -23,29 +23,29 @@ class _Averager(Wrapper):
     def __init__(self, inner: KVIndex) -> None:
         super().__init__(inner)
         self.count = 0
-        self.centres: Centres | None = None
+        self.centers: Centers | None = None
 
-    def observe(self, queries: Tensor, positions: Tensor) -> None:
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         rope, known = self.geometry.rope, len(positions)
         assert rope is not None
         counted = torch.ones((1, known), dtype=torch.bool, device=queries.device)
-        new, share = Centres.of(queries, positions, counted, rope), known / (self.count + known)
+        new, share = Centers.of(queries, positions, counted, rope), known / (self.count + known)
         mean, size = new.mean[0], new.size[0]
-        if self.centres is not None:
-            mean = torch.lerp(self.centres.mean, mean, share)
-            size = torch.lerp(self.centres.size, size, share)
-        self.centres, self.count = Centres(mean, size), self.count + known
-        super().observe(queries, positions)
+        if self.centers is not None:
+            mean = torch.lerp(self.centers.mean, mean, share)
+            size = torch.lerp(self.centers.size, size, share)
+        self.centers, self.count = Centers(mean, size), self.count + known
+        super().observe_queries(queries, positions)
 
 
-def calibrate_centres(
+def calibrate_centers(
     model: PreTrainedModel,
     ids: Tensor,
     *,
     chunk: int = 1024,
     on_progress: Progress | None = None,
-) -> dict[int, dict[str, Centres]]:
-    """The centres of each full-attention layer over a text, for `attach(layer_options=…)`.
+) -> dict[int, dict[str, Centers]]:
+    """The centers of each full-attention layer over a text, for `attach(layer_options=…)`.
 
     The model reads ids int64 `[N]` densely. Raises ValueError for a tensor of another shape or
     fewer than two tokens, a model whose rotary embedding cannot be told, and what `attach` raises.
@@ -62,12 +62,12 @@ def calibrate_centres(
         return _Averager(kvindex.create("exact", **geometry))
 
     # no window: every token is in the index when its step ends; and never long enough to search
-    regions: Any = dict(sink=0, local=0, update_every=1, full_threshold=2**62)
+    regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=averager, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)
         found = zip(cache.indexed, cache.indexes(), strict=True)
         return {
-            number: {"centres": index.centres}
+            number: {"centers": index.centers}
             for number, index in found
-            if isinstance(index, _Averager) and index.centres is not None
+            if isinstance(index, _Averager) and index.centers is not None
         }
