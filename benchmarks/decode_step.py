@@ -76,7 +76,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def keep(result: dict[str, Any], given: argparse.Namespace) -> None:
+def write_rows(result: dict[str, Any], given: argparse.Namespace) -> None:
     """Write and draw what is known so far."""
     if given.json and given.draw is None:
         write_json(given.json, result)
@@ -162,7 +162,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
                 for part, times in point.items():
                     if isinstance(times, dict) and not times["graph"]:
                         end(f"{tokens} tokens, batch {batch}: {part} was not captured in a graph")
-                keep(result, given)
+                write_rows(result, given)
                 del work
                 _free()
             del pool
@@ -175,7 +175,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         for tokens in [n for n in given.tokens if n <= ROWS and faiss]:
             result["faiss"].append(rivals(faiss, setting, tokens, timed, clock))
             say(f"FAISS, {tokens} tokens: {found_by(result['faiss'][-1])}")
-            keep(result, given)
+            write_rows(result, given)
             _free()
     except OutOfTimeError as error:
         end(f"stopped: {error}")
@@ -183,7 +183,7 @@ def measure_all(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         end(f"stopped: {str(error).splitlines()[0]}")
     finally:  # whatever happens on the device, what was measured is kept
         result["seconds"] = clock.spent
-        keep(result, given)
+        write_rows(result, given)
     return result
 
 
@@ -197,7 +197,7 @@ def main() -> None:
     given, console = arguments(), Console(width=200)
     if given.draw is not None:
         result = joined([json.loads(path.read_text()) for path in given.draw])
-        keep(result, given)
+        write_rows(result, given)
     else:
         with torch.no_grad():
             result = measure_all(given, console)

@@ -3,11 +3,11 @@
     PYTHONPATH=.:adapters python benchmarks/row_times.py [--tokens N] [--layers L] [--replays R]
         --json OUT
 
-H = 32, G = 8, D = 128, bfloat16, k = 100, 576 near rows. `attend`: a step's last kernel alone, over
-rows of a store drawn at random, each layer other ones, without a cache of rows. `step`: a call of
-`index.attend`, half as many tokens, rows on the host; the same query comes again, so that the cache
-of rows holds what it selects. Both are CUDA graphs that are replayed one right after the other,
-with nothing flushed in between; a time is a layer's.
+H = 32, G = 8, D = 128, bfloat16, k = 100, 576 resident rows. `attend`: a step's last kernel alone,
+over rows of a store drawn at random, each layer other ones, without a cache of rows. `step`: a call
+of `index.attend`, half as many tokens, rows on the host; the same query comes again, so that the
+cache of rows holds what it selects. Both are CUDA graphs that are replayed one right after the
+other, with nothing flushed in between; a time is a layer's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import kvindex
 from benchmarks.decode.setting import D, G, H, K
 from benchmarks.decode.timing import captured
 from kvindex.core.geometry import Geometry
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.storage.codecs import NAMES
 from kvindex_adapters.files import output, write_json
 from kvindex_adapters.machine import describe
@@ -37,7 +37,7 @@ NEAR = 64 + 256 + 256
 """Sink, window, and what the window grows by until it is updated."""
 
 STORES = {"host": HostStore, "device": DeviceStore}
-INDEXES = ("pariskv", "pariskv:rows=int8", "pariskv:rows=fp8", "pariskv+sample")
+INDEXES = ("pariskv", "pariskv:row_codec=int8", "pariskv:row_codec=fp8", "pariskv+sample")
 PIECE = 2**16
 """Tokens that are made at a time."""
 
@@ -54,19 +54,19 @@ def rows_of(geometry: Geometry, tokens: int) -> Any:
         yield drawn.to(geometry.dtype)
 
 
-def near_of(geometry: Geometry) -> Near:
+def near_of(geometry: Geometry) -> ResidentRows:
     """576 rows, held and shown."""
-    near = Near(geometry, 1, NEAR)
-    near.add(*next(rows_of(geometry, NEAR)), None)
-    return near
+    resident = ResidentRows(geometry, 1, NEAR)
+    resident.add(*next(rows_of(geometry, NEAR)), None)
+    return resident
 
 
 def attend(geometry: Geometry, tokens: int, layers: int, timed: Timed) -> dict[str, Any]:
     """By codec and place: `attend` alone."""
     g, found = geometry, {}
-    near, empty = near_of(g), torch.zeros(0, device=g.device)
+    resident, empty = near_of(g), torch.zeros(0, device=g.device)
     needed: dict[str, Any] = {f.name: empty for f in fields(State) if f.default is MISSING}
-    needed |= dict(near=near.rows, shown=near.shown, held=near.held)
+    needed |= dict(resident=resident.rows, shown=resident.mask, held=resident.count)
     queries = torch.randn(1, g.q_heads, g.head_dim, device=g.device).to(g.dtype)
     for name in NAMES:
         found[name] = {}
@@ -95,7 +95,7 @@ def step(geometry: Geometry, tokens: int, timed: Timed) -> dict[str, Any]:
     """By index: a whole call."""
     g, found = geometry, {}
     shape = dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim)
-    near = near_of(g)
+    resident = near_of(g)
     queries = torch.randn(1, g.q_heads, g.head_dim, device=g.device).to(g.dtype)
     for name in INDEXES:
         options = dict(backend="cuda", store="host", dtype=g.dtype, device=g.device)
@@ -103,7 +103,7 @@ def step(geometry: Geometry, tokens: int, timed: Timed) -> dict[str, Any]:
         for rows in rows_of(g, tokens):
             index.append(*rows)
         index.warm_up(k=K, tokens=tokens)
-        found[name] = timed(lambda index=index: index.attend(queries, near, k=K), 1)
+        found[name] = timed(lambda index=index: index.attend(queries, resident, k=K), 1)
     return found
 
 

@@ -57,7 +57,7 @@ SOURCES = {
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": reading.demo,
     "fidelity": reading.fidelity,
-    "reference": reading.reference,
+    "weight_scale": reading.reference,
     "recall": recall.recall,
     "recall_lengths": recall.lengths,
     "recall_mass": recall.certified,

@@ -50,10 +50,14 @@ def ready(device: torch.device) -> None:
         launch.checked(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def store(geometry: Geometry, place: str, rows: str = "plain") -> HostStore:
+def store(geometry: Geometry, place: str, row_codec: str = "plain") -> HostStore:
     """Where rows live: in blocks that kernels read, pinned on a GPU's host or on the device.
 
-    rows: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
+    row_codec: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
     """
     pinned = place == "host" and geometry.device.type == "cuda"
-    return HostStore(geometry, rows=rows) if pinned else DeviceStore(geometry, rows=rows)
+    return (
+        HostStore(geometry, row_codec=row_codec)
+        if pinned
+        else DeviceStore(geometry, row_codec=row_codec)
+    )

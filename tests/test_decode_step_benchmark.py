@@ -179,13 +179,13 @@ def test_a_pool_holds_the_codes_of_an_index_and_layers_read_different_ones(setti
         if name in ("signs", "weights", "center"):
             last = 5 if name != "center" else 6
             assert (got[name][:last] == part[:last]).float().mean() > 0.999
-    assert torch.equal(pool.references[1], index._learned["reference"][0])
+    assert torch.equal(pool.references[1], index._learned["weight_scale"][0])
     tables = torch.cat([pool.table(layer, 2) for layer in range(3)])
     first = (tables[:, 0] - pool.blocks.data_ptr()) // pool.blocks[0].nbytes
     assert first.tolist() == [0, 1, 2, 0, 1, 2]
     size = pool.blocks[0, 0].nbytes
     assert ((tables[:, 1:] - tables[:, :-1]) == size).all()
-    assert torch.equal(pool.learned(1, 2)["reference"], pool.references[[2, 0]])
+    assert torch.equal(pool.learned(1, 2)["weight_scale"], pool.references[[2, 0]])
 
 
 def test_a_pool_stops_when_the_time_is_up(setting):

@@ -56,7 +56,7 @@ def test_it_finds_what_the_kernel_finds(rows):
     step = Step(geometry, Layout(8, 3), batch=1, k=k, most=1)
     assert 8 * step.splits >= k  # a warp for each row, and the emulator runs one after another
     block = torch.zeros(groups, 256, 16)  # that all addresses lead to
-    cache = RowCache(groups, 64, torch.device("cpu"), rows=rows)
+    cache = RowCache(groups, 64, torch.device("cpu"), capacity=rows)
     nothing = torch.zeros(1, dtype=torch.int64)
     needed = {field.name: nothing for field in fields(State) if field.default is MISSING}
     state = State(

@@ -13,19 +13,19 @@ from benchmarks.decode.setting import K
 from benchmarks.decode.timing import Timed
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex_cuda.memory.layout import BLOCK, Layout
-from kvindex_cuda.memory.write_rows import keep
+from kvindex_cuda.memory.write_rows import write_rows
 from kvindex_cuda.ops.fetch import gather_blocks
 from kvindex_cuda.ops.sampling import draw
-from kvindex_cuda.pariskv.stage_token import hold
-from kvindex_cuda.pariskv.update_state import grow
+from kvindex_cuda.pariskv.stage_token import stage_token
+from kvindex_cuda.pariskv.update_state import update_state
 
 POOL = 8
 """Rows that `pariskv+sample` draws from, over those that it reads."""
 
 ROOM = 64
-"""Of each `Near`: more tokens than a graph's warm-up holds."""
+"""Of each `ResidentRows`: more tokens than a graph's warm-up holds."""
 
 
 def bytes_of(geometry: Geometry, k: int = K) -> dict[str, Bytes]:
@@ -72,7 +72,10 @@ def runs_of(g: Geometry, decode: Decode, layers: int, k: int = K) -> dict[str, C
     token = torch.randn((layers, 1, *shape), device=device).to(g.dtype)
     parts = [Rows(one[..., : g.head_dim], one[..., g.head_dim :]) for one in token]
     places = [Rows(*(part.clone() for part in (one.keys, one.values))) for one in parts]
-    nears, asked = [Near(g, 1, ROOM) for _ in range(layers)], torch.empty_like(decode.queries)
+    residents, asked = (
+        [ResidentRows(g, 1, ROOM) for _ in range(layers)],
+        torch.empty_like(decode.queries),
+    )
     ids = torch.rand((layers, 1, g.kv_heads, held), device=device).topk(k * POOL).indices
     logits = torch.randn(ids.shape, device=device).sort(descending=True).values
     begun = []
@@ -93,16 +96,18 @@ def runs_of(g: Geometry, decode: Decode, layers: int, k: int = K) -> dict[str, C
 
     def kept() -> None:
         for layer, index in enumerate(decode.indexes):
-            keep(decode.tokens_of(layer), index._store.table, held)
+            write_rows(decode.tokens_of(layer), index._store.table, held)
 
     def grown() -> None:
         for index in decode.indexes:
-            of = dict(first=held // BLOCK - 1, count=held, reference=index._learned["reference"])
-            grow(index._fused._state, held, **of)
+            of = dict(
+                first=held // BLOCK - 1, count=held, weight_scale=index._learned["weight_scale"]
+            )
+            update_state(index._fused._state, held, **of)
 
     def holds() -> None:
-        for layer, near in enumerate(nears):
-            hold(near, parts[layer], places[layer], decode.queries[layer], asked[layer])
+        for layer, resident in enumerate(residents):
+            stage_token(resident, parts[layer], places[layer], decode.queries[layer], asked[layer])
 
     def gathered() -> None:
         for layer, index in enumerate(decode.indexes):

@@ -32,7 +32,7 @@ def check(
     index: Any = setting.index
     layout = setting.layout
     keys, values = (
-        torch.cat([synthetic(g, first + b, 0, tokens + setting.near) for b in range(batch)])
+        torch.cat([synthetic(g, first + b, 0, tokens + setting.resident) for b in range(batch)])
         for first in (1000, 2000)
     )
     index.append(keys[:, :, :tokens], values[:, :, :tokens])
@@ -40,16 +40,16 @@ def check(
     blocks = layout.pack(codes, index._learned.get("centers"))
     none = torch.zeros((batch, g.kv_heads), device=g.device)
     histograms = index._histogram if setting.kind == "tiers" else None
-    pool = Pool(blocks, index._learned.get("reference", none), histograms)
+    pool = Pool(blocks, index._learned.get("weight_scale", none), histograms)
     store = HostStore(g, max_tokens=tokens, budget=Budget(), **options)
     store.append(store.join(keys[:, :, :tokens], values[:, :, :tokens]))
     store.wait()
     store._pool.settle()
-    near = torch.cat([keys, values], -1)[:, :, tokens:].contiguous()
+    resident = torch.cat([keys, values], -1)[:, :, tokens:].contiguous()
     rows = RowPool(store.table[0], store.row_bytes, store)
     work = Workload.of(setting, tokens, batch, 1, pool, {"host": rows}, multiprocessors)
     S = blocks.shape[1]
-    state = replace(work.states["host"][0], near=near, rows=store.table[:, :S].contiguous())
+    state = replace(work.states["host"][0], resident=resident, rows=store.table[:, :S].contiguous())
     step, queries = work.step, work.asked[0, 0]
     step.output.fill_(float("nan"))
     first = step(queries, state).clone()

@@ -62,7 +62,7 @@ def stage_bytes(
     key = sectors(width) + sectors(layout.magnitude_bits * width) + sectors(2)
     scanned = tokens * (width + 1) + S * (2 * g.head_dim + 4 * group) + 8 * listed
     agreed = 8 * listed + C * (4 * group + 8)
-    near = groups * setting.near * row + 2 * heads * g.head_dim * size
+    resident = groups * setting.resident * row + 2 * heads * g.head_dim * size
     rows = groups * min(setting.k, C) * row
     other = {} if setting.kind == "votes" else others(setting, tokens, batch, listed)
     return {
@@ -73,7 +73,7 @@ def stage_bytes(
         ),
         "agree": Bytes(groups * agreed),
         "attend": Bytes(
-            near + (rows if place == "device" else 0),
+            resident + (rows if place == "device" else 0),
             rows if place == "host" else 0,
         ),
     } | other

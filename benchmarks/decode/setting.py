@@ -27,7 +27,7 @@ class Setting:
     geometry: Geometry
     spec: str = "pariskv"
     k: int = K
-    near: int = NEAR
+    resident: int = NEAR
     hit_rate: float = 0.9
 
     @property

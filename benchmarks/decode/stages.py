@@ -14,7 +14,7 @@ from benchmarks.decode.floors import Bytes, stage_bytes
 from benchmarks.decode.setting import Setting, synthetic
 from benchmarks.decode.timing import Launches, Timed
 from benchmarks.decode.workload import Workload
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 
 
 def measure(
@@ -85,10 +85,10 @@ def public(setting: Setting, batch: int, tokens: int = 512) -> Callable[[], Any]
     index: Any = setting.made("cuda")
     keys = synthetic(g, 0, 0, tokens).expand(batch, -1, -1, -1)
     index.append(keys, keys)
-    near = Near(g, batch, setting.near)
-    near.add(*(keys[:, :, -setting.near :],) * 2, None)
+    resident = ResidentRows(g, batch, setting.resident)
+    resident.add(*(keys[:, :, -setting.resident :],) * 2, None)
     index.warm_up(k=setting.k, tokens=tokens)
-    return partial(index.attend, setting.queries(batch), near, k=setting.k)
+    return partial(index.attend, setting.queries(batch), resident, k=setting.k)
 
 
 def nodes_of(run: Callable[[], Any]) -> int | None:

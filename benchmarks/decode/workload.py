@@ -70,14 +70,14 @@ class Pool:
                     centers = learn.centers(keys, None, {}, start=0, every=BLOCK)
                 if logs and not learned:
                     norms = index.ops.transform.normalize(keys)[1]
-                    learned = learn.reference(norms, None, {})
+                    learned = learn.weight_scale(norms, None, {})
                 codes = index._encode(keys, {**centers, **learned})
                 packed = layout.pack(codes, centers.get("centers"))[0]
                 blocks[q, start // BLOCK : start // BLOCK + len(packed)] = packed
                 if histograms is not None:
                     histograms[q] += index.ops.coarse.histogram(codes["signs"])[0]
             if logs:
-                references[q] = learned["reference"][0]
+                references[q] = learned["weight_scale"][0]
         return Pool(blocks, references, histograms)
 
     def table(self, layer: int, batch: int) -> Tensor:
@@ -93,7 +93,7 @@ class Pool:
         sequence = (layer * batch + torch.arange(batch)) % len(self.references)
         some, counts = sequence.to(self.references.device), self.histograms
         histogram = None if counts is None else counts[some].contiguous()
-        return dict(reference=self.references[some].contiguous(), histogram=histogram)
+        return dict(weight_scale=self.references[some].contiguous(), histogram=histogram)
 
 
 def sequences_of(scanned_bytes: int, layers: int, l2_bytes: int) -> int:
@@ -185,8 +185,10 @@ class Workload:
         g = setting.geometry
         C, S = setting.candidates(tokens), -(-tokens // BLOCK)
         draw = torch.Generator(g.device).manual_seed(3)
-        shape = (layers, batch, g.kv_heads, setting.near, g.head_dim + g.value_dim)
-        near = torch.randn(shape, generator=draw, device=g.device, dtype=torch.float32).to(g.dtype)
+        shape = (layers, batch, g.kv_heads, setting.resident, g.head_dim + g.value_dim)
+        resident = torch.randn(shape, generator=draw, device=g.device, dtype=torch.float32).to(
+            g.dtype
+        )
 
         def filled(shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=g.device)
@@ -197,8 +199,8 @@ class Workload:
             length=filled((1,), tokens, torch.int64),
             wanted=filled((batch,), C, torch.int32),
             counted=filled((batch,), tokens, torch.int32),
-            shown=filled((batch, setting.near), 1, torch.uint8),
-            held=filled((1,), setting.near, torch.int64),
+            resident_mask=filled((batch, setting.resident), 1, torch.uint8),
+            resident_count=filled((1,), setting.resident, torch.int64),
             tiers=torch.tensor([setting.tiers(tokens)] * batch, device=g.device),
         )
         states: dict[str, list[State]] = {place: [] for place in rows}
@@ -211,7 +213,7 @@ class Workload:
                         codes=codes,
                         rows=torch.stack(at),
                         **learned,
-                        near=near[layer],
+                        resident=resident[layer],
                         row_bytes=part.row_bytes,
                         codec=part.codec,
                         **shared,

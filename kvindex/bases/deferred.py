@@ -11,7 +11,7 @@ from kvindex.core.guard import Guarded
 from kvindex.core.protocol import UNUSED, Hits
 
 
-class Checked(Guarded):
+class DeferredChecks(Guarded):
     """An index's checks of tensors; what they find on a CUDA device is kept in flags there.
 
     Raises ValueError or TypeError that name the argument, the value received, what is allowed: at

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.bases.prompt_queries import Watching
+from kvindex.bases.prompt_queries import PromptQueriesIndex
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
@@ -24,7 +24,7 @@ LOGITS = 2**24
 NEVER = float("-inf")
 
 
-class KeptIndex(BaseIndex):
+class EvictionIndex(BaseIndex):
     """Base of the policies; `Config` has the fields `budget` and `group`.
 
     Hits' scores: what `group.agree` returns for the true `q·k` of the rows that are kept. All
@@ -60,7 +60,7 @@ class KeptIndex(BaseIndex):
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None, first:], UNUSED)
 
 
-class WatchingIndex(Watching, KeptIndex):
+class ObservingEvictionIndex(PromptQueriesIndex, EvictionIndex):
     """Base of the policies that choose by the prompt's queries."""
 
 

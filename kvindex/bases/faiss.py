@@ -116,7 +116,7 @@ class FaissIndex(BaseIndex):
         self._synchronize()
         return [list(self._made[b]) for b in batch_indices.tolist()]
 
-    def _keep(self, statistics: list[list[Any]] | None) -> None:
+    def _commit(self, statistics: list[list[Any]] | None) -> None:
         if statistics is not None:
             self._made = statistics
         self._in_step = False

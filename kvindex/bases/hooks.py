@@ -1,8 +1,8 @@
 """What an index writes: two methods, and whichever others it needs to say more.
 
 `_encode` and `_search` make an index of `kvindex.bases.index.BaseIndex`. `_learn` lets it learn
-parameters, once; the `_with_…` hooks, `_keep` and `_cleared` let it keep statistics of its tokens;
-signals tell it of the sequence (docs/adding-an-index.md).
+parameters, once; the `_with_…` hooks, `_commit` and `_cleared` let it keep statistics of its
+tokens; signals tell it of the sequence (docs/adding-an-index.md).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvindex.bases.deferred import Checked
+from kvindex.bases.deferred import DeferredChecks
 from kvindex.core.config import NoConfig
 from kvindex.core.protocol import Codes, Hits, Rows
 from kvindex.ops.coverage import check_policy
 from kvindex.storage.columns import Columns
 
 
-class Hooks(Checked, ABC, guarded=False):
+class Hooks(DeferredChecks, ABC, guarded=False):
     """What `BaseIndex` asks of an index, with what it does where nothing is said."""
 
     config: Any
@@ -97,7 +97,7 @@ class Hooks(Checked, ABC, guarded=False):
     def _with_reordered(self, batch_indices: Tensor) -> Any:
         """The statistics once the batch is reordered; changes nothing."""
 
-    def _keep(self, statistics: Any) -> None:
+    def _commit(self, statistics: Any) -> None:
         """What one of the three above returned becomes the index's statistics."""
 
     def _held(self) -> list[Tensor]:

@@ -51,7 +51,7 @@ class BaseIndex(Hooks):
         device: torch.device | str = "cpu",
         backend: str = "torch",
         store: str = "device",
-        rows: str = "plain",
+        row_codec: str = "plain",
         check: bool | None = None,
         preset: str | None = None,
         **options: Any,
@@ -75,7 +75,7 @@ class BaseIndex(Hooks):
             self.ops.ready(self.geometry.device)
         checks.one_of("store", store, PLACES)
         make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
-        self._store = make_store(self.geometry, store, rows)
+        self._store = make_store(self.geometry, store, row_codec)
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
                 "rope: got None, allowed are the inverse frequencies of the keys' rotary "
@@ -150,7 +150,7 @@ class BaseIndex(Hooks):
             self._batch = batch
             self._counts = self._counts + counts if self._length else counts.expand(batch)
             self._length += count
-            self._keep(statistics)
+            self._commit(statistics)
 
         return partial(self._finish_append, end)
 
@@ -229,7 +229,7 @@ class BaseIndex(Hooks):
         self._learned = learned
         self._counts = self._counts - gone
         self._length = length
-        self._keep(statistics)
+        self._commit(statistics)
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ.
@@ -248,7 +248,7 @@ class BaseIndex(Hooks):
         self._codes, self._valid, self._learned = codes, valid, learned
         self._batch = len(batch_indices)
         self._counts = self._counts[batch_indices.cpu()]
-        self._keep(statistics)
+        self._commit(statistics)
 
     def reset(self) -> None:
         """Forget everything, learned parameters and batch size included."""
@@ -294,7 +294,7 @@ class BaseIndex(Hooks):
         view._valid = self._valid.reordered(rows)
         view._learned = {name: t.expand(count, *t.shape[1:]) for name, t in self._learned.items()}
         view._counts, view._batch = self._counts.expand(count), count
-        view._keep(self._with_reordered(rows.to(self.geometry.device)))
+        view._commit(self._with_reordered(rows.to(self.geometry.device)))
         return view
 
     # Shared parts

@@ -103,7 +103,7 @@ class PagedIndex(BaseIndex):
             gone = self.valid[:, length:].sum(1).cpu()
         return self._tail(self.counts - gone, None, None)
 
-    def _keep(self, statistics: Any) -> None:
+    def _commit(self, statistics: Any) -> None:
         if isinstance(statistics, Tail):
             self._codes.append(statistics)
 

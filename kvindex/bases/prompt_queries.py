@@ -15,7 +15,7 @@ CHOICES = ("last", "first", "random", "evenly")
 
 
 @dataclass(frozen=True)
-class Observed:
+class PromptQueries:
     """The `most` queries that come first in `priority`, in order of their positions.
 
     queries: `[B, H, R, D]`; positions: int64 `[R]`; end: the position after the newest query.
@@ -27,14 +27,14 @@ class Observed:
 
     @staticmethod
     def of(
-        before: Observed | None,
+        before: PromptQueries | None,
         queries: Tensor,
         positions: Tensor,
         *,
         most: int,
         choice: str,
         seed: int = 0,
-    ) -> Observed:
+    ) -> PromptQueries:
         """Queries `[B, H, T, D]` at positions int64 `[T]`, ascending, after those of `before`.
 
         What was kept from the first of the new positions on belongs to a sequence that was cut,
@@ -46,7 +46,7 @@ class Observed:
             queries = torch.cat([before.queries[:, :, still], queries], dim=2)
             positions = torch.cat([before.positions[still], positions])
         kept = priority(positions, choice, seed).argsort()[:most].sort().values
-        return Observed(queries[:, :, kept].clone(), positions[kept], end)
+        return PromptQueries(queries[:, :, kept].clone(), positions[kept], end)
 
     def chosen(self, counts: Tensor, usable: Tensor, *, choice: str, seed: int = 0) -> Tensor:
         """The first `counts[b]` of the usable queries in `priority`, bool `[B, R]`.
@@ -59,9 +59,9 @@ class Observed:
         chosen[:, order] = ranked & (ranked.cumsum(1) <= counts[:, None])
         return chosen
 
-    def reordered(self, batch_indices: Tensor) -> Observed:
+    def reordered(self, batch_indices: Tensor) -> PromptQueries:
         """Row `b` is row `batch_indices[b]` of this."""
-        return Observed(self.queries[batch_indices], self.positions, self.end)
+        return PromptQueries(self.queries[batch_indices], self.positions, self.end)
 
     def held(self) -> list[Tensor]:
         """What takes memory."""
@@ -89,17 +89,17 @@ def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
     return mixed
 
 
-class Watching(BaseIndex):
+class PromptQueriesIndex(BaseIndex):
     """Base of an index that chooses by the prompt's queries: it keeps those it may need.
 
     `_seen` has them, or None; `_sealed` says whether the prompt is complete.
     """
 
-    _seen: Observed | None
+    _seen: PromptQueries | None
     _sealed: bool
 
     def _signal(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Observed queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
+        """PromptQueries queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
 
         Raises ValueError or TypeError for a wrong tensor.
         """
@@ -113,7 +113,7 @@ class Watching(BaseIndex):
     def _watch(self, queries: Tensor, positions: Tensor, most: int) -> None:
         """Keep the last `most` queries of the prompt, these included."""
         if len(positions):
-            self._seen = Observed.of(self._seen, queries, positions, most=most, choice="last")
+            self._seen = PromptQueries.of(self._seen, queries, positions, most=most, choice="last")
 
     def reorder(self, batch_indices: Tensor) -> None:
         """As `BaseIndex.reorder`; queries may have been observed before the first append."""
@@ -128,16 +128,16 @@ class Watching(BaseIndex):
             check.tensor("keys", keys, batch)
         return super()._learn(keys, valid)
 
-    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Observed | None:
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> PromptQueries | None:
         return self._seen
 
-    def _with_truncated(self, length: int) -> Observed | None:
+    def _with_truncated(self, length: int) -> PromptQueries | None:
         return self._seen
 
-    def _with_reordered(self, batch_indices: Tensor) -> Observed | None:
+    def _with_reordered(self, batch_indices: Tensor) -> PromptQueries | None:
         return self._seen and self._seen.reordered(batch_indices)
 
-    def _keep(self, statistics: Observed | None) -> None:
+    def _commit(self, statistics: PromptQueries | None) -> None:
         self._seen = statistics
 
     def _cleared(self) -> None:

@@ -34,7 +34,7 @@ Blocks: TypeAlias = Callable[[], Iterable[tuple[int, Tensor, Tensor | None]]]
 
 
 @dataclass(frozen=True)
-class Lister:
+class QueryLists:
     """Makes lists of `rows` ids each, by the largest share of any head. ops: the backend's."""
 
     geometry: Geometry

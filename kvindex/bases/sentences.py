@@ -14,7 +14,7 @@ from kvindex.ops.select import compact
 
 
 @dataclass(frozen=True, eq=False)
-class Heard:
+class Sentences:
     """Sentences end with tokens; a token's query belongs to the sentence of the token.
 
     ends: bool `[B, X]`, or `[1, X]` for all rows: which of the first `X` tokens end a sentence.
@@ -29,14 +29,14 @@ class Heard:
     sealed: bool = False
 
     @staticmethod
-    def nothing(geometry: Geometry) -> Heard:
+    def nothing(geometry: Geometry) -> Sentences:
         """Before the first signal."""
         g = geometry
         ends = torch.empty((1, 0), dtype=torch.bool, device=g.device)
         queries = torch.empty((1, g.q_heads, 0, g.head_dim), dtype=g.dtype, device=g.device)
-        return Heard(ends, queries, torch.empty(0, dtype=torch.int64))
+        return Sentences(ends, queries, torch.empty(0, dtype=torch.int64))
 
-    def said(self, ends: Tensor, first: int) -> Heard:
+    def said(self, ends: Tensor, first: int) -> Sentences:
         """Sentences end where `ends`, bool `[B or 1, T]`, says so of the tokens from `first` on.
 
         What was said of these and of later ones is forgotten, or of another batch.
@@ -49,7 +49,7 @@ class Heard:
         ends = torch.cat([old.expand(rows, -1), ends.expand(rows, -1)], dim=1)
         return replace(self, ends=ends)
 
-    def observed(self, queries: Tensor, positions: Tensor, most: int) -> Heard:
+    def observed(self, queries: Tensor, positions: Tensor, most: int) -> Sentences:
         """Queries `[B, H, T, D]` of tokens with ids int64 `[T]`; the newest `most` are kept.
 
         What was observed from the first of these ids on belonged to a sequence that was cut.
@@ -64,14 +64,14 @@ class Heard:
             new = torch.cat([self.positions[:left], new])
         return replace(heard, queries=queries[:, :, -most:].clone(), positions=new[-most:])
 
-    def before(self, length: int) -> Heard:
+    def before(self, length: int) -> Sentences:
         """What is left once the tokens from `length` on are gone."""
         left = self.positions < length
         queries, newest = self.queries[:, :, : int(left.sum())], min(self.newest, length - 1)
         ends, positions = self.ends[:, :length], self.positions[left]
         return replace(self, ends=ends, queries=queries, positions=positions, newest=newest)
 
-    def reordered(self, order: Tensor) -> Heard:
+    def reordered(self, order: Tensor) -> Sentences:
         """Row `b` is row `order[b]` of this."""
         ends = self.ends[order] if len(self.ends) > 1 else self.ends
         queries = self.queries[order] if len(self.positions) else self.queries

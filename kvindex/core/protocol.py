@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 
 Codes: TypeAlias = Mapping[str, Tensor]
 """What an index keeps per token on the compute device: named tensors `[B, G, N, ...]`."""
@@ -150,17 +150,18 @@ class Attends(Protocol):
         """Whether it does, as it was made."""
         ...
 
-    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
         """Search, fetch and attend in one go: `[B, H, Dv]`, and the rows found, int32 `[B, G]`.
 
-        The attention of queries `[B, H, D]` over the best `k` rows and those that `near` shows;
+        The attention of queries `[B, H, D]` over the best `k` rows and those that `resident` shows;
         each head needs one at least. Raises as `search`, and ValueError where it does not attend.
         """
         ...
 
-    def attend_hits(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
         """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
-        that `near` shows: `[B, H, Dv]`. Raises as `fetch`, and ValueError where it does not attend.
+        that `resident` shows: `[B, H, Dv]`. Raises as `fetch`, and ValueError where it does not
+        attend.
         """
         ...
 
@@ -175,17 +176,17 @@ class DecodesStep(Attends, Protocol):
         self,
         queries: Tensor,
         token: Rows,
-        near: Near,
+        resident: ResidentRows,
         window: Rows,
         *,
         k: int,
         graphs: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """As `attend`, once `near` holds the token, and its rows are in their places in a window.
+        """As `attend`, once `resident` and a window hold the token's rows.
 
         token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape;
-        graphs: whether steps that are all alike may be captured in a CUDA graph. `near` must have
-        room. Raises as `attend`, and ValueError for rows of other shapes; what `near` and the
-        window hold of the token is then undefined.
+        graphs: whether steps that are all alike may be captured in a CUDA graph. `resident` must
+        have room. Raises as `attend`, and ValueError for rows of other shapes; what `resident` and
+        the window hold of the token is then undefined.
         """
         ...

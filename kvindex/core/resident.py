@@ -8,11 +8,11 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 
 
-class Near:
+class ResidentRows:
     """Rows that attention sees whatever is retrieved; its tensors stay where they are.
 
-    rows `[B, G, W, D + Dv]`: keys and values side by side, of the geometry's dtype; held: int64
-    `[1]`, how many of the `W` there are; shown: uint8 `[B, W]`, which of them are attended to.
+    rows `[B, G, W, D + Dv]`: keys and values side by side, of the geometry's dtype; count: int64
+    `[1]`, how many of the `W` there are; mask: uint8 `[B, W]`, which of them are attended to.
     All are on the compute device, to be read by a captured graph that is replayed as they change.
     """
 
@@ -20,10 +20,10 @@ class Near:
         g, device = geometry, geometry.device
         shape = (batch, g.kv_heads, room, g.head_dim + g.value_dim)
         self.rows = torch.zeros(shape, dtype=g.dtype, device=device)
-        self.shown = torch.ones((batch, room), dtype=torch.uint8, device=device)
-        self.held = torch.zeros(1, dtype=torch.int64, device=device)
+        self.mask = torch.ones((batch, room), dtype=torch.uint8, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self._count = 0
-        self._hidden: Tensor | float = 0.0
+        self._masked: Tensor | float = 0.0
 
     def __len__(self) -> int:
         """Rows held."""
@@ -40,26 +40,26 @@ class Near:
         return self.rows.shape[2]
 
     @property
-    def hidden(self) -> Tensor | float:
-        """Rows held and not shown, mean over the batch: the same object until there are others."""
-        return self._hidden
+    def masked(self) -> Tensor | float:
+        """Rows held and not mask, mean over the batch: the same object until there are others."""
+        return self._masked
 
-    def add(self, keys: Tensor, values: Tensor, shown: Tensor | None) -> None:
+    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Hold rows more: keys `[B, G, n, D]`, values `[B, G, n, Dv]`, shown bool `[B, n]`.
 
-        shown: None where all are. There must be room.
+        mask: None where all are. There must be room.
         """
         start = self.claim(keys.shape[2])
         some = slice(start, self._count)
         self.rows[:, :, some, : keys.shape[3]].copy_(keys)
         self.rows[:, :, some, keys.shape[3] :].copy_(values)
-        if shown is not None:
-            self.shown[:, some].copy_(shown)
-            self._hidden = self._hidden + (~shown).sum(1).float().mean()
-        self.held.fill_(self._count)
+        if mask is not None:
+            self.mask[:, some].copy_(mask)
+            self._masked = self._masked + (~mask).sum(1).float().mean()
+        self.count.fill_(self._count)
 
     def claim(self, count: int) -> int:
-        """So many rows more are held, all shown, which the caller writes; and `held` then.
+        """So many rows more are held, all mask, which the caller writes; and `count` then.
 
         Returns where the first of them goes. There must be room.
         """
@@ -68,10 +68,10 @@ class Near:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self._count, self._hidden = 0, 0.0
-        self.shown.fill_(1)
-        self.held.zero_()
+        self._count, self._masked = 0, 0.0
+        self.mask.fill_(1)
+        self.count.zero_()
 
     def nbytes(self) -> int:
         """Bytes of the buffer."""
-        return self.rows.nbytes + self.shown.nbytes + self.held.nbytes
+        return self.rows.nbytes + self.mask.nbytes + self.count.nbytes

@@ -28,7 +28,7 @@ def checked(rope: Any, head_dim: int, device: torch.device) -> Tensor | None:
     return found
 
 
-def turned(vectors: Tensor, places: Tensor, rope: Tensor | None) -> Tensor:
+def rotate(vectors: Tensor, places: Tensor, rope: Tensor | None) -> Tensor:
     """Vectors float32 `[…, n, D]` turned by the angles of places, integers `[…, n]`; `-places`
     turns back.
     """

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.bases.prompt_queries import CHOICES, Observed
-from kvindex.bases.query_lists import Blocks, Lister, queued, recalled
+from kvindex.bases.prompt_queries import CHOICES, PromptQueries
+from kvindex.bases.query_lists import Blocks, QueryLists, queued, recalled
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
@@ -64,10 +64,10 @@ class CTkvrConfig:
 @dataclass(frozen=True)
 class _State:
     """Beside what is learned. seen: the prompt's queries until they become centroids; pending: of
-    the last search, what `Lister.relisted` takes; oldest: the centroid to be replaced next.
+    the last search, what `QueryLists.relisted` takes; oldest: the centroid to be replaced next.
     """
 
-    seen: Observed | None = None
+    seen: PromptQueries | None = None
     pending: tuple[Tensor, Tensor, Tensor] | None = None
     oldest: int = 0
 
@@ -87,7 +87,7 @@ class CTkvr(BaseIndex):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._lister = Lister(self.geometry, self.ops, self.config.rho)
+        self._lister = QueryLists(self.geometry, self.ops, self.config.rho)
 
     @property
     def depends_on_queries(self) -> bool:
@@ -124,7 +124,7 @@ class CTkvr(BaseIndex):
                 self._enqueue(self._lister.listed(some, self._blocks))
         elif T > 1 or (T and not self._sealed):
             kept = dict(most=config.most, choice=config.choice, seed=config.seed)
-            now = Observed.of(seen, queries, positions, **kept)
+            now = PromptQueries.of(seen, queries, positions, **kept)
             self._state = replace(self._state, seen=now)
 
     def end_prompt(self) -> None:
@@ -145,7 +145,7 @@ class CTkvr(BaseIndex):
 
     # Centroids and their lists
 
-    def _built(self, seen: Observed, valid: Tensor | None, blocks: Blocks) -> Codes:
+    def _built(self, seen: PromptQueries, valid: Tensor | None, blocks: Blocks) -> Codes:
         """Chosen queries as centroids (Algorithm 1); valid: of all tokens so far."""
         queries, positions, config = seen.queries, seen.positions, self.config
         usable = torch.ones_like(queries[:, 0, :, 0], dtype=torch.bool)
@@ -235,7 +235,7 @@ class CTkvr(BaseIndex):
         seen = seen and seen.reordered(batch_indices)
         return replace(self._state, seen=seen, pending=pending)
 
-    def _keep(self, statistics: _State) -> None:
+    def _commit(self, statistics: _State) -> None:
         self._state = statistics
 
     def _cleared(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.bases.eviction import NEVER, WatchingIndex, attended, real
+from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, attended, real
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
@@ -40,7 +40,7 @@ class H2OConfig:
         check.one_of("group", self.group, group.POLICIES)
 
 
-class H2O(WatchingIndex):
+class H2O(ObservingEvictionIndex):
     """Drops, for good, the row that was attended to least among all but the latest.
 
     Every row is kept until the first queries after an append that has something to drop: those of

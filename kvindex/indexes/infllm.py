@@ -103,10 +103,10 @@ class InfLLM(PagedIndex):
     def _with_reordered(self, batch_indices: Tensor) -> Columns:
         return self._queries.reordered(batch_indices)
 
-    def _keep(self, statistics: Any) -> None:
+    def _commit(self, statistics: Any) -> None:
         if isinstance(statistics, Columns):
             self._queries = statistics
-        super()._keep(statistics)
+        super()._commit(statistics)
 
     def _held(self) -> list[Tensor]:
         return [self._queries["queries"]] if len(self._queries) else []

@@ -249,7 +249,7 @@ class LouisKV(BaseIndex):
     def _with_reordered(self, batch_indices: Tensor) -> _Sequence:
         return self._sequence
 
-    def _keep(self, statistics: _Sequence) -> None:
+    def _commit(self, statistics: _Sequence) -> None:
         self._sequence = statistics
 
     def _cleared(self) -> None:

@@ -211,7 +211,7 @@ class MagicPIG(BaseIndex):
     def _with_reordered(self, batch_indices: Tensor) -> int | None:
         return self._sealed
 
-    def _keep(self, statistics: int | None) -> None:
+    def _commit(self, statistics: int | None) -> None:
         self._sealed = statistics
 
     def _held(self) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
@@ -127,8 +127,8 @@ class _Asked:
     products with the centers, `[B, G, g, S]`, or None.
     """
 
-    rotated: Tensor
-    turned: Tensor
+    rotated_directions: Tensor
+    rotated_queries: Tensor
     offsets: Tensor | None
 
     @staticmethod
@@ -184,7 +184,7 @@ class ParisKV(BaseIndex):
             learned |= learn.centers(keys, valid, self._learned, **where)
         if self.config.weights == "log":
             norms = self.ops.transform.normalize(keys)[1]
-            learned |= learn.reference(norms, valid, self._learned)
+            learned |= learn.weight_scale(norms, valid, self._learned)
         return learned
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
@@ -234,8 +234,8 @@ class ParisKV(BaseIndex):
         codes, bits = self._floats(keys, learned), self.config.weight_bits
         if self.config.weights == "bfloat16":
             return {**codes, "weights": codes["weights"].bfloat16()}
-        reference = learned["reference"][:, :, None, None]
-        logs = self.ops.codes.log_codes(codes["weights"], reference, bits)
+        weight_scale = learned["weight_scale"][:, :, None, None]
+        logs = self.ops.codes.log_codes(codes["weights"], weight_scale, bits)
         if bits <= 8:
             return {**codes, "weights": logs.to(torch.uint8)}
         lower = (logs & 255).to(torch.uint8)
@@ -262,24 +262,24 @@ class ParisKV(BaseIndex):
         """Whether kernels search, fetch and attend in one go."""
         return bool(self._fused and self._fused.attends(self._store))
 
-    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
         """As `protocol.Attends.attend`, for an index that holds a token."""
         wrong, some = self._checked_step(queries, k), queries.detach()
-        done: tuple[Tensor, Tensor] = self._fused.attend(self, some, near, k, wrong)
+        done: tuple[Tensor, Tensor] = self._fused.attend(self, some, resident, k, wrong)
         return done
 
     def decode_step(
         self,
         queries: Tensor,
         token: Rows,
-        near: Near,
+        resident: ResidentRows,
         window: Rows,
         *,
         k: int,
         graphs: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """As `protocol.DecodesStep.decode_step`, for an index that holds a token."""
-        wrong, some = self._checked_step(queries, k), (queries.detach(), token, near, window)
+        wrong, some = self._checked_step(queries, k), (queries.detach(), token, resident, window)
         done: tuple[Tensor, Tensor] = self._fused.decode_step(self, *some, k, wrong, graphs)
         return done
 
@@ -298,7 +298,7 @@ class ParisKV(BaseIndex):
         self._check_finite("queries", queries)
         return None
 
-    def attend_hits(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
         """As `protocol.Attends.attend_hits`, for an index that holds a token."""
         self._check_attends()
         check.at_least("len(index)", len(self), 1)
@@ -308,7 +308,7 @@ class ParisKV(BaseIndex):
         if hits.log_weight is not None:
             shape = {"B": self._batch, "H": g.q_heads, "K": hits.ids.shape[-1]}
             check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)
-        output: Tensor = self._fused.attend_hits(self, queries.detach(), hits, near)
+        output: Tensor = self._fused.attend_hits(self, queries.detach(), hits, resident)
         return output
 
     def _check_attends(self) -> None:
@@ -339,7 +339,7 @@ class ParisKV(BaseIndex):
         queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
         self.search(queries, k=k)  # kernels are compiled when they run first
         if self.attends:
-            self.attend(queries, Near(g, batch, 1), k=k)
+            self.attend(queries, ResidentRows(g, batch, 1), k=k)
 
     def reserve(self, tokens: int) -> None:
         """Take now the memory that codes and rows need until the index holds `tokens` tokens.
@@ -387,7 +387,9 @@ class ParisKV(BaseIndex):
 
     def _estimates(self, asked: _Asked, ids: Tensor) -> Tensor:
         """Of `q·k`, for rows int64 `[B, G, C]`: float32 `[B, G, g, C]`, `-inf` for an id of -1."""
-        found: Tensor = self.ops.rerank.estimate(asked.turned, *self._codes_of(ids), self._levels)
+        found: Tensor = self.ops.rerank.estimate(
+            asked.rotated_queries, *self._codes_of(ids), self._levels
+        )
         if asked.offsets is not None:
             segments = (ids.clamp_min(0) // self.config.center)[:, :, None]
             found = found + asked.offsets.gather(-1, segments.expand_as(found))
@@ -397,7 +399,7 @@ class ParisKV(BaseIndex):
         """Standard deviations of `_estimates`."""
         tangent = self.ops.codes.tangent(self._block, self.config.magnitude_bits)
         codes = self._codes_of(ids)
-        found: Tensor = self.ops.rerank.errors(asked.turned, *codes, self._levels, tangent)
+        found: Tensor = self.ops.rerank.errors(asked.rotated_queries, *codes, self._levels, tangent)
         return found
 
     def _codes_of(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -409,8 +411,8 @@ class ParisKV(BaseIndex):
             weights = weights.int()
             if "fractions" in codes:
                 weights = weights << 8 | codes["fractions"].int()
-            reference = self._learned["reference"][:, :, None, None]
-            weights = ops.codes.log_weights(weights, reference, self.config.weight_bits)
+            weight_scale = self._learned["weight_scale"][:, :, None, None]
+            weights = ops.codes.log_weights(weights, weight_scale, self.config.weight_bits)
         return codes["signs"], codes["magnitudes"], weights
 
     def _candidates(self, asked: _Asked, k: int) -> Tensor:
@@ -423,15 +425,17 @@ class ParisKV(BaseIndex):
             ids: Tensor = ops.select.compact(flags[:, None].expand(-1, signs.shape[1], -1))
             return ids
         if self.config.coarse == "tiers":
-            table = ops.coarse.tier_table(asked.rotated, self._histogram, tiers)
+            table = ops.coarse.tier_table(asked.rotated_directions, self._histogram, tiers)
         else:
             query_max = min(self.config.query_max, 2**15 // self.geometry.head_dim)
-            table = ops.coarse.dot_table(asked.rotated, query_max)
+            table = ops.coarse.dot_table(asked.rotated_directions, query_max)
             if self.config.weights == "log":
                 factors = self._factors[self._codes["weights"].long()]
             if asked.offsets is not None:
-                scale = self._learned["reference"], self._level
-                offsets = ops.coarse.dot_offsets(asked.offsets, asked.turned, query_max, *scale)
+                scale = self._learned["weight_scale"], self._level
+                offsets = ops.coarse.dot_offsets(
+                    asked.offsets, asked.rotated_queries, query_max, *scale
+                )
         votes = ops.coarse.votes(signs, table, factors, offsets, self.config.center)
         if self.config.candidates_per == "group":
             votes = votes.amax(2, keepdim=True)
@@ -506,7 +510,7 @@ class ParisKV(BaseIndex):
             return self._histogram
         return self._histogram.index_select(0, batch_indices)
 
-    def _keep(self, statistics: Tensor) -> None:
+    def _commit(self, statistics: Tensor) -> None:
         self._histogram = statistics
         if self._fused:
             self._fused = self._fused.changed(self)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from kvindex.bases.index import BaseIndex
 from kvindex.bases.pages import PageColumns, Tail
-from kvindex.bases.sentences import Heard, split
+from kvindex.bases.sentences import Sentences, split
 from kvindex.bases.units import best_rows
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
@@ -64,7 +64,7 @@ class SentenceKV(BaseIndex):
 
     Config = SentenceKVConfig
 
-    _heard: Heard
+    _heard: Sentences
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -152,7 +152,7 @@ class SentenceKV(BaseIndex):
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         """Sentences that start with these keys, if no boundary ends one earlier."""
         there = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
-        nothing, ids = Heard.nothing(self.geometry), torch.zeros_like(there, dtype=torch.int64)
+        nothing, ids = Sentences.nothing(self.geometry), torch.zeros_like(there, dtype=torch.int64)
         means, sizes = self._sentences(keys, ids, there, nothing)
         return {"means": means, "sizes": sizes}
 
@@ -170,15 +170,15 @@ class SentenceKV(BaseIndex):
             held, kept = counts, ((self._sizes() > 0).sum(1) - 1).clamp_min(0)
         return self._learned, self._tail(kept, held, known, valid, self._heard)
 
-    def _with_truncated(self, length: int) -> tuple[Heard, Tail]:
+    def _with_truncated(self, length: int) -> tuple[Sentences, Tail]:
         held, heard, sizes = self._held_before(length), self._heard.before(length), self._sizes()
         kept = ((sizes.cumsum(1) <= held[:, None]) & (sizes > 0)).sum(1)
         return heard, self._tail(kept, held, None, None, heard)
 
-    def _with_reordered(self, batch_indices: Tensor) -> tuple[Heard, None]:
+    def _with_reordered(self, batch_indices: Tensor) -> tuple[Sentences, None]:
         return self._heard.reordered(batch_indices), None
 
-    def _keep(self, statistics: tuple[Heard, Tail | None] | None) -> None:
+    def _commit(self, statistics: tuple[Sentences, Tail | None] | None) -> None:
         if statistics is None:  # an append: what was heard since it began stays
             return
         self._heard, tail = statistics
@@ -189,7 +189,7 @@ class SentenceKV(BaseIndex):
         return [self._heard.ends, self._heard.queries]
 
     def _cleared(self) -> None:
-        self._heard = Heard.nothing(self.geometry)
+        self._heard = Sentences.nothing(self.geometry)
 
     def _sizes(self) -> Tensor:
         """Tokens of each sentence, int64 `[B, S]`; the index has held tokens."""
@@ -209,7 +209,12 @@ class SentenceKV(BaseIndex):
         return ids.expand(len(self.counts), -1)
 
     def _tail(
-        self, kept: Tensor, held: Tensor, keys: Tensor | None, valid: Tensor | None, heard: Heard
+        self,
+        kept: Tensor,
+        held: Tensor,
+        keys: Tensor | None,
+        valid: Tensor | None,
+        heard: Sentences,
     ) -> Tail:
         """The sentences after the first `kept` int64 `[B]` of each row.
 
@@ -252,7 +257,7 @@ class SentenceKV(BaseIndex):
         return Tail(start, {"means": made["means"], "sizes": made["sizes"][..., 0]})
 
     def _sentences(
-        self, keys: Tensor, ids: Tensor, there: Tensor, heard: Heard
+        self, keys: Tensor, ids: Tensor, there: Tensor, heard: Sentences
     ) -> tuple[Tensor, Tensor]:
         """Mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of the sentences of some tokens.
 

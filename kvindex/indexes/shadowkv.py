@@ -17,7 +17,7 @@ from kvindex.bases.pages import PagedIndex, Tail
 from kvindex.bases.units import at, best_rows, ranked
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits, Rows
-from kvindex.core.rope import turned
+from kvindex.core.rope import rotate
 from kvindex.ops import group
 
 BLOCK = 16_384
@@ -180,7 +180,7 @@ class ShadowKV(PagedIndex):
             if self.valid is not None:
                 keys = keys.masked_fill(~self.valid[:, None, start:stop, None], 0)
             place = torch.arange(start, stop, device=keys.device)
-            yield turned(keys, -place, self.geometry.rope).transpose(1, 2).flatten(2)
+            yield rotate(keys, -place, self.geometry.rope).transpose(1, 2).flatten(2)
 
     def fetch(self, hits: Hits) -> Rows:
         """As `BaseIndex.fetch`; the prompt's keys from their factors, but for outliers."""
@@ -191,7 +191,7 @@ class ShadowKV(PagedIndex):
         ids = hits.ids.masked_fill(hits.ids >= n, -1)
         batch = torch.arange(len(ids), device=ids.device)[:, None, None]
         tokens = prompt.tokens[batch, ids.clamp_min(0)].float()  # [B, G, K, r]
-        keys = turned(tokens @ prompt.basis.float().mT, ids, self.geometry.rope)
+        keys = rotate(tokens @ prompt.basis.float().mT, ids, self.geometry.rope)
         kept = (ids < 0) | at(prompt.exact, ids, 1)
         keys = torch.where(kept[..., None], rows.keys, keys.to(rows.keys.dtype))
         return Rows(keys, rows.values)
@@ -212,11 +212,11 @@ class ShadowKV(PagedIndex):
     def _with_reordered(self, batch_indices: Tensor) -> Any:
         return None, None if self._prompt is None else self._prompt.reordered(batch_indices)
 
-    def _keep(self, statistics: Any) -> None:
+    def _commit(self, statistics: Any) -> None:
         if isinstance(statistics, tuple):
             statistics, self._prompt = statistics
         if isinstance(statistics, Tail):
-            super()._keep(statistics)
+            super()._commit(statistics)
 
     def _held(self) -> list[Tensor]:
         prompt = self._prompt

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvindex.bases.eviction import NEVER, WatchingIndex, attended, joined, real
-from kvindex.bases.prompt_queries import Observed
+from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, attended, joined, real
+from kvindex.bases.prompt_queries import PromptQueries
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
@@ -46,7 +46,7 @@ class SnapKVConfig:
         check.one_of("group", self.group, group.POLICIES)
 
 
-class SnapKV(WatchingIndex):
+class SnapKV(ObservingEvictionIndex):
     """Keeps the prompt's most voted rows, its window, and what comes after it.
 
     Until `end_prompt`, or where no query was observed, it keeps every row. What is learned: `voted`
@@ -76,7 +76,11 @@ class SnapKV(WatchingIndex):
     # The election
 
     def _elected(
-        self, seen: Observed, held: int, keys: Tensor | None = None, valid: Tensor | None = None
+        self,
+        seen: PromptQueries,
+        held: int,
+        keys: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> Codes:
         """What `seen` votes for: the first `held` rows, and keys `[B, G, T, D]` that follow."""
         g, config, B = self.geometry, self.config, len(seen.queries)
@@ -120,6 +124,6 @@ class SnapKV(WatchingIndex):
         return self._elected(seen, length)
 
 
-def _first(seen: Observed) -> int:
+def _first(seen: PromptQueries) -> int:
     """The id of the window's first row."""
     return seen.end - len(seen.positions)

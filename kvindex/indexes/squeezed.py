@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvindex.bases import units as unit_rows
 from kvindex.bases.clusters import ClusteredIndex, Plan, Units
-from kvindex.bases.prompt_queries import Observed, Watching
+from kvindex.bases.prompt_queries import PromptQueries, PromptQueriesIndex
 from kvindex.core import check
 from kvindex.core.protocol import Hits
 from kvindex.ops import group
@@ -59,7 +59,7 @@ class SqueezedConfig:
         check.seed(self.seed)
 
 
-class Squeezed(Watching, ClusteredIndex):
+class Squeezed(PromptQueriesIndex, ClusteredIndex):
     """Rows of the clusters of which some head of the group believes that each of their rows has
     more than a threshold of its attention; the best `k` where they are more.
 
@@ -113,7 +113,7 @@ class Squeezed(Watching, ClusteredIndex):
             self._learned = {**self._learned, "threshold": self._threshold(self._seen)}
         self._sealed, self._seen = True, None
 
-    def _threshold(self, seen: Observed) -> Tensor:
+    def _threshold(self, seen: PromptQueries) -> Tensor:
         """Logarithm of the share that leaves out `sparsity` of the keys, float32 `[B]`."""
         units = self._units()
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.bases.eviction import KeptIndex
+from kvindex.bases.eviction import EvictionIndex
 from kvindex.core import check
 from kvindex.ops import group
 from kvindex.ops.select import compact
@@ -34,7 +34,7 @@ class StreamingConfig:
         check.one_of("group", self.group, group.POLICIES)
 
 
-class Streaming(KeptIndex):
+class Streaming(EvictionIndex):
     """Keeps the first `sink` valid tokens and the latest `budget - sink`."""
 
     Config = StreamingConfig

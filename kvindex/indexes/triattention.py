@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvindex.bases.eviction import NEVER, WatchingIndex, joined, real
+from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, joined, real
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
@@ -75,7 +75,7 @@ class TriAttentionConfig:
         check.one_of("group", self.group, group.POLICIES)
 
 
-class TriAttention(WatchingIndex):
+class TriAttention(ObservingEvictionIndex):
     """Drops, for good, the rows of the least scores once there are more than `budget`.
 
     A head scores a row by the mean product with its center turned to the places ahead, and by

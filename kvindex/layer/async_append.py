@@ -16,7 +16,7 @@ from kvindex.layer.regions import Leaving
 Append = Callable[[], None]
 
 
-class Move:
+class AsyncAppend:
     """An append of rows to an index that begins now and that `end` completes.
 
     beside: what takes long (`BaseIndex.start_append`) is done at once, on a CUDA device by a

@@ -19,7 +19,7 @@ from kvindex.core import check
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import UNUSED, DecodesStep, Hits, KVIndex, Rows
 from kvindex.core.restore import Restorable, cut_back
-from kvindex.layer.async_append import Move
+from kvindex.layer.async_append import AsyncAppend
 from kvindex.layer.dense import attend_densely, bias_of
 from kvindex.layer.regions import Regions
 from kvindex.layer.stats import Counts, Tally, Traffic
@@ -81,7 +81,7 @@ class AttentionLayer(Guarded):
             sink_size=sink, local_size=local_window, room=local_window + update_every + self._lag
         )
         self._regions = Regions(index.geometry, **sizes)
-        self._move: Move | None = None  # of the rows that are leaving
+        self._move: AsyncAppend | None = None  # of the rows that are leaving
         self._sealed = False
         self._tally = Tally()
         self._usual: object = None  # shapes that were checked last
@@ -239,11 +239,11 @@ class AttentionLayer(Guarded):
     def _follow(self, queries: Tensor, token: Rows) -> Tensor:
         """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
         index, regions = cast(DecodesStep, self.index), self._regions
-        near = regions.near(len(self.index), more=1)
+        resident = regions.resident(len(self.index), more=1)
         window = regions.claim(len(self.index), token.keys, token.values, None)
         some: Any = dict(k=self._wanted, graphs=self.graphs)
-        output, found = index.decode_step(queries, token, near, window, **some)
-        self._count(found, len(near), near.hidden)
+        output, found = index.decode_step(queries, token, resident, window, **some)
+        self._count(found, len(resident), resident.masked)
         return output
 
     def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -253,10 +253,10 @@ class AttentionLayer(Guarded):
         """
         index: Any = self.index
         if bias is None and self._attends("attend"):
-            near = self._regions.near(len(index))
+            resident = self._regions.resident(len(index))
             output: Tensor
-            output, found = index.attend(queries, near, k=self._wanted)
-            self._count(found, len(near), near.hidden)
+            output, found = index.attend(queries, resident, k=self._wanted)
+            self._count(found, len(resident), resident.masked)
             return output
         seen = self._regions.real(len(index))
         if seen is None:
@@ -279,11 +279,11 @@ class AttentionLayer(Guarded):
         `[B, H, Dv]`. A layer of batch 1 serves any `B` queries.
         """
         g, B = self.index.geometry, len(queries)
-        near, shown = self._regions.rows(seen)
+        resident, seen = self._regions.rows(seen)
         used = hits.ids != UNUSED
-        visible = torch.cat([used, shown[:, None].expand(*used.shape[:2], -1)], dim=2)
-        hidden = (~shown).sum(1).float().mean()
-        self._count(used.sum(-1), shown.shape[1], hidden, hits.coverage)
+        visible = torch.cat([used, seen[:, None].expand(*used.shape[:2], -1)], dim=2)
+        masked = (~seen).sum(1).float().mean()
+        self._count(used.sum(-1), seen.shape[1], masked, hits.coverage)
         mask = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
         if hits.log_weight is not None:
             mask[..., : hits.log_weight.shape[-1]] += hits.log_weight
@@ -292,19 +292,19 @@ class AttentionLayer(Guarded):
             places = torch.cat([hits.ids, beside.expand(-1, g.kv_heads, -1)], dim=2)
             places = places.repeat_interleave(g.group_size, dim=1)
             mask += bias.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
-        keys = torch.cat([found.keys, near.keys.expand(B, -1, -1, -1)], dim=2)
-        values = torch.cat([found.values, near.values.expand(B, -1, -1, -1)], dim=2)
+        keys = torch.cat([found.keys, resident.keys.expand(B, -1, -1, -1)], dim=2)
+        values = torch.cat([found.values, resident.values.expand(B, -1, -1, -1)], dim=2)
         return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=mask)
 
     def _count(
-        self, found: Tensor, beside: int, hidden: Tensor | float, coverage: Tensor | None = None
+        self, found: Tensor, beside: int, masked: Tensor | float, coverage: Tensor | None = None
     ) -> None:
         """Add a step to `traffic`: rows found `[B, G]`, others, those of them not shown."""
         g = self.index.geometry
         plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
         row_bytes = getattr(self.index, "row_bytes", plain)
         full = len(self), self._regions.padded
-        self._tally.count(Counts(found, beside, hidden, *full, row_bytes, coverage))
+        self._tally.count(Counts(found, beside, masked, *full, row_bytes, coverage))
 
     # Updates
 
@@ -323,7 +323,7 @@ class AttentionLayer(Guarded):
             return
         leaving = regions.oldest(len(self.index))
         if leaving.count:
-            self._move = Move(self.index, leaving, beside=beside)
+            self._move = AsyncAppend(self.index, leaving, beside=beside)
         regions.begin(leaving.count)
         if not beside:
             self._finish()

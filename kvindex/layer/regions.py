@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
 from kvindex.layer.sink import Sink, joined, joining
 from kvindex.storage.columns import Columns, Valid
@@ -54,7 +54,9 @@ class Regions(Restorable):
         self._valid = Valid()  # of all tokens, in the index and in the window
         self.leaving = self.local = self._local_before = 0
         self.sink: Sink | None = None
-        self._near: Near | None = None  # sink and window, for an index that attends by itself
+        self._resident: ResidentRows | None = (
+            None  # sink and window, for an index that attends by itself
+        )
         self._moved = False  # whether rows have gone or moved since that was filled
         self._padded: Tensor | float | None = 0.0  # None: not counted yet
 
@@ -62,11 +64,11 @@ class Regions(Restorable):
         """What is held now, for `rollback`: one by one, for each step asks for it."""
         sizes = self.leaving, self.local, self._local_before
         parts = self._window, self._window.checkpoint(), self._valid, self._valid.checkpoint()
-        return sizes, parts, self.sink, self._near, self._padded
+        return sizes, parts, self.sink, self._resident, self._padded
 
     def rollback(self, checkpoint: Any) -> None:
         """Be again what `checkpoint` says."""
-        sizes, parts, self.sink, self._near, self._padded = checkpoint
+        sizes, parts, self.sink, self._resident, self._padded = checkpoint
         self.leaving, self.local, self._local_before = sizes
         self._window, window, self._valid, valid = parts
         self._window.rollback(window)
@@ -74,7 +76,7 @@ class Regions(Restorable):
         self._moved = True  # the buffer may hold what has been forgotten
 
     def _after_copy(self) -> None:
-        self._near = None
+        self._resident = None
 
     def __len__(self) -> int:
         """Tokens in the window, `W`."""
@@ -208,7 +210,7 @@ class Regions(Restorable):
     # What attention reads of them
 
     def rows(self, seen: Tensor) -> tuple[Rows, Tensor]:
-        """Rows of sink and window `[B, G, S + W, D]`, and which are shown, bool `[B', S + W]`.
+        """Rows of sink and window `[B, G, S + W, D]`, and which are mask, bool `[B', S + W]`.
 
         seen: bool `[B', W]`, which of the window's are.
         """
@@ -217,7 +219,7 @@ class Regions(Restorable):
         parts = [self.sink.rows, self.window]
         keys = torch.cat([part.keys for part in parts], dim=2)
         values = torch.cat([part.values for part in parts], dim=2)
-        return Rows(keys, values), torch.cat([self.sink.shown.expand(len(seen), -1), seen], dim=1)
+        return Rows(keys, values), torch.cat([self.sink.mask.expand(len(seen), -1), seen], dim=1)
 
     def positions(self, indexed: int) -> Tensor:
         """Where the tokens of `rows` are in the sequence, int64 `[B, S + W]`, -1 for none."""
@@ -225,28 +227,28 @@ class Regions(Restorable):
         window = window.expand(self.batch_size, -1)
         return window if self.sink is None else torch.cat([self.sink.ids, window], dim=1)
 
-    def near(self, indexed: int, more: int = 0) -> Near:
+    def resident(self, indexed: int, more: int = 0) -> ResidentRows:
         """The same in a buffer that gets what has come since the last step.
 
         more: rows that it has room for beyond those.
         """
         held = 0 if self.sink is None else self.sink.ids.shape[1]
-        near, count = self._near, len(self) + more
-        if near is None or near.batch != self.batch_size or near.room < held + count:
+        resident, count = self._resident, len(self) + more
+        if resident is None or resident.batch != self.batch_size or resident.room < held + count:
             room = max(held, self._sink_size) + max(count, self._room)
-            near = self._near = Near(self._geometry, self.batch_size, room)
+            resident = self._resident = ResidentRows(self._geometry, self.batch_size, room)
         elif self._moved:
-            near.clear()
-        if not len(near) and self.sink is not None:
-            near.add(self.sink.rows.keys, self.sink.rows.values, self.sink.shown)
-        if (new := len(near) - held) < len(self):
+            resident.clear()
+        if not len(resident) and self.sink is not None:
+            resident.add(self.sink.rows.keys, self.sink.rows.values, self.sink.mask)
+        if (new := len(resident) - held) < len(self):
             window, seen = self.window, self.real(indexed + new)
-            near.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
+            resident.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
         self._moved = False
-        return near
+        return resident
 
     def nbytes(self) -> int:
         """Bytes in use."""
         used = self._window.nbytes() + self._valid.nbytes()
         used += 0 if self.sink is None else self.sink.nbytes()
-        return used + (0 if self._near is None else self._near.nbytes())
+        return used + (0 if self._resident is None else self._resident.nbytes())

@@ -28,7 +28,7 @@ class Sink:
         return Sink(ids, rows, int((ids != UNUSED).sum(1).min()))
 
     @property
-    def shown(self) -> Tensor:
+    def mask(self) -> Tensor:
         """Which places hold a token, bool `[B, S]`."""
         return self.ids != UNUSED
 
@@ -60,7 +60,7 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
     B, _, n, _ = moved.keys.shape
     if real is None:
         real = torch.ones((B, n), dtype=torch.bool, device=moved.keys.device)
-    have = 0 if sink is None else sink.shown.sum(1)[:, None]
+    have = 0 if sink is None else sink.mask.sum(1)[:, None]
     return real & (real.cumsum(1) + have <= size)
 
 

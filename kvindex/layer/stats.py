@@ -36,13 +36,13 @@ class Counts(NamedTuple):
     """What one step has read, as it comes, so that counting it takes no operation.
 
     found: rows that the index gave, int `[B, G]`; beside: others that were attended to, and
-    length: tokens of the sequence, padded ones in both; hidden, padded: how many of each are
+    length: tokens of the sequence, padded ones in both; masked, padded: how many of each are
     padded, mean over the batch; row_bytes: of a row found; coverage: of `Hits`, or None.
     """
 
     found: Tensor
     beside: int
-    hidden: Tensor | float
+    masked: Tensor | float
     length: int
     padded: Tensor | float
     row_bytes: int
@@ -84,7 +84,7 @@ class Tally(Restorable):
         before = self._sum
         self._sum = Traffic(
             steps=before.steps + len(new),
-            rows_read=before.rows_read + read + _less(new, "beside", "hidden"),
+            rows_read=before.rows_read + read + _less(new, "beside", "masked"),
             rows_full=before.rows_full + _less(new, "length", "padded"),
             bytes_fetched=before.bytes_fetched + fetched,
             coverage=before.coverage + (torch.stack(shares).sum() if shares else 0.0),

@@ -97,7 +97,7 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 
 
 def dot_offsets(
-    offsets: Tensor, queries: Tensor, query_max: int, reference: Tensor, level: float
+    offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
     """What `⟨q, μ⟩` of a segment's center adds to the votes of its keys, int32 `[B, G, g, S]`.
 
@@ -106,11 +106,11 @@ def dot_offsets(
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
 
     offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    query_max: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
-    one level of 0 magnitude bits.
+    query_max: as for the table; weight_scale: of the weights, float32 `[B, G]`; level: `E|u_j|`,
+    the one level of 0 magnitude bits.
     """
     peak = queries.double().abs().amax(-1, keepdim=True)  # [B, G, g, 1]
-    unit = peak * level * reference[..., None, None].double() / (query_max * FACTOR)
+    unit = peak * level * weight_scale[..., None, None].double() / (query_max * FACTOR)
     ratio = torch.where(unit > 0, offsets.double() / unit.clamp_min(TINY), 0.0)
     return ratio.round().clamp(-(2**30), 2**30).int()
 

@@ -123,22 +123,22 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
     return (sizes * (unpack(signs).float() * 2 - 1)).flatten(-2)
 
 
-def log_codes(weights: Tensor, reference: Tensor, bits: int) -> Tensor:
+def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
 
-    The largest code stands for `reference` (`[..., 1, 1]`), and `2^bits / OCTAVES` codes make a
+    The largest code stands for `weight_scale` (`[..., 1, 1]`), and `2^bits / OCTAVES` codes make a
     factor of 2. 0 is kept for the weight 0; weights outside the scale get its ends.
     """
     top, steps = 2**bits - 1, 2**bits / OCTAVES
-    octaves = torch.log2(weights.double() / reference.double().clamp_min(TINY))
+    octaves = torch.log2(weights.double() / weight_scale.double().clamp_min(TINY))
     codes = (octaves * steps + top).round().clamp(1, top)
     return torch.where(weights > 0, codes, 0).int()
 
 
-def log_weights(codes: Tensor, reference: Tensor, bits: int) -> Tensor:
+def log_weights(codes: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     """What the codes of `log_codes` stand for, float32 of their shape."""
     top, steps = 2**bits - 1, 2**bits / OCTAVES
-    weights = torch.exp2((codes - top).float() / steps) * reference
+    weights = torch.exp2((codes - top).float() / steps) * weight_scale
     return weights.masked_fill(codes == 0, 0)
 
 

@@ -21,8 +21,8 @@ HEADROOM = 5
 (docs/drift.md)."""
 
 SEEN = 4096
-"""Tokens that a reference is of, from the first one with a norm on
-(docs/decisions/0021-a-reference-of-the-first-tokens.md)."""
+"""Tokens that a weight_scale is of, from the first one with a norm on
+(docs/decisions/0021-a-weight_scale-of-the-first-tokens.md)."""
 
 
 def centers(
@@ -66,10 +66,10 @@ def _rounded(centers: Tensor) -> Tensor:
     return centers.clamp(-LONGEST, LONGEST).bfloat16()
 
 
-def reference(
+def weight_scale(
     norms: Tensor, valid: Tensor | None, learned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """`reference`: 16 to 32 times the largest of the first norms `[B, G, N]`, a power of 2, float32
+    """`weight_scale`: 16 to 32 times the largest first norm `[B, G, N]`, a power of 2, float32
     `[B, G]`; 0 where no valid key has a norm yet.
 
     The first are those of `SEEN` ids, from that of the first valid key with a norm on, as far as
@@ -83,8 +83,8 @@ def reference(
         seen = real & (ids < real.int().argmax(-1, keepdim=True) + SEEN)
         largest = torch.where(seen, norms, 0.0).amax(-1)
     found = torch.where(largest > 0, torch.exp2(torch.log2(largest).floor() + HEADROOM), 0.0)
-    old = learned.get("reference", torch.zeros_like(found))
-    return {"reference": torch.where(old > 0, old, found)}
+    old = learned.get("weight_scale", torch.zeros_like(found))
+    return {"weight_scale": torch.where(old > 0, old, found)}
 
 
 def _real(like: Tensor, valid: Tensor | None) -> Tensor:

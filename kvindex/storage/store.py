@@ -23,12 +23,12 @@ class Store(Restorable):
 
     One row is one contiguous read. `place="device"` keeps rows beside the codes; `"host"` keeps
     them in CPU memory and copies what is fetched (pinned, mapped memory comes with the GPU path).
-    rows: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
+    row_codec: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
     """
 
-    def __init__(self, geometry: Geometry, place: str = "device", rows: str = "plain") -> None:
+    def __init__(self, geometry: Geometry, place: str = "device", row_codec: str = "plain") -> None:
         check.one_of("store", place, PLACES)
-        self._geometry, self._codec = geometry, codec(rows, geometry)
+        self._geometry, self._codec = geometry, codec(row_codec, geometry)
         self._device = geometry.device if place == "device" else torch.device("cpu")
         self._columns = Columns()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import UNUSED, Codes, Hits, KVIndex, Rows
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
 
 
@@ -103,16 +103,16 @@ class Wrapper(Guarded):
         """Whether the inner index attends to rows that it is given."""
         return bool(getattr(self.inner, "attends", False))
 
-    def attend(self, queries: Tensor, near: Near, *, k: int) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
         """As `protocol.Attends.attend`, over what this index's own search finds."""
         hits = self.search(queries, k=k)
         found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
-        return self.attend_hits(queries, hits, near), found
+        return self.attend_hits(queries, hits, resident), found
 
-    def attend_hits(self, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
         """As the inner index does."""
         inner: Any = self.inner
-        output: Tensor = inner.attend_hits(queries, hits, near)
+        output: Tensor = inner.attend_hits(queries, hits, resident)
         return output
 
     def check_coverage(self, coverage: float) -> None:

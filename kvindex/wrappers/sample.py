@@ -17,7 +17,7 @@ from torch import Tensor
 from kvindex import ops
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Hits, KVIndex
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.ops.attention import cap
 from kvindex.wrappers.base import Wrapper
 
@@ -66,7 +66,7 @@ class Sample(Wrapper):
         if self.attends:
             batch = len(inner.counts)
             queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
-            self.attend(queries, Near(g, batch, 1), k=k)
+            self.attend(queries, ResidentRows(g, batch, 1), k=k)
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The best rows and some that stand for the rest.

@@ -18,7 +18,7 @@ from kvindex_cuda.memory.async_copy import Offload, PinnedAllocator
 from kvindex_cuda.memory.block_table import BlockTable, spans
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.memory.slab_pool import Allocator, Budget, Pool, shared_budget
-from kvindex_cuda.memory.write_rows import fits, keep
+from kvindex_cuda.memory.write_rows import fits, write_rows
 from kvindex_cuda.ops.fetch import gather_blocks
 
 SLAB_BYTES = 32 * 2**20
@@ -35,8 +35,8 @@ class HostStore(Restorable):
     batch row `b` is for kernels at `table[b, n // 256] + (g · 256 + n % 256) · row_bytes`.
     Interface of `kvindex.storage.store.Store`; to be used by one thread at a time.
 
-    rows: "plain", "int8" or "fp8". max_tokens: what the table has room for. slab_bytes: pinned at
-    a time, rounded down to blocks, at least one. budget: the process's unless given.
+    row_codec: "plain", "int8" or "fp8". max_tokens: what the table has room for. slab_bytes: pinned
+    at a time, rounded down to blocks, at least one. budget: the process's unless given.
     """
 
     far = True
@@ -46,14 +46,14 @@ class HostStore(Restorable):
         self,
         geometry: Geometry,
         *,
-        rows: str = "plain",
+        row_codec: str = "plain",
         max_tokens: int = MAX_TOKENS,
         slab_bytes: int = SLAB_BYTES,
         allocator: Allocator | None = None,
         budget: Budget | None = None,
     ) -> None:
-        self._geometry, self.rows = geometry, rows
-        self._codec = codec(rows, geometry)
+        self._geometry, self.row_codec = geometry, row_codec
+        self._codec = codec(row_codec, geometry)
         self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
         self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)
         self._allocator = PinnedAllocator(geometry.device) if allocator is None else allocator
@@ -112,7 +112,7 @@ class HostStore(Restorable):
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         if self._launched and N <= FEW:
-            if self.rows == "plain" and fits(keys) and fits(values):
+            if self.row_codec == "plain" and fits(keys) and fits(values):
                 return {"keys": keys, "values": values}
             return {"rows": encode(keys, values)}
         joined: dict[str, Tensor] = {}
@@ -156,7 +156,7 @@ class HostStore(Restorable):
         self._written = rows
         if self._launched and _count(rows) <= FEW:
             self._offload.wait(self._writing)  # what was begun and left may go to the same places
-            keep(tuple(rows.values()), self.table, self._length)
+            write_rows(tuple(rows.values()), self.table, self._length)
             return
         pieces = self._table.pieces(rows.values(), self._length)
         self._writing = self._offload.copy(pieces, rows.values())

@@ -54,10 +54,10 @@ class DeviceStore(HostStore):
         self,
         geometry: Geometry,
         *,
-        rows: str = "plain",
+        row_codec: str = "plain",
         max_tokens: int = MAX_TOKENS,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         allocator, budget = DeviceAllocator(geometry.device), Budget()
         sizes = dict(max_tokens=max_tokens, slab_bytes=slab_bytes)
-        super().__init__(geometry, rows=rows, allocator=allocator, budget=budget, **sizes)
+        super().__init__(geometry, row_codec=row_codec, allocator=allocator, budget=budget, **sizes)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvindex.core import check
 
-ROWS = 4096
+CAPACITY = 4096
 """Per KV head."""
 
 WAYS = 4
@@ -24,23 +24,25 @@ WAYS = 4
 class RowCache:
     """A cache for `groups` (batch rows times KV heads) of rows of so many bytes.
 
-    rows: slots per group, a power of two from 4. tags: ids int32 `[groups, rows]`, -1 for none;
-    stamps: the step that used a slot last, int32 `[groups, rows]`; clocks: steps so far, int32
-    `[groups]`; counts: rows looked up and found, int32 `[groups, 2]`, which wrap around; data:
-    uint8 `[groups, rows, row_bytes]`. Raises ValueError for another size.
+    capacity: slots per group, a power of two from 4. tags: ids int32 `[groups, capacity]`, -1 for
+    none; stamps: the step that used a slot last, int32 `[groups, capacity]`; clocks: steps so far,
+    int32 `[groups]`; counts: rows looked up and found, int32 `[groups, 2]`, which wrap around;
+    data: uint8 `[groups, capacity, row_bytes]`. Raises ValueError for another size.
     """
 
-    def __init__(self, groups: int, row_bytes: int, device: torch.device, rows: int = ROWS) -> None:
-        if check.at_least("rows", rows, WAYS) & (rows - 1):
-            raise ValueError(f"rows: got {rows}, allowed is a power of two from {WAYS}")
-        self.rows, self.row_bytes = rows, row_bytes
+    def __init__(
+        self, groups: int, row_bytes: int, device: torch.device, capacity: int = CAPACITY
+    ) -> None:
+        if check.at_least("capacity", capacity, WAYS) & (capacity - 1):
+            raise ValueError(f"capacity: got {capacity}, allowed is a power of two from {WAYS}")
+        self.capacity, self.row_bytes = capacity, row_bytes
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.tags, self.stamps = ints(groups, rows) - 1, ints(groups, rows)
+        self.tags, self.stamps = ints(groups, capacity) - 1, ints(groups, capacity)
         self.clocks, self.counts = ints(groups), ints(groups, 2)
-        self.data = torch.empty((groups, rows, row_bytes), dtype=torch.uint8, device=device)
+        self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
     def forget(self) -> None:
         """Ids may stand for other rows from now on. Waits for nothing."""

@@ -18,7 +18,7 @@ MOST_BLOCKS = 32
 """Of threads: 128 KB on their way, some microseconds of a bus of 50 GB/s."""
 
 
-def keep(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
+def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
     """Copy rows of the tokens from `start` on to their blocks, in parts that follow one another.
 
     parts: rows as their codec made them, or keys and values, `[B, G, N, ...]` that `fits` takes;
@@ -43,7 +43,7 @@ def keep(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
     total = B * G * N * pieces
     launch(
         "append/write_rows.cu",
-        "keep",
+        "write_rows",
         (min(-(-total // THREADS), MOST_BLOCKS),),
         (THREADS,),
         *(parts[0], parts[1] if len(parts) > 1 else None, table, table.stride(0)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvindex.ops import attention as reference
 from kvindex.ops.attention import cap
-from kvindex_cuda.runtime.arguments import CODES, busy, of_shape, rows, steps
+from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, steps
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = ["attend", "attend_blocks", "attend_causal", "cap"]
@@ -51,7 +51,7 @@ def attend(
     asked, device, g = queries.dtype, queries.device, H // G
     if asked not in CODES or {keys.dtype, values.dtype} != {asked}:
         queries, keys, values = queries.float(), keys.float(), values.float()
-    keys, values = rows(keys, 1), rows(values, 1)
+    keys, values = contiguous_rows(keys, 1), contiguous_rows(values, 1)
     if bias is not None:
         bias = bias.float().expand(B, H, R)
     size = keys.element_size()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import FACTOR, SUBSPACE
-from kvindex_cuda.runtime.arguments import busy, of_shape, of_type, rows
+from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = [
@@ -36,9 +36,9 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
     signs: uint8 `[B, G, N, M]`; valid: bool `[B, N]`, or None for all.
     """
     B, G, N, M = signs.shape
-    signs = rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
+    signs = contiguous_rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
     if valid is not None:
-        valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+        valid = contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
     counts = torch.zeros((B, G, M, ENTRIES), dtype=torch.int64, device=signs.device)
     splits = busy(signs.device, B * G, N, 4096) if N else 0
     launch(
@@ -109,7 +109,7 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 
 
 def dot_offsets(
-    offsets: Tensor, queries: Tensor, query_max: int, reference: Tensor, level: float
+    offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
     """What `⟨q, μ⟩` of a segment's center adds to the votes of its keys, int32 `[B, G, g, S]`.
 
@@ -118,13 +118,13 @@ def dot_offsets(
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
 
     offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    query_max: as for the table; reference: of the weights, float32 `[B, G]`; level: `E|u_j|`, the
-    one level of 0 magnitude bits.
+    query_max: as for the table; weight_scale: of the weights, float32 `[B, G]`; level: `E|u_j|`,
+    the one level of 0 magnitude bits.
     """
     B, G, g, M = _checked(queries)
     S = offsets.shape[-1]
     of_shape("offsets", of_type("offsets", offsets, torch.float32), B, G, g, S)
-    of_shape("reference", of_type("reference", reference, torch.float32), B, G)
+    of_shape("weight_scale", of_type("weight_scale", weight_scale, torch.float32), B, G)
     out = torch.empty(offsets.shape, dtype=torch.int32, device=offsets.device)
     (bits,) = struct.unpack("q", struct.pack("d", level))  # kernels take no float64
     launch(
@@ -132,7 +132,7 @@ def dot_offsets(
         "dot_offsets",
         (B * G * g, busy(offsets.device, B * G * g, S, 1024) if S else 0),
         (THREADS,),
-        *(offsets.contiguous(), queries.contiguous(), reference.contiguous(), out),
+        *(offsets.contiguous(), queries.contiguous(), weight_scale.contiguous(), out),
         *(S, g, bits, query_max * FACTOR),
         D=M * SUBSPACE,
     )
@@ -156,9 +156,9 @@ def votes(
     g = table.shape[2]
     if not 1 <= M <= LARGEST_M:
         raise ValueError(f"signs: got {M} subspaces, allowed are 1 to {LARGEST_M}")
-    signs = rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
+    signs = contiguous_rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
     of_type("table", table, torch.uint8, torch.int16)
-    table = rows(of_shape("table", table, B, G, g, M, ENTRIES), 5, 8)
+    table = contiguous_rows(of_shape("table", table, B, G, g, M, ENTRIES), 5, 8)
     kind, segments = 0, 0
     if factors is not None:
         kind = 1 if factors.shape[-1] == 1 else 2

@@ -94,13 +94,13 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
     return directions
 
 
-def log_codes(weights: Tensor, reference: Tensor, bits: int) -> Tensor:
+def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
 
     As `kvindex.ops.codes.log_codes`: the logarithm in double too.
     """
     given = of_type("weights", weights, torch.float32).contiguous()
-    references, each = _references(reference, weights)
+    weight_scales, each = _weight_scales(weight_scale, weights)
     codes = torch.empty(weights.shape, dtype=torch.int32, device=weights.device)
     count = weights.numel()
     launch(
@@ -108,15 +108,15 @@ def log_codes(weights: Tensor, reference: Tensor, bits: int) -> Tensor:
         "log_codes",
         (-(-count // THREADS),),
         (THREADS,),
-        *(given, references, codes, count, each, _scale(bits), float(OCTAVES)),
+        *(given, weight_scales, codes, count, each, _scale(bits), float(OCTAVES)),
     )
     return codes
 
 
-def log_weights(codes: Tensor, reference: Tensor, bits: int) -> Tensor:
+def log_weights(codes: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     """What the codes int32 of `log_codes` stand for, float32 of their shape."""
     given = of_type("codes", codes, torch.int32).contiguous()
-    references, each = _references(reference, codes)
+    weight_scales, each = _weight_scales(weight_scale, codes)
     weights = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     count = codes.numel()
     launch(
@@ -124,7 +124,7 @@ def log_weights(codes: Tensor, reference: Tensor, bits: int) -> Tensor:
         "log_weights",
         (-(-count // THREADS),),
         (THREADS,),
-        *(given, references, weights, count, each, _scale(bits), 2**bits / OCTAVES),
+        *(given, weight_scales, weights, count, each, _scale(bits), 2**bits / OCTAVES),
     )
     return weights
 
@@ -164,8 +164,8 @@ def _scale(bits: int) -> int:
     return bits
 
 
-def _references(reference: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+def _weight_scales(weight_scale: Tensor, weights: Tensor) -> tuple[Tensor, int]:
     """One for each pair of the outer dimensions, float32, and how many weights share it."""
-    of_type("reference", reference, torch.float32)
-    wide = reference.expand(*weights.shape[:-2], 1, 1).contiguous()
+    of_type("weight_scale", weight_scale, torch.float32)
+    wide = weight_scale.expand(*weights.shape[:-2], 1, 1).contiguous()
     return wide, max(1, weights.shape[-2:].numel())

@@ -7,7 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kvindex_cuda.runtime.arguments import of_shape, of_type, rows, steps
+from kvindex_cuda.runtime.arguments import contiguous_rows, of_shape, of_type, steps
 from kvindex_cuda.runtime.launch import launch
 
 THREADS, PIECE = 256, 16
@@ -29,7 +29,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
         return out
     if N == 0:
         return out.zero_()
-    table = rows(table, table.ndim - 3)
+    table = contiguous_rows(table, table.ndim - 3)
     size = table.element_size()
     row_bytes = size * table[0, 0, 0].numel()
     strides = [size * step for step in steps(table)[:3]]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvindex.ops.learn import HEADROOM, LEAN, SEEN
-from kvindex_cuda.runtime.arguments import CODES, of_shape, of_type, rows, wide
+from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_shape, of_type, wide
 from kvindex_cuda.runtime.launch import launch
 
-__all__ = ["HEADROOM", "LEAN", "SEEN", "centers", "reference"]
+__all__ = ["HEADROOM", "LEAN", "SEEN", "centers", "weight_scale"]
 
 THREADS, TALL, WIDEST = 256, 32, 1024
 """As in `learn.cu`; the largest head dimension whose sums fit shared memory."""
@@ -30,7 +30,7 @@ def centers(
         raise ValueError(f"keys: got D = {D}, allowed are multiples of 8 up to {WIDEST}")
     if start < 0 or every < 1:
         raise ValueError(f"start, every: got {start}, {every}, allowed are from 0 and from 1 on")
-    given, flags = rows(keys, 1), flags_of(valid, B, N)
+    given, flags = contiguous_rows(keys, 1), flags_of(valid, B, N)
     old, held = known_of(learned, keys)
     before = old.shape[2]
     S = max(before, -(-(start + N) // every))
@@ -64,19 +64,19 @@ def known_of(learned: Mapping[str, Tensor], keys: Tensor) -> tuple[Tensor, Tenso
     return of_shape("centers", old, B, G, before, D).contiguous(), held.contiguous()
 
 
-def reference(
+def weight_scale(
     norms: Tensor, valid: Tensor | None, learned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """`reference` float32 `[B, G]`: as `kvindex.ops.learn.reference`. norms: `[B, G, N]`."""
+    """`weight_scale` float32 `[B, G]`: as `kvindex.ops.learn.weight_scale`. norms: `[B, G, N]`."""
     B, G, N = of_type("norms", norms, torch.float32).shape
-    flags, old = flags_of(valid, B, N), learned.get("reference")
+    flags, old = flags_of(valid, B, N), learned.get("weight_scale")
     if old is not None:
-        of_shape("reference", of_type("reference", old, torch.float32), B, G)
+        of_shape("weight_scale", of_type("weight_scale", old, torch.float32), B, G)
         old = old.contiguous()
     found = norms.new_zeros((B, G)) if old is None else old.clone()
     launch(
         "append/learn.cu",
-        "reference",
+        "weight_scale",
         (windows(N), B * G),
         (THREADS,),
         *(norms.contiguous(), flags, old, found, N),
@@ -84,7 +84,7 @@ def reference(
         DTYPE=0,
         WIDE=1,
     )
-    return {"reference": found}
+    return {"weight_scale": found}
 
 
 def answer(keys: Tensor) -> Tensor:
@@ -110,4 +110,4 @@ def flags_of(valid: Tensor | None, batch: int, count: int) -> Tensor | None:
     """Flags bool `[B, N]` whose rows are contiguous. Raises ValueError for others."""
     if valid is None:
         return None
-    return rows(of_shape("valid", of_type("valid", valid, torch.bool), batch, count), 1)
+    return contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), batch, count), 1)

@@ -7,7 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kvindex_cuda.runtime.arguments import CODES, busy, of_shape, of_type, rows
+from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, of_type
 from kvindex_cuda.runtime.launch import launch
 
 THREADS = 256
@@ -80,7 +80,11 @@ def _run(
         name,
         (B * G, busy(queries.device, B * G, C, THREADS) if C else 0, -(-g // HEADS)),
         (THREADS,),
-        *(queries.contiguous(), rows(signs, 4, aligned), rows(magnitudes, 5, aligned)),
+        *(
+            queries.contiguous(),
+            contiguous_rows(signs, 4, aligned),
+            contiguous_rows(magnitudes, 5, aligned),
+        ),
         *(weights.contiguous(), levels.contiguous(), out, C, g),
         *scale,
         D=D,

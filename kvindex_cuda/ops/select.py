@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import UNUSED
-from kvindex_cuda.runtime.arguments import busy, of_shape, of_type, rows
+from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type
 from kvindex_cuda.runtime.launch import launch
 
 THREADS, BINS, STEP, TILE, LONGEST = 256, 2048, 11, 2048, 2048
@@ -72,7 +72,7 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
     if limits.device.type == "cpu" and B and int(limits.max()) > N:
         raise ValueError(f"limits: got {int(limits.max())}, allowed are up to {N}")
     if valid is not None:
-        valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+        valid = contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
     if votes.numel() == 0:
         return torch.empty((B, G, 0), dtype=torch.int64, device=votes.device)
     votes, limits = votes.contiguous(), limits.to(votes.device).contiguous()
@@ -100,7 +100,7 @@ def compact(chosen: Tensor) -> Tensor:
     outer = chosen.shape[:-1]
     if chosen.numel() == 0:
         return torch.empty((*outer, 0), dtype=torch.int64, device=chosen.device)
-    flat = rows(chosen, 1) if chosen.ndim == 3 else chosen.reshape(1, -1, N).contiguous()
+    flat = contiguous_rows(chosen, 1) if chosen.ndim == 3 else chosen.reshape(1, -1, N).contiguous()
     B, G = flat.shape[:2]
     words, counts = _marks(B * G, N, chosen.device)
     launch(

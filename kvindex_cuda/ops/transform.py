@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvindex.ops.transform import LONGEST, rotation
-from kvindex_cuda.runtime.arguments import CODES, of_shape, of_type, rows
+from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_shape, of_type
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = ["LONGEST", "normalize", "rotate", "rotation"]
@@ -57,7 +57,7 @@ def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 def _outer(vectors: Tensor) -> tuple[Tensor, list[int]]:
     """Vectors as `[A, B, C, D]`; `B`, `C` and three strides. Copied where those cannot say it."""
-    given = rows(of_type("vectors", vectors, *CODES), 1)
+    given = contiguous_rows(of_type("vectors", vectors, *CODES), 1)
     while given.ndim < 4:
         given = given[None]
     if given.ndim > 4:

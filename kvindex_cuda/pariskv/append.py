@@ -14,7 +14,7 @@ from kvindex_cuda.memory.code_blocks import Fill
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.ops.learn import THREADS, answer, flags_of, shared_bytes, windows
 from kvindex_cuda.pariskv.encode import WIDEST, Encoder, Fresh
-from kvindex_cuda.runtime.arguments import CODES, of_type, rows, wide
+from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_type, wide
 from kvindex_cuda.runtime.launch import launch
 
 
@@ -22,8 +22,8 @@ from kvindex_cuda.runtime.launch import launch
 class Begun:
     """What is learned once keys are appended and, of some of it, coded.
 
-    learned: `centers`, `known` and `reference` as `kvindex.ops.learn` gives them, but for `fresh`:
-    segments whose centers, and whether they have one, come with their codes.
+    learned: `centers`, `known` and `weight_scale` as `kvindex.ops.learn` gives them, but for
+    `fresh`: segments whose centers, and whether they have one, come with their codes.
     """
 
     learned: dict[str, Tensor]
@@ -51,7 +51,7 @@ class Writer:
         start: int,
         wrong: Tensor | None = None,
     ) -> Begun:
-        """What keys `[B, G, N, D]` teach before they are coded: a reference, centers of edges.
+        """What keys `[B, G, N, D]` teach before they are coded: a weight_scale, centers of edges.
 
         wrong: int32 of one element, set to 1, once the keys are coded, where a valid one is not
         finite; or None.
@@ -62,7 +62,7 @@ class Writer:
         which nobody reads: centers grow in place. Raises ValueError for wrong dtypes or shapes.
         """
         B, G, N, D = of_type("keys", keys, *CODES).shape
-        given, flags = rows(keys, 1), flags_of(valid, B, N)
+        given, flags = contiguous_rows(keys, 1), flags_of(valid, B, N)
         before, begin = 0, start // BLOCK
         stop = -(-(start + N) // BLOCK)
         old = held = centers = known = None
@@ -75,7 +75,7 @@ class Writer:
                 old, begin = old.contiguous(), 0  # the kernel copies them
             held = None if held is None else held.contiguous()
             known = torch.empty((B, stop), dtype=torch.bool, device=keys.device)
-        reference = answer(keys)
+        weight_scale = answer(keys)
         # made before `learn`, after which `encode` is to come at once
         taken = torch.zeros_like(self._unread) if N > BLOCK else None
         leave = max(-(-start // BLOCK), before)
@@ -85,7 +85,17 @@ class Writer:
             "learn",
             (stop - begin - left + windows(N), G, B),
             (THREADS,),
-            *(given, flags, old, held, centers, known, learned.get("reference"), reference, wrong),
+            *(
+                given,
+                flags,
+                old,
+                held,
+                centers,
+                known,
+                learned.get("weight_scale"),
+                weight_scale,
+                wrong,
+            ),
             *(N, D, before, *(_row(part) for part in (old, centers)), start, BLOCK, begin),
             *(stop, leave, left),
             *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
@@ -94,7 +104,7 @@ class Writer:
             WIDE=int(wide(given)),
         )
         wrong = self._unread if wrong is None else wrong
-        found = {"reference": reference}
+        found = {"weight_scale": weight_scale}
         if centers is not None and known is not None:
             found |= {"centers": centers[:, :, :stop], "known": known}
         return Begun(found, Fresh(leave, left, known, wrong, taken))
@@ -102,7 +112,7 @@ class Writer:
     def codes(self, keys: Tensor, valid: Tensor | None, begun: Begun, *, start: int) -> Fill:
         """Codes of keys `[B, G, N, D]`, for `CodeBlocks` to have written, and the rest learned."""
         learned = begun.learned
-        given = keys, learned.get("centers"), learned["reference"]
+        given = keys, learned.get("centers"), learned["weight_scale"]
         write = partial(self._encode, *given, start=start, valid=valid, fresh=begun.fresh)
         return Fill(keys.shape[0], keys.shape[2], write)
 

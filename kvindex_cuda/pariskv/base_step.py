@@ -41,13 +41,13 @@ class State:
 
     codes, rows: addresses of blocks, int64 `[B, S]` each; valid: bits of tokens, int32 `[B, S, 8]`;
     length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
-    valid keys; reference: float32 `[B, G]`; near: rows of sink and window `[B, G, W, D + Dv]`;
-    shown: uint8 `[B, W]`; held: int64 `[1]`, how many of the `W` there are; row_bytes: of a row in
-    a block; row_head: bytes from one KV head's rows in it to the next one's, 0 for 256 rows; codec:
-    of those rows, a name of `storage.codecs`; cache: of rows that were fetched, as they lie; wrong:
-    int32 of one element, which a step sets to 1 where a query is not finite. Of tiers alone:
-    histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound each, int64
-    `[B, 6]`.
+    valid keys; weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D +
+    Dv]`; resident_mask: uint8 `[B, W]`; resident_count: int64 `[1]`, how many of the `W` there are;
+    row_bytes: of a row in a block; row_head: bytes from one KV head's rows in it to the next one's,
+    0 for 256 rows; codec: of those rows, a name of `storage.codecs`; cache: of rows that were
+    fetched, as they lie; wrong: int32 of one element, which a step sets to 1 where a query is not
+    finite. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that
+    bound each, int64 `[B, 6]`.
     """
 
     codes: Tensor
@@ -56,10 +56,10 @@ class State:
     length: Tensor
     wanted: Tensor
     counted: Tensor
-    reference: Tensor
-    near: Tensor
-    shown: Tensor
-    held: Tensor
+    weight_scale: Tensor
+    resident: Tensor
+    resident_mask: Tensor
+    resident_count: Tensor
     row_bytes: int
     row_head: int = 0
     codec: str = "plain"
@@ -138,7 +138,7 @@ class BaseStep:
         self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
-        """Attention of queries `[B, H, D]` over the best `k` rows and the near ones: `output`."""
+        """Attention of queries `[B, H, D]` over the best `k` rows and resident ones: `output`."""
         self.select(queries, state)
         return self.attend(queries, state, selected=True)
 
@@ -161,12 +161,12 @@ class BaseStep:
     def _agree(self, state: State) -> None:
         """The best of the candidates."""
         g, kv, cache = self.geometry, self.geometry.kv_heads, state.cache
-        known = (cache.tags, cache.stamps, cache.rows) if cache else (None, None, 0)
+        known = (cache.tags, cache.stamps, cache.capacity) if cache else (None, None, 0)
         limits = state.wanted, state.counted
         softcap = g.softcap if g.softcap is not None else 0.0
         launch(
             "step/select_rows.cu",
-            "agree",
+            "select_rows",
             (self._groups, -(-self.capacity // 4096)),
             (512,),
             *(self._estimates, self._buckets, *limits, self._bases, self._shifts, self.counts),
@@ -181,7 +181,7 @@ class BaseStep:
     def attend(
         self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
     ) -> Tensor:
-        """Attention over the rows that `select` found, or those of `hits`, and the near rows.
+        """Attention over the rows that `select` found, or those of `hits`, and the resident rows.
 
         hits: any number of rows, all of them tokens'; selected: whether `select` comes right
         before, which tells each group's blocks when to begin.
@@ -195,7 +195,7 @@ class BaseStep:
             found = torch.full_like(self.found, k)
         known: tuple[Tensor | int | None, ...] = (*[None] * 5, 0)
         if cache:
-            known = cache.data, cache.tags, cache.stamps, cache.clocks, cache.counts, cache.rows
+            known = cache.data, cache.tags, cache.stamps, cache.clocks, cache.counts, cache.capacity
         launch(
             "step/attend.cu",
             "attend",
@@ -203,11 +203,11 @@ class BaseStep:
             (256,),
             *(queries, ids, found, state.rows, state.rows.shape[1]),
             *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
-            *(state.near, state.shown, state.held, state.near.shape[2]),
+            *(state.resident, state.resident_mask, state.resident_count, state.resident.shape[2]),
             *(*known, weights, self._partial, self.output, self._tickets[1], self._told),
             *(int(selected), k, kv, g.scale, softcap),
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
-            overlap=hits is None,  # else what is near may just be being written
+            overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._softcap | dict(DV=g.value_dim)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=int(hits is not None)),
         )

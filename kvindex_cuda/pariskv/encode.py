@@ -10,7 +10,15 @@ from torch import Tensor
 
 from kvindex.ops import transform
 from kvindex_cuda.memory.layout import BLOCK, Layout
-from kvindex_cuda.runtime.arguments import CODES, busy, of_shape, of_type, rows, steps, wide
+from kvindex_cuda.runtime.arguments import (
+    CODES,
+    busy,
+    contiguous_rows,
+    of_shape,
+    of_type,
+    steps,
+    wide,
+)
 from kvindex_cuda.runtime.launch import launch
 
 MOST_BITS, WIDEST = 7, 256
@@ -84,7 +92,7 @@ class Encoder:
         self,
         keys: Tensor,
         centers: Tensor | None,
-        reference: Tensor,
+        weight_scale: Tensor,
         table: Tensor,
         *,
         start: int,
@@ -97,7 +105,7 @@ class Encoder:
         block stays as it is. An invalid key counts as zero before the center is taken off.
 
         centers: bfloat16 `[B, G, S, D]`, one for each block of 256 ids, or None for zeros;
-        reference: float32 `[B, G]`; table: int64 `[B, S]`, addresses of blocks; valid: bool
+        weight_scale: float32 `[B, G]`; table: int64 `[B, S]`, addresses of blocks; valid: bool
         `[B, N]`; fresh: segments of which `centers` are written as `ops.learn.centers` makes them,
         but for rounding (sums are in float32, a warp's 32 keys at a time), then used.
         Raises ValueError for wrong dtypes or shapes, ids beyond the table, fresh segments that the
@@ -106,7 +114,7 @@ class Encoder:
         L, D = self.layout, self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
         of_shape("keys", keys, B, G, N, D)
-        of_shape("reference", of_type("reference", reference, torch.float32), B, G)
+        of_shape("weight_scale", of_type("weight_scale", weight_scale, torch.float32), B, G)
         of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
         first, stop = start // BLOCK, -(-(start + N) // BLOCK)
         held = table.shape[1] if centers is None else min(table.shape[1], centers.shape[2])
@@ -116,15 +124,15 @@ class Encoder:
             )
         if centers is not None:
             of_type("centers", centers, torch.bfloat16)
-            given = rows(of_shape("centers", centers, B, G, centers.shape[2], D), 1)
+            given = contiguous_rows(of_shape("centers", centers, B, G, centers.shape[2], D), 1)
             if fresh and given is not centers:
                 raise ValueError(f"centers: got strides {centers.stride()}, allowed are dense rows")
             centers = given
         if fresh and fresh.count:
             fresh.check(B, start, N)
         if valid is not None:
-            valid = rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
-        keys = rows(keys, 1)
+            valid = contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+        keys = contiguous_rows(keys, 1)
         apart = (0, 0, 0) if centers is None else centers.stride()[:3]
         units = (stop - first) * G * B
         known = fresh.known if fresh else None
@@ -139,7 +147,7 @@ class Encoder:
             "encode",
             (blocks,),
             (32 * WARPS,),
-            *(keys, valid, centers, reference.contiguous(), table.contiguous(), self._flips),
+            *(keys, valid, centers, weight_scale.contiguous(), table.contiguous(), self._flips),
             *(self._hartley, self._tables, N, start),
             *(stop - first, G, B),
             *steps(keys)[:3],

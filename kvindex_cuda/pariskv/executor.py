@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import UNUSED, Hits, Rows
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.ops.coarse import TIERS
 from kvindex_cuda.memory.block_store import HostStore
 from kvindex_cuda.memory.code_blocks import CodeBlocks
@@ -24,9 +24,9 @@ from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared
-from kvindex_cuda.pariskv.stage_token import hold
+from kvindex_cuda.pariskv.stage_token import stage_token
 from kvindex_cuda.pariskv.step import State, words_of
-from kvindex_cuda.pariskv.update_state import grow
+from kvindex_cuda.pariskv.update_state import update_state
 
 HEADROOM = 2**16
 """Room over what is needed, and no more than as much again: buffers are made anew past it."""
@@ -44,8 +44,8 @@ class _Use:
     """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
 
     kind: of the step; places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
-    stay; need: what it must have room for now; reads: what it read last beside a `Near`, and of
-    what that was made.
+    stay; need: what it must have room for now; reads: what it read last beside a `ResidentRows`,
+    and of what that was made.
     """
 
     step: SharedStep
@@ -136,7 +136,7 @@ class Fused:
             if kind != now and self._state is not None:
                 g = self._geometry
                 shape = (len(self.codes.table), g.q_heads, g.head_dim)
-                use.step.take_turn()
+                use.step.acquire()
                 queries = torch.zeros(shape, dtype=g.dtype, device=g.device)
                 use.step.select(queries, replace(self._state, wanted=use.wanted))
 
@@ -163,10 +163,15 @@ class Fused:
         return Hits(ids.view(shape), scores.view(shape))
 
     def attend(
-        self, index: Any, queries: Tensor, near: Near, k: int, wrong: Tensor | None = None
+        self,
+        index: Any,
+        queries: Tensor,
+        resident: ResidentRows,
+        k: int,
+        wrong: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `protocol.Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
-        use, state = self._ready(index, k, near, wrong)
+        use, state = self._ready(index, k, resident, wrong)
         output = use.step(queries.contiguous(), state)
         return output, use.step.found.view(len(queries), -1)
 
@@ -175,7 +180,7 @@ class Fused:
         index: Any,
         queries: Tensor,
         token: Rows,
-        near: Near,
+        resident: ResidentRows,
         window: Rows,
         k: int,
         wrong: Tensor | None,
@@ -185,38 +190,42 @@ class Fused:
 
         What is the same for the third time is captured, if it may be, and replayed from then on.
         """
-        if graphs and (replay := self._replay_of(index, near, k, wrong)):
+        if graphs and (replay := self._replay_of(index, resident, k, wrong)):
             index._store.wait()
-            replay.take_turn()
-            hold(near, token, window, queries, replay.asked)
+            replay.acquire()
+            stage_token(resident, token, window, queries, replay.asked)
             return replay()
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a layer's step, which puts a token where the host says it is; allowed "
                 "is index.attend, beside rows that are added between the replays (docs/cuda.md)"
             )
-        hold(near, token, window, queries)
-        return self.attend(index, queries, near, k, wrong)
+        stage_token(resident, token, window, queries)
+        return self.attend(index, queries, resident, k, wrong)
 
-    def attend_hits(self, index: Any, queries: Tensor, hits: Hits, near: Near) -> Tensor:
+    def attend_hits(
+        self, index: Any, queries: Tensor, hits: Hits, resident: ResidentRows
+    ) -> Tensor:
         """As `protocol.Attends.attend_hits`, with the buffers of any step."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
-        use, state = self._ready(index, k, near)
+        use, state = self._ready(index, k, resident)
         return use.step.attend(queries.contiguous(), state, hits)
 
     # What a search reads
 
-    def _replay_of(self, index: Any, near: Near, k: int, wrong: Tensor | None) -> Replay | None:
+    def _replay_of(
+        self, index: Any, resident: ResidentRows, k: int, wrong: Tensor | None
+    ) -> Replay | None:
         """The graph of a step that reads the same as those before it, if there is one by now."""
         device, use = self._geometry.device, self._newest(k, self._kind_now(index))
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
-        return self._replays.of(use.step, self._reads(index, use, near, wrong))
+        return self._replays.of(use.step, self._reads(index, use, resident, wrong))
 
-    def _reads(self, index: Any, use: _Use, near: Near, wrong: Tensor | None) -> State:
-        """What a step reads beside `near`: the same object for as long as that stays the same."""
+    def _reads(self, index: Any, use: _Use, resident: ResidentRows, wrong: Tensor | None) -> State:
+        """What a step reads: the same object for as long as that stays the same."""
         store = index._store
-        made_of = self._state, near, wrong, store.table, self.cache
+        made_of = self._state, resident, wrong, store.table, self.cache
         if use.reads is None or any(
             old is not new for old, new in zip(use.reads[0], made_of, strict=True)
         ):
@@ -226,20 +235,20 @@ class Fused:
                 wanted=use.wanted,
                 rows=store.table.contiguous(),  # a view's is not
                 row_bytes=store.row_bytes,
-                codec=store.rows,
+                codec=store.row_codec,
                 cache=self.cache,
-                near=near.rows,
-                shown=near.shown,
-                held=near.held,
+                resident=resident.rows,
+                resident_mask=resident.mask,
+                resident_count=resident.count,
                 wrong=wrong,
             )
             use.reads = made_of, state
         return use.reads[1]
 
     def _ready(
-        self, index: Any, k: int, near: Near | None = None, wrong: Tensor | None = None
+        self, index: Any, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
     ) -> tuple[_Use, State]:
-        """A step with room enough, its turn, and what it reads, to attend if there is a `near`.
+        """A step with room enough, its turn, and what it reads, to attend if there is a `resident`.
 
         Its results are the caller's: buffers are shared by all layers, these are new each time.
         """
@@ -257,10 +266,10 @@ class Fused:
         use.captured |= captured
         if not captured:
             index._store.wait()
-            use.step.take_turn()
+            use.step.acquire()
         use.step.renew()
-        if near is not None:
-            return use, self._reads(index, use, near, wrong)
+        if resident is not None:
+            return use, self._reads(index, use, resident, wrong)
         store, wanted = index._store, use.wanted
         rows = store.table.contiguous()  # a view's is not
         return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
@@ -314,10 +323,10 @@ class Fused:
             length=ints(1, dtype=torch.int64),
             wanted=none,
             counted=ints(batch),
-            reference=torch.zeros((batch, g.kv_heads), device=device),
-            near=none,
-            shown=none,
-            held=none,
+            weight_scale=torch.zeros((batch, g.kv_heads), device=device),
+            resident=none,
+            resident_mask=none,
+            resident_count=none,
             row_bytes=0,
             histogram=torch.zeros_like(index._histogram).contiguous() if tiers else None,
             tiers=ints(batch, len(TIERS), dtype=torch.int64) if tiers else None,
@@ -339,7 +348,7 @@ class Fused:
                 together |= dict(wanted=use.wanted, candidates=asked[0])
             else:
                 put(use.wanted, asked)
-        grow(state, tokens, reference=index._learned.get("reference"), **together)
+        update_state(state, tokens, weight_scale=index._learned.get("weight_scale"), **together)
         if not real:
             last = -(-tokens // BLOCK)
             bits = words_of(index.valid[:, start:], last - first)

@@ -86,9 +86,9 @@ class Replay:
         finally:
             step.output, step.found = before  # nobody else writes there
 
-    def take_turn(self) -> None:
-        """As `SharedStep.take_turn`, before anything is written that the graph reads."""
-        self._step.take_turn()
+    def acquire(self) -> None:
+        """As `SharedStep.acquire`, before anything is written that the graph reads."""
+        self._step.acquire()
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Attention of the queries in `asked` `[B, H, D]`, and the rows found, int32 `[B, G]`."""

@@ -64,7 +64,7 @@ class OneStage(BaseStep):
         g, L, kv, groups = self.geometry, self.layout, self.geometry.kv_heads, self._groups
         launch(
             "step/query_table.cu",
-            "turn",
+            "query_table",
             (g.head_dim // 8, g.group_size, groups),
             (256,),
             *(queries, self._rotation, None, None, None, self._operands, self._ups, None, None),
@@ -80,7 +80,7 @@ class OneStage(BaseStep):
             (min(splits, -(-self.capacity // 512)), groups),
             (256,),
             *(queries, state.codes, state.codes.shape[1], L.head_bytes, L.logs, L.magnitudes),
-            *(L.center, self._operands, self._ups, self._levels, state.reference, state.valid),
+            *(L.center, self._operands, self._ups, self._levels, state.weight_scale, state.valid),
             *(state.length, self._kept, self._estimates, self._many, self.counts, self._buckets),
             *(self.capacity, kv, g.scale, softcap, float(reference.OCTAVES)),
             overlap=True,

@@ -28,7 +28,7 @@ class SharedStep(BaseStep):
     _handle: int | None = None  # its own
     _fixed: tuple[Tensor, Tensor] | None = None
 
-    def take_turn(self) -> None:
+    def acquire(self) -> None:
         """What the current stream runs from here on comes after what another one has run.
 
         Not so for a captured stream: a graph is replayed when its owner says so.

@@ -99,10 +99,10 @@ class Step(BaseStep):
         limits = state.wanted, state.counted
         launch(
             "step/prepare_query.cu",
-            "ask",
+            "prepare_query",
             (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
             (256,),
-            *(queries, self._turn, state.reference, *codes, *keys, *limits),
+            *(queries, self._turn, state.weight_scale, *codes, *keys, *limits),
             self._factors,
             *(self._planes, self._sums, self._units, self._operands, self._ups),
             *(self._sample, self._asked, self._thresholds, self._bases, self._shifts),
@@ -135,7 +135,7 @@ class Step(BaseStep):
             (self._tellers, groups),
             (256,),
             *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
-            *(self._levels, state.reference, *limits, *listed, self._kept, self._many),
+            *(self._levels, state.weight_scale, *limits, *listed, self._kept, self._many),
             *(self._estimates, self._buckets, self._edge, self._edge_estimates, self._edges),
             self._cuts,
             *(*query, *keys, self._told, WARPS * scanners, self.capacity, kv, g.scale, softcap),

@@ -93,10 +93,10 @@ class TableStep(BaseStep):
             self._products = torch.empty((groups, row, g.group_size), device=g.device)
         launch(
             "step/query_table.cu",
-            "turn",
+            "query_table",
             (1 if self._dots else M, g.group_size, groups),
             (256,),
-            *(queries, self._rotation, state.reference, state.histogram, state.tiers),
+            *(queries, self._rotation, state.weight_scale, state.histogram, state.tiers),
             *(self._operands, self._ups, self._units, self._table),
             *(self._cleared, len(self._cleared), state.wrong, self._query_max, self._level),
             *(float(reference.FACTOR), kv),
@@ -109,7 +109,7 @@ class TableStep(BaseStep):
         grid = min(max(1, blocks // groups), chunks), groups
         launch(
             "step/vote.cu",
-            "count",
+            "vote",
             grid,
             (256,),
             *(*codes, L.weights, L.center, self._table, queries, self._units, self._factors),
@@ -146,11 +146,11 @@ class TableStep(BaseStep):
         softcap = g.softcap if g.softcap is not None else 0.0
         launch(
             "step/rerank_blocks.cu",
-            "weigh",
+            "rerank_blocks",
             (min(max(1, 2 * self._multiprocessors // groups), -(-self.most // 128)), groups),
             (256,),
             *(*codes, L.weights, L.magnitudes, self._operands, self._ups, self._products),
-            *(self._levels, state.reference, *limits, self._bases, self._shifts, self.counts),
+            *(self._levels, state.weight_scale, *limits, self._bases, self._shifts, self.counts),
             *(self._many, self._kept, self._hist, self._estimates, self._buckets),
             *(self._edge, self._edge_estimates, self._edges, self._cuts),
             *(self.capacity, kv, g.scale, softcap, step, top),

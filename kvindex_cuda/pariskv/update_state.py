@@ -14,7 +14,7 @@ THREADS, WORDS, MOST_BLOCKS = 256, BLOCK // 32, 64
 """The first two as in the kernel's source."""
 
 
-def grow(
+def update_state(
     state: State,
     tokens: int,
     *,
@@ -22,13 +22,13 @@ def grow(
     count: int | None = None,
     wanted: Tensor | None = None,
     candidates: int = 0,
-    reference: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> None:
     """Put into a state, in place, what holds for so many tokens; what is None stays as it was.
 
     first: the block from which on all tokens are real, in all rows; count: valid keys, the same in
-    all rows; wanted: int32 `[B]`, to hold so many `candidates` each; reference: float32 `[B, G]`.
-    Raises ValueError for wrong dtypes or shapes, a block or tokens that there is no room for.
+    all rows; wanted: int32 `[B]`, to hold so many `candidates` each; weight_scale: float32 `[B,
+    G]`. Raises ValueError for wrong dtypes or shapes, a block or tokens that there is no room for.
     """
     (B, room, _), last = state.valid.shape, -(-tokens // BLOCK)
     if not 0 <= last <= room:
@@ -37,19 +37,21 @@ def grow(
         raise ValueError(f"first: got {first}, allowed is 0 to {last}")
     if wanted is not None:
         of_shape("wanted", of_type("wanted", wanted, torch.int32), B)
-    if reference is not None:
+    if weight_scale is not None:
         of_shape(
-            "reference", of_type("reference", reference, torch.float32), *state.reference.shape
+            "weight_scale",
+            of_type("weight_scale", weight_scale, torch.float32),
+            *state.weight_scale.shape,
         )
-        reference = reference.contiguous()  # a view's is not
+        weight_scale = weight_scale.contiguous()  # a view's is not
     begin = last if first is None else first
-    items = max(1, B * WORDS * (last - begin), state.reference.numel())
+    items = max(1, B * WORDS * (last - begin), state.weight_scale.numel())
     launch(
         "append/update_state.cu",
-        "grow",
+        "update_state",
         (min(-(-items // THREADS), MOST_BLOCKS),),
         (THREADS,),
         *(None if first is None else state.valid, state.length),
-        *(None if count is None else state.counted, wanted, state.reference, reference),
-        *(room, begin, last, tokens, count or 0, candidates, B, state.reference.numel()),
+        *(None if count is None else state.counted, wanted, state.weight_scale, weight_scale),
+        *(room, begin, last, tokens, count or 0, candidates, B, state.weight_scale.numel()),
     )

@@ -30,7 +30,7 @@ def of_shape(name: str, tensor: Tensor, *shape: int) -> Tensor:
     return tensor
 
 
-def rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
+def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
     """The tensor, or a copy where its last `inner` dimensions have gaps.
 
     Copied too where a row of them does not start at a multiple of `aligned` bytes.

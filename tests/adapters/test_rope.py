@@ -5,7 +5,7 @@ import torch
 
 import kvindex
 import kvindex_adapters.hf as kvhf
-from kvindex.core.rope import turned
+from kvindex.core.rope import rotate
 from kvindex_adapters.hf.rope import rotary
 from tests.adapters.tiny import FAMILIES, build, prompt
 from tests.support.helpers import all_rows
@@ -34,7 +34,7 @@ def test_all_keys_turn_by_the_frequencies_when_the_text_moves(family):
             assert rope is None
             continue
         assert rope.dtype == torch.float32
-        want = turned(here, torch.full((20,), shift), rope)
+        want = rotate(here, torch.full((20,), shift), rope)
         torch.testing.assert_close(there, want, rtol=1e-3, atol=1e-3)
         if rope.any():
             assert (there - here).abs().max() > 0.1
@@ -62,7 +62,7 @@ def test_a_scaled_embedding_turns_by_its_own_frequencies():
     assert found[1].any()
     assert not torch.equal(*found)
     (rope, here), (_, there) = keys_at(scaled, 0)[0], keys_at(scaled, 3)[0]
-    want = turned(here, torch.full((20,), 3), rope)
+    want = rotate(here, torch.full((20,), 3), rope)
     torch.testing.assert_close(there, want, rtol=1e-3, atol=1e-3)
 
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_undone_says_that_it_must_be_reset(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(index, "rollback", fail)
-        patch.setattr(index, "_keep", fail)
+        patch.setattr(index, "_commit", fail)
         with pytest.raises(MemoryError):
             index.append(*CASE.tokens(9))
     for call in (lambda: index.search(CASE.queries(), k=3), lambda: index.append(*CASE.tokens(9))):
@@ -213,7 +213,7 @@ def test_a_wrapper_around_an_index_of_others_is_undone(monkeypatch):
     def fail(*args):
         raise MemoryError
 
-    monkeypatch.setattr(index._exact, "_keep", fail)
+    monkeypatch.setattr(index._exact, "_commit", fail)
     with pytest.raises(MemoryError):
         index.append(*CASE.tokens(3))
     assert (len(index.inner), len(index._exact)) == (5, 5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from kvindex.ops.attention import attend
@@ -12,17 +12,17 @@ from tests.support.sequences import SIZES, Sequence, steps_of
 
 
 class Attending(Exact):
-    """Attends as an index with kernels would: reads no more of `near` than it holds."""
+    """Attends as an index with kernels would: reads no more of `resident` than it holds."""
 
     attends = True
 
-    def attend(self, queries, near, *, k):
-        g, held = self.geometry, int(near.held)
+    def attend(self, queries, resident, *, k):
+        g, held = self.geometry, int(resident.count)
         hits = self.search(queries, k=k)
         found = self.fetch(hits)
-        rows = near.rows[:, :, :held].tensor_split([g.head_dim], dim=-1)
-        shown = near.shown[:, None, :held].expand(-1, g.kv_heads, -1)
-        seen = torch.cat([hits.ids >= 0, shown > 0], dim=2).repeat_interleave(g.group_size, dim=1)
+        rows = resident.rows[:, :, :held].tensor_split([g.head_dim], dim=-1)
+        mask = resident.mask[:, None, :held].expand(-1, g.kv_heads, -1)
+        seen = torch.cat([hits.ids >= 0, mask > 0], dim=2).repeat_interleave(g.group_size, dim=1)
         bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
         keys, values = (
             torch.cat(pair, dim=2) for pair in zip((found.keys, found.values), rows, strict=True)
@@ -44,8 +44,8 @@ CASES = {
 }
 
 
-def addresses(near):
-    return [part.data_ptr() for part in (near.rows, near.shown, near.held)]
+def addresses(resident):
+    return [part.data_ptr() for part in (resident.rows, resident.mask, resident.count)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,20 +55,20 @@ def test_a_layer_fills_the_buffer_with_what_attention_needs(name):
     want, where = sequence.dense(), None
     for start, stop in steps_of(20, *[1] * 12, 5, *[1] * 12):
         sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
-        if layer._regions._near is not None:
-            where = where or addresses(layer._regions._near)
-            assert addresses(layer._regions._near) == where
+        if layer._regions._resident is not None:
+            where = where or addresses(layer._regions._resident)
+            assert addresses(layer._regions._resident) == where
     assert where
     layer.truncate(41)
     for start in range(41, 50):
         sequence.assert_equals(sequence.feed(layer, start, start + 1), want, start)
-    assert addresses(layer._regions._near) == where
+    assert addresses(layer._regions._resident) == where
     order = torch.arange(case.batch).flip(0)
     layer.reorder(order)
     turned = sequence.rows(order.tolist())
     for start in range(50, 60):
         turned.assert_equals(turned.feed(layer, start, start + 1), turned.dense(), start)
-    assert addresses(layer._regions._near) == where
+    assert addresses(layer._regions._resident) == where
 
 
 @pytest.mark.parametrize("pads", [None, [0, 7, 16]])
@@ -85,7 +85,7 @@ def test_its_traffic_is_that_of_search_and_fetch(pads):
         assert float(getattr(mine, name)) == pytest.approx(float(getattr(theirs, name)))
     assert (
         layers[0].nbytes()["window"]
-        == layers[1].nbytes()["window"] + layers[0]._regions._near.nbytes()
+        == layers[1].nbytes()["window"] + layers[0]._regions._resident.nbytes()
     )
 
 
@@ -97,9 +97,9 @@ def test_a_batch_of_another_size_gets_another_buffer():
     layer.reorder(torch.tensor([2]))
     alone = sequence.rows([2])
     alone.assert_equals(alone.feed(layer, 30, 31), alone.dense(), 30)
-    assert layer._regions._near.batch == 1
+    assert layer._regions._resident.batch == 1
     layer.reset()
-    assert layer._regions._near is None
+    assert layer._regions._resident is None
 
 
 def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):
@@ -117,12 +117,12 @@ def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):
 
 def test_the_buffer_counts_what_is_shown():
     case = Case(batch=2)
-    near = Near(case.index("exact").geometry, 2, 12)
-    near.add(*case.tokens(4), left_padding([0, 3], 4))
-    near.add(*case.tokens(2, seed=1), None)
-    assert (len(near), int(near.held), float(near.hidden)) == (6, 6, 1.5)
-    assert near.shown[:, :6].sum().item() == 9
-    assert torch.equal(near.rows[:, :, 4:6, 16:], case.tokens(2, seed=1)[1])
-    near.clear()
-    assert (len(near), int(near.held), near.hidden) == (0, 0, 0)
-    assert near.shown.all()
+    resident = ResidentRows(case.index("exact").geometry, 2, 12)
+    resident.add(*case.tokens(4), left_padding([0, 3], 4))
+    resident.add(*case.tokens(2, seed=1), None)
+    assert (len(resident), int(resident.count), float(resident.masked)) == (6, 6, 1.5)
+    assert resident.mask[:, :6].sum().item() == 9
+    assert torch.equal(resident.rows[:, :, 4:6, 16:], case.tokens(2, seed=1)[1])
+    resident.clear()
+    assert (len(resident), int(resident.count), resident.masked) == (0, 0, 0)
+    assert resident.mask.all()

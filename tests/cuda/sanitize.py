@@ -22,15 +22,15 @@ if __name__ == "__main__":
 
 # a script finds the project only now, hence imports that are not at the top (E402)
 from kvindex.core.protocol import Rows  # noqa: E402
-from kvindex.core.resident import Near  # noqa: E402
-from kvindex_cuda.pariskv.stage_token import hold  # noqa: E402
+from kvindex.core.resident import ResidentRows  # noqa: E402
+from kvindex_cuda.pariskv.stage_token import stage_token  # noqa: E402
 from tests.cuda.test_compile import KERNEL, launching  # noqa: E402
 from tests.support.helpers import Case, left_padding, part  # noqa: E402
 
 OTHERS = ("scan", "paper", "accurate")
 SHAPES = (
     (Case(q_heads=4, kv_heads=2, head_dim=64, batch=2), "pariskv"),
-    (Case(8, 2, 128, 128, torch.bfloat16), "pariskv:rows=int8+sample"),
+    (Case(8, 2, 128, 128, torch.bfloat16), "pariskv:row_codec=int8+sample"),
     *((Case(6, 2, 64, 64, torch.bfloat16), f"pariskv:preset={preset}") for preset in OTHERS),
 )
 K = 20
@@ -44,18 +44,18 @@ def run(device: str) -> Iterator[str]:
     for case, name in SHAPES:
         index = case.index(name, device=device, backend="cuda", store="host")
         tokens = tuple(piece.to(device) for piece in case.tokens(700))
-        near = Near(index.geometry, case.batch, 40)
+        resident = ResidentRows(index.geometry, case.batch, 40)
         pads = left_padding([0, 30][: case.batch], 200, device)
         for start, stop in ((0, 200), (200, 201), (201, 700)):
             valid = pads if start == 0 else None
             index.append(*part(tokens, start, stop), valid=valid)
             token = Rows(*part(tokens, start, start + 1))
             window = Rows(torch.empty_like(token.keys), torch.empty_like(token.values))
-            hold(near, token, window, case.queries().to(device))
+            stage_token(resident, token, window, case.queries().to(device))
             assert torch.equal(window.keys, token.keys)
             for seed in (0, 0, 1):
                 queries = case.queries(seed=seed).to(device)
-                output, found = index.attend(queries, near, k=K)
+                output, found = index.attend(queries, resident, k=K)
                 assert output.isfinite().all()
                 assert (found == K).all()
             yield f"{case} {name}: {stop} tokens"

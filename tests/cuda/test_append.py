@@ -20,7 +20,7 @@ FLIPPED = 1e-4
 
 TIPPED = 1e-2
 """Share of centers' coordinates that sums in float32 may round to the number beside the
-reference's (`test_encode.py` looks at how near they are), most of float32 keys; their segments'
+reference's (`test_encode.py` looks at how resident they are), most of float32 keys; their segments'
 keys are not compared."""
 
 
@@ -267,12 +267,12 @@ def test_a_reference_is_of_the_first_tokens(device):
     valid = left_padding([0, 300, 355, 0], SEEN + 1000).to(device)
     both = pair(device, case)
     append(both, keys, values, valid=valid)
-    found = both[0]._learned["reference"]
-    assert torch.equal(found, both[1]._learned["reference"])
+    found = both[0]._learned["weight_scale"]
+    assert torch.equal(found, both[1]._learned["weight_scale"])
     assert (found > 0).tolist() == [[True, True], [True, True], [True, True], [False, False]]
     append(both, *tokens_of(case, 100, device, seed=1))
-    assert torch.equal(both[0]._learned["reference"][:3], found[:3])
-    assert torch.equal(both[0]._learned["reference"], both[1]._learned["reference"])
+    assert torch.equal(both[0]._learned["weight_scale"][:3], found[:3])
+    assert torch.equal(both[0]._learned["weight_scale"], both[1]._learned["weight_scale"])
 
 
 def test_invalid_keys_may_be_anything_and_unchecked_ones_pass(device):
@@ -375,8 +375,8 @@ def test_a_reference_is_right_wherever_it_lies(count, device, monkeypatch):
     poisoned(monkeypatch)
     valid = left_padding([0, count], count).to(device)
     append(both, *part(tokens, 0, count), valid=valid)
-    found = both[0]._learned["reference"]
-    assert torch.equal(found, both[1]._learned["reference"])
+    found = both[0]._learned["weight_scale"]
+    assert torch.equal(found, both[1]._learned["weight_scale"])
     assert (found > 0).tolist() == [[True, True], [False, False]]
     append(both, *part(tokens, count, 2 * count))
     assert_same(*both)

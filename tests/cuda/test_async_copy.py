@@ -163,7 +163,7 @@ def test_the_copy_waits_for_what_makes_the_rows_and_outlives_them():
 def test_device_addresses_are_those_of_the_rows():
     import cupy
 
-    geometry, store = on_gpu(rows="int8")
+    geometry, store = on_gpu(row_codec="int8")
     given = [part.cuda() for part in tokens(600, geometry=geometry)]
     rows = store._codec.encode(*given)
     store.append(store.join(*given))

@@ -8,7 +8,7 @@ import torch
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.ops.attention import cap
 from kvindex.storage.codecs import CODES, NAMES, codec
 from kvindex_cuda.memory.device_store import DeviceStore
@@ -34,10 +34,10 @@ TOKENS, NEAR, K = 600, 10, 37
 
 
 class Attending:
-    """A step that attends to rows of a store with a codec, and 10 near rows of which one is hidden.
+    """A step that attends to rows of a store with a codec, and 10 resident rows, one masked.
 
     bytes: of rows, as they are stored; rows: what each stands for, float64 keys `[B, G, N, D]` and
-    values `[B, G, N, Dv]`; near: the same of the near ones.
+    values `[B, G, N, Dv]`; resident: the same of the resident ones.
     """
 
     def __init__(self, case, name, device):
@@ -53,16 +53,21 @@ class Attending:
         decoding = codec(name, g if name == "plain" else exact)
         rows = decoding.decode(self.bytes)
         self.rows = rows.keys.double(), rows.values.double()
-        near = Near(g, case.batch, NEAR + 3)
-        near.rows.fill_(float("nan"))
+        resident = ResidentRows(g, case.batch, NEAR + 3)
+        resident.rows.fill_(float("nan"))
         beside = [part.to(device) for part in case.tokens(NEAR, seed=1)]
-        near.add(*beside, torch.arange(NEAR, device=device).expand(case.batch, -1) != 4)
-        self.near = tuple(part.double() for part in beside)
+        resident.add(*beside, torch.arange(NEAR, device=device).expand(case.batch, -1) != 4)
+        self.resident = tuple(part.double() for part in beside)
         empty = torch.zeros(0, device=device)
         needed = {field.name: empty for field in fields(State) if field.default is MISSING}
         self.state = State(
             **needed
-            | dict(near=near.rows, shown=near.shown, held=near.held, rows=self.store.table)
+            | dict(
+                resident=resident.rows,
+                mask=resident.mask,
+                resident_count=resident.count,
+                rows=self.store.table,
+            )
             | dict(row_bytes=self.store.row_bytes, codec=name)
         )
         sizes = dict(batch=case.batch, k=K, most=1, multiprocessors=4)
@@ -78,7 +83,7 @@ class Attending:
         if weighted:
             weights = 2 * torch.randn(case.batch, case.q_heads, K, generator=generator)
             weights[torch.rand(weights.shape, generator=generator) < 0.2] = float("-inf")
-            weights[:, 0] = float("-inf")  # a head that sees near rows alone
+            weights[:, 0] = float("-inf")  # a head that sees resident rows alone
             weights = weights.to(device)
         ids = ids.to(device)
         return Hits(ids, torch.zeros(ids.shape, device=device), weights)
@@ -88,17 +93,17 @@ class Attending:
         g = self.geometry
         at = hits.ids.clamp_min(0)[..., None]
         both = []
-        for rows, near in zip(self.rows, self.near, strict=True):
+        for rows, resident in zip(self.rows, self.resident, strict=True):
             some = rows.gather(2, at.expand(-1, -1, -1, rows.shape[-1]))
-            both.append(torch.cat([some, near], 2).repeat_interleave(g.group_size, 1))
+            both.append(torch.cat([some, resident], 2).repeat_interleave(g.group_size, 1))
         keys, values = both
         asked = queries.double()[:, :, None]
         logits = cap((asked * keys).sum(-1), g.scale, g.softcap)
         k = hits.ids.shape[-1]
-        hidden = torch.nn.functional.pad(hits.ids < 0, (0, NEAR))
-        hidden[..., k + 4] = True
+        masked = torch.nn.functional.pad(hits.ids < 0, (0, NEAR))
+        masked[..., k + 4] = True
         bias = torch.zeros_like(logits).masked_fill(
-            hidden.repeat_interleave(g.group_size, 1), float("-inf")
+            masked.repeat_interleave(g.group_size, 1), float("-inf")
         )
         if hits.log_weight is not None:
             bias[..., :k] += hits.log_weight
@@ -154,7 +159,7 @@ def test_weights_are_added_to_the_logits_of_each_head(name, rows, device):
     assert_near(output, one.wanted(queries, hits))
 
 
-@pytest.mark.parametrize("change", ["weights", "rows", "hidden"])
+@pytest.mark.parametrize("change", ["weights", "rows", "masked"])
 @pytest.mark.parametrize("rows", NAMES)
 def test_the_comparison_can_fail(rows, change):
     case = CASES["g4"]
@@ -182,7 +187,7 @@ def test_a_code_is_its_number_to_the_bit(name, device):
     if name == "fp8":
         row[8 + 0x7F], row[8 + 0xFF] = 0, 0  # not a number
     row[8 + 256 + 4 :][:4] = torch.tensor([0.7123]).view(torch.uint8)
-    one.state.shown.zero_()
+    one.state.resident_mask.zero_()
     hits = Hits(torch.zeros((1, 1, 1), dtype=torch.int64, device=device), torch.zeros(1, 1, 1))
     with emulating(device):
         output = one.step.attend(case.queries().to(device), one.state, hits)
@@ -197,7 +202,7 @@ def test_a_subnormal_float16_is_its_number_to_the_bit(device):
     row = one.store._table._block(0)[0, 0].view(torch.int16)
     numbers = torch.arange(2048, dtype=torch.int16)  # half of them subnormal
     row[8 : 8 + 2048] = numbers
-    one.state.shown.zero_()
+    one.state.resident_mask.zero_()
     hits = Hits(torch.zeros((1, 1, 1), dtype=torch.int64, device=device), torch.zeros(1, 1, 1))
     with emulating(device):
         output = one.step.attend(case.queries().to(device), one.state, hits)
@@ -206,7 +211,9 @@ def test_a_subnormal_float16_is_its_number_to_the_bit(device):
 
 def cached(one, rows):
     """Give a step's state a cache of so many rows, which it returns."""
-    cache = RowCache(one.step._groups, one.store.row_bytes, one.state.near.device, rows=rows)
+    cache = RowCache(
+        one.step._groups, one.store.row_bytes, one.state.resident.device, capacity=rows
+    )
     cache.data.fill_(0xFF)
     one.state = replace(one.state, cache=cache)
     return cache

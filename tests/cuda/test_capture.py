@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.decode.stages import nodes_of
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
 from kvindex.ops.attention import attend
 from tests.cuda.test_backend import assert_found
@@ -21,13 +21,13 @@ K, TOKENS, ROOM = 50, 6000, 40
 class Replayed:
     """A graph of one search and one attention of each index, over queries `[B, H, D]`."""
 
-    def __init__(self, indexes, queries, near, tokens=TOKENS):
+    def __init__(self, indexes, queries, resident, tokens=TOKENS):
         for index in indexes:
             index.warm_up(k=K, tokens=tokens)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.outputs = [index.attend(queries, near, k=K)[0] for index in indexes]
+            self.outputs = [index.attend(queries, resident, k=K)[0] for index in indexes]
             self.hits = [index.search(queries, k=K) for index in indexes]
 
     def __call__(self):
@@ -53,27 +53,29 @@ def made(count, store="host", pads=(0, 70), seed=0):
 
 
 def near_rows(count=ROOM - 10, seed=9):
-    near = Near(CASE.index("exact", device="cuda").geometry, CASE.batch, ROOM)
-    near.add(*cuda(*CASE.tokens(count, seed)), left_padding([0, 3], count, "cuda"))
-    return near
+    resident = ResidentRows(CASE.index("exact", device="cuda").geometry, CASE.batch, ROOM)
+    resident.add(*cuda(*CASE.tokens(count, seed)), left_padding([0, 3], count, "cuda"))
+    return resident
 
 
-def assert_eager(index, reference, replay, queries, near):
+def assert_eager(index, reference, replay, queries, resident):
     """A replay gives what a call gives; and what the reference's rows give, where they agree."""
     (output,), (ids,) = replay()
-    eager, hits = index.attend(queries, near, k=K)[0], index.search(queries, k=K)
+    eager, hits = index.attend(queries, resident, k=K)[0], index.search(queries, k=K)
     assert torch.equal(ids, hits.ids)
     torch.testing.assert_close(output, eager)
     assert_found(index, reference, queries, K)
-    torch.testing.assert_close(output, attention(index, queries, hits, near), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        output, attention(index, queries, hits, resident), rtol=2e-2, atol=2e-2
+    )
     return ids
 
 
-def attention(index, queries, hits, near):
-    """Of plain torch over hits and near rows."""
+def attention(index, queries, hits, resident):
+    """Of plain torch over hits and resident rows."""
     g, rows = index.geometry, index.fetch(hits)
-    beside = near.rows[:, :, : len(near)].tensor_split([g.head_dim], dim=-1)
-    shown = near.shown[:, None, : len(near)].expand(-1, g.kv_heads, -1) > 0
+    beside = resident.rows[:, :, : len(resident)].tensor_split([g.head_dim], dim=-1)
+    shown = resident.mask[:, None, : len(resident)].expand(-1, g.kv_heads, -1) > 0
     seen = torch.cat([hits.ids >= 0, shown], dim=2).repeat_interleave(g.group_size, dim=1)
     bias = torch.zeros(seen.shape, device="cuda").masked_fill(~seen, -torch.inf)
     if hits.log_weight is not None:
@@ -86,13 +88,13 @@ def attention(index, queries, hits, near):
 @pytest.mark.parametrize("store", ["host", "device"])
 def test_replays_follow_queries_tokens_and_near_rows(store):
     index, reference, tokens = made(3000, store)
-    (queries,), near = cuda(CASE.queries()), near_rows()
-    replay = Replayed([index], queries, near)
-    assert_eager(index, reference, replay, queries, near)
+    (queries,), resident = cuda(CASE.queries()), near_rows()
+    replay = Replayed([index], queries, resident)
+    assert_eager(index, reference, replay, queries, resident)
     queries.copy_(CASE.queries(seed=1))
-    assert_eager(index, reference, replay, queries, near)
-    near.add(*cuda(*CASE.tokens(3, seed=11)), None)
-    assert_eager(index, reference, replay, queries, near)
+    assert_eager(index, reference, replay, queries, resident)
+    resident.add(*cuda(*CASE.tokens(3, seed=11)), None)
+    assert_eager(index, reference, replay, queries, resident)
     known = 3000
     for count in (1, 200, 256, 1500):
         new = [piece.clone() for piece in part(tokens, known, known + count)]
@@ -101,22 +103,22 @@ def test_replays_follow_queries_tokens_and_near_rows(store):
         for one in (index, reference):
             one.append(*new)
         known += count
-        ids = assert_eager(index, reference, replay, queries, near)
+        ids = assert_eager(index, reference, replay, queries, resident)
         assert (ids == known - 1).any(-1).all()
     for one in (index, reference):
         one.truncate(2500)
-    ids = assert_eager(index, reference, replay, queries, near)
+    ids = assert_eager(index, reference, replay, queries, resident)
     assert ids.max() < 2500
     for one in (index, reference):
         one.append(*part(tokens, 2700, 4000))
-    assert_eager(index, reference, replay, queries, near)
+    assert_eager(index, reference, replay, queries, resident)
 
 
 def test_a_captured_call_has_five_nodes():
     index, _, _ = made(3000)
-    (queries,), near = cuda(CASE.queries()), near_rows()
+    (queries,), resident = cuda(CASE.queries()), near_rows()
     index.warm_up(k=K, tokens=3000)
-    assert nodes_of(lambda: index.attend(queries, near, k=K)) in (5, None)
+    assert nodes_of(lambda: index.attend(queries, resident, k=K)) in (5, None)
 
 
 def test_two_replays_are_the_same_to_the_bit():
@@ -130,18 +132,18 @@ def test_two_replays_are_the_same_to_the_bit():
 
 def test_layers_that_share_buffers_follow_one_another_in_a_graph():
     indexes = [made(3000 + 500 * i, seed=i)[0] for i in range(3)]
-    (queries,), near = cuda(CASE.queries()), near_rows()
-    replay = Replayed(indexes, queries, near)
+    (queries,), resident = cuda(CASE.queries()), near_rows()
+    replay = Replayed(indexes, queries, resident)
     outputs, ids = replay()
     for index, output, found in zip(indexes, outputs, ids, strict=True):
         assert torch.equal(found, index.search(queries, k=K).ids)
-        torch.testing.assert_close(output, index.attend(queries, near, k=K)[0])
+        torch.testing.assert_close(output, index.attend(queries, resident, k=K)[0])
 
 
 def test_a_graph_outlives_the_buffers_that_others_have_outgrown():
     index, reference, tokens = made(300)
-    (queries,), near = cuda(CASE.queries()), near_rows()
-    replay = Replayed([index], queries, near, tokens=300)
+    (queries,), resident = cuda(CASE.queries()), near_rows()
+    replay = Replayed([index], queries, resident, tokens=300)
     for one in (index, reference):
         one.append(*part(tokens, 300, TOKENS))
     assert_found(index, reference, queries, K)
@@ -155,9 +157,9 @@ def test_a_graph_outlives_the_buffers_that_others_have_outgrown():
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_on_a_side_stream_under_load(graph):
     index, reference, tokens = made(3000)
-    (queries,), near = cuda(CASE.queries()), near_rows()
-    replay = Replayed([index], queries, near) if graph else None
-    want = index.attend(queries, near, k=K)[0], index.search(queries, k=K).ids
+    (queries,), resident = cuda(CASE.queries()), near_rows()
+    replay = Replayed([index], queries, resident) if graph else None
+    want = index.attend(queries, resident, k=K)[0], index.search(queries, k=K).ids
     new = part(tokens, 3000, 3500)
     reference.append(*new)
     load, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
@@ -169,7 +171,10 @@ def test_on_a_side_stream_under_load(graph):
             if replay:
                 (output,), (ids,) = replay()
             else:
-                output, ids = index.attend(queries, near, k=K)[0], index.search(queries, k=K).ids
+                output, ids = (
+                    index.attend(queries, resident, k=K)[0],
+                    index.search(queries, k=K).ids,
+                )
             assert torch.equal(ids, want[1])
             torch.testing.assert_close(output, want[0])
         index.append(*new)
@@ -182,10 +187,10 @@ def test_on_a_side_stream_under_load(graph):
 @pytest.mark.parametrize("store", ["host", "device"])
 def test_a_search_allocates_nothing_new_and_waits_for_nothing(store):
     index, _, _ = made(5000, store)
-    (queries,), near = cuda(CASE.queries()), near_rows()
+    (queries,), resident = cuda(CASE.queries()), near_rows()
 
     def run():
-        return index.attend(queries, near, k=K), index.search(queries, k=K)
+        return index.attend(queries, resident, k=K), index.search(queries, k=K)
 
     run()
     torch.cuda.synchronize()
@@ -251,7 +256,9 @@ def test_a_fetch_is_not_captured(store):
     assert index.fetch(hits).keys.isfinite().all()
 
 
-@pytest.mark.parametrize("options", [dict(rows="int8"), dict(rows="fp8", store="device")], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(row_codec="int8"), dict(row_codec="fp8", store="device")], ids=str
+)
 @pytest.mark.parametrize("wrapper", ["", "+sample"])
 def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
     options = dict(preset="fast", device="cuda", store="host") | options
@@ -261,8 +268,8 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
     tokens = cuda(*CASE.tokens(TOKENS))
     for one in (index, plain):
         one.append(*part(tokens, 0, 3000), valid=left_padding([0, 70], 3000, "cuda"))
-    (queries,), near = cuda(CASE.queries()), near_rows()
-    replay = Replayed([index], queries, near)
+    (queries,), resident = cuda(CASE.queries()), near_rows()
+    replay = Replayed([index], queries, resident)
     for seed, known in ((0, 3000), (1, 3001), (2, 3700)):
         queries.copy_(CASE.queries(seed=seed))
         if known > len(index):
@@ -272,8 +279,8 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
         (output,), (ids,) = replay()
         hits = index.search(queries, k=K)
         assert torch.equal(ids, hits.ids)
-        torch.testing.assert_close(output, index.attend(queries, near, k=K)[0])
-        want = attention(index, queries, hits, near)
+        torch.testing.assert_close(output, index.attend(queries, resident, k=K)[0])
+        want = attention(index, queries, hits, resident)
         torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-2)
         close = plain.search(queries, k=K).ids
         assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.9

@@ -63,9 +63,9 @@ def filled(case, index, keys, *, pieces, valid=None, bits=3, device="cpu"):
         known = new if flags is None else new.masked_fill(~flags[:, None, :, None], 0)
         norms = transform.normalize(known)[1]
         learned = learn.centers(known, flags, learned, start=start, every=BLOCK) | (
-            learn.reference(norms, flags, learned)
+            learn.weight_scale(norms, flags, learned)
         )
-        parts = new, learned["centers"], learned["reference"], table_of(blocks)
+        parts = new, learned["centers"], learned["weight_scale"], table_of(blocks)
         with on(device):
             encode(*parts, start=start, valid=flags)
         start += count
@@ -99,8 +99,8 @@ def compared(case, index, layout, blocks, keys, valid=None):
     assert (directions.abs() <= slack)[signs].all()
     planes = tokens(got["magnitudes"]) ^ tokens(want["magnitudes"])
     differ = codes.unpack(planes).flatten(-2).bool().any(-2)
-    near = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
-    assert (near <= slack)[differ].all()
+    resident = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
+    assert (resident <= slack)[differ].all()
 
     logs, true = (
         tokens(part["logs"])[..., 0].int() | tokens(part["logs"])[..., 1].int() << 8
@@ -476,7 +476,7 @@ def test_a_matrix_that_is_no_rotation_is_refused():
         (dict(keys=torch.zeros(1, 2, 40, 64).double()), "keys: got torch.float64"),
         (dict(keys=torch.zeros(1, 2, 40, 32)), "keys: got shape"),
         (dict(centers=torch.zeros(1, 2, 2, 64)), "centers: got torch.float32"),
-        (dict(reference=torch.zeros(1, 3)), "reference: got shape"),
+        (dict(weight_scale=torch.zeros(1, 3)), "reference: got shape"),
         (dict(table=torch.zeros(1, 2)), "table: got torch.float32"),
         (dict(valid=torch.ones(1, 39, dtype=torch.bool)), "valid: got shape"),
         (dict(fresh=Fresh(0, 1, None, torch.zeros(1))), r"fresh: got 0 to 1, allowed is in \(0, 0"),
@@ -499,7 +499,7 @@ def test_wrong_tensors_are_refused(change, message):
     given = dict(
         keys=torch.zeros(1, 2, 40, 64),
         centers=torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16),
-        reference=torch.zeros(1, 2),
+        weight_scale=torch.zeros(1, 2),
         table=torch.zeros(1, 2, dtype=torch.int64),
         start=0,
     )

@@ -17,7 +17,7 @@ import kvindex
 from benchmarks.decode.timing import Launches
 from kvindex import ops
 from kvindex.core import backend
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_cuda import store
@@ -265,14 +265,14 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
     mine, theirs = pair(device)
     for index in (mine, theirs):
         index.append(*moved(CASE.tokens(300), device))
-    near = Near(mine.geometry, 2, 50)
-    near.rows.fill_(float("nan"))
-    near.add(*moved(CASE.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
-    output, found = mine.attend(CASE.queries().to(device), near, k=20)
+    resident = ResidentRows(mine.geometry, 2, 50)
+    resident.rows.fill_(float("nan"))
+    resident.add(*moved(CASE.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
+    output, found = mine.attend(CASE.queries().to(device), resident, k=20)
     assert output.isfinite().all()
     assert found.tolist() == [[20, 20], [20, 20]]
     with pytest.raises(ValueError, match="attend: got an index with backend="):
-        theirs.attend(CASE.queries().to(device), near, k=20)
+        theirs.attend(CASE.queries().to(device), resident, k=20)
 
 
 def spoiled(queries):
@@ -282,29 +282,29 @@ def spoiled(queries):
 
 
 def attending(device, **options):
-    """An index of 300 tokens, a near row and queries."""
+    """An index of 300 tokens, a resident row and queries."""
     index = pair(device, **options)[0]
     index.append(*moved(CASE.tokens(300), device))
-    near = Near(index.geometry, 2, 1)
-    near.add(*moved(CASE.tokens(1, seed=3), device), None)
-    return index, near, CASE.queries().to(device)
+    resident = ResidentRows(index.geometry, 2, 1)
+    resident.add(*moved(CASE.tokens(1, seed=3), device), None)
+    return index, resident, CASE.queries().to(device)
 
 
 def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     """Where looking would stop the device: as on a GPU."""
     monkeypatch.setattr(ParisKV, "_defers", True)
-    index, near, queries = attending(device)
-    want = index.attend(queries, near, k=20)[0]
+    index, resident, queries = attending(device)
+    want = index.attend(queries, resident, k=20)[0]
     index.raise_pending()
-    got = index.attend(spoiled(queries), near, k=20)[0]
+    got = index.attend(spoiled(queries), resident, k=20)[0]
     torch.testing.assert_close(got[0], want[0])
-    index.attend(queries, near, k=20)
+    index.attend(queries, resident, k=20)
     message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
     with pytest.raises(ValueError, match=message):
         index.raise_pending()
     index.raise_pending()  # said once
     index.search(spoiled(queries), k=20)  # the same flag
-    index.attend(queries, near, k=20)
+    index.attend(queries, resident, k=20)
     with pytest.raises(ValueError, match=message):
         index.nbytes()
     assert [len(index._deferred), index._deferred["queries"][0].dtype] == [2, torch.int32]
@@ -312,30 +312,30 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
 
 @pytest.mark.parametrize("check", [None, True, False])
 def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
-    index, near, queries = attending(device, check=check)
-    before = index.attend(queries, near, k=20)[0]
+    index, resident, queries = attending(device, check=check)
+    before = index.attend(queries, resident, k=20)[0]
     at_once = check or (check is None and device == "cpu")
     with (
         pytest.raises(ValueError, match="queries: got nan, allowed is a finite number")
         if at_once
         else nullcontext()
     ):
-        index.attend(spoiled(queries), near, k=20)
-    torch.testing.assert_close(index.attend(queries, near, k=20)[0], before)
+        index.attend(spoiled(queries), resident, k=20)
+    torch.testing.assert_close(index.attend(queries, resident, k=20)[0], before)
     if check is False:
         index.raise_pending()
 
 
 def test_results_are_the_callers_though_layers_share_buffers(device):
-    (first, near, queries), (second, *_) = attending(device), attending(device)
+    (first, resident, queries), (second, *_) = attending(device), attending(device)
     other = CASE.queries(seed=1).to(device)
-    output, found = first.attend(queries, near, k=20)
-    given = first.attend_hits(queries, first.search(queries, k=20), near)
+    output, found = first.attend(queries, resident, k=20)
+    given = first.attend_hits(queries, first.search(queries, k=20), resident)
     kept = output.clone(), found.clone(), given.clone()
     for index in (second, first):
-        later = index.attend(other, near, k=20)[0]
+        later = index.attend(other, resident, k=20)[0]
         hits = index.search(other, k=20)
-        index.attend_hits(other, hits, near)
+        index.attend_hits(other, hits, resident)
         assert not torch.equal(later, output)
     assert first._fused._newest(20).step is second._fused._newest(20).step
     for result, copy in zip((output, found, given), kept, strict=True):
@@ -356,10 +356,10 @@ class Counted(TorchDispatchMode):
 
 def test_a_call_of_the_index_launches_its_kernels_and_nothing_else(device, monkeypatch):
     monkeypatch.setattr(ParisKV, "_defers", True)
-    index, near, queries = attending(device)
+    index, resident, queries = attending(device)
     index.warm_up(k=20, tokens=300)
     with Launches() as launches, Counted() as torchs:
-        index.attend(queries, near, k=20)
+        index.attend(queries, resident, k=20)
     assert launches.names == ["ask", "scan", "rerank", "agree", "attend"]
     assert set(torchs.names) <= {"empty_like", "view", "detach"}  # which run nothing
 
@@ -411,29 +411,29 @@ def test_rows_that_attention_cannot_read_are_refused(device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=12)
     index = pair(device, case)[0]
     index.append(*moved(case.tokens(30), device))
-    near, queries = Near(index.geometry, 1, 1), case.queries().to(device)
+    resident, queries = ResidentRows(index.geometry, 1, 1), case.queries().to(device)
     with pytest.raises(ValueError, match="attend: got an index with backend="):
-        index.attend(queries, near, k=20)
+        index.attend(queries, resident, k=20)
     with pytest.raises(ValueError, match="attend: got an index with backend="):
-        index.attend_hits(queries, index.search(queries, k=20), near)
+        index.attend_hits(queries, index.search(queries, k=20), resident)
 
 
 def test_hits_to_attend_to_are_checked(device):
     index = pair(device)[0]
     index.append(*moved(CASE.tokens(300), device))
-    near, queries = Near(index.geometry, 2, 1), CASE.queries().to(device)
+    resident, queries = ResidentRows(index.geometry, 2, 1), CASE.queries().to(device)
     hits = index.search(queries, k=20)
     with pytest.raises(TypeError, match=r"hits: got Tensor, allowed is a kvindex\.Hits"):
-        index.attend_hits(queries, hits.ids, near)
+        index.attend_hits(queries, hits.ids, resident)
     wrong = torch.zeros((2, 4, 19), device=device)
     with pytest.raises(ValueError, match=r"hits.log_weight: .*\[2, 4, 19\]"):
-        index.attend_hits(queries, replace(hits, log_weight=wrong), near)
+        index.attend_hits(queries, replace(hits, log_weight=wrong), resident)
     hits.ids[1, 1, 3] = 300
     if device == "cpu":
         with pytest.raises(ValueError, match=r"hits\.ids: got 300, allowed is -1 to 299"):
-            index.attend_hits(queries, hits, near)
+            index.attend_hits(queries, hits, resident)
     else:
-        assert index.attend_hits(queries, hits, near).isfinite().all()
+        assert index.attend_hits(queries, hits, resident).isfinite().all()
         with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 299"):
             index.raise_pending()
 
@@ -464,8 +464,8 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     options = OPTIONS | dict(rows=rows, device=device, backend="cuda", store="host")
     index = CASE.index("pariskv" + wrapper, **options)
     index.append(*moved(CASE.tokens(300), device))
-    near, queries = Near(index.geometry, 2, 1), CASE.queries().to(device)
-    first = index.attend(queries, near, k=20)[0]
+    resident, queries = ResidentRows(index.geometry, 2, 1), CASE.queries().to(device)
+    first = index.attend(queries, resident, k=20)[0]
     cache, store = index.inner._fused.cache, index.inner._store
     asked, found = cache.counts.sum(0).tolist()
     assert (asked, found) == (4 * 20, 0)
@@ -474,11 +474,11 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
         torch.cuda.synchronize()
     for block in range(4):
         store._table._block(block).fill_(0xFF)
-    assert torch.equal(index.attend(queries, near, k=20)[0], first)
+    assert torch.equal(index.attend(queries, resident, k=20)[0], first)
     assert cache.hit_rate() == 0.5
     hits = index.search(queries, k=20)
     hits.ids[:, :, ::2] = -1
-    index.attend_hits(queries, hits, near)
+    index.attend_hits(queries, hits, resident)
     assert cache.counts.sum(0).tolist() == [4 * 50, 4 * 30]
 
 

@@ -108,9 +108,9 @@ def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case
             layer.step(*parts)
         found.append((launches.names, operations.names))
         assert operations.count <= 16
-    near = pair.layers[1]._regions.near(len(pair.layers[1].index))
+    resident = pair.layers[1]._regions.resident(len(pair.layers[1].index))
     with Launches() as alone:
-        pair.layers[1].index.attend(parts[0][:, :, 0], near, k=SIZES["k"])
+        pair.layers[1].index.attend(parts[0][:, :, 0], resident, k=SIZES["k"])
     assert found[0] == (["hold"], ["aten.clone.default"])  # beside the replay
     assert found[1] == (["hold", *alone.names], ["aten.empty_like.default"] * 2)
 

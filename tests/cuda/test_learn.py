@@ -118,11 +118,11 @@ def test_a_batch_equals_its_rows(device):
     norms = keys.norm(dim=-1)
     with on(device):
         whole = learn.centers(keys, valid, {}, start=0, every=32)
-        whole |= learn.reference(norms, valid, {})
+        whole |= learn.weight_scale(norms, valid, {})
         for b in range(3):
             row = slice(b, b + 1)
             part = learn.centers(keys[row], valid[row], {}, start=0, every=32)
-            part |= learn.reference(norms[row], valid[row], {})
+            part |= learn.weight_scale(norms[row], valid[row], {})
             same(part, {name: found[row] for name, found in whole.items()})
 
 
@@ -133,9 +133,9 @@ def test_a_reference_is_the_references(count, device):
     valid = torch.rand(2, count, device=device) > 0.5
     for flags in (None, valid, torch.zeros_like(valid)):
         with on(device):
-            got = learn.reference(norms, flags, {})
+            got = learn.weight_scale(norms, flags, {})
             same(got, reference.reference(norms, flags, {}))
-            later = learn.reference(norms * 9, flags, got)
+            later = learn.weight_scale(norms * 9, flags, got)
         same(later, reference.reference(norms * 9, flags, got))
 
 
@@ -151,25 +151,29 @@ def test_a_reference_is_of_the_first_norms(begin, device):
     valid = left_padding([0, begin], norms.shape[2])
     norms, valid = norms.to(device), valid.to(device)
     with on(device):
-        got = learn.reference(norms, valid, {})
+        got = learn.weight_scale(norms, valid, {})
     same(got, reference.reference(norms, valid, {}))
-    assert got["reference"].tolist() == [[2048.0, 32.0, 32.0], [2048.0, 1024.0, 1024.0]]
+    assert got["weight_scale"].tolist() == [[2048.0, 32.0, 32.0], [2048.0, 1024.0, 1024.0]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_references_edges(device):
     """Powers of two and their neighbors; zero, tiny and the longest norms; what is learned."""
     powers = torch.arange(-120, 61).double().exp2().float()  # the GPU's exp2 gives no subnormals
-    near = [powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(1e30))]
-    norms = torch.stack(near).clamp_max(reference.LONGEST)[..., None].to(device)
+    resident = [powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(1e30))]
+    norms = torch.stack(resident).clamp_max(reference.LONGEST)[..., None].to(device)
     norms = torch.cat([norms, torch.zeros_like(norms)], dim=-1)
     with on(device):
-        got = learn.reference(norms, None, {})
+        got = learn.weight_scale(norms, None, {})
         want = reference.reference(norms, None, {})
         # the logarithm just below a power may round up, in the reference as here
         same(got, want)
-        old = {"reference": torch.where(torch.arange(181).to(device) % 2 == 0, got["reference"], 0)}
-        kept = learn.reference(norms * 0.125, None, old)
+        old = {
+            "weight_scale": torch.where(
+                torch.arange(181).to(device) % 2 == 0, got["weight_scale"], 0
+            )
+        }
+        kept = learn.weight_scale(norms * 0.125, None, old)
     same(kept, reference.reference(norms * 0.125, None, old))
 
 
@@ -179,9 +183,13 @@ def test_no_order_of_threads_changes_a_bit(order):
     keys, valid = keys_of(2, 1, 130, 64), left_padding([0, 9], 130)
     norms = torch.rand(2, 1, 20_000)
     with emulator.emulated():
-        want = learn.centers(keys, valid, {}, start=0, every=64) | learn.reference(norms, None, {})
+        want = learn.centers(keys, valid, {}, start=0, every=64) | learn.weight_scale(
+            norms, None, {}
+        )
     with emulator.emulated(order=order):
-        got = learn.centers(keys, valid, {}, start=0, every=64) | learn.reference(norms, None, {})
+        got = learn.centers(keys, valid, {}, start=0, every=64) | learn.weight_scale(
+            norms, None, {}
+        )
     same(got, want)
 
 

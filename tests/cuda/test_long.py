@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.ops import codes
 from kvindex.ops import select as reference
 from kvindex_cuda.memory.layout import MAX_TOKENS
@@ -95,11 +95,11 @@ def test_from_no_tokens_to_four_million(preset, store, heads):
     assert len(index) == MAX_TOKENS
     assert torch.equal(index.search(queries, k=K).ids, hits.ids)
     if index.attends:
-        near = Near(index.geometry, 1, 100)
-        near.add(drawn(9, 1, heads, 100, 128), drawn(10, 1, heads, 100, 128), None)
-        output, found = index.attend(queries, near, k=K)
+        resident = ResidentRows(index.geometry, 1, 100)
+        resident.add(drawn(9, 1, heads, 100, 128), drawn(10, 1, heads, 100, 128), None)
+        output, found = index.attend(queries, resident, k=K)
         assert (found == K).all()
-        want = attention(index, queries, hits, near)
+        want = attention(index, queries, hits, resident)
         torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-3)
 
 

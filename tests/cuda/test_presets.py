@@ -12,7 +12,7 @@ import torch
 from benchmarks.decode.timing import Launches
 from kvindex import ops
 from kvindex.core import backend
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex.ops import coarse, select
@@ -106,7 +106,7 @@ def test_padded_tokens_and_hidden_rows_are_never_read(preset, device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=3)
     valid = left_padding([0, 130, 600], 600).to(device)
     index, layout, state, _kept, k = made(preset, case, 600, {}, device, valid=valid)
-    state.shown[1, ::3] = 0
+    state.resident_mask[1, ::3] = 0
     queries = case.queries().to(device)
     got = run(index, layout, state, queries, k, device=device)
     hits, want = expected(index, queries, state, k)
@@ -350,10 +350,10 @@ def test_nothing_that_a_search_reads_or_writes_moves(preset, blocks, monkeypatch
     for index in (mine, theirs):
         index.append(*part(tokens, 0, 300))
     mine.warm_up(k=20, tokens=700)
-    near = Near(mine.geometry, 2, 1)
-    near.add(*moved(CASE.tokens(1, seed=3), blocks), None)
+    resident = ResidentRows(mine.geometry, 2, 1)
+    resident.add(*moved(CASE.tokens(1, seed=3), blocks), None)
     with Launches() as launches:
-        mine.attend(queries, near, k=20)
+        mine.attend(queries, resident, k=20)
     assert launches.names == NAMES[preset]
 
     def addresses():
@@ -396,8 +396,8 @@ def test_one_stage_gives_way_to_two_where_the_index_outgrows_it(preset, blocks):
     mine, theirs = pair(preset, blocks, single_stage_below=400)
     tokens, queries = moved(CASE.tokens(900), blocks), CASE.queries().to(blocks)
     plain = pair("scan", blocks, magnitude_bits=mine.config.magnitude_bits)[1]
-    near, names = Near(mine.geometry, 2, 1), []
-    near.add(*moved(CASE.tokens(1, seed=3), blocks), None)
+    resident, names = ResidentRows(mine.geometry, 2, 1), []
+    resident.add(*moved(CASE.tokens(1, seed=3), blocks), None)
     for start, stop in ((0, 300), (300, 400), (400, 900)):
         for index in (mine, theirs, plain):
             index.append(*part(tokens, start, stop))
@@ -409,7 +409,7 @@ def test_one_stage_gives_way_to_two_where_the_index_outgrows_it(preset, blocks):
         if stop <= 400:
             assert_same_hits(theirs.search(queries, k=20), plain.search(queries, k=20))
         with Launches() as launches:
-            mine.attend(queries, near, k=20)
+            mine.attend(queries, resident, k=20)
         names.append(launches.names)
     assert names[:2] == [NAMES["scan"]] * 2
     assert names[2][:2] == ["ask", "scan"]
@@ -483,12 +483,12 @@ def test_what_no_step_serves(options):
 def test_replays_follow_queries_and_tokens(preset, place):
     options = dict(preset=preset, device="cuda", store=place)
     both = [LARGE.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
-    tokens, near = moved(LARGE.tokens(TOKENS), "cuda"), near_rows()
+    tokens, resident = moved(LARGE.tokens(TOKENS), "cuda"), near_rows()
     for index in both:
         index.append(*part(tokens, 0, 3000), valid=left_padding([0, 70], 3000, "cuda"))
     queries = LARGE.queries().to("cuda")
-    replay = Replayed(both[:1], queries, near)
-    assert_eager(*both, replay, queries, near)
+    replay = Replayed(both[:1], queries, resident)
+    assert_eager(*both, replay, queries, resident)
     first, second = replay(), replay()
     assert torch.equal(first[1][0], second[1][0])
     for seed, known in ((1, 3001), (2, 4000), (3, TOKENS)):
@@ -496,10 +496,10 @@ def test_replays_follow_queries_and_tokens(preset, place):
         new = part(tokens, len(both[0]), known)
         for index in both:
             index.append(*new)
-        assert_eager(*both, replay, queries, near)
+        assert_eager(*both, replay, queries, resident)
     for index in both:
         index.truncate(2500)
-    assert assert_eager(*both, replay, queries, near).max() < 2500
+    assert assert_eager(*both, replay, queries, resident).max() < 2500
 
 
 @pytest.mark.gpu
@@ -507,14 +507,14 @@ def test_replays_follow_queries_and_tokens(preset, place):
 def test_a_search_allocates_nothing_and_waits_for_nothing(preset):
     index = LARGE.index("pariskv", backend="cuda", preset=preset, device="cuda", store="host")
     index.append(*moved(LARGE.tokens(5000), "cuda"))
-    queries, near = LARGE.queries().to("cuda"), near_rows()
-    index.attend(queries, near, k=K)
+    queries, resident = LARGE.queries().to("cuda"), near_rows()
+    index.attend(queries, resident, k=K)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
-            index.attend(queries, near, k=K)
+            index.attend(queries, resident, k=K)
             index.search(queries, k=K)
     finally:
         torch.cuda.set_sync_debug_mode("default")

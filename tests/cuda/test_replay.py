@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvindex import ops
-from kvindex.bases.deferred import Checked
+from kvindex.bases.deferred import DeferredChecks
 from kvindex.core import backend
-from kvindex.core.resident import Near
+from kvindex.core.resident import ResidentRows
 from kvindex_cuda import store
 from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.ops import sampling
@@ -40,15 +40,15 @@ def setup(monkeypatch):
     def make(name):
         index, tokens = CASE.index(name, backend="cuda"), CASE.tokens(700)
         index.append(*part(tokens, 0, 300), valid=left_padding([70], 300))
-        near = Near(index.geometry, 1, 12)
-        near.add(*CASE.tokens(10, seed=9), left_padding([3], 10))
+        resident = ResidentRows(index.geometry, 1, 12)
+        resident.add(*CASE.tokens(10, seed=9), left_padding([3], 10))
         index.warm_up(k=K, tokens=700)
         monkeypatch.setattr(fused, "capturing", lambda device: True)
         with Recorded() as recorded:
-            output = index.attend(queries := CASE.queries(), near, k=K)[0]
+            output = index.attend(queries := CASE.queries(), resident, k=K)[0]
             hits = index.search(queries, k=K)
         monkeypatch.setattr(fused, "capturing", lambda device: False)
-        return index, tokens, near, queries, recorded, output, hits
+        return index, tokens, resident, queries, recorded, output, hits
 
     with emulator.emulated():
         yield make
@@ -56,16 +56,18 @@ def setup(monkeypatch):
 
 def assert_replayed(setup, name):
     """Outputs and hits of replays are those of calls, as tokens come and go."""
-    index, tokens, near, queries, recorded, output, hits = setup(name)
+    index, tokens, resident, queries, recorded, output, hits = setup(name)
     for seed, known in enumerate((301, 700, 250, 280)):
         queries.copy_(CASE.queries(seed=seed))
         index.truncate(known)
         if known > len(index):
             index.append(*part(tokens, len(index), known))
-        near.add(*CASE.tokens(1, seed=20 + seed), None) if len(near) < near.room else near.clear()
+        resident.add(*CASE.tokens(1, seed=20 + seed), None) if len(
+            resident
+        ) < resident.room else resident.clear()
         recorded.replay()
         assert torch.equal(hits.ids, index.search(queries, k=K).ids)
-        torch.testing.assert_close(output, index.attend(queries, near, k=K)[0])
+        torch.testing.assert_close(output, index.attend(queries, resident, k=K)[0])
 
 
 @pytest.mark.parametrize("name", ["pariskv", "pariskv+sample"])
@@ -75,12 +77,12 @@ def test_a_replay_is_a_call(setup, name):
 
 def test_ids_that_a_graph_would_hold_to_the_hosts_length_are_refused(setup, monkeypatch):
     index, *_, hits = setup("pariskv")
-    monkeypatch.setattr(Checked, "_captured", lambda self: True)
+    monkeypatch.setattr(DeferredChecks, "_captured", lambda self: True)
     with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
         index.fetch(hits)
     monkeypatch.setattr(Fused, "length", None)
     with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
-        index.attend_hits(CASE.queries(), hits, Near(index.geometry, 1, 1))
+        index.attend_hits(CASE.queries(), hits, ResidentRows(index.geometry, 1, 1))
 
 
 def test_a_length_that_stays_as_it_was_recorded_is_seen(setup, monkeypatch):

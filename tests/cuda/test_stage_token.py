@@ -5,8 +5,8 @@ import torch
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
-from kvindex.core.resident import Near
-from kvindex_cuda.pariskv.stage_token import hold
+from kvindex.core.resident import ResidentRows
+from kvindex_cuda.pariskv.stage_token import stage_token
 
 SHAPES = [
     (1, 4, 2, 16, 16, torch.float32),
@@ -18,22 +18,22 @@ SHAPES = [
 def made(device, B, H, G, D, Dv, dtype):
     """A buffer with room for 5 of which 3 are held, a token, its places in a window, queries."""
     sizes = dict(q_heads=H, kv_heads=G, head_dim=D, value_dim=Dv)
-    near = Near(Geometry.of(**sizes, dtype=dtype, device=device), B, 5)
+    resident = ResidentRows(Geometry.of(**sizes, dtype=dtype, device=device), B, 5)
 
     def new(*shape):
         return torch.randn(shape, device=device).to(dtype)
 
-    near.add(new(B, G, 3, D), new(B, G, 3, Dv), None)
+    resident.add(new(B, G, 3, D), new(B, G, 3, Dv), None)
     window = [torch.zeros((B, G, 7, width), dtype=dtype, device=device) for width in (D, Dv)]
-    return near, Rows(new(B, G, 1, D), new(B, G, 1, Dv)), window, new(B, H, D)
+    return resident, Rows(new(B, G, 1, D), new(B, G, 1, Dv)), window, new(B, H, D)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("asked", [False, True])
 def test_all_of_it_lies_where_it_should_and_nothing_else_changes(device, shape, strided, asked):
-    near, token, window, queries = made(device, *shape)
-    before, D = near.rows.clone(), shape[3]
+    resident, token, window, queries = made(device, *shape)
+    before, D = resident.rows.clone(), shape[3]
     if strided:
         token = Rows(
             *(
@@ -43,12 +43,12 @@ def test_all_of_it_lies_where_it_should_and_nothing_else_changes(device, shape, 
         )
         queries = torch.stack([queries, queries], dim=-1)[..., 0]
     place = torch.full(queries.shape, 7, dtype=queries.dtype, device=device) if asked else None
-    hold(near, token, Rows(*(part[:, :, 4:5] for part in window)), queries, place)
-    assert (len(near), near.held.tolist(), near.shown.all()) == (4, [4], True)
+    stage_token(resident, token, Rows(*(part[:, :, 4:5] for part in window)), queries, place)
+    assert (len(resident), resident.count.tolist(), resident.mask.all()) == (4, [4], True)
     row = torch.cat([token.keys, token.values], dim=3)
-    assert torch.equal(near.rows[:, :, 3:4], row)
-    assert torch.equal(near.rows[:, :, :3], before[:, :, :3])
-    assert torch.equal(near.rows[:, :, 4:], before[:, :, 4:])
+    assert torch.equal(resident.rows[:, :, 3:4], row)
+    assert torch.equal(resident.rows[:, :, :3], before[:, :, :3])
+    assert torch.equal(resident.rows[:, :, 4:], before[:, :, 4:])
     for part, want in zip(window, row.tensor_split([D], dim=3), strict=True):
         assert torch.equal(part[:, :, 4:5], want)
         assert not part[:, :, :4].any()
@@ -68,12 +68,12 @@ def test_all_of_it_lies_where_it_should_and_nothing_else_changes(device, shape, 
     ids=str,
 )
 def test_what_does_not_fit_is_refused_before_anything_is_held(wrong, message):
-    near, token, window, queries = made("cpu", *SHAPES[0])
+    resident, token, window, queries = made("cpu", *SHAPES[0])
     if wrong.pop("full", False):
-        near.claim(2)
-    held = len(near)
+        resident.claim(2)
+    held = len(resident)
     token = Rows(wrong.get("keys", token.keys), wrong.get("values", token.values))
     places = Rows(*(part[:, :, 4:5] for part in window))
     with pytest.raises(ValueError, match=message):
-        hold(near, token, places, wrong.get("queries", queries))
-    assert (len(near), int(near.held)) == (held, 3)
+        stage_token(resident, token, places, wrong.get("queries", queries))
+    assert (len(resident), int(resident.count)) == (held, 3)

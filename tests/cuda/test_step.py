@@ -21,9 +21,9 @@ from tests.cuda.devices import DEVICES
 from tests.support.helpers import Case, left_padding
 
 
-def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **options):
+def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, **options):
     """An index of `count` tokens, the state that a step reads, and what keeps it alive."""
-    keys, values = (part.to(device) for part in tokens or case.tokens(count + near))
+    keys, values = (part.to(device) for part in tokens or case.tokens(count + resident))
     options = dict(preset="fast", candidates_per="group", device=device) | options
     index = case.index("pariskv", **options)
     index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
@@ -53,12 +53,12 @@ def setting(case, count, *, near=40, valid=None, device="cpu", tokens=None, **op
         length=torch.tensor([count], device=device),
         wanted=torch.tensor(wanted, dtype=torch.int32, device=device),
         counted=counts.int(),
-        reference=index._learned.get(
-            "reference", torch.zeros(case.batch, case.kv_heads, device=device)
+        weight_scale=index._learned.get(
+            "weight_scale", torch.zeros(case.batch, case.kv_heads, device=device)
         ),
-        near=rows[:, :, count:].contiguous(),
-        shown=torch.ones(case.batch, near, dtype=torch.uint8, device=device),
-        held=torch.tensor([near], device=device),
+        resident=rows[:, :, count:].contiguous(),
+        resident_mask=torch.ones(case.batch, resident, dtype=torch.uint8, device=device),
+        resident_count=torch.tensor([resident], device=device),
         row_bytes=host.shape[-1] * host.element_size(),
         row_head=BLOCK * host.shape[-1] * host.element_size(),
         histogram=index._histogram if kind == "tiers" else None,
@@ -139,16 +139,16 @@ def run(
 
 
 def expected(index, queries, state, k):
-    """The reference's hits, and its attention over them and the near rows."""
+    """The reference's hits, and its attention over them and the resident rows."""
     hits = index.search(queries, k=k)
     rows, D = index.fetch(hits), index.geometry.head_dim
-    near = state.near.tensor_split([D], dim=-1)
+    resident = state.resident.tensor_split([D], dim=-1)
     group = index.geometry.group_size
     bias = torch.zeros(hits.ids.shape, device=queries.device).masked_fill(hits.ids < 0, -torch.inf)
-    shown = state.shown[:, None].expand(-1, near[0].shape[1], -1)
+    shown = state.resident_mask[:, None].expand(-1, resident[0].shape[1], -1)
     bias = torch.cat([bias, torch.where(shown > 0, 0.0, -torch.inf)], -1)
-    keys = torch.cat([rows.keys, near[0]], 2)
-    values = torch.cat([rows.values, near[1]], 2)
+    keys = torch.cat([rows.keys, resident[0]], 2)
+    values = torch.cat([rows.values, resident[1]], 2)
     bias = bias.repeat_interleave(group, 1)
     g = index.geometry
     return hits, attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
@@ -208,7 +208,7 @@ def test_padded_tokens_and_hidden_rows_are_never_read(device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=3)
     valid = left_padding([0, 130, 600], 600).to(device)
     index, layout, state, _kept, k = setting(case, 600, valid=valid, device=device)
-    state.shown[1, ::3] = 0
+    state.resident_mask[1, ::3] = 0
     queries = case.queries().to(device)
     got = run(index, layout, state, queries, k, device=device)
     hits, want = expected(index, queries, state, k)
@@ -347,7 +347,7 @@ def test_a_batch_equals_its_rows():
                 "valid",
                 "wanted",
                 "counted",
-                "reference",
+                "weight_scale",
                 "near",
                 "shown",
             )
@@ -378,7 +378,7 @@ def test_what_the_kernels_do_not_serve_is_refused(options, message):
 def test_rows_that_were_fetched_are_read_from_the_cache(device):
     case = Case(q_heads=8, kv_heads=2, head_dim=64, batch=2)
     index, layout, state, kept, k = setting(case, 700, device=device)
-    cache = RowCache(4, state.row_bytes, torch.device(device), rows=64)
+    cache = RowCache(4, state.row_bytes, torch.device(device), capacity=64)
     cached = replace(state, cache=cache)
     queries = case.queries().to(device)
     plain = run(index, layout, state, queries, k, device=device)
@@ -403,7 +403,7 @@ def test_a_cache_of_any_size_changes_no_output(rows, device):
     """Smaller than a step's rows too: those that find no place are fetched."""
     case = Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     index, layout, state, _kept, k = setting(case, 900, device=device)
-    cache = RowCache(2, state.row_bytes, torch.device(device), rows=rows)
+    cache = RowCache(2, state.row_bytes, torch.device(device), capacity=rows)
     for seed in range(6):
         queries = case.queries(seed=seed % 4).to(device)
         got = run(index, layout, replace(state, cache=cache), queries, k, device=device)
@@ -420,4 +420,4 @@ def test_a_cache_of_any_size_changes_no_output(rows, device):
 @pytest.mark.parametrize("rows", [0, 2, 12])
 def test_sizes_of_a_cache_are_checked(rows):
     with pytest.raises(ValueError, match=f"rows: got {rows}, allowed is"):
-        RowCache(1, 256, torch.device("cpu"), rows=rows)
+        RowCache(1, 256, torch.device("cpu"), capacity=rows)

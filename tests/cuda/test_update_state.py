@@ -7,7 +7,7 @@ import torch
 
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.step import words_of
-from kvindex_cuda.pariskv.update_state import grow
+from kvindex_cuda.pariskv.update_state import update_state
 
 BATCH, HEADS, ROOM = 2, 3, 5
 
@@ -24,7 +24,7 @@ def made(device):
         valid=full(BATCH, ROOM, 8),
         length=full(1, dtype=torch.int64),
         counted=full(BATCH),
-        reference=full(BATCH, HEADS, dtype=torch.float32),
+        weight_scale=full(BATCH, HEADS, dtype=torch.float32),
         row_bytes=0,
     )
 
@@ -36,8 +36,8 @@ def test_all_that_is_given_is_put_and_nothing_else(device, tokens, first):
     first = min(first, last)
     wanted = torch.zeros(BATCH, dtype=torch.int32, device=device)
     reference = torch.rand(BATCH, HEADS, device=device)
-    how = dict(first=first, count=tokens - 3, wanted=wanted, candidates=9, reference=reference)
-    grow(state, tokens, **how)
+    how = dict(first=first, count=tokens - 3, wanted=wanted, candidates=9, weight_scale=reference)
+    update_state(state, tokens, **how)
     ones = torch.ones(BATCH, tokens, dtype=torch.bool, device=device)
     assert torch.equal(state.valid[:, first:last], words_of(ones, last)[:, first:])
     assert (state.valid[:, :first] == 7).all()
@@ -45,29 +45,29 @@ def test_all_that_is_given_is_put_and_nothing_else(device, tokens, first):
     assert state.length.tolist() == [tokens]
     assert state.counted.tolist() == [tokens - 3] * BATCH
     assert wanted.tolist() == [9] * BATCH
-    assert torch.equal(state.reference, reference)
+    assert torch.equal(state.weight_scale, reference)
 
 
 def test_what_is_not_given_stays(device):
     state = made(device)
-    grow(state, 600)
+    update_state(state, 600)
     assert state.length.tolist() == [600]
-    assert all((part == 7).all() for part in (state.valid, state.counted, state.reference))
+    assert all((part == 7).all() for part in (state.valid, state.counted, state.weight_scale))
 
 
 def test_a_view_of_one_row_as_several(device):
     state = made(device)
     reference = torch.rand(1, HEADS, device=device).expand(BATCH, -1)
-    grow(state, 600, reference=reference)
-    assert torch.equal(state.reference, reference)
+    update_state(state, 600, weight_scale=reference)
+    assert torch.equal(state.weight_scale, reference)
 
 
 def test_more_words_than_threads(device):
     state = made(device)
     valid = torch.zeros((1, 4096, 8), dtype=torch.int32, device=device)
-    one = dict(counted=state.counted[:1], reference=state.reference[:1])
+    one = dict(counted=state.counted[:1], weight_scale=state.weight_scale[:1])
     state = replace(state, valid=valid, **one)
-    grow(state, 4096 * 256 - 1, first=2, count=5)
+    update_state(state, 4096 * 256 - 1, first=2, count=5)
     assert (valid[:, 2:].flatten()[:-1] == -1).all()
     assert valid[0, -1, -1] == 2**31 - 1
     assert not valid[:, :2].any()
@@ -79,12 +79,15 @@ def test_more_words_than_threads(device):
         (dict(tokens=1281), "tokens: got 1281, allowed is 0 to 1280"),
         (dict(first=3), "first: got 3, allowed is 0 to 2"),
         (dict(wanted=torch.zeros(2)), "wanted: got torch.float32, allowed is torch.int32"),
-        (dict(reference=torch.zeros(2, 4)), r"reference: got shape \(2, 4\), allowed is \(2, 3\)"),
+        (
+            dict(weight_scale=torch.zeros(2, 4)),
+            r"reference: got shape \(2, 4\), allowed is \(2, 3\)",
+        ),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused(wrong, message):
     state = made("cpu")
     with pytest.raises(ValueError, match=message):
-        grow(state, **dict(tokens=300) | wrong)
+        update_state(state, **dict(tokens=300) | wrong)
     assert state.length.tolist() == [7]

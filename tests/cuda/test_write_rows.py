@@ -9,7 +9,7 @@ from kvindex_cuda.memory import block_store, write_rows
 from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.write_rows import fits
-from kvindex_cuda.memory.write_rows import keep as kept
+from kvindex_cuda.memory.write_rows import write_rows as kept
 from kvindex_cuda.ops import fetch
 from tests.cuda.host_memory import SLAB, append, assert_same, tokens
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from kvindex.bases.prompt_queries import Observed, priority
+from kvindex.bases.prompt_queries import PromptQueries, priority
 from tests.support import literal
 from tests.support.exactly import assert_follows_exact_in_a_layer
 from tests.support.helpers import (
@@ -223,7 +223,7 @@ def test_choices_of_queries():
         seen = None
         for start in range(0, 100, 30):
             some = torch.arange(start, min(start + 30, 100))
-            seen = Observed.of(seen, queries[:, :, some], some, most=10, choice=choice)
+            seen = PromptQueries.of(seen, queries[:, :, some], some, most=10, choice=choice)
         assert torch.equal(seen.queries[0, 0, :, 0].long(), seen.positions)
         assert seen.end == 100
         got[choice] = seen.positions.tolist()

@@ -99,9 +99,9 @@ def test_a_first_append_of_zeros_or_of_one_token_leaves_the_scale_open():
     keys, values = CASE.tokens(40)
     index = made("fast")
     index.append(0 * keys[:, :, :5], values[:, :, :5])
-    assert not index._learned["reference"].any()
+    assert not index._learned["weight_scale"].any()
     index.append(keys, values)
-    assert (index._learned["reference"] > 0).all()
+    assert (index._learned["weight_scale"] > 0).all()
     hits = index.search(CASE.queries(), k=10)
     assert (hits.ids >= 5).float().mean() > 0.9
     alone = made("fast")

@@ -23,7 +23,7 @@ def side_by_side(keys):
     return keys.double().transpose(1, 2).flatten(2)
 
 
-def turned(keys, start=0):
+def rotate(keys, start=0):
     """The rotary embedding of keys `[..., N, 16]` at places from `start` on, by complex numbers."""
     pairs = torch.complex(keys[..., :8].double(), keys[..., 8:].double())
     angles = torch.arange(start, start + keys.shape[-2])[:, None] * FREQUENCIES.double()
@@ -73,13 +73,13 @@ def test_no_factors_of_that_rank_would_err_less(rank):
 
 def test_keys_of_low_rank_before_their_rotary_embedding_are_rebuilt():
     keys, values = of_rank(6, 120)
-    keys = turned(keys)
+    keys = rotate(keys)
     assert worst(sealed((keys, values), rank=6, rope=FREQUENCIES), keys) < 1e-4
     assert worst(sealed((keys, values), rank=6), keys) > 0.1
 
 
 def test_padding_only_moves_the_places_of_keys():
-    keys, values = turned(of_rank(20, 120)[0]), of_rank(20, 120)[1]
+    keys, values = rotate(of_rank(20, 120)[0]), of_rank(20, 120)[1]
     valid = left_padding([30, 0], 120)
     index = sealed((keys, values), rank=9, rope=FREQUENCIES, valid=valid)
     alone = sealed((keys[:1, :, 30:], values[:1, :, 30:]), rank=9, rope=FREQUENCIES)

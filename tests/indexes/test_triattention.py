@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kvindex.core.rope import turned
+from kvindex.core.rope import rotate
 from kvindex.indexes import triattention
 from kvindex.indexes.triattention import Centers, paired, unpaired
 from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
@@ -24,7 +24,7 @@ def prompt(case=CASE, count=N, seed=0, frequencies=None):
     center = 2 * case.tensor(600 + seed, case.batch, case.q_heads, 1, case.head_dim)
     spread = case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
     frequencies = rope(case.head_dim) if frequencies is None else frequencies
-    queries = turned((center + spread).float(), torch.arange(count), frequencies)
+    queries = rotate((center + spread).float(), torch.arange(count), frequencies)
     return queries.to(case.dtype)
 
 
@@ -111,11 +111,11 @@ def test_queries_that_are_all_alike_are_foreseen_exactly():
     """Before they are turned: then a score is the mean of the true products to come."""
     case = Case(q_heads=3, kv_heads=1, head_dim=32)
     alike = case.tensor(1, 1, 3, 1, 32).expand(-1, -1, N, -1)
-    queries = turned(alike, torch.arange(N), rope(32))
+    queries = rotate(alike, torch.arange(N), rope(32))
     index = built(case, queries=queries, horizon=16, budget=39)
     keys = case.tokens(N)[0]
     got = index._scores(index._learned, keys, N)
-    ahead = turned(alike[:, :, :5], N + torch.tensor([1, 2, 4, 8, 16]), rope(32))
+    ahead = rotate(alike[:, :, :5], N + torch.tensor([1, 2, 4, 8, 16]), rope(32))
     want = (ahead @ keys.mT).mean(2)
     torch.testing.assert_close(got[0, 0], want[0], rtol=1e-4, atol=1e-4)
 
@@ -192,7 +192,7 @@ def test_padding_does_not_move_the_places_that_given_centers_know():
     index = CASE.index("triattention", **SMALL, centers=known)
     keys, values = CASE.tokens(N)
     pads = [0, 11]
-    keys[1] = turned(keys[1], torch.arange(N) - 11, rope(16))
+    keys[1] = rotate(keys[1], torch.arange(N) - 11, rope(16))
     index.append(keys, values, valid=left_padding(pads, N))
     index.end_prompt()
     alone = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
@@ -228,7 +228,7 @@ def test_pairs_are_the_coordinates_that_turn_together(turning):
     places = torch.tensor([0, 3, 10])
     angles = torch.nn.functional.pad(omega, (0, 8 - turning)) * places[:, None]
     want = paired(vectors, omega) * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(paired(turned(vectors, places, omega), omega), want)
+    torch.testing.assert_close(paired(rotate(vectors, places, omega), omega), want)
 
 
 def test_bytes_per_key_and_head():

@@ -114,14 +114,14 @@ def test_a_step_reads_the_sink_the_hits_and_the_window_and_nothing_else(steps, p
         hits = layer.index.hits
         if hits is None:
             continue
-        shown = (sink_of | (positions >= indexed))[:, None].repeat(1, 2, 1)
+        mask = (sink_of | (positions >= indexed))[:, None].repeat(1, 2, 1)
         for b in range(2):
             for h in range(2):
                 ids = [i for i in hits.ids[b, h].tolist() if i >= 0]
                 assert not sink_of[b, ids].any(), "the sink is not retrieved"
                 assert sequence.valid[b, ids].all()
-                shown[b, h, ids] = True
-        want = sequence.dense(shown[:, :, None].expand(-1, -1, count, -1))
+                mask[b, h, ids] = True
+        want = sequence.dense(mask[:, :, None].expand(-1, -1, count, -1))
         sequence.assert_equals(got, want, start)
     assert layer.traffic.steps > 0
 

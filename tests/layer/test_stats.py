@@ -8,10 +8,10 @@ from tests.support.helpers import Operations
 
 
 def step(
-    rows, *, beside=10, hidden=0.0, length=100, padded=0.0, row_bytes=8, coverage=None, batch=1
+    rows, *, beside=10, masked=0.0, length=100, padded=0.0, row_bytes=8, coverage=None, batch=1
 ):
     found = torch.full((batch, 2), rows, dtype=torch.int32)
-    return Counts(found, beside, hidden, length, padded, row_bytes, coverage)
+    return Counts(found, beside, masked, length, padded, row_bytes, coverage)
 
 
 def floats(traffic):
@@ -24,10 +24,10 @@ def test_nothing_is_counted_at_first():
 
 
 def test_sums_of_steps_of_other_batches_paddings_and_rows():
-    tally, hidden, padded = Tally(), torch.tensor(1.5), torch.tensor(2.0)
+    tally, masked, padded = Tally(), torch.tensor(1.5), torch.tensor(2.0)
     tally.count(step(7))
-    tally.count(step(5, hidden=hidden, padded=padded, length=101))
-    tally.count(step(5, hidden=hidden, padded=padded, length=102))
+    tally.count(step(5, masked=masked, padded=padded, length=101))
+    tally.count(step(5, masked=masked, padded=padded, length=102))
     tally.count(step(3, batch=3, row_bytes=4, coverage=torch.tensor([[0.5, 0.7]])))
     read = 7 + 5 + 5 + 3 + 4 * 10 - 2 * 1.5
     full = 100 + 101 + 102 + 100 - 2 * 2

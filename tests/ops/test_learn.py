@@ -75,7 +75,7 @@ def test_centers_of_huge_keys_are_finite():
 @pytest.mark.parametrize("norm", [1e-20, 0.99, 1.0, 3.0, 1e15])
 def test_reference_is_16_to_32_times_the_largest_norm_and_a_power_of_2(norm):
     norms = torch.tensor([[[norm / 3, norm, 0.0]]])
-    got = float(learn.reference(norms, None, {})["reference"])
+    got = float(learn.weight_scale(norms, None, {})["weight_scale"])
     assert 16 * norm * (1 - 1e-6) < got <= 32 * norm * (1 + 1e-6)
     assert torch.frexp(torch.tensor(got)).mantissa == 0.5
 
@@ -83,15 +83,15 @@ def test_reference_is_16_to_32_times_the_largest_norm_and_a_power_of_2(norm):
 def test_reference_is_learned_where_it_is_not_and_not_of_padding():
     norms = torch.tensor([[[9.0, 1.0]], [[9.0, 0.0]], [[9.0, 2.0]]])
     valid = torch.tensor([[False, True], [False, True], [True, True]])
-    got = learn.reference(norms, valid, {})
-    assert got["reference"].tolist() == [[32.0], [0.0], [256.0]]
-    assert learn.reference(100 * norms, None, got)["reference"].tolist() == [
+    got = learn.weight_scale(norms, valid, {})
+    assert got["weight_scale"].tolist() == [[32.0], [0.0], [256.0]]
+    assert learn.weight_scale(100 * norms, None, got)["weight_scale"].tolist() == [
         [32.0],
         [16384.0],
         [256.0],
     ]
-    empty = learn.reference(norms[:, :, :0], None, got)
-    assert torch.equal(empty["reference"], got["reference"])
+    empty = learn.weight_scale(norms[:, :, :0], None, got)
+    assert torch.equal(empty["weight_scale"], got["weight_scale"])
 
 
 def test_reference_is_of_the_first_tokens_that_have_a_norm():
@@ -104,10 +104,10 @@ def test_reference_is_of_the_first_tokens_that_have_a_norm():
     valid = torch.ones(3, 3 * learn.SEEN, dtype=torch.bool)
     valid[1, :100] = False
     valid[2] = False
-    got = learn.reference(norms, valid, {})["reference"]
+    got = learn.weight_scale(norms, valid, {})["weight_scale"]
     assert got.tolist() == [[64.0, 32.0], [256.0, 256.0], [0.0, 0.0]]
     for b in range(3):
         row = slice(b, b + 1)
-        assert torch.equal(learn.reference(norms[row], valid[row], {})["reference"], got[row])
-    later = learn.reference(norms, None, {"reference": got})["reference"]
+        assert torch.equal(learn.weight_scale(norms[row], valid[row], {})["weight_scale"], got[row])
+    later = learn.weight_scale(norms, None, {"weight_scale": got})["weight_scale"]
     assert later.tolist() == [[64.0, 32.0], [256.0, 256.0], [256.0, 256.0]]

@@ -31,9 +31,7 @@ class ParallelLayer(AttentionLayer):
                 "whose steps can be searched at once, or a layer that makes them one by one"
             )
         if not hasattr(index, "expand_batch"):
-            raise ValueError(
-                f"index: got {name}, allowed is one that has `expand_batch`"
-            )
+            raise ValueError(f"index: got {name}, allowed is one that has `expand_batch`")
 
     def begin(self) -> None:
         """The prompt is complete: what comes now are steps."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvindex.core.rope import turned
+from kvindex.core.rope import rotate
 
 PLACES = (0, 1, 7)
 """Where one and the same token is put."""
@@ -92,5 +92,5 @@ def _agrees(keys: Tensor, rope: Tensor) -> bool:
     keys, places = keys.float(), torch.tensor(PLACES, device=keys.device)
     if 2 * len(rope) > keys.shape[-1]:
         return False
-    want = turned(keys[:, :, :1].expand_as(keys), places, rope.to(keys.device))
+    want = rotate(keys[:, :, :1].expand_as(keys), places, rope.to(keys.device))
     return bool((keys - want).abs().amax() <= CLOSE * keys.abs().amax())

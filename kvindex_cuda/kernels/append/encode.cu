@@ -81,7 +81,7 @@ struct Segment {
     u16* center;  // or null
     u8* known;    // or null: nobody asks
     i64 head;     // where the head begins in a block
-    float reference, inverted;
+    float weight_scale, inverted;
     u32 from, to;  // tokens that are there
     u32 unit;      // its number, of all
     u32 after;     // where the next one lies
@@ -155,7 +155,7 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
 }
 
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centers
-// bfloat16 [B, G, S, D], strides cb, cg, cs, or null; references float32 [B, G]; table int64
+// bfloat16 [B, G, S, D], strides cb, cg, cs, or null; weight_scales float32 [B, G]; table int64
 // [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
 // [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
 // levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
@@ -164,7 +164,7 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
 // wrong int32 [1], or null without them; taken int32 [1]: 0, also afterwards, or null where there are no
 // more segments than blocks; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-encode(const void* data, const u8* valid, u16* centers, const float* references,
+encode(const void* data, const u8* valid, u16* centers, const float* weight_scales,
        const i64* table, const uint4* flips, const float* given_hartley, const float* given,
        i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
        i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 center,
@@ -194,7 +194,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* references,
         i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
         i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
         copy_piece<8>(shared_place(&found.block), table + batch * row + s);
-        copy_piece<4>(shared_place(&found.reference), references + bg);
+        copy_piece<4>(shared_place(&found.weight_scale), weight_scales + bg);
         found.head = g * head;
         found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
         found.flags = valid ? valid + batch * vb + offset : nullptr;
@@ -206,7 +206,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* references,
     };
     auto planned = [&](Segment& found) {
         if (found.unit >= units) return;
-        found.block += found.head, found.inverted = 1.0f / found.reference;
+        found.block += found.head, found.inverted = 1.0f / found.weight_scale;
     };
     // Eight of a segment's keys, the half-th, on their way to shared memory, zeros for those that are
     // not there. piece: where this lane's first 16 bytes of them are, which is moved on.
@@ -462,7 +462,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* references,
                 double power = int(ratio >> 23) - 127;
                 power += log2f(__uint_as_float((ratio & 0x7fffff) | 0x3f800000));
                 power = fmax(rint(power * STEPS + 65535.0), 1.0);
-                code = mine < own.reference ? min(int(power), 65535) : 65535;
+                code = mine < own.weight_scale ? min(int(power), 65535) : 65535;
             }
             if (id >= from && id < to) {
                 u8* upper = reinterpret_cast<u8*>(own.block + weights);

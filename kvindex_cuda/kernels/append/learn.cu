@@ -158,7 +158,7 @@ static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* a
 // keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; old
 // bfloat16 [B, G, old_row, D], `before` of them learned; held bool [B, before]; centers bfloat16
 // [B, G, row, D], or null: no centers; it may be old, from `begin` on: a block reads no other's.
-// known bool [B, S]; given float32 [B, G], references, or null; answer float32 [B, G]: as
+// known bool [B, S]; given float32 [B, G], weight_scales, or null; answer float32 [B, G]: as
 // of `refer`; wrong int32 [1], or null: set where a valid key is not finite. start: id of the first
 // key; every: tokens of a segment. Segments: those from `begin` to S but for `left` of them from `leave` on.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
@@ -246,7 +246,7 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
 // Grid: (windows, BG), THREADS threads. Reads 4 bytes per norm of the first SEEN.
 // norms float32 [BG, N]; valid as above; old float32 [BG] or null; found float32 [BG]: old, or 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
-reference(const float* norms, const u8* valid, const float* old, float* found, i64 count, i64 vb,
+weight_scale(const float* norms, const u8* valid, const float* old, float* found, i64 count, i64 vb,
           i64 kv_heads) {
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     if (old && old[bg] > 0) return;

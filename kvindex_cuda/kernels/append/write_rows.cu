@@ -14,7 +14,7 @@ constexpr int THREADS = 256;
 // [B, G, count, pieces - width], strides tb, tg, tn, or null: there is one part; table int64 [B, row]:
 // addresses of blocks [G, 256, pieces].
 extern "C" __global__ void __launch_bounds__(THREADS)
-keep(const uint4* __restrict__ one, const uint4* __restrict__ other, const i64* __restrict__ table,
+write_rows(const uint4* __restrict__ one, const uint4* __restrict__ other, const i64* __restrict__ table,
      i64 row, i64 start, i64 count, i64 width, i64 pieces, i64 kv_heads, i64 total, i64 ob, i64 og,
      i64 on, i64 tb, i64 tg, i64 tn) {
     for (i64 i = i64(blockIdx.x) * THREADS + threadIdx.x; i < total; i += i64(gridDim.x) * THREADS) {

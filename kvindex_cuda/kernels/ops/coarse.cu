@@ -154,11 +154,11 @@ dot_table(const float* queries, short* table, i64 largest) {
 // offsets float32, out int32 [BG heads, segments]; queries float32 [BG heads, D]; reference float32
 // [BG]; level: the bits of a float64; scale: largest · FACTOR.
 extern "C" __global__ void __launch_bounds__(256)
-dot_offsets(const float* offsets, const float* queries, const float* reference, int* out,
+dot_offsets(const float* offsets, const float* queries, const float* weight_scale, int* out,
             i64 segments, i64 heads, i64 level, i64 scale) {
     i64 head = blockIdx.x;
     double peak = peak_of(queries + head * D);
-    double unit = peak * __longlong_as_double(level) * double(reference[head / heads]) / double(scale);
+    double unit = peak * __longlong_as_double(level) * double(weight_scale[head / heads]) / double(scale);
     for (i64 s = i64(blockIdx.y) * 256 + threadIdx.x; s < segments; s += i64(gridDim.y) * 256) {
         double ratio = unit > 0 ? double(offsets[head * segments + s]) / fmax(unit, TINY) : 0.0;
         out[head * segments + s] = int(fmin(fmax(rint(ratio), -1073741824.0), 1073741824.0));

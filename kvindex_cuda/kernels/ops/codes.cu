@@ -90,26 +90,26 @@ decode(const u8* signs, const u8* magnitudes, const float* levels, float* direct
 }
 
 // Grid: a thread per weight. Reads 4 bytes and writes 4; a reference serves `each` weights.
-// weights float32 [count]; references float32 [count / each]; codes int32 [count].
+// weights float32 [count]; weight_scales float32 [count / each]; codes int32 [count].
 extern "C" __global__ void __launch_bounds__(THREADS)
-log_codes(const float* weights, const float* references, int* codes, i64 count, i64 each, i64 bits,
+log_codes(const float* weights, const float* weight_scales, int* codes, i64 count, i64 each, i64 bits,
           float octaves) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= count) return;
     double top = double((1 << bits) - 1), steps = double(1 << bits) / octaves;
-    double reference = fmax(double(references[i / each]), 2.2250738585072014e-308);
-    double code = log2(double(weights[i]) / reference) * steps + top;
+    double weight_scale = fmax(double(weight_scales[i / each]), 2.2250738585072014e-308);
+    double code = log2(double(weights[i]) / weight_scale) * steps + top;
     codes[i] = weights[i] > 0 ? int(fmin(fmax(rint(code), 1.0), top)) : 0;
 }
 
 // Grid and bytes as above. steps: 2^bits / octaves.
 extern "C" __global__ void __launch_bounds__(THREADS)
-log_weights(const int* codes, const float* references, float* weights, i64 count, i64 each,
+log_weights(const int* codes, const float* weight_scales, float* weights, i64 count, i64 each,
             i64 bits, float steps) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= count) return;
     float octaves = __fdiv_rn(float(codes[i] - ((1 << bits) - 1)), steps);
-    weights[i] = codes[i] ? exp2f(octaves) * references[i / each] : 0.0f;
+    weights[i] = codes[i] ? exp2f(octaves) * weight_scales[i / each] : 0.0f;
 }
 
 // Grid: a thread per bit, 32 to a word of the warp. Reads 1 byte, writes 1/8.

@@ -17,13 +17,13 @@ constexpr int VOTE = 2;   // of an entry: its bin lies above that of the cut, 1
 
 // queries DTYPE [BG, GROUP, D]; table int64 [B, row]: addresses of blocks, of KV head g at g · head;
 // logs, magnitudes, center: of the layout; operands, ups: of query_table.cu; levels float32 [LEVELS];
-// references float32 [BG]; valid uint32 [B, row, 8], a bit per token; length int64 [1].
+// weight_scales float32 [BG]; valid uint32 [B, row, 8], a bit per token; length int64 [1].
 // kept uint64 [BG, capacity]: an entry for each key in order, 0 for none; estimates float32 [BG,
 // capacity, GROUP]; many, counts int32 [BG] APART: keys, and more than there are candidates; buckets
 // uint64 [BG, GROUP, BUCKETS], cleared before. Keys past the capacity are not seen.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, i64 center,
-    const uint2* operands, const float* ups, const float* given_levels, const float* references,
+    const uint2* operands, const float* ups, const float* given_levels, const float* weight_scales,
     const u32* valid, const i64* length, u64* kept, float* estimates, int* many, int* counts,
     u64* buckets, i64 capacity, i64 kv_heads, float scale, float softcap, float octaves) {
     __shared__ u16 halves[LEVELS];
@@ -33,7 +33,7 @@ all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magn
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
     i64 tokens = min(i64(__ldcg(length)), capacity);
-    float reference = references[bg];
+    float weight_scale = weight_scales[bg];
     table += batch * row;
     kept += bg * capacity;
     estimates += bg * capacity * GROUP;
@@ -117,7 +117,7 @@ all(const void* queries, const i64* table, i64 row, i64 head, i64 logs, i64 magn
 #pragma unroll
                 for (int half = 0; half < ROWS; half++) {
                     int log = log_of(tile, half), key = key_of(half);
-                    float weight = log ? exp2f(float(log - 65535) * (octaves / 65536)) * reference : 0.0f;
+                    float weight = log ? exp2f(float(log - 65535) * (octaves / 65536)) * weight_scale : 0.0f;
                     float found[2];
 #pragma unroll
                     for (int side = 0; side < 2; side++)

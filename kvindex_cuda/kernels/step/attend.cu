@@ -4,7 +4,7 @@
 // value side by side, as they are or as codes (kvindex/storage/codecs.py); its chunks of 8 elements go to the
 // lanes of a warp in order, so that one load of each lane is a whole row of 512 bytes (D = Dv = 128,
 // 2-byte type), or 256 bytes of codes and a scale for each lane, 264 in all.
-// Grid: (splits, BG), 256 threads. A warp attends to its near rows while the selection still goes
+// Grid: (splits, BG), 256 threads. A warp attends to its resident rows while the selection still goes
 // on, then to its selected rows, one ahead; the last split of a group merges.
 // Reads the rows once for all query heads; writes 4 (DV + 2) bytes per head and split.
 // Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
@@ -204,8 +204,8 @@ __device__ __forceinline__ void merge_warps(const Running& run, float* merged, f
 }
 
 // queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
-// [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; near DTYPE [BG, room,
-// D + DV] and shown uint8 [B, room], of which the first *held count. Of a cache of `cached` rows
+// [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; resident DTYPE [BG, room,
+// D + DV] and mask uint8 [B, room], of which the first *count are there. Of a cache of `cached` rows
 // (row_cache.py; 0 for none): cache, rows as they are stored; tags, stamps int32 [BG, cached],
 // aligned to 16 bytes; clocks int32 [BG]; lookups int32 [BG, 2], asked and found. given float32
 // [BG, GROUP, k]: what logits gain (−inf hides a row from a head), or null for nothing; only if
@@ -214,7 +214,7 @@ __device__ __forceinline__ void merge_warps(const Running& run, float* merged, f
 // right before, which says in told (common.cuh) that the group has agreed; else 0.
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
 attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
-       i64 row_head, i64 row_bytes, const void* near, const u8* shown, const i64* held, i64 room,
+       i64 row_head, i64 row_bytes, const void* resident, const u8* mask, const i64* count, i64 room,
        char* cache, int* tags, int* stamps, int* clocks, int* lookups, i64 cached,
        const float* given, float* partial, void* output, int* tickets, const int* told,
        i64 tellers, i64 k, i64 kv_heads, float scale, float softcap) {
@@ -243,7 +243,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
     __syncthreads();
 
     partial += bg * splits * GROUP * PARTIAL;
-    // near rows, while the others are still being selected; then those
+    // resident rows, while the others are still being selected; then those
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
@@ -258,7 +258,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         auto tag_of = [&](int id) { return phase && cached ? ::tag_of(id, tags, cached) : 0; };
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
-        int rows_here = phase ? found[bg] : int(*held);
+        int rows_here = phase ? found[bg] : int(*count);
         if (phase && cached) now = __ldcg(clocks + bg) + 1;
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
@@ -267,7 +267,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         };
         auto begin = [&](Raw& raw, int i, int id, int tag) {
             if (i >= rows_here) return;
-            const char* from = static_cast<const char*>(near) + (bg * room + i) * i64((D + DV) * SIZE);
+            const char* from = static_cast<const char*>(resident) + (bg * room + i) * i64((D + DV) * SIZE);
             raw.slot = NOWHERE;
             raw.weight = 0;
             if (phase) {
@@ -316,7 +316,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
             begin(after, i + 2 * step, third, third_tag);
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
-            if (phase || shown[batch * room + i])
+            if (phase || mask[batch * room + i])
                 take(run, one, CODEC && phase, queries, scale, softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here

@@ -65,7 +65,7 @@ struct Sampled {  // 32 keys
 };
 
 // queries DTYPE [B, H, D], aligned to 16 bytes; turn float32 [D + ODD]: signs and waves of `rotate`;
-// references float32 [BG] of the weights; table int64 [B, row]: addresses of blocks, of KV head g
+// weight_scales float32 [BG] of the weights; table int64 [B, row]: addresses of blocks, of KV head g
 // at g · head; valid uint32
 // [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
 // keys; factors int32 [256] of a weight's upper byte (ops.codes.log_factors), most the largest of
@@ -76,7 +76,7 @@ struct Sampled {  // 32 keys
 // SAMPLED]; tickets int32 [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared
 // int32 [words]; wrong int32 [1], set to 1 where a query is out of range, or null.
 extern "C" __global__ void __launch_bounds__(256)
-ask(const void* queries, const float* turn, const float* references, const i64* table, i64 row,
+prepare_query(const void* queries, const float* turn, const float* weight_scales, const i64* table, i64 row,
     i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
     const int* given_factors, u32* all_planes, int* all_sums, float* all_units, u16* operands,
     float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
@@ -123,7 +123,7 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
             x[w] = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
         }
     };
-    float plain[PER_LANE], reference = references[bg];
+    float plain[PER_LANE], weight_scale = weight_scales[bg];
     read_query(plain, warp);
     Group group;
     load_queries(group, queries);
@@ -172,7 +172,7 @@ ask(const void* queries, const float* turn, const float* references, const i64* 
         sum = warp_sum(sum);
         if (lane == 0) {
             sums[h] = sum;
-            double unit = double(peak) * double(norm) * level * reference / (largest * most);
+            double unit = double(peak) * double(norm) * level * weight_scale / (largest * most);
             units[h] = unit > 0 ? float(1 / unit) : 0.0f;
             // what brings the largest coordinate to [2^13, 2^14)
             int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);

@@ -40,14 +40,14 @@ struct Centroid {
     int held;
 };
 
-// queries DTYPE [BG, GROUP, D]; rotation float32 [D, D]; references float32 [BG] of log weights, or
+// queries DTYPE [BG, GROUP, D]; rotation float32 [D, D]; weight_scales float32 [BG] of log weights, or
 // null; counts int64 [BG, M, 256]: keys per centroid, and limits int64 [B, TIERS], of tiers alone.
 // operands uint16 [BG, SIZE], 0 where nothing is written; ups, units float32 [BG, GROUP]: the
 // powers of two; of dots votes per unit of q·k. table uint8 or int16 [BG, SETS, M, 256, 4], a head
 // beside the other. cleared int32 [words]; wrong int32 [1], set to 1 where a query is out of range, or
 // null. largest, level (E|u|), most (codes.FACTOR): of dots.
 extern "C" __global__ void __launch_bounds__(256)
-turn(const void* queries, const float* rotation, const float* references, const i64* counts,
+query_table(const void* queries, const float* rotation, const float* weight_scales, const i64* counts,
      const i64* limits, u16* operands, float* ups, float* units, void* table, int* cleared, i64 words,
      int* wrong, i64 largest, float level, float most, i64 kv_heads) {
     __shared__ float turned[D];
@@ -112,7 +112,7 @@ turn(const void* queries, const float* rotation, const float* references, const 
     peak = warp_max(peak);
     double factor = peak > 0 ? double(largest) / double(peak) : 0.0;
     if (threadIdx.x == 0) {
-        double unit = double(peak) * double(norm) * level * references[bg] / (largest * most);
+        double unit = double(peak) * double(norm) * level * weight_scales[bg] / (largest * most);
         units[bg * GROUP + h] = unit > 0 ? float(1 / unit) : 0.0f;
     }
 #endif

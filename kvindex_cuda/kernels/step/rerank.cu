@@ -34,7 +34,7 @@ struct Work {
     u64 *kept, *buckets, *edge;
     float *estimates, *edge_estimates;
     int *many, *edges;
-    float reference, scale, softcap, octaves;
+    float weight_scale, scale, softcap, octaves;
     float down[COLUMNS][2];
     Candidates are;
     Levels levels;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void finish(const Batch& now, const Held* here, int m
 #pragma unroll
         for (int half = 0; half < ROWS; half++) {
             int key = key_of(half), log = log_of(now.tile, half), slot = here[min(key, many - 1)].slot;
-            float weight = log ? exp2f(float(log - 65535) * (of.octaves / 65536)) * of.reference : 0.0f;
+            float weight = log ? exp2f(float(log - 65535) * (of.octaves / 65536)) * of.weight_scale : 0.0f;
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 int h = head_of(set, side);
@@ -168,7 +168,7 @@ __device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters
 // Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
 // weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes of each.
 // operands, ups, bases, shifts: of prepare_query.cu; products float32 [BG, row, GROUP]; levels float32
-// [LEVELS]; references float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
+// [LEVELS]; weight_scales float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
 // From planes to length: what scan.cu reads, of which the C best are found where its list does not
 // hold them (exact.cuh).
 // kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
@@ -180,7 +180,7 @@ __device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters
 // blocks that are done (common.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint2* operands,
-       const float* ups, const float* products, const float* given_levels, const float* references,
+       const float* ups, const float* products, const float* given_levels, const float* weight_scales,
        const int* wanted, const int* counted, const int* bases, const int* shifts,
        const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
        float* estimates, u64* buckets, u64* edge, float* edge_estimates, int* edges, int2* cuts,
@@ -203,7 +203,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
         products + bg * row * GROUP, list + bg * capacity,
         kept + bg * capacity, buckets + bg * (GROUP * BUCKETS), edge + bg * EDGE,
         estimates + bg * capacity * GROUP, edge_estimates + bg * (EDGE * GROUP),
-        many + bg * APART, edges + bg * APART, references[bg], scale, softcap, octaves,
+        many + bg * APART, edges + bg * APART, weight_scales[bg], scale, softcap, octaves,
     };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; i++) {

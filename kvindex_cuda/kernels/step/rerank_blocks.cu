@@ -77,15 +77,15 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, c
 
 // table int64 [B, row]: addresses of blocks, of KV head g at g · head; weights, magnitudes: of the
 // layout; operands uint2 [BG, SETS, STEPS, 32], ups float32 [BG, GROUP]: of query_table.cu; products float32
-// [BG, row, GROUP]: of vote.cu; levels float32 [LEVELS]; references float32 [BG]; octaves, top: of a
+// [BG, row, GROUP]: of vote.cu; levels float32 [LEVELS]; weight_scales float32 [BG]; octaves, top: of a
 // logarithm's step, and the largest one; wanted, counted int32 [B]; bases, shifts, many, kept,
 // histogram: of candidates.cu; counts int32 [BG] APART: `many`, or 0 where all are candidates.
 // estimates float32 [BG, capacity, GROUP]; buckets uint64 [BG, GROUP, BUCKETS], cleared before: sums
 // over candidates above the edge; edge uint64 [BG, EDGE], edge_estimates float32 [BG, EDGE, GROUP],
 // edges int32 [BG] APART, cuts int32 [BG, 2]: as of rerank.cu.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
-weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const uint2* operands,
-      const float* ups, const float* products, const float* given_levels, const float* references,
+rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const uint2* operands,
+      const float* ups, const float* products, const float* given_levels, const float* weight_scales,
       const int* wanted, const int* counted, const int* bases, const int* shifts, const int* counts,
       const int* many, const u64* kept, const int* histogram, float* estimates, u64* buckets,
       u64* edge, float* edge_estimates, int* edges, int2* cuts, i64 capacity, i64 kv_heads, float scale,
@@ -98,7 +98,7 @@ weigh(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const ui
     int start = (blockIdx.x * 8 + threadIdx.x / 32) * 16;
     for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
     if (WEIGHTS == 1)
-        sizes[threadIdx.x] = threadIdx.x ? exp2f(float(int(threadIdx.x) - int(top)) * octaves) * references[bg] : 0.0f;
+        sizes[threadIdx.x] = threadIdx.x ? exp2f(float(int(threadIdx.x) - int(top)) * octaves) * weight_scales[bg] : 0.0f;
     table += batch * row;
     products += bg * row * GROUP;
     kept += bg * capacity;

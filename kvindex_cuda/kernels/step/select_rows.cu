@@ -115,7 +115,7 @@ __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) 
 // int32 [BG, cached]. told (common.cuh): `tellers` blocks of a group did, or 0 where the kernel before
 // tells nothing; and that the group has agreed.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-agree(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
+select_rows(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
       const int* bases, const int* shifts, const int* counts, const u64* kept, const int* kept_many,
       const int2* cuts, const u64* all_edge, const float* edge_estimates, const int* all_edges,
       u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found,

@@ -19,8 +19,8 @@ constexpr int THREADS = 128;
 // places, [B, G, D] and [B, G, DV] likewise; rows [B, G, room, D + DV] get it at `at`, and held [1]
 // is one more than that. asked [B, H, D], or null: nobody replays.
 extern "C" __global__ void __launch_bounds__(THREADS)
-hold(const Bits* __restrict__ keys, const Bits* __restrict__ values, Bits* __restrict__ window_keys,
-     Bits* __restrict__ window_values, Bits* __restrict__ rows, i64* held,
+stage_token(const Bits* __restrict__ keys, const Bits* __restrict__ values, Bits* __restrict__ window_keys,
+     Bits* __restrict__ window_values, Bits* __restrict__ rows, i64* count,
      const Bits* __restrict__ queries, Bits* __restrict__ asked, i64 keys_b, i64 keys_g, i64 values_b,
      i64 values_g, i64 window_keys_b, i64 window_keys_g, i64 window_values_b, i64 window_values_g,
      i64 queries_b, i64 queries_h, i64 room, i64 at) {
@@ -42,5 +42,5 @@ hold(const Bits* __restrict__ keys, const Bits* __restrict__ values, Bits* __res
             asked[bg * GROUP * D + i] = queries[b * queries_b + h * queries_h + i % D];
         }
     }
-    if (bg == 0 && threadIdx.x == 0) *held = at + 1;
+    if (bg == 0 && threadIdx.x == 0) *count = at + 1;
 }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void load(u32 (&words)[WORDS], const char* fields) {
 // the largest vote + 2^31, cleared before; products float32 [BG, row, GROUP]: ⟨q, μ⟩ of each block.
 // Keys past the capacity are not seen.
 extern "C" __global__ void __launch_bounds__(256, WIDE ? 2 : 4)
-count(const i64* table, i64 row, i64 head, i64 weights, i64 center, const uint4* given,
+vote(const i64* table, i64 row, i64 head, i64 weights, i64 center, const uint4* given,
       const void* queries, const float* units, const int* given_factors, const u32* valid,
       const i64* length, u32* votes, int* totals, int* pieces, u32* tops, float* products,
       i64 capacity, i64 kv_heads) {

@@ -185,7 +185,7 @@ def test_scores_stay_within_the_codes_error(preset, norms):
     scores = torch.zeros(1, 2, 250).scatter_(2, hits.ids, hits.scores)
     true = (keys @ queries[..., None])[..., 0]
     radius = (keys - index._learned["centers"].float()).norm(dim=-1)
-    beyond = 4 / 3 * radius - index._learned["reference"][..., None]
+    beyond = 4 / 3 * radius - index._learned["weight_scale"][..., None]
     allowed = radius / 4 + beyond.clamp_min(0)
     assert ((scores - true).abs() <= queries.norm(dim=-1)[..., None] * allowed).all()
 
