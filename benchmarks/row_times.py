@@ -31,7 +31,8 @@ from kvindex_adapters.machine import describe
 from kvindex_cuda.memory.block_store import HostStore
 from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.memory.layout import Layout
-from kvindex_cuda.pariskv.step import State, Step
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.step import Step
 
 NEAR = 64 + 256 + 256
 """Sink, window, and what the window grows by until it is updated."""

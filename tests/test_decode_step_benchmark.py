@@ -106,7 +106,7 @@ def test_a_record_is_what_the_scan_copies_of_one():
     layout = Setting(WHOLE).layout
     assert Setting(WHOLE).record == (256 * (16 + 1) + 2 * 128, 256 * (16 + 1 + 2 + 48) + 2 * 128)
     assert layout.head_bytes == Setting(WHOLE).record[1]
-    assert Setting(WHOLE, "pariskv:preset=scan").record is None
+    assert Setting(WHOLE, "pariskv:preset=paper").record is None
 
 
 def test_bytes_grow_with_the_batch_alone_but_for_the_rotation():

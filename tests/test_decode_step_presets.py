@@ -19,7 +19,7 @@ from tests.cuda.test_presets import NAMES
 from tests.test_decode_step_benchmark import RATES, TOKENS, WHOLE, Mapped, Once
 
 emulated = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate kernels with")
-each_preset = pytest.mark.parametrize("preset", NAMES)
+each_preset = pytest.mark.parametrize("preset", ["paper"])
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def setting(preset, monkeypatch):
 
 @emulated
 @each_preset
-def test_a_right_step_is_let_through_and_measured(setting, preset):
+def test_a_right_step_is_let_through_and_measured(setting):
     with emulator.emulated():
         found = check(setting, 4, allocator=Mapped(), slab_bytes=2**16)
     assert found["same_ids"] > SAME
@@ -47,11 +47,11 @@ def test_a_right_step_is_let_through_and_measured(setting, preset):
         with Launches() as launches:
             call()
     names = [stage["name"] for stage in point["stages"]]
-    assert names == NAMES[preset] == launches.names
+    assert names == NAMES == launches.names
     assert set(names) <= set(stage_bytes(setting, TOKENS, 2, point["listed"]))
     assert all(stage["bytes"] > 0 for stage in point["stages"])
     assert setting.k <= point["candidates"] <= TOKENS
-    assert point["listed"] >= point["candidates"] * (1 if preset != "paper" else 0.99)
+    assert point["listed"] >= point["candidates"] * 0.99
     json.dumps(point)
 
 
@@ -70,18 +70,14 @@ def test_a_wrong_step_is_not_timed(setting, monkeypatch):
 
 
 @each_preset
-def test_bytes_of_all_keys_are_what_the_index_says_a_search_reads(setting, preset):
+def test_bytes_of_all_keys_are_what_the_index_says_a_search_reads(setting):
     index, tokens = setting.index, 1024
     index.append(*[synthetic(setting.geometry, 0, 0, tokens)] * 2)
     scanned = 2 * tokens * index.bytes_per_key()["scanned"]
-    centers = 2 * 4 * 64 * 2 if preset != "paper" else 0
-    assert scanned - centers == 2 * tokens * setting.scanned_bytes
+    assert scanned == 2 * tokens * setting.scanned_bytes
 
 
-def test_bytes_of_one_stage_at_a_million_tokens():
-    setting = Setting(WHOLE, "pariskv:preset=scan")
-    found = stage_bytes(setting, 2**20, 1, 2**20)
-    assert found["all"].device == 8 * 2**20 * (16 + 48 + 2 + 8 + 16 + (256 + 16) / 256)
+def test_bytes_of_look_ups_at_a_million_tokens():
     paper = stage_bytes(Setting(WHOLE, "pariskv:preset=paper"), 2**20, 1, 3e5)
     assert paper["count"].device == 8 * (2**20 * 20 + 16 * 1024)
 

@@ -187,7 +187,10 @@ def test_a_result_is_drawn_from_its_file(tmp_path, monkeypatch, capsys):
         (["--replays", "10"], "replays: got 10, allowed is at least 50"),
         (["--index", "exact"], "index: got 'exact', allowed is one that the fused kernels serve"),
         (["--index", "pariskv:beta=1.5"], "index: beta: got 1.5, allowed is"),
-        (["--index", "pariskv:single_stage_below=9"], "allowed is preset=scan for one stage"),
+        (
+            ["--index", "pariskv:single_stage_below=9"],
+            "allowed is one that the fused kernels serve",
+        ),
         (["--hit-rate", "2"], "hit-rate: got 2.0, allowed is 0 to 1"),
         (["--seconds", "-1"], "seconds: got -1.0, allowed is above 0"),
         (["--faiss", "/nowhere"], "faiss: got /nowhere, allowed is a folder with the package"),

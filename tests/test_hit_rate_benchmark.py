@@ -16,7 +16,8 @@ from kvindex.core.protocol import Hits
 from kvindex_adapters.evaluate.capture import Captured
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.step import State, Step
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.step import Step
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 

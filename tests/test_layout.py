@@ -1,6 +1,7 @@
 """Where things live (DESIGN, section 4): what holds the tree together without a list of names."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ CORE = sorted((ROOT / "kvindex").rglob("*.py"))
 INDEXES = sorted(
     path.stem for path in (ROOT / "kvindex/indexes").glob("*.py") if path.stem != "__init__"
 )
+KERNELS = ROOT / "kvindex_cuda/kernels"
+UNREACHED = {"ops/ceiling.cu"}
+"""Kernels that a benchmark alone launches. No name is added to these."""
 CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
 
 
@@ -102,3 +106,46 @@ def test_adapters_is_no_package():
 def test_typed_packages_say_so():
     assert (ROOT / "kvindex/py.typed").is_file()
     assert (ROOT / "adapters/kvindex_adapters/py.typed").is_file()
+
+
+def reached(name="kvindex_cuda"):
+    """The files of this package that importing it reads, from what each imports."""
+    found, left = {}, [name]
+    while left:
+        path = ROOT / left[-1].replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        module = left.pop()
+        if module in found or not path.is_file():
+            continue
+        found[module] = path.read_text()
+        for node in ast.walk(ast.parse(found[module])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(name):
+                left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def test_every_kernel_is_reached_from_a_public_import():
+    strings = [
+        {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+        for source in reached().values()
+    ]
+    head = r"__global__ void (?:__launch_bounds__\(.*\)\s)?(\w+)\("
+    unreached = set()
+    for path in KERNELS.rglob("*.cu"):
+        kernels = re.findall(head, path.read_text())
+        assert len(kernels) == path.read_text().count("__global__"), path
+        if not all(any({path.name, kernel} <= some for some in strings) for kernel in kernels):
+            unreached.add(path.name)
+    assert unreached == UNREACHED
+
+
+def test_every_part_of_a_kernel_is_included():
+    sources = "".join(path.read_text() for path in KERNELS.rglob("*.cu*"))
+    parts = {path.name for path in KERNELS.rglob("*.cuh")}
+    assert parts
+    assert {name for name in parts if f'#include "{name}"' not in sources} == set()
+
+
+def test_no_module_of_the_cuda_backend_is_for_tests_alone():
+    modules = (ROOT / "kvindex_cuda").rglob("*.py")
+    assert len(reached()) == len([*modules])

@@ -24,7 +24,7 @@ from tests.cuda.test_nvrtc import compiled, needs_nvrtc
 from tests.test_decode_step_benchmark import TOKENS, Mapped, Once
 
 STEP = ("ask", "scan", "rerank", "agree", "attend")
-OTHERS = dict(turn="turn", all="all", count="count", heads="choose", group="choose", weigh="weigh")
+OTHERS = dict(turn="turn", count="count", heads="choose", weigh="weigh")
 """Kernels of other presets' steps, and their files."""
 
 SOURCE = """

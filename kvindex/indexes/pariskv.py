@@ -332,7 +332,6 @@ class ParisKV(BaseIndex):
         if not self._fused:
             return
         falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
-        falls.append(min(tokens, self.config.single_stage_below))
         most = max(self._candidates_of(n, k) for n in (tokens, *falls))
         self._fused.warm_up(self, k, most, tokens)
         g, batch = self.geometry, len(self.counts)

@@ -21,7 +21,7 @@ BLOCK = 256
 window fills one (paper, Table 1)."""
 
 MAX_TOKENS = 4 * 2**20
-"""The longest context of issue 4: 128 KB of table per row of the batch."""
+"""The longest context: 128 KB of table per row of the batch."""
 
 ALIGNED = 128
 """Bytes at whose multiples records and fields begin."""
@@ -156,29 +156,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class SubspaceLayout(Layout):
-    """Bytes of a record with a weight for each subspace.
+    """Bytes of a record with a bfloat16 weight for each subspace, and no center.
 
-    weight_bytes: 1 for logarithms of up to 8 bits, 2 for bfloat16; centered: whether it has a
-    center. In order: signs, weights `[256, span]`, the center, magnitudes.
+    In order: signs, weights `[256, span]`, magnitudes.
     """
-
-    weight_bytes: int
-    centered: bool
 
     @cached_property
     def span(self) -> int:
         """Bytes of a key's weights, in whole words."""
-        return -(-self.head_dim // 8 * self.weight_bytes // 4) * 4
-
-    @cached_property
-    def center(self) -> int:
-        """Offset of the center, bfloat16 `[D]`, if there is one."""
-        return self.weights + _up(BLOCK * self.span)
+        return -(-self.head_dim // 16) * 4
 
     @cached_property
     def magnitudes(self) -> int:
         """Offset of the magnitudes, uint8 `[256, bits, stride]`."""
-        return self.center + (_up(2 * self.head_dim) if self.centered else 0)
+        return self.weights + _up(BLOCK * self.span)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -187,8 +178,7 @@ class SubspaceLayout(Layout):
 
     def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
         """As `Layout.column`."""
-        found = fields[name]
-        return found.view(torch.bfloat16) if (name, self.weight_bytes) == ("weights", 2) else found
+        return fields[name].view(torch.bfloat16) if name == "weights" else fields[name]
 
     def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `Layout.parts`."""
@@ -205,12 +195,8 @@ class SubspaceLayout(Layout):
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
         """As `Layout.views`; weights as bytes."""
-        fields = self._common(blocks)
-        used = self.head_dim // 8 * self.weight_bytes
-        fields["weights"] = self._field(blocks, self.weights, BLOCK, self.span)[..., :used]
-        if self.centered:
-            fields["center"] = self._field(blocks, self.center, self.head_dim, 2)
-        return fields
+        weights = self._field(blocks, self.weights, BLOCK, self.span)
+        return self._common(blocks) | {"weights": weights[..., : self.head_dim // 4]}
 
 
 def _up(count: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvindex.core import check
 
 SHARE = 0.9
-"""Of the memory available when the first store is made: what all may pin (issue 4)."""
+"""Of the memory available when the first store is made: what all may pin."""
 
 
 class Slab(Protocol):

@@ -8,7 +8,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kvindex.ops.coarse import TIERS, ceil_share
+from kvindex.ops.coarse import TIERS, ceil_share, rounded
 from kvindex.ops.codes import FACTOR, SUBSPACE
 from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type
 from kvindex_cuda.runtime.launch import launch
@@ -77,21 +77,6 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
         D=M * SUBSPACE,
     )
     return points
-
-
-def rounded(queries: Tensor, query_max: int) -> Tensor:
-    """Queries as integers, int8 `[B, G, g, D]`: each query's largest coordinate is `query_max`.
-
-    Rounded half to even. Multiplied in float64, so that scaling a query by a power of two changes
-    nothing. A zero query gives zeros.
-
-    queries: rotated, float32 `[B, G, g, D]`; query_max: 1 to 127.
-    """
-    B, G, g, M = _checked(queries)
-    out = torch.empty(queries.shape, dtype=torch.int8, device=queries.device)
-    arguments = queries.contiguous(), out, query_max
-    launch("ops/coarse.cu", "rounded", (B * G * g,), (THREADS,), *arguments, D=M * SUBSPACE)
-    return out
 
 
 def dot_table(queries: Tensor, query_max: int) -> Tensor:

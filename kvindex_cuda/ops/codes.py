@@ -11,10 +11,13 @@ from kvindex.ops.codes import (
     SUBSPACE,
     TINY,
     centroids,
+    decode,
     levels,
     lloyd_max,
     log_factors,
+    pack,
     tangent,
+    unpack,
 )
 from kvindex_cuda.runtime.arguments import of_shape, of_type
 from kvindex_cuda.runtime.launch import launch
@@ -76,24 +79,6 @@ def encode(
     return codes
 
 
-def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
-    """The quantized directions `v`, float32 `[..., D]`, not renormalized."""
-    bits = _bits_of(levels)
-    *outer, M = of_type("signs", signs, torch.uint8).shape
-    of_shape("magnitudes", of_type("magnitudes", magnitudes, torch.uint8), *outer, bits, M)
-    shape = (*outer, M * SUBSPACE)
-    directions = torch.empty(shape, dtype=torch.float32, device=signs.device)
-    launch(
-        "ops/codes.cu",
-        "decode",
-        (-(-signs.numel() // THREADS),),
-        (THREADS,),
-        *(signs.contiguous(), magnitudes.contiguous(), levels.contiguous(), directions),
-        *(signs.numel() // M if M else 0, M, bits),
-    )
-    return directions
-
-
 def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
 
@@ -127,25 +112,6 @@ def log_weights(codes: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
         *(given, weight_scales, weights, count, each, _scale(bits), 2**bits / OCTAVES),
     )
     return weights
-
-
-def pack(bits: Tensor) -> Tensor:
-    """Bytes uint8 `[...]` of bool `[..., 8]`, least significant bit first."""
-    given = of_type("bits", bits, torch.bool, torch.uint8).contiguous()
-    of_shape("bits", given, *given.shape[:-1], SUBSPACE)
-    packed = torch.empty(bits.shape[:-1], dtype=torch.uint8, device=bits.device)
-    grid = (-(-packed.numel() * SUBSPACE // THREADS),)
-    launch("ops/codes.cu", "pack", grid, (THREADS,), given, packed, packed.numel())
-    return packed
-
-
-def unpack(packed: Tensor) -> Tensor:
-    """Bits uint8 `[..., 8]` (0 or 1) of bytes uint8 `[...]`, least significant bit first."""
-    given = of_type("packed", packed, torch.uint8).contiguous()
-    bits = torch.empty((*packed.shape, SUBSPACE), dtype=torch.uint8, device=packed.device)
-    grid = (-(-bits.numel() // THREADS),)
-    launch("ops/codes.cu", "unpack", grid, (THREADS,), given, bits, packed.numel())
-    return bits
 
 
 def _bits_of(levels: Tensor) -> int:

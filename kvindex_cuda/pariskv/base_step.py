@@ -17,6 +17,7 @@ from kvindex.core.protocol import Hits
 from kvindex.storage.codecs import NAMES
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.runtime.arguments import CODES
 from kvindex_cuda.runtime.launch import launch
 
 BINS, EDGE, BUCKETS, APART = 2048, 1024, 256, 32
@@ -28,8 +29,6 @@ tickets; three that tell."""
 
 MOST_SPLITS, AT_ONCE = 16, 4
 """Of `attend.cu`."""
-
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 MOST_HEADS = 16
 """Query heads per KV head: each has a warp of `select_rows.cu`, whose blocks have 16."""
@@ -43,11 +42,10 @@ class State:
     length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
     valid keys; weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D +
     Dv]`; resident_mask: uint8 `[B, W]`; resident_count: int64 `[1]`, how many of the `W` there are;
-    row_bytes: of a row in a block; row_head: bytes from one KV head's rows in it to the next one's,
-    0 for 256 rows; codec: of those rows, a name of `storage.codecs`; cache: of rows that were
-    fetched, as they lie; wrong: int32 of one element, which a step sets to 1 where a query is not
-    finite. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that
-    bound each, int64 `[B, 6]`.
+    row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; cache:
+    of rows that were fetched, as they lie; wrong: int32 of one element, which a step sets to 1
+    where a query is not finite. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
+    256]`; tiers: keys that bound each, int64 `[B, 6]`.
     """
 
     codes: Tensor
@@ -61,7 +59,6 @@ class State:
     resident_mask: Tensor
     resident_count: Tensor
     row_bytes: int
-    row_head: int = 0
     codec: str = "plain"
     cache: RowCache | None = None
     wrong: Tensor | None = None
@@ -101,7 +98,7 @@ class BaseStep:
         self.most, self.capacity = most, capacity
         device, groups = g.device, batch * g.kv_heads
         self._groups, self._multiprocessors = groups, multiprocessors
-        self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=DTYPES[g.dtype])
+        self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
         self._softcap = dict(SOFTCAP=int(g.softcap is not None))
         self._agreed = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._softcap)
 
@@ -202,7 +199,7 @@ class BaseStep:
             (self.splits, self._groups),
             (256,),
             *(queries, ids, found, state.rows, state.rows.shape[1]),
-            *(state.row_head or BLOCK * state.row_bytes, state.row_bytes),
+            *(BLOCK * state.row_bytes, state.row_bytes),
             *(state.resident, state.resident_mask, state.resident_count, state.resident.shape[2]),
             *(*known, weights, self._partial, self.output, self._tickets[1], self._told),
             *(int(selected), k, kv, g.scale, softcap),

@@ -21,11 +21,11 @@ from kvindex_cuda.memory.block_store import HostStore
 from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.base_step import State, words_of
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared
 from kvindex_cuda.pariskv.stage_token import stage_token
-from kvindex_cuda.pariskv.step import State, words_of
 from kvindex_cuda.pariskv.update_state import update_state
 
 HEADROOM = 2**16
@@ -43,13 +43,12 @@ def serves(index: Any) -> bool:
 class _Use:
     """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
 
-    kind: of the step; places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
+    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
     stay; need: what it must have room for now; reads: what it read last beside a `ResidentRows`,
     and of what that was made.
     """
 
     step: SharedStep
-    kind: str
     wanted: Tensor
     places: Tensor
     captured: bool = False
@@ -123,22 +122,10 @@ class Fused:
         return self
 
     def warm_up(self, index: Any, k: int, most: int, tokens: int) -> None:
-        """Have a step for `k` rows with room for `most` candidates of so many tokens.
-
-        Both kinds where the index is to outgrow one stage; a search makes the other's kernels.
-        """
-        now = self._kind_now(index)
-        later = self._kind if tokens > self._config.single_stage_below else now
-        for kind in dict.fromkeys((later, now)):
-            room, use = room_of(kind, tokens, most), self._newest(k, kind)
-            if use is None or use.step.most < room:
-                use = self._begin(index, k, kind, room)
-            if kind != now and self._state is not None:
-                g = self._geometry
-                shape = (len(self.codes.table), g.q_heads, g.head_dim)
-                use.step.acquire()
-                queries = torch.zeros(shape, dtype=g.dtype, device=g.device)
-                use.step.select(queries, replace(self._state, wanted=use.wanted))
+        """Have a step for `k` rows with room for `most` candidates of so many tokens."""
+        room, use = room_of(self._kind, tokens, most), self._newest(k)
+        if use is None or use.step.most < room:
+            self._begin(index, k, room)
 
     def reserve(self, index: Any, tokens: int) -> None:
         """As `ParisKV.reserve`: of rows, which may be refused, then of codes."""
@@ -217,7 +204,7 @@ class Fused:
         self, index: Any, resident: ResidentRows, k: int, wrong: Tensor | None
     ) -> Replay | None:
         """The graph of a step that reads the same as those before it, if there is one by now."""
-        device, use = self._geometry.device, self._newest(k, self._kind_now(index))
+        device, use = self._geometry.device, self._newest(k)
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
         return self._replays.of(use.step, self._reads(index, use, resident, wrong))
@@ -252,16 +239,15 @@ class Fused:
 
         Its results are the caller's: buffers are shared by all layers, these are new each time.
         """
-        captured, kind = capturing(self._geometry.device), self._kind_now(index)
-        use = self._newest(k, kind)
+        captured, use = capturing(self._geometry.device), self._newest(k)
         if use is None or use.outgrown:
             if captured:
                 raise RuntimeError(
                     f"graph: got a first search for k = {k} rows, or one for more candidates than "
                     "there are buffers for; allowed is one after warm_up() or a search like it"
                 )
-            need = self._need(index, k, kind)
-            use = self._begin(index, k, kind, need + min(need, HEADROOM))
+            need = self._need(index, k)
+            use = self._begin(index, k, need + min(need, HEADROOM))
         assert self._state is not None
         use.captured |= captured
         if not captured:
@@ -274,8 +260,8 @@ class Fused:
         rows = store.table.contiguous()  # a view's is not
         return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
 
-    def _begin(self, index: Any, k: int, kind: str, most: int) -> _Use:
-        """A step for `k` rows with room for `most`, from here on that of its kind."""
+    def _begin(self, index: Any, k: int, most: int) -> _Use:
+        """A step for `k` rows with room for `most`, from here on the newest."""
         if self._state is None:
             self._state = self._opened(index)
             self._update(index, self._state, 0)
@@ -285,27 +271,19 @@ class Fused:
                 self.cache = RowCache(groups, store.row_bytes, device)
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
         sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
-        step = shared(self._geometry, self._layout, kind, self._config, **sizes)
+        step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
-        use = _Use(step, kind, wanted, torch.arange(k, device=device))
-        put(wanted, use.want(index._wanted(k), self._need(index, k, kind)))
-        others = [u for u in self._uses if u.captured or (u.step.k, u.kind) != (k, kind)]
-        self._uses = [*others, use]
+        use = _Use(step, wanted, torch.arange(k, device=device))
+        put(wanted, use.want(index._wanted(k), self._need(index, k)))
+        self._uses = [*(u for u in self._uses if u.captured or u.step.k != k), use]
         return use
 
-    def _kind_now(self, index: Any) -> str:
-        """Of the step that serves an index of this length: one stage, or that of its preset."""
-        short = self._kind == "votes" and len(index) <= self._config.single_stage_below
-        return "all" if short else self._kind
+    def _need(self, index: Any, k: int) -> int:
+        """What a step for `k` rows must have room for now."""
+        return room_of(self._kind, len(index), max(index._wanted(k)))
 
-    def _need(self, index: Any, k: int, kind: str) -> int:
-        """What a step of a kind for `k` rows must have room for now."""
-        return room_of(kind, len(index), max(index._wanted(k)))
-
-    def _newest(self, k: int, kind: str | None = None) -> _Use | None:
-        kind = kind or self._kind
-        uses = reversed(self._uses)
-        return next((use for use in uses if (use.step.k, use.kind) == (k, kind)), None)
+    def _newest(self, k: int) -> _Use | None:
+        return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _opened(self, index: Any) -> State:
         """Room for all that the table of blocks has room for."""
@@ -343,7 +321,7 @@ class Fused:
             put(state.counted, counts)
         for use in self._uses:
             candidates = index._wanted(use.step.k)
-            asked = use.want(candidates, room_of(use.kind, tokens, max(candidates)))
+            asked = use.want(candidates, room_of(self._kind, tokens, max(candidates)))
             if alike and use is self._uses[-1]:
                 together |= dict(wanted=use.wanted, candidates=asked[0])
             else:

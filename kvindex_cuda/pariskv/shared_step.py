@@ -13,12 +13,9 @@ from kvindex.core.streams import raw_stream
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep
 from kvindex_cuda.pariskv.dispatch import options_of
-from kvindex_cuda.pariskv.one_stage import OneStage
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
-
-EMULATED = 4
-"""Multiprocessors where there are none."""
+from kvindex_cuda.runtime.arguments import multiprocessors
 
 
 class SharedStep(BaseStep):
@@ -66,15 +63,11 @@ class _Votes(SharedStep, Step):
     """`Step`, shared."""
 
 
-class _All(SharedStep, OneStage):
-    """`OneStage`, shared."""
-
-
 class _Table(SharedStep, TableStep):
     """`TableStep`, shared."""
 
 
-SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, all=_All, tiers=_Table, dots=_Table)
+SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, tiers=_Table)
 """By kind (`serving.kind_of`)."""
 
 _alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()
@@ -101,10 +94,7 @@ def shared(
     key = (*sizes, layout, kind, *options.values(), batch, blocks, k)
     step = _alive.get(key)
     if step is None or step.most < most:
-        count = EMULATED
-        if g.device.type == "cuda":
-            count = torch.cuda.get_device_properties(g.device).multi_processor_count
-        options |= dict(batch=batch, k=k, most=most, multiprocessors=count)
+        options |= dict(batch=batch, k=k, most=most, multiprocessors=multiprocessors(g.device))
         step = SHARED[kind](g, layout, **options)
         _alive[key] = step
     return step

@@ -20,10 +20,8 @@ from kvindex.core.geometry import Geometry
 from kvindex.ops import codes as reference
 from kvindex.ops import transform
 from kvindex_cuda.memory.layout import Layout
-from kvindex_cuda.pariskv.base_step import BINS, BUCKETS, MOST_HEADS, BaseStep, State, words_of
+from kvindex_cuda.pariskv.base_step import BaseStep, State
 from kvindex_cuda.runtime.launch import launch
-
-__all__ = ["BINS", "BUCKETS", "MOST_HEADS", "PLANES", "SAMPLED", "State", "Step", "words_of"]
 
 SAMPLED, WARPS, STAGES = 4096, 8, 2
 """As in the kernels' sources."""

@@ -14,7 +14,8 @@ from kvindex.storage.codecs import CODES, NAMES, codec
 from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.step import State, Step
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES
 from tests.support.helpers import Case

@@ -15,6 +15,7 @@ PRESETS = [
     for preset in ("paper", "fast", "accurate", "precise", "scan")
     for lists in ("head", "group")
 ]
+LAYERED = "fast", "paper", "accurate", "scan:magnitude_bits=2"
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 
 
@@ -35,7 +36,7 @@ def assert_found(mine, theirs, queries, k=20):
         assert_same_hits(*hits, close=ROUNDED)
 
 
-@pytest.mark.parametrize("spec", ["exact", *PRESETS])
+@pytest.mark.parametrize("spec", ["exact", *PRESETS, "pariskv:single_stage_below=500"])
 def test_every_preset_searches_as_in_torch(spec, device):
     mine, theirs = pair(spec, device)
     tokens, queries = moved(CASE.tokens(600), device), CASE.queries().to(device)
@@ -55,9 +56,7 @@ def test_every_preset_searches_as_in_torch(spec, device):
     assert torch.equal(rows[0].values, rows[1].values)
 
 
-@pytest.mark.parametrize(
-    "spec", ["pariskv:preset=fast:candidates_per=group", "pariskv:preset=paper"]
-)
+@pytest.mark.parametrize("spec", [f"pariskv:preset={name}" for name in LAYERED])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
     """Rows go into both indexes at the same steps, beside them where kernels write the codes."""

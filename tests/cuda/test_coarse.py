@@ -88,8 +88,6 @@ def test_dots(M, g, N, kind, device):
         table = coarse.dot_table(queries, largest)
         offsets = coarse.dot_offsets(products, queries, largest, *scale)
         votes = coarse.votes(spread(signs, 4), table, factors, offsets, every)
-        whole = coarse.rounded(queries, 15)
-    assert torch.equal(whole, reference.rounded(queries, 15))
     assert torch.equal(table, reference.dot_table(queries, largest))
     assert torch.equal(offsets, reference.dot_offsets(products, queries, largest, *scale))
     assert torch.equal(votes, reference.votes(signs, table, factors, offsets, every))
@@ -202,4 +200,4 @@ def test_what_the_kernels_do_not_serve_is_refused():
     with pytest.raises(ValueError, match="allowed is a CUDA device"):
         coarse.votes(signs, table)
     with pytest.raises(ValueError, match="queries: got 12 coordinates"):
-        coarse.rounded(draw.normal(1, 1, 1, 12), 127)
+        coarse.dot_table(draw.normal(1, 1, 1, 12), 127)

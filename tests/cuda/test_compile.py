@@ -44,22 +44,13 @@ ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0)
 LEARN = dict(DTYPE=2, WIDE=1)
-TURN = STEP | dict(TABLE=0)
-ALL = STEP | dict(BITS=3, CENTERED=1, SOFTCAP=0)
-COUNT = STEP | dict(WIDE=0, CENTERED=0)
-CHOOSE = dict(GROUP=4, WIDE=0)
-WEIGH = dict(D=128, BITS=3, GROUP=4, CENTERED=0, SOFTCAP=0, WEIGHTS=2)
+COUNT = dict(D=128, GROUP=4)
+WEIGH = COUNT | dict(BITS=3, SOFTCAP=0)
 DEFINES = {
     "step/select_rows.cu": [
         AGREE,
         AGREE | dict(GROUP=8, POLICY=1),
         AGREE | dict(GROUP=1, SOFTCAP=1),
-    ],
-    "step/all.cu": [
-        ALL,
-        ALL | dict(GROUP=8),
-        ALL | dict(D=64, GROUP=3, BITS=5, SOFTCAP=1, DTYPE=1),
-        ALL | dict(D=256, GROUP=12, CENTERED=0),
     ],
     "step/prepare_query.cu": [
         VOTES,
@@ -92,19 +83,9 @@ DEFINES = {
         COARSE | dict(WIDE=1, FACTORS=2, TABLES=2),
         COARSE | dict(D=256, WIDE=1, FACTORS=1, TABLES=2),
     ],
-    "step/candidates.cu": [
-        CHOOSE,
-        CHOOSE | dict(WIDE=1),
-        CHOOSE | dict(GROUP=16),
-    ],
+    "step/candidates.cu": [dict(GROUP=4), dict(GROUP=16)],
     "ops/codes.cu": [{}],
-    "step/vote.cu": [
-        COUNT,
-        COUNT | dict(D=256, GROUP=12),
-        COUNT | dict(WIDE=1, CENTERED=1),
-        COUNT | dict(WIDE=1, CENTERED=1, D=256, GROUP=8, DTYPE=0),
-        COUNT | dict(WIDE=1, D=64, GROUP=3),
-    ],
+    "step/vote.cu": [COUNT, dict(D=256, GROUP=12), dict(D=64, GROUP=3)],
     "ops/sampling.cu": [{}],
     "append/encode.cu": [
         ENCODE,
@@ -146,20 +127,12 @@ DEFINES = {
         VOTES | dict(D=256),
     ],
     "ops/select.cu": [dict(VOTES=0), dict(VOTES=1)],
-    "step/query_table.cu": [
-        TURN,
-        TURN | dict(GROUP=8, DTYPE=1),
-        TURN | dict(TABLE=1),
-        TURN | dict(TABLE=1, D=256, GROUP=12),
-        TURN | dict(TABLE=2),
-        TURN | dict(TABLE=2, D=256, DTYPE=0),
-    ],
+    "step/query_table.cu": [STEP, STEP | dict(GROUP=8, DTYPE=1), dict(D=256, GROUP=12, DTYPE=0)],
     "step/rerank_blocks.cu": [
         WEIGH,
-        WEIGH | dict(WEIGHTS=1, CENTERED=1),
         WEIGH | dict(GROUP=8, SOFTCAP=1),
         WEIGH | dict(D=64, GROUP=3, BITS=5),
-        WEIGH | dict(D=256, GROUP=12, WEIGHTS=1),
+        WEIGH | dict(D=256, GROUP=12),
     ],
     "ops/transform.cu": [dict(DTYPE=dtype) for dtype in range(3)],
 }

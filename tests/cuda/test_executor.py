@@ -146,8 +146,9 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     "options",
     [
         dict(candidates_per="head"),
-        dict(preset="accurate", candidates_per="head"),
-        dict(preset="paper"),
+        dict(preset="accurate"),
+        dict(preset="scan"),
+        dict(single_stage_below=9),
     ],
     ids=str,
 )
@@ -483,7 +484,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
 
 
 def test_what_the_sanitizers_run_runs(device):
-    assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 20
+    assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 12
 
 
 def test_room_for_an_answer_is_taken_before_it(device):

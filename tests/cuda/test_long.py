@@ -64,7 +64,6 @@ def tokens(case, directions, start, stop):
     [
         ("fast", "device", 8),  # rows of 17 GB, more than 2^32 elements
         ("fast", "host", 2),
-        ("accurate", "device", 8),
         ("paper", "device", 8),
     ],
 )

@@ -14,8 +14,9 @@ from kvindex.core.check import LARGEST
 from kvindex.ops.attention import attend
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.base_step import BINS, State, words_of
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, options_of, room_of
-from kvindex_cuda.pariskv.step import BINS, State, Step, words_of
+from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
 from tests.support.helpers import Case, left_padding
@@ -60,7 +61,6 @@ def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, 
         resident_mask=torch.ones(case.batch, resident, dtype=torch.uint8, device=device),
         resident_count=torch.tensor([resident], device=device),
         row_bytes=host.shape[-1] * host.element_size(),
-        row_head=BLOCK * host.shape[-1] * host.element_size(),
         histogram=index._histogram if kind == "tiers" else None,
         tiers=index._limits(k)[0] if kind == "tiers" else None,
     )

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvindex_cuda.pariskv.base_step import State
-from kvindex_cuda.pariskv.step import words_of
+from kvindex_cuda.pariskv.base_step import State, words_of
 from kvindex_cuda.pariskv.update_state import update_state
 
 BATCH, HEADS, ROOM = 2, 3, 5

@@ -1,5 +1,4 @@
-// Codes of 16 keys times the heads of a group, on the matrix unit (paper, B.2.2, equation 10): for
-// rerank.cu and all.cu.
+// Codes of 16 keys times the heads of a group, on the matrix unit (paper, B.2.2, equation 10).
 //
 // Codes become float16 in registers, which hold the levels exactly (ops.codes.levels). Up to four
 // heads (FOLDED) a lane has the sums of one key, else of two.
@@ -16,23 +15,20 @@ struct Tile {
     int logs[2];
 };
 
-// Row `half` of a tile: `key` of a block, whose parts begin at `logs` and `magnitudes`. ONCE: whether
-// nobody reads them again soon.
-template <bool ONCE>
+// Row `half` of a tile: `key` of a block, whose parts begin at `logs` and `magnitudes`.
 __device__ __forceinline__ void load(Tile& tile, int half, const char* block, int key, i64 logs,
                                      i64 magnitudes) {
-    auto read = [](const u32* from) { return ONCE ? __ldcs(from) : __ldg(from); };
     const u32* signs = reinterpret_cast<const u32*>(block) + key * WORDS;
     const u32* planes = reinterpret_cast<const u32*>(block + magnitudes) + key * (BITS * WORDS);
 #pragma unroll
     for (int quad = 0; quad < QUADS; quad++) {
         int w = quad * 4 + threadIdx.x % 4;
         bool has = QUADS * 4 == WORDS || w < WORDS;
-        tile.signs[half][quad] = has ? read(signs + w) : 0;
+        tile.signs[half][quad] = has ? __ldg(signs + w) : 0;
         tile.planes[half][quad][0] = 0;
 #pragma unroll
         for (int p = 0; p < BITS; p++)
-            tile.planes[half][quad][p] = has ? read(planes + p * WORDS + w) : 0;
+            tile.planes[half][quad][p] = has ? __ldg(planes + p * WORDS + w) : 0;
     }
     tile.logs[half] = reinterpret_cast<const u16*>(block + logs)[key];
 }
@@ -52,7 +48,7 @@ __device__ __forceinline__ int log_of(const Tile& tile, int half) {
 }
 
 // Sums of levels times operands, of keys `key_of(·)` and heads `head_of(set, ·)`. asked: uint2
-// [OPERANDS], of prepare_query.cu or query_table.cu, in shared memory. All lanes of a warp call it.
+// [OPERANDS], of prepare_query.cu, in shared memory. All lanes of a warp call it.
 __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* asked,
                                          int set, const Levels& levels) {
     float c[4] = {0, 0, 0, 0};

@@ -1,5 +1,5 @@
-// What select_rows.cu shares with those that estimate (rerank.cu, rerank_blocks.cu, all.cu): candidates of a list,
-// logits, sums of exponentials.
+// What select_rows.cu shares with those that estimate (rerank.cu, rerank_blocks.cu): candidates of a list, logits,
+// sums of exponentials.
 // Compile-time: GROUP, SOFTCAP.
 #pragma once
 #include "common/common.cuh"

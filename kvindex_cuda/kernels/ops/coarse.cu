@@ -1,4 +1,4 @@
-// Coarse stage with tables: histogram, tiers, rounded queries and votes (paper, B.2.1;
+// Coarse stage with tables: histogram, tables of tiers and dots, and votes (paper, B.2.1;
 // ops.coarse). Everything is an integer, or float64 whose sums are exact: equal to the reference
 // to the bit.
 //
@@ -12,7 +12,7 @@
 //   of 8 KV heads at M = 16 on 132 multiprocessors, where the bytes take 0.06 ms (by count).
 // Compile-time: D; for `votes` WIDE (table int16, else uint8), FACTORS (0 none, 1 of the key,
 // 2 of each subspace), TABLES (words of shared memory per entry).
-// Longer than most files: the six kernels are one stage, and agree on how tables lie.
+// Longer than most files: the five kernels are one stage, and agree on how tables lie.
 #include "common/common.cuh"
 
 #ifndef WIDE
@@ -125,15 +125,6 @@ constexpr double TINY = 2.2250738585072014e-308;
 
 __device__ __forceinline__ int rounded_of(float x, double peak, i64 largest) {
     return peak > 0 ? int(rint(double(x) * (double(largest) / peak))) : 0;
-}
-
-// Grid: one block of 256 threads per query head. Reads 4 D bytes, writes D.
-extern "C" __global__ void __launch_bounds__(256)
-rounded(const float* queries, i8* out, i64 largest) {
-    const float* query = queries + i64(blockIdx.x) * D;
-    double peak = peak_of(query);
-    for (int j = threadIdx.x; j < D; j += 256)
-        out[i64(blockIdx.x) * D + j] = i8(rounded_of(query[j], peak, largest));
 }
 
 // Σ_j ± r_j of each sign pattern. Grid: (query heads, M), 256 threads. Reads 4 D bytes, writes 512.

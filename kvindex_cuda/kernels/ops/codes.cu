@@ -68,27 +68,6 @@ encode(const float* rotated, const float* norms, const float* levels, u8* signs,
     }
 }
 
-// Grid: a thread per byte of signs. Reads 1 + bits bytes, writes 32.
-// signs uint8 [count, M]; magnitudes uint8 [count, bits, M]; directions float32 [count, 8 M].
-extern "C" __global__ void __launch_bounds__(THREADS)
-decode(const u8* signs, const u8* magnitudes, const float* levels, float* directions, i64 count,
-       i64 M, i64 bits) {
-    __shared__ float level[LEVELS];
-    for (int i = threadIdx.x; i < 1 << bits; i += THREADS) level[i] = levels[i];
-    __syncthreads();
-    i64 at = i64(blockIdx.x) * THREADS + threadIdx.x, vector = at / M, byte = at % M;
-    if (vector >= count) return;
-    u32 sign = signs[at];
-    u64 planes = 0;
-    for (int p = 0; p < bits; p++)
-        planes |= u64(magnitudes[(vector * bits + p) * M + byte]) << (8 * p);
-    for (int j = 0; j < 8; j++) {
-        int index = 0;
-        for (int p = 0; p < bits; p++) index |= int(planes >> (8 * p + j) & 1) << p;
-        directions[at * 8 + j] = sign >> j & 1 ? level[index] : -level[index];
-    }
-}
-
 // Grid: a thread per weight. Reads 4 bytes and writes 4; a reference serves `each` weights.
 // weights float32 [count]; weight_scales float32 [count / each]; codes int32 [count].
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -110,21 +89,4 @@ log_weights(const int* codes, const float* weight_scales, float* weights, i64 co
     if (i >= count) return;
     float octaves = __fdiv_rn(float(codes[i] - ((1 << bits) - 1)), steps);
     weights[i] = codes[i] ? exp2f(octaves) * weight_scales[i / each] : 0.0f;
-}
-
-// Grid: a thread per bit, 32 to a word of the warp. Reads 1 byte, writes 1/8.
-// bits bool [count, 8]; packed uint8 [count].
-extern "C" __global__ void __launch_bounds__(THREADS)
-pack(const u8* bits, u8* packed, i64 count) {
-    i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
-    u32 word = __ballot_sync(ALL, i < count * 8 && bits[i]);
-    if (i % 8 == 0 && i < count * 8) packed[i / 8] = u8(word >> (threadIdx.x % 32));
-}
-
-// Grid: a thread per bit. Reads 1/8 byte, writes 1.
-// packed uint8 [count]; bits uint8 [count, 8].
-extern "C" __global__ void __launch_bounds__(THREADS)
-unpack(const u8* packed, u8* bits, i64 count) {
-    i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
-    if (i < count * 8) bits[i] = packed[i / 8] >> (i % 8) & 1;
 }

@@ -1,19 +1,16 @@
 // Candidates by the votes of vote.cu (ops.select.candidates), exact, ties to the lower ids.
 //
-// Tiers: a head takes its C keys with the most points: all above a cut, which its histogram tells,
-// and of those at it the first; a key that any head takes is a candidate. Dots: the group's C best
-// lie in a coarse bin or above it; all these are listed, with a finer histogram from that bin's least
-// vote on, as scan.cu lists them; which of its cut's bin are candidates, select_rows.cu finds.
-// Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads (dots: per key), writes 8 per
-// candidate. The bound is the bytes.
-// Compile-time: GROUP, WIDE (0 tiers, 1 dots).
+// A head takes its C keys with the most points: all above a cut, which its histogram tells, and of
+// those at it the first; a key that any head takes is a candidate.
+// Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads, writes 8 per candidate. The
+// bound is the bytes.
+// Compile-time: GROUP.
 #include "common/tier_votes.cuh"
 
 constexpr int SETS = (GROUP + 3) / 4;
 constexpr int KEYS = CHUNK / 256;
-constexpr int VOTE = 2;  // of an entry of tiers: all are alike
+constexpr int VOTE = 0;  // of an entry: all are alike
 
-#if !WIDE
 // votes, totals, pieces: of vote.cu; valid uint32 [B, row, 8]; length int64 [1]; wanted, counted
 // int32 [B]: C of each head, valid keys. kept uint64 [BG, capacity]: entries, in any order, the first
 // many int32 [BG] APART, cleared before.
@@ -122,41 +119,3 @@ heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, 
         }
     }
 }
-#else
-// votes, totals, tops: of vote.cu; length int64 [1]; wanted, counted int32 [B]: C of the group,
-// valid keys. kept uint64 [BG, capacity]: entries, in any order, the first many int32 [BG];
-// histogram int32 [BG, BINS]: of bin_of, with bases and shifts int32 [BG]; both cleared before.
-extern "C" __global__ void __launch_bounds__(256)
-group(const int* votes, const int* totals, const u32* tops, const i64* length, const int* wanted,
-      const int* counted, u64* kept, int* many, int* histogram, int* bases, int* shifts, i64 capacity,
-      i64 kv_heads) {
-    i64 bg = blockIdx.y, batch = bg / kv_heads, tokens = min(i64(__ldcg(length)), capacity);
-    int target = min(wanted[batch], counted[batch]);
-    kept += bg * capacity;
-    after_previous();
-    let_next_begin();
-    Cut cut = cut_of(totals + bg * BINS, target);
-    int base = cut.bin < 0 ? 0 : max(least_of(cut.bin), LEAST + 1);
-    u32 width = (__ldcg(tops + bg) ^ 0x80000000u) - u32(base);
-    int shift = cut.bin < 0 ? 0 : max(0, 21 - __clz(int(width)));  // to BINS bins
-    if (blockIdx.x == 0 && threadIdx.x == 0) bases[bg] = base, shifts[bg] = shift;
-    if (cut.bin < 0) return;  // there is no key
-    for (i64 start = blockIdx.x * i64(CHUNK); start < tokens; start += gridDim.x * i64(CHUNK)) {
-        int found[KEYS], own = 0;
-#pragma unroll
-        for (int i = 0; i < KEYS; i++) {
-            i64 key = start + i * 256 + threadIdx.x;
-            found[i] = key < tokens ? __ldcg(votes + bg * capacity + key) : LEAST;
-            if (found[i] < base) found[i] = LEAST;
-            own += found[i] != LEAST;
-        }
-        int to = room_for<256>(own, many + bg * APART);
-#pragma unroll
-        for (int i = 0; i < KEYS; i++)
-            if (found[i] != LEAST) {
-                kept[to++] = entry_of(found[i], int(start) + i * 256 + threadIdx.x);
-                atomicAdd(histogram + bg * BINS + bin_of(found[i], base, shift), 1);
-            }
-    }
-}
-#endif

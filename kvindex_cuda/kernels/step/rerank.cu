@@ -68,7 +68,7 @@ __device__ __forceinline__ void begin(Batch& next, const Held* here, int many, c
         if (half * 8 + lane / 4 >= many) continue;
         Held one = here[half * 8 + lane / 4];
         const char* block = reinterpret_cast<const char*>(one.block);
-        load<false>(next.tile, half, block, one.id % TOKENS, of.logs, of.magnitudes);
+        load(next.tile, half, block, one.id % TOKENS, of.logs, of.magnitudes);
     }
 #pragma unroll
     for (int half = 0; half < ROWS; half++)

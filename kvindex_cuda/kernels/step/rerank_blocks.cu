@@ -6,12 +6,10 @@
 // one for each head, that of the odd one in the other four, and zeros beside them. So a lane gets
 // sums of one of the two, and multiplies them by that one's weight.
 // Grid: (splits, BG), 256 threads; a warp takes 16 entries at a time. Reads of each signs,
-// magnitudes and weights (at D = 128 and 3 bits 16 + 48 + 32 bytes in 4 sectors, or 16 + 48 + 16),
-// writes 4 GROUP bytes.
+// magnitudes and weights (at D = 128 and 3 bits 16 + 48 + 32 bytes in 4 sectors), writes 4 GROUP bytes.
 // Limited by the latency of scattered reads, with a third of the issue slots in use at most (ncu):
 // some 25 instructions of a warp for each (by count).
-// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, WEIGHTS (1 logarithms of up to 8
-// bits, 2 bfloat16).
+// Compile-time: D, BITS (of a magnitude), GROUP, SOFTCAP.
 #include "common/levels.cuh"
 #include "common/shares.cuh"
 
@@ -19,7 +17,7 @@ constexpr int M = D / 8;
 constexpr int WORDS = (M + 3) / 4;                     // of a key's signs, and of a plane
 constexpr int STEPS = (M + 1) / 2;
 constexpr int SETS = (GROUP + 3) / 4;                  // of 4 query heads
-constexpr int SPAN = (M * WEIGHTS + 3) / 4;            // words of a key's weights
+constexpr int SPAN = STEPS;                            // words of a key's weights, bfloat16
 
 // One key's codes: all words in each lane of four, which take two coordinates of each subspace.
 struct Key {
@@ -76,35 +74,24 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, c
 }
 
 // table int64 [B, row]: addresses of blocks, of KV head g at g · head; weights, magnitudes: of the
-// layout; operands uint2 [BG, SETS, STEPS, 32], ups float32 [BG, GROUP]: of query_table.cu; products float32
-// [BG, row, GROUP]: of vote.cu; levels float32 [LEVELS]; weight_scales float32 [BG]; octaves, top: of a
-// logarithm's step, and the largest one; wanted, counted int32 [B]; bases, shifts, many, kept,
-// histogram: of candidates.cu; counts int32 [BG] APART: `many`, or 0 where all are candidates.
+// layout; operands uint2 [BG, SETS, STEPS, 32], ups float32 [BG, GROUP]: of query_table.cu; levels float32
+// [LEVELS]; many int32 [BG] APART, kept uint64 [BG, capacity]: of candidates.cu, all of them candidates.
 // estimates float32 [BG, capacity, GROUP]; buckets uint64 [BG, GROUP, BUCKETS], cleared before: sums
-// over candidates above the edge; edge uint64 [BG, EDGE], edge_estimates float32 [BG, EDGE, GROUP],
-// edges int32 [BG] APART, cuts int32 [BG, 2]: as of rerank.cu.
+// over candidates.
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const uint2* operands,
-      const float* ups, const float* products, const float* given_levels, const float* weight_scales,
-      const int* wanted, const int* counted, const int* bases, const int* shifts, const int* counts,
-      const int* many, const u64* kept, const int* histogram, float* estimates, u64* buckets,
-      u64* edge, float* edge_estimates, int* edges, int2* cuts, i64 capacity, i64 kv_heads, float scale,
-      float softcap, float octaves, i64 top) {
+      const float* ups, const float* given_levels, const int* many, const u64* kept, float* estimates,
+      u64* buckets, i64 capacity, i64 kv_heads, float scale, float softcap) {
     __shared__ u16 halves[LEVELS];
     __shared__ uint2 asked[SETS * STEPS * 32];
-    __shared__ float sizes[WEIGHTS == 1 ? 256 : 1];
     i64 bg = blockIdx.y, batch = bg / kv_heads;
     int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 128;
     int start = (blockIdx.x * 8 + threadIdx.x / 32) * 16;
     for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
-    if (WEIGHTS == 1)
-        sizes[threadIdx.x] = threadIdx.x ? exp2f(float(int(threadIdx.x) - int(top)) * octaves) * weight_scales[bg] : 0.0f;
     table += batch * row;
-    products += bg * row * GROUP;
     kept += bg * capacity;
     estimates += bg * capacity * GROUP;
     buckets += bg * GROUP * BUCKETS;
-    int target = min(wanted[batch], counted[batch]);
     after_previous();
     let_next_begin();
     for (int i = threadIdx.x; i < SETS * STEPS * 32; i += 256)
@@ -116,14 +103,8 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
         down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(ups + bg * GROUP + h) : 0.0f;
     }
     int n = many[bg * APART];
-    Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
     __syncthreads();
     Levels levels = levels_of(halves);
-    if (counts[bg * APART] > target) {
-        Cut cut = cut_of(histogram + bg * BINS, target);
-        are.bin = cut.bin;
-        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
-    }
     Exponentials sums[SETS][2];
     bool later = t >= 2;  // has odd subspaces, and then the key 8 rows further
 
@@ -134,12 +115,6 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
     u64 entry = entry_at(start), block = block_of(entry);
     for (; start < n; start += step) {
         u64 next = entry_at(start + step), next_block = block_of(next);
-        int side = entry ? are.side(entry) : -1, slot = EDGE;
-        if (side == 0) {
-            slot = atomicAdd(edges + bg * APART, 1);
-            if (slot < EDGE) edge[bg * EDGE + slot] = entry;
-        }
-        u32 inside = __ballot_sync(ALL, side > 0);
         Key keys[2];
         int ids[2];
 #pragma unroll
@@ -163,12 +138,8 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
                 float weight[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    if (WEIGHTS == 2) {  // of the padding, where M is odd, the operands are 0
-                        u32 both = keys[half].weights[at < SPAN ? at : 0];
-                        weight[half] = __uint_as_float(later ? both & 0xffff0000u : both << 16);
-                    } else {
-                        weight[half] = sizes[keys[half].weights[w] >> (16 * i + (later ? 8 : 0)) & 255];
-                    }
+                    u32 both = keys[half].weights[at];  // of the padding, where M is odd, operands are 0
+                    weight[half] = __uint_as_float(later ? both & 0xffff0000u : both << 16);
                 }
 #pragma unroll
                 for (int set = 0; set < SETS; set++) {
@@ -185,7 +156,6 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
             }
         }
         int row_of = (later ? 8 : 0) + lane / 4, id = later ? ids[1] : ids[0];
-        slot = __shfl_sync(ALL, slot, row_of);
 #pragma unroll
         for (int set = 0; set < SETS; set++)
 #pragma unroll
@@ -195,11 +165,8 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
                 int h = set * 4 + t % 2 * 2 + side;
                 if (h >= GROUP || id < 0) continue;
                 sum *= down[set][side];
-                if (CENTERED) sum += products[i64(id / TOKENS) * GROUP + h];
                 estimates[i64(start + row_of) * GROUP + h] = sum;
-                if (slot < EDGE) edge_estimates[(bg * EDGE + slot) * GROUP + h] = sum;
-                if (inside >> row_of & 1)
-                    sums[set][side].add(buckets + h * BUCKETS, capped(sum, scale, softcap));
+                sums[set][side].add(buckets + h * BUCKETS, capped(sum, scale, softcap));
             }
         entry = next, block = next_block;
     }

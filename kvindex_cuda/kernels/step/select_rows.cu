@@ -103,8 +103,7 @@ __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) 
     }
 }
 
-// The k best of `kept`. All that is read is of rerank.cu (or rerank_blocks.cu, all.cu) and of what that one
-// reads. Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is the capacity or more, and
+// The k best of `kept`. All that is read is of rerank.cu (or rerank_blocks.cu) and of what that one reads. Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is the capacity or more, and
 // blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what
 // is among the k best of its own, and the last one of a group finishes; a block that is alone keeps
 // it.
