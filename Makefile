@@ -32,10 +32,9 @@ lint: install
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python benchmarks/reference.py --json benchmarks/results/reference.json
-	$(BIN)/python benchmarks/fidelity.py --json benchmarks/results/fidelity.json
+	$(BIN)/python -m benchmarks.quality fidelity --json benchmarks/results/fidelity.json
 	$(BIN)/kvindex demo --json benchmarks/results/demo.json
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.report
 
 # The adapter on the oldest supported transformers, in an environment of its own
 test-hf517: .venv-hf517/.installed

@@ -12,8 +12,7 @@ import torch
 
 import kvindex
 from benchmarks.comparing.layers import Layer
-from benchmarks.comparing.setting import Setting
-from benchmarks.comparing.truth import Truth, asking, truth, worth
+from benchmarks.comparing.truth import Setting, Truth, asking, truth, worth
 from kvindex import BaseIndex, Hits, Rows
 
 Made = TypeVar("Made")
@@ -43,7 +42,7 @@ def built(
 
     def first() -> None:
         index.observe_queries(queries[:, :, : points[0]], positions[: points[0]])
-        append(0, points[0] - setting.local)
+        append(0, points[0] - setting.local_window)
         read(layer, index, 0, points[0])
         index.end_prompt()
 
@@ -63,7 +62,7 @@ def built(
                     index.search(queries[:, :, came], k=k)
                 read(layer, index, came, came + step)
                 came += step
-            append(came - piece - setting.local, came - setting.local)
+            append(came - piece - setting.local_window, came - setting.local_window)
         yield point, index, seconds
 
 
@@ -124,19 +123,8 @@ def _asked(
             found[k].append((hits, index.fetch(hits)))
             times[k].append(took)
         read(layer, index, at, at + 1)
-    return {
-        k: {**worth(layer, setting, found[k], known, k), "search_s": median(times[k])} for k in rows
-    }
-
-
-def search_time(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> float:
-    """Seconds of a search, the median over the queries that ask; the text came at once."""
-    index = next(built(layer, spec, setting, k=k, **options))[1]
-    times = []
-    for at in asking(layer, setting, setting.tokens):
-        query = layer.queries[None, :, at]
-        times.append(timed(partial(index.search, query, k=k), query.device)[1])
-    return median(times[1:] or times)
+    worths = {k: worth(layer, setting, found[k], known, k) for k in rows}
+    return {k: {**worths[k], "search_s": median(times[k])} for k in rows}
 
 
 def sizes(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> dict[str, float]:

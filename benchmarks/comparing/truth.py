@@ -1,4 +1,4 @@
-"""Full attention at the queries that ask, what `exact` finds, and what hits are worth beside it."""
+"""Where tokens are, full attention at the queries that ask, and what hits are worth beside it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,46 @@ import torch
 from torch import Tensor
 
 from benchmarks.comparing.layers import Layer
-from benchmarks.comparing.setting import Setting
 from kvindex import BaseIndex, Hits, Rows
 from kvindex.core.protocol import UNUSED
 from kvindex.ops.attention import attend, cap
 
 NEVER = float("-inf")
 MEASURES = ("recall", "coverage", "error", "used", "error_exact")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of a text of `tokens`, and some that were written after it, whose queries ask.
+
+    sink: first ones, always attended to; local: the newest ones before a query that asks, which
+    with all after them are attended to as well. All others are the index's. generated: how many of
+    the text's last tokens come after the prompt was sealed, where the text comes in pieces; every:
+    in pieces of how many (`kvindex.layer.attention_layer`).
+    """
+
+    tokens: int
+    sink: int = 64
+    local_window: int = 256
+    generated: int = 2048
+    every: int = 256
+
+    def __post_init__(self) -> None:
+        least = self.sink + self.local_window + self.generated
+        if self.tokens <= least:
+            raise ValueError(
+                f"tokens: got {self.tokens}, allowed is more than sink + local + generated, {least}"
+            )
+
+    @property
+    def points(self) -> list[int]:
+        """Tokens of the text that have come where is asked: the prompt's, then by quarters."""
+        prompt = self.tokens - self.generated
+        return [prompt, *(prompt + self.generated * share // 4 for share in (1, 2)), self.tokens]
+
+    def valid(self, start: int, stop: int, device: Any) -> Tensor:
+        """Which of these the index may find, bool `[1, stop - start]`."""
+        return torch.arange(start, stop, device=device)[None] >= self.sink
 
 
 @dataclass(frozen=True)
@@ -46,7 +79,7 @@ def truth(layer: Layer, setting: Setting, exact: BaseIndex, point: int, rows: li
         query = layer.queries[None, :, at]
         keys, values = layer.keys[None, :, : at + 1], layer.values[None, :, : at + 1]
         outputs.append(attend(query, keys, values, scale=layer.scale, softcap=layer.softcap)[0])
-        shares.append(_share(layer, setting, query, point - setting.local))
+        shares.append(_share(layer, setting, query, point - setting.local_window))
         for k in rows:
             hits = exact.search(query, k=k)
             found[k].append((hits, exact.fetch(hits)))
@@ -59,13 +92,13 @@ def truth(layer: Layer, setting: Setting, exact: BaseIndex, point: int, rows: li
 
 def worth(
     layer: Layer, setting: Setting, found: list[tuple[Hits, Rows]], known: Truth, k: int
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """What the hits of the queries that ask are worth, means over queries and heads.
 
     recall: share of the rows of `exact`; coverage: share of the index's attention that the tokens
     found hold (rows that stand for several tokens hold none); error: of the output over sink,
     rows and window, with log-weights, relative to full attention's; used: slots that hold a row;
-    error_exact: that of `exact` with as many rows; heads: the error of each query head.
+    error_exact: that of `exact` with as many rows.
     """
     heads = len(layer.queries) // len(layer.keys)
     slots = torch.cat([hits.ids for hits, _ in found])  # [T, G, K]
@@ -81,7 +114,7 @@ def worth(
     same = (wanted[..., None] == slots[..., None, :]).any(-1) & (wanted >= 0)
 
     asked, device = asking(layer, setting, known.point), ids.device
-    indexed = known.point - setting.local
+    indexed = known.point - setting.local_window
     near = torch.tensor([*range(setting.sink), *range(indexed, asked.stop)], device=device)
     places = torch.tensor([*asked], device=device)
     after = torch.where(near > places[:, None], NEVER, 0.0)[:, None]  # [T, 1, window]
@@ -95,17 +128,10 @@ def worth(
     scale = dict(scale=layer.scale, softcap=layer.softcap)
     output = attend(queries, keys, values, **scale, bias=bias)
     wrong = (output - known.output).float().norm(dim=-1) / known.output.float().norm(dim=-1)
-    means = torch.stack(
-        [
-            same.sum() / (wanted >= 0).sum(),
-            held.sum(-1).mean(),
-            wrong.mean(),
-            (slots != UNUSED).sum(-1).float().mean(),
-        ]
-    )
+    recall, used = same.sum() / (wanted >= 0).sum(), (slots != UNUSED).sum(-1).float()
+    means = torch.stack([recall, held.sum(-1).mean(), wrong.mean(), used.mean()])
     exact = known.error.get(k, float("nan"))  # not known while it is being found out
-    found: dict[str, Any] = dict(zip(MEASURES, [*means.tolist(), exact], strict=True))
-    return {**found, "heads": wrong.mean(0).tolist()}
+    return dict(zip(MEASURES, [*means.tolist(), exact], strict=True))
 
 
 def _share(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The real model: it finds the needle, and stays near full attention.
 
 The limits are 1.5 times what was first measured (`smollm2_fidelity.json`, written by
-`python benchmarks/fidelity.py --json tests/adapters/smollm2_fidelity.json`).
+`python -m benchmarks.quality fidelity --json tests/adapters/smollm2_fidelity.json`).
 """
 
 import json
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import kvindex
-from benchmarks.fidelity import CONTINUATION, PROMPT, SEED, K, text_ids
+from benchmarks.common.reading import SEED
+from benchmarks.comparing.fidelity import CONTINUATION, PROMPT, K, text_ids
 from kvindex.core.protocol import UNUSED, Hits
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.evaluate.fidelity import PIECE, kl

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kvindex
+from benchmarks.comparing.field import SPECS
 from benchmarks.comparing.measure import inmost
-from benchmarks.field import SPECS
 from tests.support.elsewhere import PLACE, known
 from tests.support.helpers import Case, assert_same_hits, left_padding, part
 

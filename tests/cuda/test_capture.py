@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
-from benchmarks.decode.stages import nodes_of
 from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
 from kvindex.ops.attention import attend
+from tests.cuda.launches import nodes_of
 from tests.cuda.test_backend import assert_found
 from tests.support.helpers import Case, left_padding, part
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvindex
-from benchmarks.decode.timing import Launches
 from kvindex import ops
 from kvindex.core import backend
 from kvindex.core.resident import ResidentRows
@@ -27,6 +26,7 @@ from kvindex_cuda.pariskv.executor import fused, put
 from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator, sanitize
 from tests.cuda.devices import DEVICES
+from tests.cuda.launches import Launches
 from tests.support.beside import alone
 from tests.support.helpers import (
     ROUNDED,

@@ -12,12 +12,12 @@ from importlib import import_module
 import pytest
 import torch
 
-from benchmarks.decode.timing import Launches
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_cuda.pariskv import graph as replaying
 from kvindex_cuda.pariskv.graph import WARM
 from tests.cuda.graphs import kept
+from tests.cuda.launches import Launches
 from tests.support.helpers import Case, Operations
 from tests.support.sequences import Sequence
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.decode.timing import Launches
 from kvindex import ops
 from kvindex.core import backend
 from kvindex.core.resident import ResidentRows
@@ -21,6 +20,7 @@ from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of
 from kvindex_cuda.pariskv.executor import fused
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
+from tests.cuda.launches import Launches
 from tests.cuda.test_capture import CASE as LARGE
 from tests.cuda.test_capture import TOKENS, K, Replayed, assert_eager, near_rows
 from tests.cuda.test_step import assert_close, expected, run, setting

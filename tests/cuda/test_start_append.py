@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.decode.timing import Launches
 from kvindex.indexes.pariskv import ParisKV
+from tests.cuda.launches import Launches
 from tests.cuda.test_append import (
     CASE,
     append,

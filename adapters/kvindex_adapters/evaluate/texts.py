@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -32,3 +34,17 @@ def python_source() -> str:
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
     return "\n\n".join(f"# {path.name}\n{path.read_text(errors='ignore')}" for path in files)
+
+
+def main() -> None:
+    """Write prose.txt and code.txt, up to 400,000 characters each, to the folder that is named."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    prose = python_reference()
+    random.Random(0).shuffle(prose)
+    (folder / "prose.txt").write_text("\n\n".join(prose)[:400_000])
+    (folder / "code.txt").write_text(python_source()[:400_000])
+
+
+if __name__ == "__main__":
+    main()

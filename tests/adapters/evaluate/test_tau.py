@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import kvindex
-from benchmarks.tabling.tau import tau as table
-from benchmarks.tau import rate, tried
 from kvindex.wrappers import Reuse
 from kvindex_adapters.evaluate.capture import capture
 from kvindex_adapters.evaluate.recall import SINK
@@ -62,21 +60,6 @@ def test_of_a_model_and_a_text(layers):
     assert calibrate_tau(model, ids, steps=STEPS, k=K, held=0.7) == calibrated(
         layers, k=K, held=0.7
     )
-
-
-def test_the_benchmark_tries_on_another_text_what_it_finds_on_one(layers):
-    model, (one, other) = build("llama"), prompt(2, 200)["input_ids"]
-    found = tried(model, one, other, steps=STEPS, k=K, held=0.7)
-    assert found["tau"] == calibrate_tau(model, one, steps=STEPS, k=K, held=0.7).tau
-    there = calibrate_tau(model, other, steps=STEPS, k=K, held=0.7)
-    assert [point["other_held"] for point in found["points"]] == [p.held for p in there.points]
-    index = "exact+reuse:tau=-2"
-    searched = rate(model, one, index, 8, k=K, local_window=8, update_every=8)
-    assert searched == pytest.approx(1 / 7)  # the first token comes from the prompt
-    in_model = {"index": index, "rate": searched}
-    about = dict(text="a", other="b", tokens=200, steps=STEPS, k=K, in_model=in_model)
-    machine = dict(cores=1, processor="any", torch="2", transformers="5")
-    assert f"{found['tau']:.2f} (found)" in table({**found, **about, "machine": machine})
 
 
 @pytest.mark.parametrize(

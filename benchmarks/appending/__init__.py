@@ -1,1 +1,0 @@
-"""What `append.py` measures."""

@@ -1,0 +1,80 @@
+"""Whether a step is right; a wrong one is not timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from benchmarks.common.workload import WINDOW, K, created, queries_of, tokens_of
+from kvindex.core.geometry import Geometry
+from kvindex.core.resident import ResidentRows
+
+CHECKED = 20_224
+"""Tokens at which the answer is checked."""
+
+SAME, CLOSE = 0.98, 5e-3
+"""Least share of the ids that are the reference's (the others lie at the edge of the candidates
+or tie), and largest relative error of the output: that of rounding to bfloat16 is 1e-3."""
+
+ROUNDED = {"int8": 0.02, "fp8": 0.1}
+"""Largest error of the output over rows that are codes."""
+
+
+def check(
+    g: Geometry, spec: str, *, batch: int = 2, store: str = "host", k: int = K, window: int = WINDOW
+) -> dict[str, Any]:
+    """The ids against those of plain torch, the output against SDPA over the rows chosen.
+
+    Tokens come in two pieces, the first of no whole blocks. Raises SystemExit where they differ.
+    """
+    keys, values = next(iter(tokens_of(g, 1000, batch, CHECKED + window, CHECKED + window)))
+    cut = CHECKED * 2 // 3
+    mine, theirs = created(g, spec, store=store), created(g, spec, backend="torch")
+    for index in (mine, theirs):
+        index.append(keys[:, :, :cut], values[:, :, :cut])
+        index.append(keys[:, :, cut:CHECKED], values[:, :, cut:CHECKED])
+    resident = ResidentRows(g, batch, window)
+    resident.add(keys[:, :, CHECKED:], values[:, :, CHECKED:], None)
+    queries = queries_of(g, batch)
+    got, again, want = (i.search(queries, k=k).ids.sort(-1).values for i in (mine, mine, theirs))
+    outputs = [
+        mine.attend(queries, resident, k=k) for _ in range(2)
+    ]  # from the host, from the cache
+    true = over(g, queries, keys, values, got, CHECKED)
+    result = {
+        "tokens": CHECKED,
+        "batch": batch,
+        "same_ids": float((got[..., None] == want[..., None, :]).any(-1).float().mean()),
+        "error": max(float((out.float() - true).norm() / true.norm()) for out, _ in outputs),
+        "repeats": bool(torch.equal(got, again)),
+        "found": int(outputs[0][1].min()),
+    }
+    close = next((limit for codec, limit in ROUNDED.items() if codec in spec), CLOSE)
+    judge(result, k, close)
+    return result
+
+
+def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, n: int) -> Tensor:
+    """Attention over rows `ids` of the first `n` tokens and over all later ones, `[B, H, D]`."""
+    chosen = ids.clamp_min(0)[..., None].expand(-1, -1, -1, g.head_dim)
+    rows = [torch.cat([p[:, :, :n].gather(2, chosen), p[:, :, n:]], 2) for p in (keys, values)]
+    folded = queries.float().unflatten(1, (g.kv_heads, -1))
+    return sdpa(folded, *(part.float() for part in rows), scale=g.scale).flatten(1, 2)
+
+
+def judge(found: dict[str, Any], k: int, close: float = CLOSE) -> None:
+    """Raises SystemExit if what `check` found is not good enough."""
+    wrong = []
+    if not found["same_ids"] >= SAME:
+        wrong.append(f"{found['same_ids']:.3f} of the ids are the reference's, not {SAME}")
+    if not found["error"] <= close:
+        wrong.append(f"the output is off by {found['error']:.1e}, not {close:.0e}")
+    if not found["repeats"]:
+        wrong.append("two runs chose different rows")
+    if found["found"] != k:
+        wrong.append(f"{found['found']} rows were found, not {k}")
+    if wrong:
+        raise SystemExit("the step is wrong and is not timed: " + "; ".join(wrong))

@@ -1,0 +1,62 @@
+"""Attention layers that hold a prompt, and attend from one token after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvindex
+from benchmarks.common import workload
+from benchmarks.common.timing import settled
+from kvindex.core.geometry import Geometry
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.place import placed
+
+UPDATE = 256
+"""Tokens between two updates of a layer, and of each update."""
+
+LOCAL = 256
+"""Tokens of the local window; there is no sink."""
+
+
+class Decoding:
+    """Layers that hold `tokens` tokens each and update their windows in turns.
+
+    room: for how many tokens more memory is taken before. options: for `AttentionLayer`.
+    """
+
+    def __init__(
+        self, g: Geometry, spec: str, tokens: int, layers: int, *, room: int = 0, **options: Any
+    ) -> None:
+        self._token, self.layers = 0, []
+        options = dict(sink=0, local_window=LOCAL, update_every=UPDATE, dense_below=0) | options
+        self.turns = [int(n / layers * options["update_every"]) for n in range(layers)]
+        for number in range(layers):
+            index: Any = kvindex.create(spec, **g.options(), **placed(g.device, spec))
+            layer = AttentionLayer(index, update_phase=number / layers, **options)
+            keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
+            # a layer would attend from all of these
+            index.append(keys[:, :, :-LOCAL], values[:, :, :-LOCAL])
+            keys, values = keys[:, :, -LOCAL:], values[:, :, -LOCAL:]
+            layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)
+            if room:
+                index.reserve(tokens + room)
+            self.layers.append(layer)
+        self._queries = workload.queries_of(g, 64, layers, 1)[..., None, :]
+        rows = workload.queries_of(g, 2, 64, layers, 1, seed=2)
+        self._rows = rows[..., : g.kv_heads, None, :]
+        settled()
+
+    def step(self) -> list[Tensor]:
+        """A token of every layer; what each gives."""
+        queries, (keys, values) = self._queries[self._token % 64], self._rows[:, self._token % 64]
+        self._token += 1
+        layers = zip(self.layers, queries, keys, values, strict=True)
+        return [layer.step(*token) for layer, *token in layers]
+
+    def wait(self) -> None:
+        """Until the device is done."""
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)

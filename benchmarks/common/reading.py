@@ -1,0 +1,98 @@
+"""Reading with a real model: options, its text, its layers, its own continuation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from kvindex_adapters.evaluate.capture import Captured, capture
+from kvindex_adapters.files import output, write_json
+from kvindex_adapters.machine import describe
+from kvindex_adapters.models import load, smollm2
+
+SEED = 0
+
+CHUNK = 32_768
+"""Tokens read at once: in float32 attention with groups holds all its logits, 39 GB at 32K."""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Options: which model (SmolLM2-135M-Instruct without any), where it runs, where to write."""
+    parser.add_argument("--model")
+    parser.add_argument("--gguf-file")
+    parser.add_argument("--lora", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=output())
+
+
+def loaded(given: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer; options and errors: of `kvindex_adapters.models.load`."""
+    folder, file = _named(given)
+    return load(folder, gguf_file=file, lora=given.lora, device=given.device, **options)
+
+
+def described(given: argparse.Namespace) -> dict[str, Any]:
+    """For a result: the model's name, what was added to it, the machine."""
+    folder, file = _named(given)
+    return {
+        "model": Path(file or folder).name,
+        "lora": given.lora.name if given.lora else None,
+        "machine": describe(given.device),
+    }
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """The result as JSON, if it is asked for (`files.write_json`)."""
+    if out is not None:
+        write_json(out, result)
+
+
+def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:
+    """What shows in a line of `progress` how far reading is."""
+    task = progress.add_task(title, total=1.0)
+    return lambda _, done, total: progress.update(task, completed=done, total=total)
+
+
+def ids_of(tokenizer: Any, text: str, count: int) -> Tensor:
+    """The first tokens of a text, int64 `[count]`. Raises ValueError for one that is too short."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][:count]
+    if len(ids) < count:
+        raise ValueError(f"text: got {len(ids)} tokens, allowed is at least {count}")
+    return torch.tensor(ids)
+
+
+def continued(model: Any, ids: Tensor, written: int) -> Tensor:
+    """Ids int64 `[N + written]`: those given, then sampled ones."""
+    prompt = ids[None].to(model.device)
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        found: Tensor = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            min_new_tokens=written,
+            max_new_tokens=written,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            prefill_chunk_size=CHUNK if len(ids) > CHUNK else None,
+        )[0]
+    return found
+
+
+def read_and_write(
+    model: Any, ids: Tensor, written: int, progress: Progress, title: str
+) -> list[Captured]:
+    """Captured layers after `ids` and `written` sampled ones, the newest queries."""
+    everything = continued(model, ids, written).cpu()
+    return capture(model, everything, queries=written, on_progress=reported(progress, title))
+
+
+def _named(given: argparse.Namespace) -> tuple[Any, str | None]:
+    return (given.model, given.gguf_file) if given.model else smollm2()

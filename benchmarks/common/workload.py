@@ -1,0 +1,174 @@
+"""The workload of a decoding step: layers of synthetic keys, each an index, sink and window.
+
+Everything goes by the public calls of an index, so that any version of it can be measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvindex
+from benchmarks.common.timing import settled
+from kvindex.core.geometry import Geometry
+from kvindex.core.resident import ResidentRows
+
+H, G, D, K = 32, 8, 128, 100
+WINDOW = 64 + 256
+"""Sink and local window, as `AttentionLayer` has them by default."""
+
+SEGMENT = 256
+"""Tokens around a mean of their own."""
+
+PIECE = 2**16
+"""Tokens that are drawn and appended at once."""
+
+SETS = 8
+"""Of queries that come again."""
+
+
+def geometry(device: str) -> Geometry:
+    """Of the layer that is measured."""
+    return Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16, device=device)
+
+
+def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
+    """Keys `[1, G, count, D]` of a sequence's tokens from `start`, a multiple of 256.
+
+    Normal noise around a mean for each 256 tokens, which moves on a wave of amplitude 1 per head
+    and coordinate, with a period of 20 to 2000 segments.
+    """
+    draw = torch.Generator(g.device)
+    shape, options = (g.kv_heads, 1, g.head_dim), dict(generator=draw, device=g.device)
+    draw.manual_seed(2 * sequence)
+    phase = torch.rand(shape, **options) * 2 * math.pi
+    period = 20 * 100 ** torch.rand(shape, **options)
+    draw.manual_seed((2 * sequence + 1) * 2**32 + start)
+    noise = torch.randn(g.kv_heads, count, g.head_dim, **options)
+    segment = torch.arange(start // SEGMENT, -(-(start + count) // SEGMENT), device=g.device)
+    mean = torch.cos(phase + segment[:, None] * 2 * math.pi / period)
+    return (noise + mean.repeat_interleave(SEGMENT, 1)[:, :count]).to(g.dtype)[None]
+
+
+def tokens_of(
+    g: Geometry, layer: int, batch: int, tokens: int, piece: int = PIECE
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values `[B, G, n, D]` of a layer, a piece at a time."""
+    for start in range(0, tokens, piece):
+        count = min(piece, tokens - start)
+        keys, values = (
+            torch.cat([synthetic(g, first + layer * batch + b, start, count) for b in range(batch)])
+            for first in (0, 10_000)
+        )
+        yield keys, values
+
+
+def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:
+    """`[..., H, D]`: the heads of a group share half of their variance."""
+    draw = torch.Generator(g.device).manual_seed(seed)
+    options = dict(generator=draw, device=g.device)
+    own = torch.randn(*shape, g.kv_heads, g.group_size, g.head_dim, **options)
+    shared = torch.randn(*shape, g.kv_heads, 1, g.head_dim, **options)
+    return ((own + shared) / math.sqrt(2)).flatten(-3, -2).to(g.dtype)
+
+
+def created(g: Geometry, spec: str, **options: Any) -> Any:
+    """An empty index. options: `backend`, "cuda" by default, and `store`."""
+    return kvindex.create(spec, **{**g.options(), "backend": "cuda", **options})
+
+
+def measurable(spec: str) -> str:
+    """The spec of an index, for argparse's `type=`. Raises ValueError unless kernels serve it."""
+    index = kvindex.create(spec, **geometry("cpu").options())
+    if not hasattr(index, "attend"):
+        raise ValueError(f"index: got {spec!r}, allowed is one whose steps are kernels")
+    return spec
+
+
+class Layers:
+    """Indexes of L layers that hold `tokens` tokens each, and a step of all of them.
+
+    place: of rows, `host` or `device`. Queries `[L, B, H, D]` are of one of `SETS` sets; with a
+    hit rate each KV head's are fresh ones as often as rows shall not lie in the cache.
+    """
+
+    def __init__(
+        self,
+        g: Geometry,
+        spec: str,
+        place: str,
+        *,
+        tokens: int,
+        batch: int = 1,
+        layers: int = 1,
+        k: int = K,
+        window: int = WINDOW,
+    ) -> None:
+        self.geometry, self.k, self.place = g, k, place
+        self.indexes, self.residents = [], []
+        for layer in range(layers):
+            index, resident = created(g, spec, store=place), ResidentRows(g, batch, window)
+            for keys, values in tokens_of(g, layer, batch, tokens):
+                index.append(keys, values)
+            resident.add(keys[:, :, -window:], values[:, :, -window:], None)
+            index.warm_up(k=k, tokens=tokens)
+            self.indexes.append(index)
+            self.residents.append(resident)
+        self._sets = queries_of(g, SETS, layers, batch)
+        self.queries = self._sets[0].clone()
+        settled()
+
+    def __len__(self) -> int:
+        """`L`."""
+        return len(self.indexes)
+
+    def run(self) -> list[tuple[Tensor, Tensor]]:
+        """A step of every layer: its output `[B, H, D]` and the number of rows found `[B, G]`."""
+        layers = zip(self.indexes, self.queries, self.residents, strict=True)
+        return [index.attend(queries, resident, k=self.k) for index, queries, resident in layers]
+
+    def ask(self, number: int, hit_rate: float = 0.0) -> None:
+        """Let the next step read other queries, of that many KV heads those of a set."""
+        g, again = self.geometry, self._sets[number % SETS]
+        fresh = queries_of(g, *again.shape[:2], seed=1000 + number).unflatten(2, (g.kv_heads, -1))
+        draw = torch.Generator(g.device).manual_seed(number)
+        shape = (*again.shape[:2], g.kv_heads, 1, 1)
+        known = torch.rand(shape, generator=draw, device=g.device) < hit_rate
+        self.queries.copy_(again.unflatten(2, (g.kv_heads, -1)).where(known, fresh).flatten(2, 3))
+
+    def fill(self) -> None:
+        """Every set's rows come into the caches once."""
+        for number in range(SETS):
+            self.queries.copy_(self._sets[number])
+            self.run()
+
+    def answers(self) -> Tensor:
+        """Outputs `[L, B, H, D]` to the first set. Raises SystemExit where surely wrong."""
+        self.queries.copy_(self._sets[0])
+        outputs, found = (torch.stack(part) for part in zip(*self.run(), strict=True))
+        least = int(found.min()) if outputs.isfinite().all() else "outputs not finite,"
+        if least != self.k:
+            raise SystemExit(f"the step is wrong and is not timed: {least} rows, not {self.k}")
+        return outputs.clone()
+
+
+def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: float = 0.6) -> int:
+    """How many layers' rows the device and the host can hold, at most `most`; 0 for none."""
+    need = tokens * batch * g.kv_heads * (g.head_dim + g.value_dim) * g.dtype.itemsize
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if g.device.type == "cuda":
+        room = min(room, torch.cuda.mem_get_info()[0])
+    return min(most, int(share * room) // need)
+
+
+def free() -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,58 @@
+"""KL, agreement and recall on a fixed text, a token at a time.
+
+The model reads 4,000 tokens of the Python language reference, then the next 200 tokens of it one
+at a time through each index. Full attention reads the same in one pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from typing import Any
+
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.common.reading import SEED, described, ids_of, loaded, write
+from kvindex_adapters.evaluate.fidelity import teacher_forced
+from kvindex_adapters.evaluate.texts import python_reference
+
+PROMPT, CONTINUATION, K = 4000, 200, 100
+INDEXES = (
+    *("exact", "pariskv", "pariskv+sample", "pariskv:preset=accurate", "pariskv:preset=paper"),
+    "pariskv:group=mean_query",  # as published
+)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--index", nargs="+", default=INDEXES)
+
+
+def text_ids(tokenizer: Any, count: int, seed: int) -> Tensor:
+    """The first `count` tokens of the reference's paragraphs in random order, int64 `[count]`."""
+    text = python_reference()
+    random.Random(seed).shuffle(text)
+    return ids_of(tokenizer, "\n\n".join(text), count)
+
+
+def run(given: argparse.Namespace) -> None:
+    """Measure, print and write."""
+    model, tokenizer = loaded(given)
+    about = {"text": "pydoc_data.topics, paragraphs in random order", "prompt_tokens": PROMPT}
+    about |= {"steps": CONTINUATION, "k": K, "seed": SEED}
+    result: dict[str, Any] = {**described(given), **about, "indexes": {}}
+    ids = text_ids(tokenizer, PROMPT + CONTINUATION, SEED)
+    with Progress() as progress:
+        for index in given.index:
+            task = progress.add_task(index, total=CONTINUATION)
+            found = teacher_forced(
+                *(model, ids[:PROMPT], ids[PROMPT:]),
+                **dict(index=index, k=K),
+                on_progress=lambda done, _, task=task: progress.update(task, completed=done),
+            )
+            result["indexes"][index] = dataclasses.asdict(found)
+            write(result, given.json)
+    print(report.TABLES["fidelity"](result))

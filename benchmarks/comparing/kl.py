@@ -1,0 +1,94 @@
+"""KL of the model's next token from full attention's, beside `exact` with as many rows.
+
+The model reads N tokens of a text and is then fed the next T, one at a time as decoding would
+(all between two updates at once), through each index. Intervals: a paired bootstrap over blocks
+of tokens, the same blocks for both indexes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.common.reading import described, ids_of, loaded, write
+from kvindex_adapters.evaluate.fidelity import divergences, full_logits
+
+PRESETS = ("paper:beta=.05:rho=.25", "fast", "accurate", "precise", "scan")
+INDEXES = tuple(f"pariskv:preset={preset}" for preset in PRESETS)
+BLOCK, RESAMPLES = 50, 4000
+"""Tokens that are drawn together, for neighbors are alike; and how often."""
+
+Kls = dict[tuple[str, int], Tensor]  # by text and length: of each token, float64 [T]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4000])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--index", nargs="+", default=INDEXES)
+    parser.add_argument("-k", type=int, default=100)
+
+
+def ratio_interval(cells: list[tuple[Tensor, Tensor]], seed: int = 0) -> tuple[float, float, float]:
+    """Geometric mean over cells of mean KL over `exact`'s, with its paired 95% interval.
+
+    cells: (KL of the index, KL of exact) per token, float64 `[T]` each.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logs, draws = [], []
+    for ours, theirs in cells:
+        blocks = len(ours) // BLOCK
+        sums = [part[: blocks * BLOCK].view(blocks, BLOCK).sum(1) for part in (ours, theirs)]
+        chosen = torch.randint(blocks, (RESAMPLES, blocks), generator=generator)
+        logs.append(math.log(float(sums[0].sum() / sums[1].sum())))
+        draws.append((sums[0][chosen].sum(1) / sums[1][chosen].sum(1)).log())
+    spread = torch.stack(draws).mean(0).sort().values
+    low, high = spread[int(0.025 * RESAMPLES)], spread[int(0.975 * RESAMPLES)]
+    return math.exp(sum(logs) / len(logs)), math.exp(float(low)), math.exp(float(high))
+
+
+def group_of(spec: str) -> str:
+    """`exact` with the same policy of the group."""
+    policy = [part for part in spec.split("+")[0].split(":") if part.startswith("group=")]
+    return ":".join(["exact", *policy])
+
+
+def summary(mine: Kls, exact: Kls) -> dict[str, Any]:
+    """Of one index: its mean, and the ratio to that of `exact`."""
+    ratio, low, high = ratio_interval([(mine[cell], exact[cell]) for cell in mine])
+    means = {cell: float(kl.mean()) for cell, kl in mine.items()}
+    cells = [
+        {"text": text, "tokens": tokens, "kl_mean": means[text, tokens]}
+        | {"kl_exact": float(exact[text, tokens].mean())}
+        for text, tokens in mine
+    ]
+    mean = sum(means.values()) / len(means)
+    return {"kl_mean": mean, "ratio": ratio, "ratio_95": [low, high], "cells": cells}
+
+
+def run(given: argparse.Namespace) -> None:
+    """Measure, print and write."""
+    model, tokenizer = loaded(given)
+    indexes = list(dict.fromkeys([*(group_of(spec) for spec in given.index), *given.index]))
+    found: dict[str, Kls] = {index: {} for index in indexes}
+    with Progress() as progress:
+        for text, tokens in itertools.product(given.text, given.tokens):
+            ids = ids_of(tokenizer, text.read_text(), tokens + given.steps)
+            prompt, rest = ids[:tokens], ids[tokens:]
+            full = full_logits(model, prompt, rest)
+            for index in progress.track(indexes, description=f"{text.stem}, {tokens}"):
+                kl = divergences(model, prompt, rest, full, index=index, k=given.k)
+                found[index][text.stem, tokens] = kl
+    written = {index: summary(found[index], found[group_of(index)]) for index in indexes}
+    result = {**described(given), "k": given.k, "steps": given.steps, "indexes": written}
+    write(result, given.json)
+    print(report.TABLES["divergence"](result))

@@ -1,0 +1,86 @@
+"""Recall, attention coverage and bytes of presets.
+
+The model reads N tokens of each text, then writes some of its own; the newest queries search the
+keys of the text, each query head on its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks import report
+from benchmarks.common.reading import SEED, described, ids_of, loaded, read_and_write, write
+from kvindex.core.config import parse_spec
+from kvindex_adapters.evaluate.recall import Recall, bytes_per_key, measure
+
+PRESETS = ("paper", "fast", "accurate", "precise", "scan")
+BETAS = (0.02, 0.05, 0.1, 0.2, 1.0)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[7000])
+    parser.add_argument("--written", type=int, default=64, help="sampled tokens whose queries ask")
+    parser.add_argument("--presets", nargs="+", default=PRESETS, help="or PRESET:OPTION=VALUE…")
+    parser.add_argument("--beta", nargs="+", type=float, default=BETAS)
+    parser.add_argument("--rho", type=float, default=0.25, help="of paper")
+    parser.add_argument("-k", type=int, default=100)
+
+
+def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
+    """Specs: each preset at each β, but `scan` and those that say it themselves."""
+    specs = []
+    for preset in presets:
+        more = f":rho={rho}" if preset == "paper" else ""
+        alone = preset == "scan" or "=" in preset
+        shares = [""] if alone else [f":beta={beta}{more}" for beta in betas]
+        specs += [f"pariskv:preset={preset}{share}" for share in shares]
+    return specs
+
+
+def summary(found: Recall) -> dict[str, float]:
+    """Mean, worst layer and worst decile of the heads; coverage over that of the true top k."""
+    heads = found.recall.flatten().sort().values
+    return {
+        "recall": float(found.recall.mean()),
+        "recall_worst_layer": float(found.recall.mean(1).min()),
+        "recall_worst_decile": float(heads[: max(len(heads) // 10, 1)].mean()),
+        "mass_ratio": float(found.coverage.mean() / found.mass_true.mean()),
+    }
+
+
+def cell_of(layers: Any, spec: str, given: argparse.Namespace, **where: Any) -> dict[str, Any]:
+    """What is found of an index."""
+    options = parse_spec(spec)[1]
+    found = summary(measure(layers, spec, k=given.k, prompt=where["tokens"]))
+    return {
+        **where,
+        "index": spec,
+        "preset": options.get("preset", spec),
+        "beta": options.get("beta", 1.0),
+        "bytes_128": bytes_per_key(spec, 128),
+        **found,
+    }
+
+
+def run(given: argparse.Namespace) -> None:
+    """Capture, measure, print and write."""
+    model, tokenizer = loaded(given)
+    specs = expand(given.presets, given.beta, given.rho)
+    about = {"k": given.k, "queries_per_head": given.written, "seed": SEED}
+    result: dict[str, Any] = {**described(given), **about, "cells": []}
+    with Progress() as progress:
+        for text, tokens in itertools.product(given.text, given.tokens):
+            ids, title = ids_of(tokenizer, text.read_text(), tokens), f"{text.stem}, {tokens}"
+            layers = read_and_write(model, ids, given.written, progress, title)
+            for spec in progress.track(specs, description=f"{title}: indexes"):
+                cell = cell_of(layers, spec, given, text=text.stem, tokens=tokens)
+                result["cells"].append(cell)
+            write(result, given.json)
+    print(report.TABLES["recall"](result))

@@ -1,1 +1,0 @@
-"""What benchmarks/drift.py compares, how keys are shifted, and what it shows."""

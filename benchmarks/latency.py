@@ -1,0 +1,196 @@
+"""A decoding step of one layer on a GPU, from query to attention output, beside dense attention.
+
+    python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
+        [--layers L] [--replays R] [--seconds S] [--no-dense] [--json OUT]
+
+H = 32, G = 8, D = 128, bfloat16, k = 100; the index is one that fused kernels serve, as
+`pariskv:preset=paper`. First the answer is checked; a wrong one is not timed. Times are of replays
+of a CUDA graph that holds the public call, `index.attend`, of L layers one after another (of fewer
+where memory is short), divided by L, by CUDA events, after the L2 cache was filled with something
+else and with other queries in each replay. Rows lie on the host and none is in the cache
+(`step_host`), on the host and as many in the cache as --hit-rate says (`step_cached`), or on the
+device (`step_device`). Rivals are attention over all keys and values (SDPA, the faster of two
+ways), and exact scores with topk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from benchmarks import report
+from benchmarks.common import workload
+from benchmarks.common.correctness import check
+from benchmarks.common.timing import GraphTimer, Timed
+from benchmarks.common.workload import Layers
+from kvindex.core.geometry import Geometry
+from kvindex_adapters.files import output, write_json
+from kvindex_adapters.machine import describe
+
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+"""All but the one that writes the logits down, which would need several times the memory."""
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What the command was told; exits with words where it cannot be done."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2**15, 2**17, 2**20])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    add_index(parser)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
+    parser.add_argument("--no-dense", action="store_true", help="measure no rivals")
+    parser.add_argument("--json", type=output())
+    found = parser.parse_args(given)
+    refuse(parser, found, tokens=4096, batch=1, layers=1, replays=10)
+    return found
+
+
+def add_index(parser: argparse.ArgumentParser) -> None:
+    """Options of the step that is measured."""
+    parser.add_argument("--index", default="pariskv", help="as kvindex.create takes it")
+    parser.add_argument("--hit-rate", type=float, default=0.9, help="of the cache of rows")
+    parser.add_argument("--replays", type=int, default=50, help="of a graph")
+
+
+def refuse(parser: argparse.ArgumentParser, found: argparse.Namespace, **least: int) -> None:
+    """Exits with words where a number is below its `least`, or the index cannot be measured."""
+    for name, low in least.items():
+        values = getattr(found, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value < low:
+                parser.error(f"{name}: got {value}, allowed is at least {low}")
+    if not 0 <= found.hit_rate <= 1:
+        parser.error(f"hit-rate: got {found.hit_rate}, allowed is 0 to 1")
+    try:
+        workload.measurable(found.index)
+    except (KeyError, TypeError, ValueError) as error:
+        parser.error(f"index: {error}")
+    if not torch.cuda.is_available():
+        parser.error("this measures a CUDA device, and torch sees none")
+
+
+def steps(
+    g: Geometry,
+    spec: str,
+    tokens: int,
+    batch: int,
+    layers: int,
+    timed: Timed,
+    *,
+    hit_rate: float,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Microseconds of a layer's step, with rows here and there.
+
+    sizes: more for `Layers`. Raises SystemExit where both places do not give the same.
+    """
+    found: dict[str, Any] = {"layers": layers}
+    answers = {}
+    for place in ("host", "device"):
+        work = Layers(g, spec, place, tokens=tokens, batch=batch, layers=layers, **sizes)
+        answers[place] = work.answers()
+        found[f"step_{place}"] = timed(work.run, layers, work.ask)
+        if place == "host":
+            work.fill()
+            found["step_cached"] = timed(work.run, layers, partial(work.ask, hit_rate=hit_rate))
+            found["hit_rate"] = hit_rate
+        del work
+        workload.free()
+    agree(answers)
+    return found
+
+
+def agree(answers: dict[str, Tensor]) -> None:
+    """Raises SystemExit if outputs over rows on the host and on the device differ."""
+    if not torch.allclose(answers["host"].float(), answers["device"].float(), rtol=2e-2, atol=1e-2):
+        raise SystemExit("the step is wrong: rows on the host and on the device differ")
+
+
+def rivals(
+    g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
+) -> dict[str, Any]:
+    """Attention over all keys and values, and exact scores with the best k, in device memory.
+
+    Attention is timed as SDPA with `enable_gqa`, and with a group's heads as so many queries of
+    one KV head, which is the same; the faster one is `dense`.
+    """
+    shape = (layers, 2, batch, g.kv_heads, tokens, g.head_dim)
+    keys, values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_().unbind(1)
+    asked = workload.queries_of(g, layers, batch)
+    alone = asked[..., None, :]  # [L, B, H, 1, D]
+    folded = asked.unflatten(2, (g.kv_heads, g.group_size))  # [L, B, G, g, D]
+
+    def attention(queries: Tensor, gqa: bool) -> Tensor:
+        layered = zip(queries, keys, values, strict=True)
+        return [sdpa(*layer, enable_gqa=gqa) for layer in layered][-1]
+
+    def best() -> Tensor:
+        layered = zip(folded, keys, strict=True)
+        return [(q @ k_.mT).amax(2).topk(k, sorted=False).indices for q, k_ in layered][-1]
+
+    ways = {
+        "dense_gqa": partial(attention, alone, True),
+        "dense_folded": partial(attention, folded, False),
+    }
+    found: dict[str, Any] = {"dense_layers": layers}
+    with sdpa_kernel(FUSED if g.device.type == "cuda" else [SDPBackend.MATH]):
+        one, other = (run().float().flatten() for run in ways.values())
+        if not float((one - other).norm() / one.norm()) < 2e-2:
+            raise SystemExit("the two ways of dense attention differ")
+        found |= {name: timed(run, layers) for name, run in ways.items()}
+        found["topk"] = timed(best, layers)
+    found["dense"] = min((found[name] for name in ways), key=lambda times: times["median_us"])
+    return found
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Check, then measure point by point; what is known is written after each."""
+    g, timed, start = workload.geometry("cuda"), GraphTimer(given.replays), time.monotonic()
+    result: dict[str, Any] = {
+        "shape": dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim, k=workload.K),
+        "index": given.index,
+        "near": workload.WINDOW,
+        "machine": describe("cuda"),
+        "check": check(g, given.index, batch=max(2, *given.batch)),
+        "points": [],
+        "notes": [],
+    }
+    workload.free()
+    for tokens, batch in [(n, b) for n in given.tokens for b in given.batch]:
+        about = f"{tokens:,} tokens, batch {batch}"
+        layers = workload.layers_that_fit(g, tokens, batch, given.layers)
+        if time.monotonic() - start > given.seconds or not layers:
+            result["notes"].append(f"{about}: not begun, for {'time' if layers else 'memory'}")
+            continue
+        point = {"tokens": tokens, "batch": batch}
+        if not given.no_dense:
+            point |= rivals(g, tokens, batch, layers, timed)
+            workload.free()
+        sizes = tokens, batch, layers
+        point |= steps(g, given.index, *sizes, timed, hit_rate=given.hit_rate)
+        result["points"].append(point)
+        result["seconds"] = time.monotonic() - start
+        if given.json:
+            write_json(given.json, result)
+        print(f"{result['seconds']:5.0f} s  {about}", flush=True)
+    return result
+
+
+def main() -> None:
+    """Check, measure, write and print."""
+    given = arguments()
+    with torch.no_grad():
+        result = measure(given)
+    print(report.TABLES["decode_step_h100"](result), *result["notes"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What an index finds and what that does to the output, on a real model's keys and queries.
+
+    python -m benchmarks.quality recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
+    python -m benchmarks.quality kl --text FILE… [--tokens N …] [--steps T] [--index SPEC …]
+    python -m benchmarks.quality fidelity [--index SPEC …]
+    python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
+
+`recall`: share of each query head's own true rows, of attention coverage, and bytes, by preset and
+share of candidates. `kl`: KL from full attention beside exact search with as many rows. `fidelity`:
+KL, agreement and recall, a token at a time on a fixed text. `field`: all indexes under one
+protocol. Each takes --json OUT, and `--model … --gguf-file … --lora … --device …`; without
+--model: SmolLM2-135M-Instruct. More: `python -m benchmarks.quality recall --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.common.reading import add_model
+from benchmarks.comparing import fidelity, field, kl, recall
+
+COMMANDS = {"recall": recall, "kl": kl, "fidelity": fidelity, "field": field}
+
+
+def main(told: list[str] | None = None) -> None:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
+    for name, module in COMMANDS.items():
+        doc = module.__doc__ or ""
+        command = commands.add_parser(name, help=doc.splitlines()[0], description=doc)
+        add_model(command)
+        module.add(command)
+        command.set_defaults(run=module.run)
+    given = parser.parse_args(told)
+    with torch.no_grad():
+        given.run(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Write the tables in README and docs from `benchmarks/results/*.json`, and draw the pictures.
+
+    python -m benchmarks.report [--check] [--draw NAME …]
+
+A table stands between `<!-- name:begin -->` and `<!-- name:end -->`. With --check nothing is
+written, and the exit status is 1 where a table is not what the results say. --draw writes
+docs/pictures/NAME.png as well: decode_step, recall, drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.reporting import field, gpu, quality
+from benchmarks.reporting.parts import Result, stored
+from kvindex_adapters.files import write_text
+
+ROOT = Path(__file__).parents[1]
+
+SOURCES = {"decode_presets": "decode_step_fast", "append_layers": "append"}
+"""Of a table, the result that it is made of, where that has another name."""
+
+TABLES: dict[str, Callable[[Result], str]] = {
+    "demo": quality.demo,
+    "fidelity": quality.fidelity,
+    "divergence": quality.divergence,
+    "recall": quality.recall,
+    "recall_lengths": quality.lengths,
+    "drift": quality.drift,
+    "field": field.field,
+    "decode_step": gpu.decode_step,
+    "decode_step_h100": gpu.steps,
+    "decode_presets": gpu.presets,
+    "append_layers": gpu.append_layers,
+    "generate_speed": gpu.generate_speed,
+    "hit_rate": gpu.hit_rate,
+    "limits": gpu.limits,
+}
+
+
+def pages() -> list[Path]:
+    """Those with tables."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in found if "<!-- " in path.read_text()]
+
+
+def rewritten(page: str) -> str:
+    """The page with its tables made anew. Raises KeyError for a table that nobody writes."""
+    for name in re.findall(r"<!-- (\w+):begin -->", page):
+        render, result = TABLES[name], stored(SOURCES.get(name, name))
+        if result is not None:
+            block = f"<!-- {name}:begin -->\n{render(result)}\n<!-- {name}:end -->"
+            pattern = f"<!-- {name}:begin -->.*?<!-- {name}:end -->"
+            page = re.sub(pattern, lambda _, b=block: b, page, flags=re.DOTALL)
+    return page
+
+
+def stale() -> dict[Path, str]:
+    """Pages that are not what the results say, and what they should be."""
+    found = {path: rewritten(path.read_text()) for path in pages()}
+    return {path: new for path, new in found.items() if new != path.read_text()}
+
+
+def main(told: list[str] | None = None) -> int:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--draw", nargs="+", default=[], metavar="NAME")
+    given = parser.parse_args(told)
+    changed = stale()
+    for path, new in changed.items():
+        if not given.check:
+            write_text(path, new, path.name)
+    names = ", ".join(str(path.relative_to(ROOT)) for path in changed) or "nothing"
+    print("stale:" if given.check else "changed:", names)
+    if given.draw:
+        from benchmarks.reporting.pictures import draw  # which needs matplotlib
+
+        draw(ROOT / "docs/pictures", given.draw)
+    return int(bool(changed) and given.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The tables and pictures of `benchmarks/report.py`, by what they are about."""

@@ -1,0 +1,100 @@
+"""The pictures in docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+
+from benchmarks.reporting.parts import Result, mean, some, stored, values
+from benchmarks.reporting.quality import drift_lines
+from kvindex_adapters.files import save_figure
+
+matplotlib.use("Agg")
+
+
+def decode_step(result: Result) -> Any:
+    """Time against length at batch 1."""
+    lines = (
+        ("step_host", "this step, rows on the host", "o-"),
+        ("step_cached", "the same, most rows in the cache", "o:"),
+        ("step_device", "this step, rows on the device", "o--"),
+        ("dense", "dense attention (SDPA)", "s-"),
+        ("topk", "exact scores and topk", "^-"),
+    )
+    longer = stored("decode_step_4m") or {"points": []}
+    points = some([*result["points"], *longer["points"]], batch=1)
+    points.sort(key=lambda point: point["tokens"])
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for part, label, style in lines:
+        known = [(p["tokens"], p[part]["median_us"]) for p in points if part in p]
+        axes.plot(*zip(*known, strict=True), style, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per layer and step")
+    tokens = values(points, "tokens")
+    axes.set_xticks(tokens, [f"{n // 1024}K" for n in tokens])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    return figure
+
+
+def recall(result: Result) -> Any:
+    """Recall against β, and against bytes that a step reads per key, presets side by side."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for preset in values(result["cells"], "preset"):
+        points = []
+        for beta in values(mine := some(result["cells"], preset=preset), "beta"):
+            here = some(mine, beta=beta)
+            size = here[0]["bytes_128"]
+            read = size["scanned"] + (size["kept"] * beta if preset != "scan" else 0)
+            points.append((beta, read, mean(here, "recall")))
+        shares, sizes, found = zip(*sorted(points), strict=True)
+        left.plot(shares, found, "o-", label=preset)
+        right.plot(sizes, found, "o-", label=preset)
+    left.set(xscale="log", xlabel="share of the keys reranked, β")
+    left.set(ylabel=f"recall@{result['k']}")
+    right.set(xscale="log", xlabel="bytes read per key and KV head, D = 128")
+    left.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    return figure
+
+
+def drift(result: Result) -> Any:
+    """Recall against position, each system as it is, and its coarse stage alone."""
+    lines = drift_lines(result["cells"], result["cells"][0]["kind"])
+    sizes = result["bytes_per_key"]
+    names = list(sizes)
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for axes, stage in zip(panels, ("whole", "candidates"), strict=True):
+        for (name, of, learns), line in lines.items():
+            style = "o-" if learns == "prompt" else ".:"
+            if of == stage:
+                color = f"C{names.index(name)}"
+                axes.plot(*zip(*line.items(), strict=True), style, color=color)
+        axes.set(xlabel="tokens before the query; dotted: learned from all keys", ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel=f"recall@{result['k']}", title="each as it is")
+    panels[1].set(title="its coarse stage alone")
+    handles = [pyplot.Line2D([], [], color=f"C{i}", marker="o") for i in range(len(names))]
+    labels = [f"{name}: {size['kept']:.0f} B per key" for name, size in sizes.items()]
+    figure.legend(handles, labels, loc="outside lower center", ncol=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    return figure
+
+
+PICTURES = {"decode_step": decode_step, "recall": recall, "drift": drift}
+"""By the name of the result and of the file."""
+
+
+def draw(folder: Path, names: list[str]) -> None:
+    """Write the pictures of these results to a folder."""
+    for name in names:
+        if result := stored(name):
+            figure = PICTURES[name](result)
+            save_figure(figure, folder / f"{name}.png", dpi=110)
+            pyplot.close(figure)

@@ -1,0 +1,166 @@
+"""What an index finds and does to the output: the demo, fidelity, KL, recall, drift."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from benchmarks.reporting.parts import Result, machine, mean, some, stored, table, values
+
+POOL = 4
+"""Candidates past the paper are at least `POOL · k`."""
+
+
+def demo(result: Result) -> str:
+    """Full attention and the index, side by side."""
+    full, index = result["full"], result["index"]
+    found = ("yes" if one["found"] else "no" for one in (full, index))
+    recall = f"{index['recall_at_k']:.2f} ({index['recall_limit']:.2f})"
+    steps = result["steps_compared"]
+    rows = [
+        ("answer", full["answer"], index["answer"]),
+        (f"needle {result['needle']} found", *found),
+        ("rows read per token", "100%", f"{index['rows_read_fraction']:.1%}"),
+        (f"recall of each head's own top {index['k']} (exact search, as many rows)", "1", recall),
+        (
+            f"same next token; mean KL, {steps} steps",
+            "1; 0",
+            f"{index['agreement']:.2f}; {index['kl_mean']:.4f} nats",
+        ),
+        ("prefill, seconds", f"{full['prefill_s']:.1f}", f"{index['prefill_s']:.1f}"),
+        ("per token, seconds", f"{full['token_s']:.2f}", f"{index['token_s']:.2f}"),
+    ]
+    memory = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in index["nbytes"].items())
+    return (
+        table(("", "full attention", f"{index['name']}, k = {index['k']}"), rows)
+        + f"\n\n{result['model']}, {result['prompt_tokens']} prompt tokens. "
+        f"Memory of the index: {memory}. {machine(result)}"
+    )
+
+
+def fidelity(result: Result) -> str:
+    """Each index against full attention, teacher-forced."""
+    parts = {"kl_mean": ".4f", "agreement": ".3f", "recall_at_k": ".3f", "recall_limit": ".3f"}
+    rows = [
+        (f"`{name}`", *(f"{found[part]:{form}}" for part, form in parts.items()))
+        for name, found in result["indexes"].items()
+    ]
+    k = result["k"]
+    drawn = any("+sample" in name for name in result["indexes"])
+    note = " `+sample` draws half of the rows at random." if drawn else ""
+    head = ("index", "mean KL, nats", "same next token", f"recall@{k}", "exact search")
+    return (
+        f"SmolLM2-135M-Instruct, {result['prompt_tokens']} tokens of prose, then "
+        f"{result['steps']} steps with given tokens; {k} rows per KV head shared by 3 query "
+        "heads, sink 64, local 256. Recall is of each query head's own true top "
+        f"{k}; the last column is what exact search reaches with the same policy and rows."
+        f"{note}\n\n" + table(head, rows) + f"\n\n{machine(result)}"
+    )
+
+
+def divergence(result: Result) -> str:
+    """KL over that of exact search with as many rows; longer texts from files beside it."""
+    parts = [("to 6K", result)]
+    for name in ("16k", "32k", "62k"):
+        if found := stored(f"divergence_{name}"):
+            parts.append((f"{name.upper()}, long model", found))
+    rows = [
+        (
+            *(f"`{index}`", length, str(len(found["cells"])), f"{found['kl_mean']:.4f}"),
+            f"{part['indexes']['exact']['kl_mean']:.4f}",
+            "{:.3f} ({:.3f} to {:.3f})".format(found["ratio"], *found["ratio_95"]),
+        )
+        for length, part in parts
+        for index, found in part["indexes"].items()
+        if index != "exact"
+    ]
+    head = ("index", "prompt", "cells", "mean KL, nats", "of `exact`", "ratio (95%)")
+    return (
+        f"Each cell: a text (prose, code, dialogue) and a length, {result['steps']} steps with "
+        f"given tokens, k = {result['k']} rows per KV head shared by 3 query heads. The ratio is "
+        "the geometric mean over cells; its interval a paired bootstrap over tokens.\n\n"
+        + table(head, rows)
+        + "\n\n"
+        + " ".join([*(part["note"] for _, part in parts if "note" in part), machine(result)])
+    )
+
+
+# Recall
+
+
+def recall(result: Result) -> str:
+    """Presets at several β: bytes, recall and coverage, means over texts."""
+    rows, cells, k = [], result["cells"], result["k"]
+    for index in values(cells, "index"):
+        mine = some(cells, index=index)
+        first, least = mine[0], POOL * k
+        share = f"{first['beta']:.0%}"
+        if first["beta"] * first["tokens"] < least and first["preset"] != "paper":
+            if first["beta"] > 0.02:
+                continue  # the pool is larger: the same row twice
+            share += f" ({least} keys)"
+        size = (f"{first['bytes_128'][part]:.0f}" for part in ("kept", "scanned"))
+        worst = f"{min(cell['recall_worst_layer'] for cell in mine):.3f}"
+        tenth, coverage = (f"{mean(mine, of):.3f}" for of in ("recall_worst_decile", "mass_ratio"))
+        found = f"{mean(mine, 'recall'):.3f}"
+        rows.append((f"`{first['preset']}`", share, *size, found, worst, tenth, coverage))
+    head = ("preset", "β", "bytes kept", "scanned", f"recall@{k}", "worst layer")
+    return (
+        f"SmolLM2-135M-Instruct, {cells[0]['tokens']} tokens of "
+        f"{', '.join(values(cells, 'text'))}; all 30 layers, each of 9 "
+        f"query heads on its own, {result['queries_per_head']} queries each; bytes per key and KV "
+        f"head at D = 128; coverage is that of the selected rows over that of the true top {k}.\n\n"
+        + table((*head, "worst tenth of heads", "coverage"), rows)
+        + f"\n\n{machine(result)}"
+    )
+
+
+def lengths(result: Result) -> str:
+    """Recall at other lengths: with the results at 7,000 tokens and those of the long model."""
+    more = (stored(name) or {"cells": []} for name in ("recall", "recall_long", "recall_62k"))
+    cells = [*result["cells"], *(cell for part in more for cell in part["cells"])]
+    at, k = sorted(set(values(cells, "tokens"))), result["k"]
+    past = [(preset, beta) for preset in ("fast", "accurate") for beta in (0.02, 0.05)]
+    rows = []
+    for preset, beta in (("paper", 0.05), *past, ("scan", 1.0)):
+        row = [f"`{preset}`" if beta == 1 else f"`{preset}`, β = {beta:.0%}"]
+        for tokens in at:
+            pooled = preset != "paper" and 0.05 * tokens < POOL * k and beta < 1
+            betas = (0.02, 0.05) if pooled else (beta,)
+            mine = some(cells, preset=preset, tokens=tokens)
+            here = [cell for cell in mine if cell["beta"] in betas]
+            worst = min((c["recall_worst_layer"] for c in here), default=0)
+            row.append(f"{mean(here, 'recall'):.3f} ({worst:.3f})" if here else "")
+        rows.append(row)
+    head = ("", *(f"{tokens:,}" + (" (long model)" if tokens > 8192 else "") for tokens in at))
+    title = "Recall@100 by the prompt's length, means over texts (worst layer):"
+    return f"{title}\n\n" + table(head, rows)
+
+
+# Drift
+
+
+def drift_lines(cells: Iterable[Result], kind: str) -> dict[tuple[str, ...], dict[float, float]]:
+    """Recall by position, of each system, stage, and what it learns from."""
+    found: dict[tuple[str, ...], dict[float, float]] = {}
+    for one in cells:
+        if one["kind"] == kind:
+            line = one["system"], one["stage"], one["learns_from"]
+            found.setdefault(line, {})[one["at"]] = one["recall"]
+    return found
+
+
+def drift(result: Result) -> str:
+    """Some positions of each system."""
+    cells = result["cells"]
+    run = cells[0]["kind"]
+    positions = sorted(set(values(some(cells, kind=run), "at")))
+    positions = [positions[at] for at in (0, len(positions) // 2, -1)]
+    lines, rows = drift_lines(cells, run), []
+    for stage, note in (("whole", ""), ("candidates", ", coarse stage alone")):
+        for line in [line for line in lines if line[1] == stage]:
+            size = result["bytes_per_key"][line[0]]
+            shares = [f"{lines[line][at]:.3f}" for at in positions]
+            bytes_ = f"{size['kept']:.0f}, {size['scanned']:.0f}"
+            rows.append([line[0] + note, line[2], bytes_, *shares])
+    head = ["", "learns from", "bytes kept, scanned", *(f"{at:,}" for at in positions)]
+    return table(head, rows)

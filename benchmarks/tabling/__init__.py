@@ -1,1 +1,0 @@
-"""The tables that benchmarks/tables.py writes, by what they are about."""

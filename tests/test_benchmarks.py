@@ -1,0 +1,439 @@
+"""Benchmarks and tools: each runs small from end to end, and refuses a wrong answer."""
+
+import importlib
+import io
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import append, drift, drifting, generation, latency, quality, report
+from benchmarks.common import correctness, decoding, reading, workload
+from benchmarks.comparing import fidelity, field
+from benchmarks.comparing.layers import Layer
+from benchmarks.comparing.measure import measure, truths
+from benchmarks.comparing.truth import Setting
+from benchmarks.drift import along
+from kvindex.core.geometry import Geometry
+from kvindex.indexes.exact import Exact
+from kvindex_adapters.evaluate.capture import Captured
+from tests.adapters.tiny import build
+from tests.cuda import emulator
+
+ROOT = Path(__file__).parents[1]
+MACHINE = dict(cores=1, processor="p", torch="2", transformers="5", threads=1)
+SMALL = Geometry.of(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+SIZES = dict(k=20, window=24)
+
+emulated = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate kernels with")
+
+
+def tool(name):
+    """A script of tools/ as a module."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+def timed(run, layers, before=None):
+    """Runs once."""
+    if before is not None:
+        before(0)
+    run()
+    return {"median_us": 10.0, "low_us": 9.0, "high_us": 11.0, "replays": 1}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes that an emulator can do."""
+    monkeypatch.setattr(correctness, "CHECKED", 768)
+    monkeypatch.setattr(workload, "SETS", 1)
+    monkeypatch.setattr(decoding, "LOCAL", 16)
+    monkeypatch.setattr(decoding, "placed", lambda *_: {"backend": "cuda"})
+    with emulator.emulated():
+        yield
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A tiny model in the place of the real one; options that name two texts and a result."""
+    model = build("llama", eos_token_id=None)
+
+    def tokenizer(text, **_):
+        return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
+
+    monkeypatch.setattr(reading, "load", lambda *_, **__: (model, tokenizer))
+    for name in "ab":
+        (tmp_path / name).write_text(f"{name}: some words of a text " * 100)
+    texts = ["--text", str(tmp_path / "a"), str(tmp_path / "b")]
+    return texts, ["--model", "tiny", "--json", str(tmp_path / "out.json")]
+
+
+def ran(main, given, monkeypatch):
+    """The result that a script has written."""
+    monkeypatch.setattr("sys.argv", ["script", *map(str, given)])
+    main()
+    return json.loads(Path(given[-1]).read_text())
+
+
+# The pages
+
+
+@pytest.mark.parametrize("path", report.pages(), ids=lambda path: path.name)
+def test_tables_are_what_the_results_say(path):
+    """If not: python -m benchmarks.report."""
+    assert report.rewritten(path.read_text()) == path.read_text()
+
+
+def test_a_stale_table_fails_the_check(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "README.md"
+    (tmp_path / "docs").mkdir()
+    page.write_text((ROOT / "README.md").read_text().replace("nats", "bits"))
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.main(["--check"]) == 1
+    assert "stale: README.md" in capsys.readouterr().out
+    assert report.main([]) == 0
+    assert page.read_text() == (ROOT / "README.md").read_text()
+    with pytest.raises(KeyError, match="strange"):
+        report.rewritten("<!-- strange:begin -->\n<!-- strange:end -->")
+
+
+def test_every_script_is_listed_and_every_result_names_its_machine():
+    for folder in ("benchmarks", "tools"):
+        for path in (ROOT / folder).glob("*.py"):
+            if "__main__" in (text := path.read_text()):
+                assert f"`{path.name}`" in (ROOT / "benchmarks/README.md").read_text(), path.name
+            for told in text.split('"--json"')[1:]:
+                assert told.startswith(", type=output("), path.name  # refused before the work
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        assert {"processor", "torch"} <= json.loads(path.read_text())["machine"].keys(), path
+
+
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    pictures = importlib.import_module("benchmarks.reporting.pictures")
+    pictures.draw(tmp_path, ["decode_step", "recall"])
+    assert (tmp_path / "recall.png").stat().st_size > 10_000
+
+
+# On a GPU
+
+
+@emulated
+@pytest.mark.parametrize("preset", ["fast", "paper"])
+def test_a_right_step_is_let_through(preset, small):
+    found = correctness.check(SMALL, f"pariskv:preset={preset}", **SIZES)
+    assert (found["found"], found["repeats"]) == (20, True)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("method", "message"), [("append", "of the ids are"), ("attend", "the output is off")]
+)
+def test_a_wrong_step_is_not_timed(method, message, small, monkeypatch):
+    created = workload.created
+
+    def wrong(*given, **options):
+        index = created(*given, **options)
+        real = getattr(index, method)
+        changed = {"append": lambda k, v: real(k.roll(1, 2), v)}
+        changed["attend"] = lambda q, near, k: (-real(q, near, k=k)[0], real(q, near, k=k)[1])
+        if "backend" not in options:
+            setattr(index, method, changed[method])
+        return index
+
+    monkeypatch.setattr(correctness, "created", wrong)
+    with pytest.raises(SystemExit, match=f"not timed.*{message}"):
+        correctness.check(SMALL, "pariskv", **SIZES)
+
+
+@emulated
+def test_a_point_of_latency_is_measured(small):
+    point = latency.steps(SMALL, "pariskv", 300, 1, 1, timed, hit_rate=0.5, **SIZES)
+    point |= latency.rivals(SMALL, 600, 2, 2, timed, k=20)
+    result = dict(points=[dict(tokens=600, batch=2, **point)], machine=MACHINE, index="pariskv")
+    page = report.TABLES["decode_step_h100"]({**result, "shape": {"k": 20}})
+    assert "| 600 | 2 | 10 | 10 | 10 (1.00) | 10 (1.00) | 10 (1.00) |" in page
+    json.dumps(result)
+    with pytest.raises(SystemExit, match="on the host and on the device differ"):
+        latency.agree({"host": torch.zeros(3), "device": torch.ones(3)})
+
+
+@emulated
+def test_queries_are_asked_again_or_fresh_and_too_few_rows_are_refused(small):
+    work = workload.Layers(SMALL, "pariskv", "host", tokens=300, **SIZES)
+    first = work.queries.clone()
+    work.ask(0, 0.0)
+    assert (work.queries != first).any(-1).all()
+    work.ask(0, 1.0)
+    assert torch.equal(work.queries, first)
+    work.indexes[0].truncate(5)
+    with pytest.raises(SystemExit, match="not timed: 5 rows, not 20"):
+        work.answers()
+
+
+@emulated
+def test_an_append_is_measured_and_updates_are_told_apart(small):
+    found = append.prompt(SMALL, "pariskv", 300, "device", 2)
+    assert found["bytes"] == 300 * 2 * 128 * 2
+    layers = decoding.Decoding(SMALL, "pariskv", 280, 1, update_every=4, local_window=16)
+    _, kinds = append.steps(layers, 8)
+    assert [len(layer) for layer in layers.layers] == [288]
+    assert set(kinds) == set(append.KINDS)
+    found = append.delays([10.0, 13.0, 10.0, 11.0], ["plain", "updated"] * 2)
+    assert found["updated"]["delay_median"] == pytest.approx(0.2)
+    part = {"tokens": 280, "layers": 2, "beside": found}
+    assert "| 20.0% |" in report.TABLES["append_layers"]({"layers": [part]})
+
+
+@pytest.mark.parametrize("script", [latency, append])
+def test_what_cannot_be_measured_is_said(script, capsys):
+    for given, message in (
+        (["--tokens", "5"], "tokens: got 5, allowed is at least 4096"),
+        (["--index", "exact"], "allowed is one whose steps are kernels"),
+        (["--hit-rate", "2"], "hit-rate: got 2.0"),
+        (["--json", "/nowhere/a.json"], "allowed is a file in a folder that exists"),
+    ):
+        with pytest.raises(SystemExit):
+            script.arguments(given)
+        assert message in capsys.readouterr().err
+
+
+def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
+    texts, model = tiny
+    monkeypatch.setattr(generation, "WARM", 2)
+    monkeypatch.setattr(generation, "CHECKED", 2)
+    given = [*texts[:2], "--tokens", 80, "--written", 6, "--turn", 3, "--layers", 1]
+    given += ["--context", 520, "--steps", 3, "--dtype", "float32", *model]
+    result = ran(generation.main, given, monkeypatch)
+    assert result["model_run"]["same_text"]
+    assert (result["layers"]["rounds"], result["model_run"]["rounds"]) == (1, 2)
+    page = report.TABLES["generate_speed"](result)
+    assert f"| {1e3 / result['model_run']['dense']['token_ms']:.0f} |" in page
+    step = decoding.Decoding.step
+    wrong = property(lambda self: lambda: [out + torch.rand(1) for out in step(self)])
+    monkeypatch.setattr(decoding.Decoding, "step", wrong)
+    with pytest.raises(SystemExit, match="step 0 is not the same"):
+        generation.main()
+
+
+# Quality
+
+
+def test_recall_is_measured(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["recall", *texts, "--tokens", 200, "--written", 4, "-k", 5]
+    given += ["--beta", 1, "--presets", "precise", "paper", "scan", *model]
+    result = ran(quality.main, given, monkeypatch)
+    assert [cell["recall"] > 0.5 for cell in result["cells"]] == [True] * 6
+    with pytest.raises(ValueError, match=r"text: got \d+ tokens, allowed is at least 9000"):
+        ran(quality.main, [*given[:5], 9000, *given[6:]], monkeypatch)
+
+
+def test_kl_of_exact_is_its_own_and_that_of_fewer_candidates_is_larger(tiny, monkeypatch):
+    texts, model = tiny
+    index = "pariskv:preset=scan", "streaming:budget=8", "exact:group=union"
+    given = ["kl", *texts, "--tokens", 400, "--steps", 100, "-k", 8, "--index", *index, *model]
+    found = ran(quality.main, given, monkeypatch)["indexes"]
+    assert found["exact"]["ratio"] == found["exact:group=union"]["ratio"] == 1
+    assert found["streaming:budget=8"]["ratio_95"][0] > 1
+    assert "streaming" in report.TABLES["divergence"](
+        {"indexes": found, "steps": 100, "k": 8, "machine": MACHINE}
+    )
+
+
+def test_fidelity_is_measured(tiny, monkeypatch):
+    for name, value in dict(PROMPT=2200, CONTINUATION=3, K=2200).items():
+        monkeypatch.setattr(fidelity, name, value)
+    found = ran(quality.main, ["fidelity", "--index", "exact", *tiny[1]], monkeypatch)
+    assert found["indexes"]["exact"]["kl_mean"] < 1e-6
+
+
+SETTING = Setting(tokens=420, sink=4, local_window=32, generated=128, every=32)
+
+
+def layer(later=0.0):
+    """Two KV heads read by two query heads each; what comes in pieces, and asks, is moved."""
+    draw = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 440, 16, generator=draw)
+    queries = torch.randn(4, 440, 16, generator=draw) * 3
+    keys[:, 292:388, 0] += later
+    queries[:, 420:, 0] += later
+    return Layer(keys, queries, 0.25, None, values)
+
+
+def test_exact_search_with_all_rows_is_full_attention_and_a_wrong_one_is_not(monkeypatch):
+    one, rows = layer(), [32, 512]
+    known = truths(one, SETTING, rows)
+    for pieces in (False, True):
+        found = measure(one, "exact", SETTING, rows, known, pieces=pieces)
+        assert found["rows"][32]["recall"] == found["rows"][512]["recall"] == 1
+        assert found["rows"][512]["error"] < 1e-5 < 0.01 < found["rows"][32]["error"]
+    assert list(found["along"]) == [0, 32, 64, 128]
+    search = Exact._search
+    monkeypatch.setattr(Exact, "_search", lambda self, queries, k: search(self, -queries, k))
+    assert measure(one, "exact", SETTING, [32], known)["rows"][32]["recall"] < 0.5
+
+
+def test_a_frozen_index_loses_what_comes_later_and_a_failure_stops_nobody():
+    compared = field.Comparison(SETTING, [32, 512], [layer(later=4.0)])
+    for spec in ("pqcache:subspaces=5", "exact", "magicpig:bits=4"):
+        compared.measure(spec, 0)
+    assert "subspaces: got 5" in compared.failed["pqcache:subspaces=5"]
+    lines = {(one["index"], one["arrival"]): one for one in compared.lines()}
+    late, frozen = (lines["magicpig:bits=4", way]["along"] for way in ("pieces", "stale"))
+    assert late["0"]["coverage"] == frozen["0"]["coverage"]
+    assert frozen["128"]["coverage"] < late["128"]["coverage"] / 2
+
+
+def test_the_field_is_written_and_added_to(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["field", *texts, "--written", 4, "--generated", 100, "--layers", 3, "--rows", 16]
+    given += ["--index", "exact", "streaming:budget={k}", "--tokens"]
+    ran(quality.main, [*given, 500, *model], monkeypatch)
+    result = ran(quality.main, [*given, 520, "--add", *model], monkeypatch)
+    assert [run["measured"] for run in result["runs"]] == [4, 4]
+    assert "| `exact` |" in report.TABLES["field"](result)
+
+
+def drifted(later=0.0):
+    """Keys after the prompt are moved."""
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 600, 16, generator=draw)
+    keys[:, 400:] += later
+    return Captured(keys, torch.randn(4, 200, 16, generator=draw), 0.25, None)
+
+
+def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
+    exact = drifting.System("exact", partial(drifting.Indexed, "exact"))
+    recalls, _ = along(drifted(), exact, [400, 450], 10)
+    assert torch.stack(recalls).eq(1).all()
+    stale, fresh = (
+        along(
+            drifted(later=3.0),
+            drifting.System("PQ", lambda one: drifting.Quantized(subspace=8), rebuilt=rebuilt),
+            *([400, 536], 50),
+        )[0]
+        for rebuilt in (False, True)
+    )
+    assert stale[1].mean() < fresh[1].mean() - 0.05
+
+
+def test_drift_is_measured(tiny, monkeypatch):
+    texts, model = tiny
+    few = [drifting.System("fast", partial(drifting.Indexed, "pariskv:preset=fast"))]
+    monkeypatch.setattr(drift, "systems", lambda: few)
+    given = [*texts[:2], "--tokens", 200, "--written", 80, "--positions", 3, "-k", 5, *model]
+    result = ran(drift.main, given, monkeypatch)
+    assert len(result["cells"]) == 3
+    assert "| fast | prompt |" in report.TABLES["drift"](result)
+
+
+# Tools
+
+
+def test_a_cache_gives_up_its_oldest_row(tiny, monkeypatch):
+    hits = tool("cache_hits")
+    same = [i for i in range(20_000) if (i * 2654435761 & 0xFFFFFFFF) >> 12 & 3 == 0][:5]
+    a, b, c, d, e = same
+    steps = [[a, -1], [b, -1], [c, d], [a, -1], [e, -1], [b, -1]]
+    found = hits.found(torch.tensor([[step] for step in steps]).numpy(), 16)
+    assert found[:, 0].tolist() == [0, 0, 0, 1, 0, 0]
+    given = [*tiny[0], "--tokens", 80, "--written", 6, "-k", 5, "--index", "exact", *tiny[1]]
+    result = ran(hits.main, given, monkeypatch)
+    assert "| a | 80 | 4,096 |" in report.TABLES["hit_rate"](result)
+
+
+def counters(profile, **values):
+    """A table as `ncu` writes it."""
+    head = ["ID", "Kernel Name", "Grid Size", *profile.COUNTERS.values()]
+    row = [0, "scan", "(8, 1, 1)", *(values.get(name, 0.5) for name in profile.COUNTERS)]
+    lines = [head, [""] * len(head), row]
+    return "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines) + "\n"
+
+
+def test_counters_are_read_and_what_is_no_table_is_said():
+    profile = tool("profile_kernels")
+    (scan,) = profile.parsed(counters(profile, us=12500.0, memory=71.0))
+    assert (scan["us"], scan["limit"]) == (12.5, "memory, 71%")
+    (wait,) = profile.parsed(counters(profile, long_scoreboard=9))
+    assert wait["limit"] == "latency: long scoreboard"
+    works = dict(works={"a": [scan, wait]}, tokens=1, keys=1, machine=MACHINE)
+    assert "latency: long scoreboard 58%" in report.TABLES["limits"](works)
+    with pytest.raises(ValueError, match="ncu: got no table: no permission"):
+        profile.parsed("no permission\n")
+
+
+@emulated
+@pytest.mark.slow
+def test_a_step_is_stamped_where_it_runs(small, tmp_path, monkeypatch):
+    timeline = tool("timeline")
+    work = workload.Layers(SMALL, "pariskv", "device", tokens=600, layers=2, **SIZES)
+    want = work.answers()
+    monkeypatch.setattr(emulator, "_folder", lambda: tmp_path)  # of use once
+    capture = partial(SimpleNamespace)
+    found = timeline.measure(work, work.ask, 2, timed, lambda run: capture(replay=run))
+    assert torch.equal(want, work.answers())
+    first, *_, last = found["points"]
+    assert (first["what"], first["first_us"], last["what"]) == ("start", 0, "end")
+    assert all(p["first_us"] <= p["median_us"] <= p["last_us"] for p in found["points"])
+    assert "with stamps" in timeline.shown(found)
+
+
+def test_a_mark_inside_a_statement_is_refused():
+    stamps = tool("stamps")
+    source = "__global__ void one(int n) {\n    if (n)  // MARK\n        n++;  // MARK\n}\n"
+    with pytest.raises(ValueError, match=r"a.cu:2: got 'if \(n\)  // MARK', allowed is"):
+        stamps.stamped(source, ["one"], file="a.cu")
+
+
+WORKER = """
+import json, sys
+for line in sys.stdin:
+    name, *given = json.loads(line)
+    found = {"device": {"median_us": SPEED}}
+    print(json.dumps({"error": "wrong"} if name == "check" and SPEED > 9 else found), flush=True)
+"""
+
+
+def test_trees_are_timed_in_turns_and_a_wrong_one_is_named(tmp_path, monkeypatch):
+    trees, made = tool("compare_trees"), []
+    for name, speed in dict(old=2.0, new=3.0, bad=10.0).items():
+        (tmp_path / f"{name}.py").write_text(WORKER.replace("SPEED", str(speed)))
+        folders = ROOT, tmp_path / f"{name}.log", tmp_path / f"{name}.py"
+        made.append(trees.Tree(name, *folders))
+    started = {"machine": MACHINE, "modules": []}
+    real = trees.at_once
+    monkeypatch.setattr(
+        trees,
+        "at_once",
+        lambda t, *c: dict.fromkeys("on", started) if c[0] == "start" else real(t, *c),
+    )
+    given = SimpleNamespace(index="pariskv", hit_rate=0.9, batch=1, replays=50)
+    given.__dict__.update(tokens=[4096], rounds=2, times=["device"])
+    given.json = tmp_path / "out.json"
+    result = trees.compare(made, given)
+    assert "| 2.00 (2.00 … 2.00) | 3.00 (3.00 … 3.00) | 1.500 | – | – |" in trees.compared(result)
+    assert result["failed"] == {"bad": "check: wrong"}
+    for tree in made:
+        tree.end()
+
+
+@emulated
+def test_a_tree_answers_commands_and_says_what_is_wrong(small):
+    worker = tool("tree_worker")
+    bench = worker.Bench(timed, SMALL, layers=1, sizes=SIZES)
+    places = ["device", "cached", "host"]
+    commands = [["round"], ["start"], ["build", 300, places], ["round", places], ["check", 1]]
+    out = io.StringIO()
+    worker.serve(map(json.dumps, commands), out, lambda: (bench, {}))
+    early, _, _, times, wrong = map(json.loads, out.getvalue().splitlines())
+    assert early["error"].startswith("ValueError: got 'round', allowed are 'start'")
+    assert {place: times[place]["median_us"] for place in places} == dict.fromkeys(places, 10.0)
+    assert wrong["error"].startswith("TypeError")

@@ -1,0 +1,226 @@
+"""A step's time in several source trees on one GPU, in turns: what a change gains or costs.
+
+    PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
+        [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update]
+        [--hit-rate H] [--index SPEC] [--replays R] --json OUT
+
+The step is that of `benchmarks/latency.py`, and so is the way it is timed; `append` and `update`
+are a prompt and steps with updates as `benchmarks/append.py` has them. Differences of a percent are
+smaller than those between two machines, or two runs on one. So every tree has a process that stays
+alive, builds a length once, and then each round times one tree after the other: A B A B. The table
+has the median of the rounds with the least and the most, and the median of the ratios to the first
+tree in the same round. The same folder under two names says how far to trust it.
+
+A folder is a whole checkout (`git worktree add FOLDER COMMIT`); a process times it with the
+`benchmarks` of that tree. Trees are checked first; one that is wrong or dies is named, and the
+others go on. What a tree prints lies beside OUT as its name and the tree's, `.log`. The exit status
+is 1 where a tree failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.latency import add_index, refuse
+from benchmarks.reporting.parts import table
+from kvindex_adapters.files import output, write_json
+
+TIMES = ("device", "cached", "host", "append", "update")
+"""Of a step by where rows lie (`cached`: on the host, with a cache on the device), and more."""
+
+NEEDED = ("kvindex", "kvindex_cuda", "adapters", "benchmarks/common")
+"""Folders of a tree."""
+
+WORKER = Path(__file__).with_name("tree_worker.py")
+
+Answers = dict[str, Any]
+"""By name of the tree; those that failed have none."""
+
+
+class Tree:
+    """A process that imports what lies in `folder`. `failed`: why it is asked no more, or "".
+
+    log: where goes what it prints.
+    """
+
+    def __init__(self, name: str, folder: Path, log: Path, worker: Path = WORKER) -> None:
+        # as sys.path has it: without "..", links as they are
+        self.name, self.folder, self.failed = name, Path(os.path.abspath(folder)), ""
+        self._log, self._asked = log, ""
+        paths = f"{self.folder}{os.pathsep}{self.folder / 'adapters'}"
+        flags = "-P", "-u", "-X", "faulthandler"  # -P: not the worker's own folder
+        with log.open("w") as words:
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, str(worker)],
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": paths},
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=words,
+            )
+
+    def ask(self, *command: Any) -> None:
+        """Begin a command: its name, then what it is given."""
+        if self.failed:
+            return
+        self._asked = str(command[0])
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            self.fail("its process ended")
+
+    def answer(self) -> dict[str, Any] | None:
+        """What the command has found; None if the tree has failed, or does so now."""
+        if self.failed:
+            return None
+        assert self.process.stdout is not None
+        # else printed while modules were imported
+        line = next((line for line in self.process.stdout if line.startswith("{")), None)
+        found: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in found:
+            self.fail(found["error"])
+            return None
+        return found
+
+    def fail(self, why: str) -> None:
+        """Ask no more, and say why."""
+        self.process.kill()
+        self.failed = f"{self._asked}: {why}"
+        last = self._log.read_text(errors="replace").splitlines()[-12:]
+        print("\n    ".join([f"{self.name} failed: {self.failed}", *last]), flush=True)
+
+    def end(self) -> None:
+        """End the process, which has nothing to keep."""
+        self.process.kill()
+
+
+def at_once(trees: Iterable[Tree], *command: Any) -> Answers:
+    """The same command to all trees, which work on it side by side."""
+    trees = [*trees]
+    for tree in trees:
+        tree.ask(*command)
+    found = {tree.name: tree.answer() for tree in trees}
+    return {name: answer for name, answer in found.items() if answer is not None}
+
+
+def in_turn(trees: Iterable[Tree], *command: Any) -> Answers:
+    """The same command to one tree after the other: the others wait."""
+    found: Answers = {}
+    for tree in trees:
+        found |= at_once([tree], *command)
+    return found
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What the command was told, `trees` a folder by name; exits with words where it cannot be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="the first: compared with")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[131_072])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--times", nargs="+", choices=TIMES, default=list(TIMES[:3]))
+    add_index(parser)
+    parser.add_argument("--json", type=output(), required=True)
+    found = parser.parse_args(given)
+    trees: dict[str, Path] = {}
+    for pair in found.trees:
+        name, _, folder = pair.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or not folder or name in trees:
+            parser.error(f"trees: got {pair!r}, allowed is NAME=FOLDER, each NAME once, of \\w.-")
+        if missing := [part for part in NEEDED if not (Path(folder) / part).is_dir()]:
+            parser.error(f"trees: got {pair!r}, allowed is a checkout; it lacks {missing}")
+        trees[name] = Path(folder)
+    found.trees = trees
+    refuse(parser, found, tokens=4096, batch=1, rounds=1, replays=10)
+    return found
+
+
+def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
+    """Check all trees at once, then time them in turns, length by length."""
+    step = {name: getattr(given, name) for name in ("index", "hit_rate", "batch", "replays")}
+    result: dict[str, Any] = {
+        "trees": {tree.name: str(tree.folder) for tree in trees},
+        **step,
+        **{"times": given.times, "points": [], "failed": {}},
+    }
+
+    def keep() -> None:
+        result["failed"] = {tree.name: tree.failed for tree in trees if tree.failed}
+        write_json(given.json, result)
+
+    started = at_once(trees, "start", step | {"trees": len(trees)})
+    for tree in trees:
+        for path in started.get(tree.name, {}).get("modules", ()):
+            if not tree.failed and not Path(path).is_relative_to(tree.folder):
+                tree.fail(f"got {path}, allowed is a module in {tree.folder}")
+    result["machine"] = next((found["machine"] for found in started.values()), None)
+    result["check"] = at_once(trees, "check")
+    for tokens in given.tokens:
+        keep()
+        point: dict[str, Any] = {"tokens": tokens, "rounds": []}
+        result["points"].append(point)
+        point["build"] = at_once(trees, "build", tokens, given.times)
+        for number in range(given.rounds):
+            point["rounds"].append(in_turn(trees, "round", given.times))
+            print(f"{tokens:,} tokens, round {number + 1}", flush=True)
+            keep()
+    keep()
+    return result
+
+
+def medians(point: dict[str, Any], tree: str, what: str) -> list[float | None]:
+    """A tree's µs in each round, None where it has none."""
+    rounds = [one.get(tree, {}).get(what) for one in point["rounds"]]
+    return [times["median_us"] if times else None for times in rounds]
+
+
+def compared(result: dict[str, Any]) -> str:
+    """A table: µs of each tree, and to the first tree's in the same round; `–` where none."""
+    first, *others = result["trees"]
+    head = ["tokens", "what", first, *(part for n in others for part in (n, f"to {first}"))]
+    rows = []
+    for point, what in [(point, what) for point in result["points"] for what in result["times"]]:
+        base = medians(point, first, what)
+        row = [f"{point['tokens']:,}", what]
+        for name in result["trees"]:
+            mine = medians(point, name, what)
+            times = [us for us in mine if us is not None]
+            spread = [f"{of(times):.2f}" for of in (statistics.median, min, max) if times]
+            row.append("{} ({} … {})".format(*spread) if times else "–")
+            if name != first:
+                pairs = [us / to for us, to in zip(mine, base, strict=True) if us and to]
+                row.append(f"{statistics.median(pairs):.3f}" if pairs else "–")
+        rows.append(row)
+    return table(head, rows)
+
+
+def main(given: list[str] | None = None) -> None:
+    """Compare, print, write; exits with 1 where a tree failed."""
+    told, trees = arguments(given), []
+    try:
+        for name, folder in told.trees.items():
+            log = told.json.with_name(f"{told.json.stem}.{name}.log")
+            trees.append(Tree(name, folder, log))
+        result = compare(trees, told)
+    finally:
+        for tree in trees:
+            tree.end()
+    print(compared(result), *(f"{name}: {why}" for name, why in result["failed"].items()), sep="\n")
+    if result["failed"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Copies of kernels that write down when they are where: %globaltimer at points of their source.
+
+Points of a kernel that is launched: its start, its end (wherever a block leaves it), and after each
+line of it that is a wait, a barrier or a tell: `after_previous();`, `let_next_begin();`,
+`await(…);`, `tell(…);`, `__syncthreads();`, also behind an `if` or `else` on that line. A line that
+ends in `// MARK` is a point as well, after its statement or brace, also in functions before the
+kernel; not in headers. Thread 0 of each block stamps; in a loop the last time counts.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvindex_cuda.runtime import launch as launching
+
+BLOCKS = 4096
+"""Of a kernel, that are stamped: the first."""
+
+HEAD = r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?%s\("
+COMMENT = re.compile(r"//[^\n]*")
+WAIT = re.compile(
+    r"^(?P<before>\s*(?:\} )?(?:else )?(?:if \(.*\) )?)"
+    r"(?P<call>(?:after_previous|let_next_begin|__syncthreads)\(\)|(?:await|tell)\([^;]*\));"
+    r"(?P<rest>\s*(?://.*)?)$"
+)
+MARK = re.compile(r"^(?P<code>.*?)\s*//\s*MARK\s*$")
+
+PROLOGUE = """
+namespace timeline {{
+__device__ __forceinline__ void stamp(int point) {{
+    if (threadIdx.x) return;
+    unsigned long long now, block = gridDim.y * blockIdx.z + blockIdx.y;
+    block = block * gridDim.x + blockIdx.x;
+#ifdef EMULATED
+    now = emulator::globaltimer();
+#else
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
+#endif
+    auto marks = reinterpret_cast<unsigned long long*>((unsigned long long)(STAMPED_AT));
+    if (block < {blocks}) marks[point * {blocks} + block] = now;
+}}
+template <int POINT>
+struct Leaving {{
+    __device__ __forceinline__ ~Leaving() {{ stamp(POINT); }}
+}};
+}}
+#line 1 "{file}"
+"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place in a kernel's file. kernel: that it is in, or whose file it is in; line: from 1."""
+
+    kernel: str
+    line: int
+    what: str
+
+
+def stamped(
+    text: str, kernels: list[str], *, file: str, first: int = 0
+) -> tuple[str, dict[int, Point]]:
+    """A source with stamps, lines as they were, and its points by number, from `first` on.
+
+    kernels: whose waits are points. Raises ValueError for a MARK in the middle of a statement.
+    """
+    points: dict[int, Point] = {}
+
+    def new(kernel: str, line: int, what: str) -> int:
+        points[first + len(points)] = Point(kernel, line, what[:70])
+        return first + len(points) - 1
+
+    bodies = {name: _body(text, name, file) for name in kernels}
+    lines_of = {
+        name: tuple(1 + text.count("\n", 0, at) for at in ends) for name, ends in bodies.items()
+    }
+    for name, (opened, _) in sorted(bodies.items(), key=lambda body: -body[1][0]):
+        begin, end = (new(name, lines_of[name][i], ("start", "end")[i]) for i in range(2))
+        stamps = f" timeline::stamp({begin}); timeline::Leaving<{end}> leaving_;"
+        text = text[: opened + 1] + stamps + text[opened + 1 :]
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        inside = [name for name, (start, stop) in lines_of.items() if start < number < stop]
+        if inside and (wait := WAIT.match(line)):
+            point = new(inside[0], number, line.strip())
+            call = f"{{ {wait['call']}; timeline::stamp({point}); }}"
+            lines[number - 1] = wait["before"] + call + wait["rest"]
+        elif mark := MARK.match(line):
+            code = mark["code"].rstrip()
+            if code and not code.endswith((";", "{", "}")):
+                allowed = "// MARK after a whole statement or a brace"
+                raise ValueError(f"{file}:{number}: got {line.strip()!r}, allowed is {allowed}")
+            point = new((inside or kernels)[0], number, code.strip() or "MARK")
+            lines[number - 1] = f"{code} timeline::stamp({point});"
+    return "\n".join(lines), points
+
+
+def _body(text: str, kernel: str, file: str) -> tuple[int, int]:
+    """Where a kernel's braces are."""
+    plain = COMMENT.sub(lambda found: " " * len(found[0]), text)
+    head = re.search(HEAD % kernel, plain)
+    if head is None:
+        raise ValueError(f"{file}: has no kernel {kernel!r}")
+    start = plain.index("{", _closing(plain, head.end() - 1))
+    return start, _closing(plain, start)
+
+
+def _closing(text: str, opened: int) -> int:
+    """Where the bracket at `opened` is closed."""
+    depth, one = 0, text[opened]
+    other = {"(": ")", "{": "}"}[one]
+    for at in range(opened, len(text)):
+        depth += (text[at] == one) - (text[at] == other)
+        if not depth:
+            return at
+    raise ValueError(f"{one} is never closed")
+
+
+@contextmanager
+def launched() -> Iterator[dict[str, str]]:
+    """Files of the kernels that are launched meanwhile, by name, in the order of their launches."""
+    found: dict[str, str] = {}
+    before = dict(launching.LOADERS)
+
+    def loading(loader: launching.Loader, file: str, name: str, defines: Any) -> launching.Launch:
+        found.setdefault(name, file)
+        return loader(file, name, defines)
+
+    launching.LOADERS.update({kind: partial(loading, loader) for kind, loader in before.items()})
+    try:
+        yield found
+    finally:
+        launching.LOADERS.update(before)
+
+
+class Stamped:
+    """While it is entered, these kernels are compiled anew, with stamps.
+
+    points: by number, in the order of `kernels`, which `launched` gives; marks int64
+    `[points, BLOCKS]`, nanoseconds, 0 where nothing was stamped.
+    """
+
+    def __init__(self, kernels: dict[str, str], device: torch.device | str) -> None:
+        self.points: dict[int, Point] = {}
+        self._texts: dict[str, str] = {}
+        for file in dict.fromkeys(kernels.values()):
+            inside = [name for name, its in kernels.items() if its == file]
+            source, first = launching.source(file), len(self.points)
+            self._texts[file], points = stamped(source, inside, file=file, first=first)
+            self.points |= points
+        shape = max(len(self.points), 1), BLOCKS
+        self.marks = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def __enter__(self) -> Stamped:
+        self._sources, self._loaders = launching.SOURCES, dict(launching.LOADERS)
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name) / "kernels"
+        shutil.copytree(self._sources, folder)
+        for file, text in self._texts.items():
+            (folder / file).write_text(PROLOGUE.format(blocks=BLOCKS, file=file) + text)
+        launching.SOURCES = folder
+        for kind, loader in self._loaders.items():
+            launching.LOADERS[kind] = partial(self._load, loader)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        launching.SOURCES = self._sources
+        launching.LOADERS.update(self._loaders)
+        self._folder.cleanup()
+
+    def _load(self, loader: launching.Loader, file: str, name: str, defines: Any) -> Any:
+        more = (("STAMPED_AT", self.marks.data_ptr()),) if file in self._texts else ()
+        return loader(file, name, defines + more)  # by which a loader tells both apart

@@ -1,0 +1,138 @@
+"""When the blocks of a step's kernels begin, wait, go on and end: where its time goes.
+
+    PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
+        [--hit-rate H] [--replays R] --json OUT
+
+The step is that of `benchmarks/latency.py`, batch 1. Its kernels are compiled a second time from a
+copy that stamps %globaltimer at the points that `stamps.py` tells; end a line of a kernel in
+`// MARK` for one more. Times are of the last layer of a graph of 16, in µs since the first block of
+its first kernel began: for each point of the first, the median and the last block, each the median
+over replays. Stamps cost registers and stores: a line says what the step takes with them and
+without. Another says the least difference between two stamps; where that is a µs, the device's
+timer is too coarse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from stamps import Point, Stamped, launched
+from torch import Tensor
+
+from benchmarks.common import workload
+from benchmarks.common.correctness import check
+from benchmarks.common.timing import GraphTimer, captured
+from benchmarks.common.workload import Layers
+from benchmarks.latency import add_index, agree, refuse
+from benchmarks.reporting.parts import table
+from kvindex_adapters.files import output, write_json
+from kvindex_adapters.machine import describe
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What the command was told; exits with words where it cannot be done."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--rows", choices=("host", "device"), default="host", help="where they lie")
+    add_index(parser)
+    parser.add_argument("--json", type=output(), required=True)
+    found = parser.parse_args(given)
+    refuse(parser, found, tokens=4096, replays=10)
+    return found
+
+
+def measure(
+    work: Layers, before: Callable[[int], None], replays: int, timed: Any, capture: Any = captured
+) -> dict[str, Any]:
+    """Stamp the kernels of a step, and replay it.
+
+    before: is called with the number of each replay; capture: gives what `replay`s a run. Raises
+    SystemExit where the stamped step is wrong, ValueError for a MARK that cannot be stamped.
+    """
+    with launched() as kernels:
+        want = work.answers()
+    plain = timed(work.run, len(work), before)
+    stamps = Stamped(kernels, work.geometry.device)
+    taken = []
+    with stamps:
+        agree({"host": want, "device": work.answers()})
+        slower = timed(work.run, len(work), before)
+        replay = capture(work.run).replay
+        for number in range(replays):
+            before(number)
+            stamps.marks.zero_()
+            replay()
+            taken.append(stamps.marks.cpu())
+    apart = taken[-1][taken[-1] > 0].unique().diff()
+    return {
+        "plain_us": plain["median_us"],
+        "stamped_us": slower["median_us"],
+        "tick_ns": int(apart.min()) if len(apart) else 0,
+        "points": figures(stamps.points, [*kernels], taken),
+    }
+
+
+def figures(
+    points: dict[int, Point], names: list[str], taken: list[Tensor]
+) -> list[dict[str, Any]]:
+    """Of each point that was come by, in order: when, in µs. taken: marks of each replay."""
+    begun = next(n for n, at in points.items() if (at.kernel, at.what) == (names[0], "start"))
+    found = []
+    for number in sorted(points, key=lambda n: (names.index(points[n].kernel), points[n].line, n)):
+        there = []
+        for marks in taken:
+            start = marks[begun][marks[begun] > 0].min()
+            mine = marks[number]
+            # what is earlier was left by a layer before: this one did not come by
+            if len(blocks := mine[mine >= start]):
+                there.append((blocks - start).double() / 1e3)
+        if there:
+            point = points[number]
+            spread = {
+                f"{name}_us": statistics.median(float(of(blocks)) for blocks in there)
+                for name, of in (("first", Tensor.min), ("median", Tensor.median))
+            } | {"last_us": statistics.median(float(blocks.max()) for blocks in there)}
+            about = {"kernel": point.kernel, "line": point.line, "what": point.what}
+            found.append({**about, "blocks": max(map(len, there)), **spread})
+    return found
+
+
+def shown(result: dict[str, Any]) -> str:
+    """A table, and what stamps cost."""
+    rows = [
+        (
+            *(point["kernel"], str(point["blocks"])),
+            *(f"{point[f'{name}_us']:.2f}" for name in ("first", "median", "last")),
+            *(str(point["line"]), point["what"]),
+        )
+        for point in result["points"]
+    ]
+    head = ("kernel", "blocks", "first", "median", "last", "line", "point")
+    return (
+        f"µs\n\n{table(head, rows)}\n\nA layer takes {result['stamped_us']:.2f} µs with stamps, "
+        f"{result['plain_us']:.2f} without; two stamps are {result['tick_ns']} ns apart or more."
+    )
+
+
+def main(given: list[str] | None = None) -> None:
+    """Check, measure, write, print."""
+    told, g = arguments(given), workload.geometry("cuda")
+    result = {name: getattr(told, name) for name in ("tokens", "rows", "index", "hit_rate")}
+    result |= {"replays": told.replays, "machine": describe("cuda")}
+    with torch.no_grad():
+        result["check"] = check(g, told.index)
+        work = Layers(g, told.index, told.rows, tokens=told.tokens, layers=16)
+        work.fill()
+        before = partial(work.ask, hit_rate=told.hit_rate)
+        result |= measure(work, before, told.replays, GraphTimer(told.replays))
+    write_json(told.json, result)
+    print(shown(result))
+
+
+if __name__ == "__main__":
+    main()
