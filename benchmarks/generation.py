@@ -70,7 +70,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     add_model(parser)
     found = parser.parse_args(given)
-    least = dict(tokens=1, update_phase=2, layers=1, context=LOCAL + 256)
+    least = dict(tokens=1, turn=2, layers=1, context=LOCAL + 256)
     least |= dict(written=found.turn, steps=found.turn)
     for name, low in least.items():
         if getattr(found, name) < low:

@@ -125,5 +125,5 @@ def _about(run: dict[str, Any]) -> str:
         f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}), "
         f"{run['written']} written ones ask; {layers} layers of {shape['q_heads']} query and "
         f"{shape['kv_heads']} KV heads{some}; the first {setting['sink']} tokens, the text's last "
-        f"{setting['local']} and the written ones are attended to besides."
+        f"{setting['local_window']} and the written ones are attended to besides."
     )

@@ -55,7 +55,7 @@ class RowCodec(Protocol):
 
 def codec(name: str, geometry: Geometry) -> RowCodec:
     """The codec `name`: "plain", "int8" or "fp8". Raises ValueError for another."""
-    check.one_of("rows", name, NAMES)
+    check.one_of("row_codec", name, NAMES)
     return Plain(geometry) if name == "plain" else Scaled(geometry, name)
 
 

@@ -54,7 +54,7 @@ def options_of(kind: str, config: Any) -> dict[str, Any]:
     """What a step of a kind is told of a `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
     if kind == "votes":
-        options |= dict(largest=config.query_max, centered=bool(config.center))
+        options |= dict(query_max=config.query_max, centered=bool(config.center))
     return options
 
 

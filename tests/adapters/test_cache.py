@@ -126,7 +126,7 @@ def test_report_counts_rows_bytes_and_memory(model):
 def test_rows_of_a_byte_per_number_stay_near_full_attention(model, rows):
     inputs = prompt(1, 60)
     expected = torch.cat(dense_steps(model, inputs, [50] + [1] * 10)[1:])
-    with kvhf.attach(model, **{**REGIONS, "index": f"exact:rows={rows}"}) as cache:
+    with kvhf.attach(model, **{**REGIONS, "index": f"exact:row_codec={rows}"}) as cache:
         logits = torch.cat(steps(model, cache, inputs, [50] + [1] * 10)[1:])
         report = cache.report()
     assert report.nbytes["rows"] == 2 * (60 - 8 - 2) * 2 * (32 + 16)  # 2 scales, in 16 bytes

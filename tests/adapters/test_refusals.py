@@ -99,7 +99,7 @@ def test_what_is_no_model_is_refused():
         ({"k": 0}, "k: got 0, allowed is an integer of at least 1"),
         ({"coverage": 0}, "coverage: got 0, allowed is a number"),
         ({"sink": -1}, "sink: got -1"),
-        ({"local": -1}, "local: got -1"),
+        ({"local_window": -1}, "local_window: got -1"),
         ({"update_every": 0}, "update_every: got 0"),
         ({"dense_below": -1}, "dense_below: got -1"),
         ({"dense_layers": (7,)}, "dense_layers: got 7, allowed are 0 to 1"),

@@ -44,7 +44,7 @@ def test_geometry_fills_in_defaults():
 
 
 def test_wrappers_follow_after_a_plus():
-    index = kvindex.create("exact:group=max_share+sample:share=.5:refine_factor=3", **GEOMETRY)
+    index = kvindex.create("exact:group=max_share+sample:share=.5:pool=3", **GEOMETRY)
     assert isinstance(index, Sample)
     assert (index.share, index.pool, index.config.group) == (0.5, 3, "max_share")
     both = kvindex.create("pariskv+sample+recall", **GEOMETRY, preset="paper")

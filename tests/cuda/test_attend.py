@@ -44,7 +44,7 @@ class Attending:
     def __init__(self, case, name, device):
         self.geometry = g = case.index("exact", device=device).geometry
         keys, values = (part.to(device) for part in case.tokens(TOKENS))
-        self.store = DeviceStore(g, rows=name, max_tokens=1024)
+        self.store = DeviceStore(g, row_codec=name, max_tokens=1024)
         self.store.append(self.store.join(keys, values))
         self.store.wait()
         self.bytes = codec(name, g).encode(keys, values)

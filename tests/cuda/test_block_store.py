@@ -114,7 +114,10 @@ def test_growth_moves_nothing():
 
 @pytest.mark.parametrize("rows", ["int8", "fp8"])
 def test_rows_may_be_coded(rows):
-    store, plain = append(host_store(rows=rows), tokens(600)), append(host_store(), tokens(600))
+    store, plain = (
+        append(host_store(row_codec=rows), tokens(600)),
+        append(host_store(), tokens(600)),
+    )
     assert (store.row_bytes, plain.row_bytes) == (32, ROW)
     ids = torch.tensor([[[599, -1, 3]] * 2] * 2)
     got, want = store.gather(ids), plain.gather(ids)
@@ -122,7 +125,7 @@ def test_rows_may_be_coded(rows):
     assert torch.equal(got.keys, wanted.keys)
     assert torch.equal(got.values, wanted.values)
     assert not got.keys[:, :, 1].any()
-    with pytest.raises(ValueError, match="rows: got 'int4', allowed is one of"):
+    with pytest.raises(ValueError, match="row_codec: got 'int4', allowed is one of"):
         host_store(rows="int4")
 
 

@@ -396,7 +396,7 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     monkeypatch.setattr(
         Step, "attend", lambda *given, **how: calls.append(given) or attend(*given, **how)
     )
-    name, options = "pariskv" + wrapper, OPTIONS | dict(rows=rows, device=device)
+    name, options = "pariskv" + wrapper, OPTIONS | dict(row_codec=rows, device=device)
     indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]
     assert indexes[0].attends == (value_dim == 64)
     assert not indexes[1].attends
@@ -462,7 +462,7 @@ def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
 @pytest.mark.parametrize("rows", ["plain", "int8"])
 def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     """What is read again is read where it was kept: the rows themselves have gone bad since."""
-    options = OPTIONS | dict(rows=rows, device=device, backend="cuda", store="host")
+    options = OPTIONS | dict(row_codec=rows, device=device, backend="cuda", store="host")
     index = CASE.index("pariskv" + wrapper, **options)
     index.append(*moved(CASE.tokens(300), device))
     resident, queries = ResidentRows(index.geometry, 2, 1), CASE.queries().to(device)

@@ -146,7 +146,7 @@ def test_other_shapes_and_dtypes(device, graphs, case):
 
 @pytest.mark.parametrize("rows", ["int8", "fp8"])
 def test_rows_as_codes(device, graphs, rows):
-    two(device, rows=rows)
+    two(device, row_codec=rows)
     assert graphs.replays == 2
 
 

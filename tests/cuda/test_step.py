@@ -419,5 +419,5 @@ def test_a_cache_of_any_size_changes_no_output(rows, device):
 
 @pytest.mark.parametrize("rows", [0, 2, 12])
 def test_sizes_of_a_cache_are_checked(rows):
-    with pytest.raises(ValueError, match=f"rows: got {rows}, allowed is"):
+    with pytest.raises(ValueError, match=f"capacity: got {rows}, allowed is"):
         RowCache(1, 256, torch.device("cpu"), capacity=rows)

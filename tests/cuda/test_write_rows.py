@@ -58,9 +58,12 @@ def test_keys_and_values_as_a_model_leaves_them(device, dtype, monkeypatch):
 def test_a_store_keeps_few_rows_by_it_and_others_by_copies(device, value_dim, rows, monkeypatch):
     sizes = dict(q_heads=4, kv_heads=2, head_dim=8, value_dim=value_dim)
     geometry = Geometry.of(**sizes, device=device)
-    store, reference = DeviceStore(geometry, slab_bytes=SLAB, rows=rows), Store(geometry, rows=rows)
+    store, reference = (
+        DeviceStore(geometry, slab_bytes=SLAB, row_codec=rows),
+        Store(geometry, row_codec=rows),
+    )
     store._launched, names = True, []  # as on a GPU
-    monkeypatch.setattr(block_store, "keep", lambda *given: names.append(kept(*given)))
+    monkeypatch.setattr(block_store, "write_rows", lambda *given: names.append(kept(*given)))
     for seed, count in enumerate((300, 1, 256, 700, 100)):
         piece = tuple(part.to(device) for part in tokens(count, seed, geometry=geometry))
         joined = value_dim == 3 or rows == "int8" or count > 256

@@ -181,7 +181,7 @@ def test_a_layer_must_start_empty():
     [
         ("k", 0),
         ("sink", -1),
-        ("local", -1),
+        ("local_window", -1),
         ("update_every", 0),
         ("dense_below", -1),
         ("k", 1.5),

@@ -56,7 +56,7 @@ def regions(lengths, local, update_every):
 def test_sizes_of_the_regions_follow_the_spec(steps, local, update_every):
     case = Case()
     sequence = Sequence.of(case, steps[-1][1])
-    layer = layer_of(case, local=local, update_every=update_every)
+    layer = layer_of(case, local_window=local, update_every=update_every)
     lengths = [stop - start for start, stop in steps]
     for (start, stop), indexed in zip(steps, regions(lengths, local, update_every), strict=True):
         sequence.feed(layer, start, stop)
@@ -64,7 +64,7 @@ def test_sizes_of_the_regions_follow_the_spec(steps, local, update_every):
 
 
 def test_local_is_shorter_after_a_cut_into_it():
-    sequence, layer = Sequence.of(Case(), 60), layer_of(Case(), local=4, update_every=5)
+    sequence, layer = Sequence.of(Case(), 60), layer_of(Case(), local_window=4, update_every=5)
     sequence.feed(layer, 0, 20)  # 16 indexed, 4 local
     sequence.feed(layer, 20, 22)
     layer.truncate(18)  # 2 local, none in the buffer
@@ -93,7 +93,7 @@ def test_rows_that_are_all_padding_leave_again_and_again(pads, sink):
     """Some updates move nothing but padding, of every row of the batch."""
     case = Case(q_heads=4, batch=2)
     sequence = Sequence.of(case, 80, pads)
-    layer = layer_of(case, k=1000, sink=sink, local=4, update_every=5)
+    layer = layer_of(case, k=1000, sink=sink, local_window=4, update_every=5)
     for start in range(0, 80, 5):
         sequence.assert_equals(sequence.feed(layer, start, start + 5), sequence.dense(), start)
     assert len(layer.index) == 76
@@ -126,7 +126,9 @@ def test_a_step_reads_the_sink_the_hits_and_the_window_and_nothing_else(steps, p
     assert layer.traffic.steps > 0
 
 
-@pytest.mark.parametrize("sizes", [dict(), dict(local=0), dict(local=0, update_every=1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(), {"local_window": 0}, {"local_window": 0, "update_every": 1}], ids=str
+)
 def test_the_newest_token_is_attended_to_at_every_step(sizes):
     """Mistake 1: with an index that finds nothing, and a key that draws all attention."""
     case = Case(q_heads=4)

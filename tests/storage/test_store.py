@@ -103,8 +103,8 @@ def test_running_out_of_memory_in_reserve_leaves_the_rows(place, monkeypatch):
 def test_unknown_places_and_codecs_are_refused():
     with pytest.raises(ValueError, match="store: got 'disk', allowed is one of"):
         Store(GEOMETRY, "disk")
-    with pytest.raises(ValueError, match="rows: got 'int4', allowed is one of"):
-        Store(GEOMETRY, rows="int4")
+    with pytest.raises(ValueError, match="row_codec: got 'int4', allowed is one of"):
+        Store(GEOMETRY, row_codec="int4")
 
 
 # Rows of an index
@@ -116,7 +116,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=24, batch=2, dtype=tor
 @pytest.mark.parametrize("name", ["exact", "pariskv:preset=paper", "clusterkv", "quest"])
 @pytest.mark.parametrize("rows", NAMES)
 def test_an_index_fetches_what_its_codec_makes_of_the_rows(name, rows, place):
-    index, (keys, values) = CASE.index(f"{name}:rows={rows}", store=place), CASE.tokens(70)
+    index, (keys, values) = CASE.index(f"{name}:row_codec={rows}", store=place), CASE.tokens(70)
     index.append(keys[:, :, :40], values[:, :, :40], valid=left_padding([0, 3], 40))
     index.append(keys[:, :, 40:], values[:, :, 40:])
     of_rows = codec(rows, index.geometry)
@@ -137,8 +137,8 @@ def test_an_index_fetches_what_its_codec_makes_of_the_rows(name, rows, place):
 
 
 def test_an_unknown_codec_makes_no_index():
-    with pytest.raises(ValueError, match=r"rows: got 'int4', allowed is one of .*fp8"):
-        CASE.index("exact:rows=int4")
+    with pytest.raises(ValueError, match=r"row_codec: got 'int4', allowed is one of .*fp8"):
+        CASE.index("exact:row_codec=int4")
 
 
 @pytest.mark.parametrize("rows", ["int8", "fp8"])
@@ -147,7 +147,7 @@ def test_what_a_layer_fetches_is_counted_as_it_is_stored(rows):
     read = []
     for name in (rows, "plain"):
         layer = AttentionLayer(
-            case.index(f"exact:rows={name}+reuse:tau=2"),
+            case.index(f"exact:row_codec={name}+reuse:tau=2"),
             k=5,
             sink=2,
             local_window=4,

@@ -68,7 +68,7 @@ def singles(start, stop):
 def leaving(case=None, pads=None, **sizes):
     """A layer of 22 tokens, of which 10 are in the index and 6 leave it, and the sequence."""
     case = case or Case(batch=2)
-    sequence, layer = Sequence.of(case, 80, pads), beside(case, **{"local": 4, **sizes})
+    sequence, layer = Sequence.of(case, 80, pads), beside(case, **{"local_window": 4, **sizes})
     feed(layer, sequence, [(0, 14), *singles(14, 22)])
     assert (len(layer.index), layer._regions.leaving) == (10, 6)
     return sequence, layer
