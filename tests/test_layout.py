@@ -16,7 +16,6 @@ INDEXES = sorted(
     path.stem for path in (ROOT / "kvindex/indexes").glob("*.py") if path.stem != "__init__"
 )
 KERNELS = ROOT / "kvindex_cuda/kernels"
-"""Kernels that a benchmark alone launches. No name is added to these."""
 CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
 
 
