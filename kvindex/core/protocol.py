@@ -69,6 +69,21 @@ class Rows:
     values: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What attention over some rows gives, and what it takes to merge it with that over others.
+
+    output: `[B, H, Dv]`, of the geometry's dtype.
+    lse: float32 `[B, H]`, the natural logarithm of the sum of the exponentials of the logits, after
+      scale, softcap and weights; `-inf` where no row is visible.
+    found: int32 `[B, G]`, rows that a search found among those attended to.
+    """
+
+    output: Tensor
+    lse: Tensor
+    found: Tensor
+
+
 @runtime_checkable
 class KVIndex(Protocol):
     """A searchable store of the keys and values of one attention layer."""
