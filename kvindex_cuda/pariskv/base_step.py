@@ -133,6 +133,7 @@ class BaseStep:
         self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
         self._partial = floats(groups, self.splits, group, g.value_dim + 2)
         self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
+        self.lse = floats(batch, g.q_heads)
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
         """Attention of queries `[B, H, D]` over the best `k` rows and resident ones: `output`."""
@@ -145,8 +146,9 @@ class BaseStep:
         return self.counts
 
     def renew(self) -> None:
-        """Whoever has `output` and `found` keeps them: what comes now is written to new ones."""
-        self.output, self.found = torch.empty_like(self.output), torch.empty_like(self.found)
+        """The caller keeps `output`, `lse` and `found`: a step from now on writes to new ones."""
+        self.output, self.lse = torch.empty_like(self.output), torch.empty_like(self.lse)
+        self.found = torch.empty_like(self.found)
 
     def select(self, queries: Tensor, state: State) -> None:
         """The best `k` rows of each group: the first `found` of `ids`, with `scores`.
@@ -180,6 +182,9 @@ class BaseStep:
     ) -> Tensor:
         """Attention over the rows that `select` found, or those of `hits`, and the resident rows.
 
+        Writes `output`, and `lse` `[B, H]`: the natural logarithm of the sum of exponentials of the
+        logits, after scale, softcap and weights, -inf where no row is visible.
+
         hits: any number of rows, all of them tokens'; selected: whether `select` comes right
         before, which tells each group's blocks when to begin.
         """
@@ -201,7 +206,7 @@ class BaseStep:
             *(queries, ids, found, state.rows, state.rows.shape[1]),
             *(BLOCK * state.row_bytes, state.row_bytes),
             *(state.resident, state.resident_mask, state.resident_count, state.resident.shape[2]),
-            *(*known, weights, self._partial, self.output, self._tickets[1], self._told),
+            *(*known, weights, self._partial, self.output, self.lse, self._tickets[1], self._told),
             *(int(selected), k, kv, g.scale, softcap),
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
             overlap=hits is None,  # else what is resident may just be being written

@@ -210,13 +210,14 @@ __device__ __forceinline__ void merge_warps(const Running& run, float* merged, f
 // aligned to 16 bytes; clocks int32 [BG]; lookups int32 [BG, 2], asked and found. given float32
 // [BG, GROUP, k]: what logits gain (−inf hides a row from a head), or null for nothing; only if
 // GIVEN. partial float32 [BG, splits, GROUP, PARTIAL]; tickets int32 [BG] APART, 0 before and after;
-// output DTYPE [BG, GROUP, DV]. tellers: 1 where `agree` comes
+// output DTYPE [BG, GROUP, DV]; lse float32 [BG, GROUP]: log Σ exp of the logits, −inf where none is
+// visible. tellers: 1 where `agree` comes
 // right before, which says in told (common.cuh) that the group has agreed; else 0.
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
 attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
        i64 row_head, i64 row_bytes, const void* resident, const u8* mask, const i64* count, i64 room,
        char* cache, int* tags, int* stamps, int* clocks, int* lookups, i64 cached,
-       const float* given, float* partial, void* output, int* tickets, const int* told,
+       const float* given, float* partial, void* output, float* lse, int* tickets, const int* told,
        i64 tellers, i64 k, i64 kv_heads, float scale, float softcap) {
     DYNAMIC_SHARED(memory);
     float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
@@ -349,6 +350,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         float peak = warp_max(own.x), shrink = own.x > NEVER ? expf(own.x - peak) : 0.0f;
         float total = warp_sum(own.y * shrink);
         if (lane < splits) weights[lane * GROUP + h] = total > 0 ? shrink / total : 0.0f;
+        if (lane == 0) lse[bg * GROUP + h] = total > 0 ? peak + logf(total) : NEVER;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP * (DV / 2); i += 256) {
