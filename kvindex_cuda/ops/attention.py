@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvindex.ops import attention as reference
 from kvindex.ops.attention import cap
-from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, steps
+from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, steps, strides
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = ["attend", "attend_blocks", "attend_causal", "cap"]
@@ -104,13 +104,24 @@ def attend(
         "attend",
         (B * G, splits, tiles),
         (THREADS,),
-        *(queries.contiguous(), keys),
-        *steps(keys)[:3],
-        values,
-        *steps(values)[:3],
-        bias,
-        *((0, 0, 0) if bias is None else bias.stride()),
-        *(partial, output, lse, tickets, R, g, G, float(scale), float(softcap or 0)),
+        arguments=dict(
+            queries=queries.contiguous(),
+            keys=keys,
+            values=values,
+            bias=bias,
+            partial=partial,
+            output=output,
+            lse=lse,
+            tickets=tickets,
+            **strides("keys", keys, "batch", "head", "row"),
+            **strides("values", values, "batch", "head", "row"),
+            **strides("bias", bias, "batch", "head", "row"),
+            rows=R,
+            heads=g,
+            kv_heads=G,
+            scale=float(scale),
+            softcap=float(softcap or 0),
+        ),
         D=D,
         DV=Dv,
         HEADS=heads,
