@@ -35,7 +35,8 @@ gather_rows(const __grid_constant__ RowArguments args) {
         i64 slot = i / args.pieces, bg = slot / args.count, id = args.ids[slot];
         Piece found = {};
         if (id >= 0 && id < args.n)
-            found = args.rows[bg / args.kv_heads * args.rows_batch + bg % args.kv_heads * args.rows_head + id * args.rows_token +
+            found = args.rows[bg / args.kv_heads * args.rows_batch +
+                              bg % args.kv_heads * args.rows_head + id * args.rows_token +
                           i - slot * args.pieces];
         args.gathered[i] = found;
     }

@@ -226,7 +226,8 @@ mark(const __grid_constant__ MarkArguments args) {
             i64 row = bg * args.heads + h;
             Row at = args.state[row];
             u32 key;
-            Entries all = entries_of(args.scores, args.valid, args.valid_batch, row, args.n, args.heads * args.kv_heads, args.bits);
+            Entries all = entries_of(args.scores, args.valid, args.valid_batch, row, args.n,
+                                     args.heads * args.kv_heads, args.bits);
             in = at.rank && all.key_of(key, i) && all.word_of(key, i) >= at.least;
         }
         keep(in, args.words, tile * (TILE / 32) + w, &count);

@@ -81,7 +81,8 @@ rotate(const __grid_constant__ RotateArguments args) {
     int x = threadIdx.x % 16, y = threadIdx.x / 16;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (threadIdx.x < TALL)
-        starts[threadIdx.x] = start_of(vector + threadIdx.x, args.second, args.third, args.outer_first, args.outer_second, args.outer_third);
+        starts[threadIdx.x] = start_of(vector + threadIdx.x, args.second, args.third, args.outer_first,
+                                       args.outer_second, args.outer_third);
     float sums[2][4] = {};
     for (i64 from = 0; from < args.dim; from += DEEP) {
         __syncthreads();
