@@ -35,7 +35,7 @@ def stage_token(
             of_shape(name, of_type(name, tensor, rows.dtype), *shape)
     if len(resident) >= room:
         raise ValueError(
-            f"near: got {len(resident)} rows, allowed are fewer than its room of {room}"
+            f"resident: got {len(resident)} rows, allowed are fewer than its room of {room}"
         )
     steps: list[int] = []
     for tensor in given:

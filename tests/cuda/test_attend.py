@@ -65,7 +65,7 @@ class Attending:
             **needed
             | dict(
                 resident=resident.rows,
-                mask=resident.mask,
+                resident_mask=resident.mask,
                 resident_count=resident.count,
                 rows=self.store.table,
             )

@@ -411,7 +411,8 @@ def test_the_compiler_speaks():
 
 
 def test_launch_takes_cpu_tensors_while_emulated(tmp_path, monkeypatch):
-    (tmp_path / "common.cuh").write_text("#define SCALE 3\n")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/common.cuh").write_text("#define SCALE 3\n")
     body = "out[blockIdx.x] = SCALE * factor + BIAS;"
     head = 'extern "C" __global__ void kernel(float* out, const float* nothing, float factor)'
     (tmp_path / "some.cu").write_text(f'#include "common/common.cuh"\n{head} {{ {body} }}')

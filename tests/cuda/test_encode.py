@@ -476,7 +476,7 @@ def test_a_matrix_that_is_no_rotation_is_refused():
         (dict(keys=torch.zeros(1, 2, 40, 64).double()), "keys: got torch.float64"),
         (dict(keys=torch.zeros(1, 2, 40, 32)), "keys: got shape"),
         (dict(centers=torch.zeros(1, 2, 2, 64)), "centers: got torch.float32"),
-        (dict(weight_scale=torch.zeros(1, 3)), "reference: got shape"),
+        (dict(weight_scale=torch.zeros(1, 3)), "weight_scale: got shape"),
         (dict(table=torch.zeros(1, 2)), "table: got torch.float32"),
         (dict(valid=torch.ones(1, 39, dtype=torch.bool)), "valid: got shape"),
         (dict(fresh=Fresh(0, 1, None, torch.zeros(1))), r"fresh: got 0 to 1, allowed is in \(0, 0"),

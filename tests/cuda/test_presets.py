@@ -33,7 +33,7 @@ from tests.support.helpers import (
     part,
 )
 
-NAMES = ["turn", "count", "heads", "weigh", "agree", "attend"]
+NAMES = ["query_table", "vote", "heads", "rerank_blocks", "select_rows", "attend"]
 
 CASES = {
     "g4": (Case(q_heads=8, kv_heads=2, head_dim=128, value_dim=128), 1500, {}),
