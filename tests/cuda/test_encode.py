@@ -99,8 +99,8 @@ def compared(case, index, layout, blocks, keys, valid=None):
     assert (directions.abs() <= slack)[signs].all()
     planes = tokens(got["magnitudes"]) ^ tokens(want["magnitudes"])
     differ = codes.unpack(planes).flatten(-2).bool().any(-2)
-    resident = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
-    assert (resident <= slack)[differ].all()
+    apart = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
+    assert (apart <= slack)[differ].all()
 
     logs, true = (
         tokens(part["logs"])[..., 0].int() | tokens(part["logs"])[..., 1].int() << 8
