@@ -43,7 +43,8 @@ def loaded(smollm2_model, monkeypatch):
 @pytest.mark.model
 def test_demo(loaded, tmp_path):
     out = tmp_path / "demo.json"
-    result = run("demo", "--tokens", 2300, "--index", "exact:group=union", "-k", 50, "--json", out)
+    sizes = ("--tokens", 1200, "--dense-below", 600, "-k", 50)
+    result = run("demo", *sizes, "--index", "exact:group=union", "--json", out)
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert set(written) >= {"model", "prompt_tokens", "needle", "machine", "full", "index"}
@@ -52,14 +53,14 @@ def test_demo(loaded, tmp_path):
         *("name", "config", "k", "answer", "found", "prefill_s", "token_s", "backend"),
         *("rows_read_fraction", "recall_at_k", "kl_mean", "agreement", "nbytes"),
     }
-    assert 2100 <= written["prompt_tokens"] <= 2300  # past the threshold
+    assert 1000 <= written["prompt_tokens"] <= 1200  # past the threshold
     assert written["full"]["found"] is True
     assert written["needle"] in written["full"]["answer"]
     index = written["index"]
     assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
     assert index["backend"] == "torch"
     assert index["recall_at_k"] == index["recall_limit"]
-    assert 0 < index["rows_read_fraction"] < 0.3
+    assert 0 < index["rows_read_fraction"] < 0.5
     assert index["kl_mean"] >= 0
     assert "50 prompt" in result.output or f"{written['prompt_tokens']} prompt" in result.output
 

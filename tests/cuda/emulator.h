@@ -663,6 +663,7 @@ namespace emulator {
 struct Fragments {
     unsigned a[4], b[2];
     void* c;
+    const void* decode;
 };
 
 // C += A B by the fragments of m16n8: a register holds E consecutive k, K = 8 E; four lanes a row.
@@ -697,6 +698,59 @@ struct Bfloat16 {
         return value;
     }
 };
+
+// C += A B for bits: 128 of them are a row of A and a column of B.
+__attribute__((optimize("O3"), no_sanitize("undefined")))
+inline void multiply_bits(Fragments* const* lanes, unsigned) {
+    for (int lane = 0; lane < 32; lane++)
+        for (int k = 0; k < 4; k++)
+            for (int part = 0; part < 4; part++) {
+                unsigned a = lanes[lane / 4 * 4 + k]->a[part / 2];
+                unsigned b = lanes[(lane % 4 * 2 + part % 2) * 4 + k]->b[0];
+                static_cast<int*>(lanes[lane]->c)[part] += __builtin_popcount(a & b);
+            }
+}
+
+// C += A B for halves, m16n8k16. Float32, one product after the other: k, k + 1, k + 8, k + 9 of each
+// lane's in turn.
+template <class Decode>
+__attribute__((optimize("O3"), no_sanitize("undefined")))
+void multiply_halves(Fragments* const* lanes, unsigned) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4, k = lane % 4 * 4 + i, half = i / 2, shift = i % 2 * 16;
+            const Decode& decode = *static_cast<const Decode*>(lanes[lane]->decode);
+            a[row][k] = decode((unsigned short)(lanes[lane]->a[2 * half] >> shift));
+            a[row + 8][k] = decode((unsigned short)(lanes[lane]->a[2 * half + 1] >> shift));
+            b[k][row] = decode((unsigned short)(lanes[lane]->b[half] >> shift));
+        }
+    for (int row = 0; row < 16; row++) {
+        float total[8];
+        float* c[4];
+        for (int t = 0; t < 4; t++) {
+            c[t] = static_cast<float*>(lanes[row % 8 * 4 + t]->c) + row / 8 * 2;
+            total[2 * t] = c[t][0], total[2 * t + 1] = c[t][1];
+        }
+        for (int k = 0; k < 16; k++)
+            for (int column = 0; column < 8; column++) total[column] += a[row][k] * b[k][column];
+        for (int t = 0; t < 4; t++) c[t][0] = total[2 * t], c[t][1] = total[2 * t + 1];
+    }
+}
+
+// mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc
+inline void mma_m16n8k128_b1(int (&c)[4], unsigned a0, unsigned a1, unsigned b, SITE) {
+    Fragments part = {{a0, a1}, {b}, c};
+    collective("mma b1", site, FULL, part, multiply_bits);
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32 of what `decode` makes float32 of: f16 or bf16.
+template <class Decode>
+void mma_m16n8k16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                  unsigned b1, const Decode& decode, SITE) {
+    Fragments part = {{a0, a1, a2, a3}, {b0, b1}, c, &decode};
+    collective("mma", site, FULL, part, multiply_halves<Decode>);
+}
 
 // mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32; sums wrap around.
 inline void mma_m16n8k32_u8s8(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,

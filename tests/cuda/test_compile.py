@@ -140,6 +140,12 @@ DEFINES = {
 ROWS = [(file, defines) for file, rows in DEFINES.items() for defines in rows]
 
 
+def few(files=DEFINES):
+    """The rows as parameters of a test: but for the usual definitions of these files slow."""
+    usual = [(file, DEFINES[file][0]) for file in files]
+    return [pytest.param(*row, marks=() if row in usual else pytest.mark.slow) for row in ROWS]
+
+
 def named(file, defines):
     return " ".join([file, *(f"{name}={value}" for name, value in sorted(defines.items()))])
 
@@ -232,7 +238,11 @@ def test_what_is_recorded_is_what_is_compiled(recorded):
 
 
 @pytest.mark.skipif(compiler() is None, reason="no nvcc on the PATH (CUDA toolkit) to compile with")
-@pytest.mark.parametrize(("file", "defines"), ROWS, ids=[named(*row) for row in ROWS])
+@pytest.mark.parametrize(
+    ("file", "defines"),
+    few(["step/prepare_query.cu", "step/attend.cu"]),
+    ids=[named(*row) for row in ROWS],
+)
 def test_kernels_take_no_more_than_is_recorded(file, defines, recorded):
     found = compiled(file, defines)
     if compiler() != recorded["nvcc"]:

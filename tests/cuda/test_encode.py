@@ -12,7 +12,7 @@ from kvindex_cuda.memory.layout import BLOCK, Layout, places
 from kvindex_cuda.pariskv.encode import Encoder, Fresh
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on
-from tests.support.helpers import Case, far_apart, left_padding
+from tests.support.helpers import Case, far_apart, left_padding, sampled
 
 ROUNDED = 2.0**-20
 """Of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖. Sums of ±x_i/√D stay below ‖x‖, so a
@@ -226,8 +226,9 @@ def assert_means(got, keys, valid, first):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [8, 64, 80, 96, 120, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), sampled([8, 64, 80, 96, 120, 128, 192, 256], DTYPES), ids=str
+)
 def test_centers_of_whole_segments_are_made_on_the_way(dim, dtype, device):
     """Codes are those of the same centers given; other segments' are as they were."""
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)

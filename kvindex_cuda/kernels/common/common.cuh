@@ -92,16 +92,7 @@ __device__ __forceinline__ void store(void* data, i64 i, float x) {
 // columns 2 t and 2 t + 1 of both rows.
 __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b) {
 #ifdef EMULATED
-    int lane = threadIdx.x % 32;
-    for (int t = 0; t < 4; t++) {
-        unsigned upper = __shfl_sync(ALL, a0, lane / 4 * 4 + t);
-        unsigned lower = __shfl_sync(ALL, a1, lane / 4 * 4 + t);
-        for (int side = 0; side < 2; side++) {
-            unsigned column = __shfl_sync(ALL, b, (lane % 4 * 2 + side) * 4 + t);
-            c[side] += __popc(upper & column);
-            c[2 + side] += __popc(lower & column);
-        }
-    }
+    emulator::mma_m16n8k128_b1(c, a0, a1, b);
 #else
     asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc "
         "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -133,21 +124,8 @@ template <bool BRAIN = false>
 __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
                                            unsigned a3, unsigned b0, unsigned b1) {
 #ifdef EMULATED
-    auto from_float16 = [](u16 bits) { return BRAIN ? from_bfloat16(bits) : ::from_float16(bits); };
-    int lane = threadIdx.x % 32;
-    for (int t = 0; t < 4; t++)
-        for (int part = 0; part < 2; part++) {
-            unsigned upper = __shfl_sync(ALL, part ? a2 : a0, lane / 4 * 4 + t);
-            unsigned lower = __shfl_sync(ALL, part ? a3 : a1, lane / 4 * 4 + t);
-            for (int side = 0; side < 2; side++) {
-                unsigned column = __shfl_sync(ALL, part ? b1 : b0, (lane % 4 * 2 + side) * 4 + t);
-                for (int i = 0; i < 32; i += 16) {
-                    float y = from_float16(u16(column >> i));
-                    c[side] += from_float16(u16(upper >> i)) * y;
-                    c[2 + side] += from_float16(u16(lower >> i)) * y;
-                }
-            }
-        }
+    auto decode = [](u16 bits) { return BRAIN ? from_bfloat16(bits) : from_float16(bits); };
+    emulator::mma_m16n8k16(c, a0, a1, a2, a3, b0, b1, decode);
 #else
     if (BRAIN)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
