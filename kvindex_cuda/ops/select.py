@@ -195,7 +195,7 @@ def _placed(words: Tensor, counts: Tensor) -> Tensor:
     width = int(ends[:, -1].max())
     ids = torch.full((len(ends), width), UNUSED, device=words.device)
     if width:
-        arguments = dict(words=words, ends=ends, ids=ids, width=width)
+        arguments: dict[str, Argument] = dict(words=words, ends=ends, ids=ids, width=width)
         launch("ops/select.cu", "place", tuple(counts.shape), (THREADS,), arguments=arguments)
     return ids
 

@@ -73,7 +73,7 @@ FILES: dict[str, dict[str, int]] = {
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,
     "step/candidates.cu": PIECEWISE,
-    "step/rerank_blocks.cu": SHARES,
+    "step/rerank_blocks.cu": dict(BUCKETS=BUCKETS),
     "step/stage_token.cu": dict(THREADS=STAGE_THREADS),
     "append/update_state.cu": dict(THREADS=UPDATE_THREADS),
     "append/write_rows.cu": dict(THREADS=WRITE_THREADS),

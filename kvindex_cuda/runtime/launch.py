@@ -58,9 +58,15 @@ def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     return (*OPTIONS, *(f"-D{key}={value}" for key, value in given.items()), f"-I{SOURCES}")
 
 
-@cache
-def _signature(folder: Path, file: str, name: str) -> Signature:
-    return signature((folder / file).read_text(), name)
+_signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
+
+
+def _takes(file: str, name: str) -> Signature:
+    """The signature of a kernel, read once from one folder of sources."""
+    known = _signatures.get((file, name))
+    if known is None or known[0] is not SOURCES:
+        known = _signatures[file, name] = SOURCES, signature(source(file), name)
+    return known[1]
 
 
 def launch(
@@ -82,13 +88,13 @@ def launch(
     without CuPy, RuntimeError for a device that cannot run it, ValueError for other names or types
     of arguments, tensors of several devices.
     """
-    takes = _signature(SOURCES, file, name)
+    takes = _takes(file, name)
     device, passed = _passed(takes, arguments)
     if device.type not in LOADERS:
         raise ValueError(f"{name}: got tensors on {device}, allowed is a CUDA device")
     if 0 in grid:
         return
-    load, opened = LOADERS[device.type], tuple(sorted(defines.items()))
+    load, opened = LOADERS[device.type], tuple(defines.items())
     if device.type != "cuda" or device.index == raw_device():
         load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
         return
@@ -100,29 +106,28 @@ def _passed(takes: Signature, arguments: Mapping[str, Argument]) -> tuple[torch.
     """The device of the tensors, and the arguments in the order of a signature, as addresses."""
     device: torch.device | None = None
     number = -1  # of the device, -1 for none: soon compared
-    passed: list[Any] = []
     if len(arguments) != len(takes.fields):
         raise takes.wrong_names(arguments)
-    for name, kind in takes.fields:
-        try:
-            part = arguments[name]
-        except KeyError:
-            raise takes.wrong_names(arguments) from None
-        if kind is not Tensor:
-            if type(part) is not kind:
-                raise takes.wrong_type(name, kind, part)
-            passed.append(part)
+    try:
+        passed: list[Any] = [arguments[name] for name in takes.names]
+    except KeyError:
+        raise takes.wrong_names(arguments) from None
+    for i, kind in takes.numbers:
+        if type(passed[i]) is not kind:
+            raise takes.wrong_type(i, passed[i])
+    for i in takes.pointers:
+        part = passed[i]
+        if part is None:
+            passed[i] = 0
         elif type(part) is Tensor or isinstance(part, Tensor):
             if device is None:
                 device, number = part.device, _number(part)
             elif _number(part) != number or (number < 0 and part.device != device):
                 where = f"{device} and {part.device}"
                 raise ValueError(f"{takes.kernel}: got tensors on {where}, allowed is one")
-            passed.append(_address(part))
-        elif part is None:
-            passed.append(0)
+            passed[i] = _address(part)
         else:
-            raise takes.wrong_type(name, kind, part)
+            raise takes.wrong_type(i, part)
     if device is None:
         raise ValueError(f"{takes.kernel}: got no tensor, allowed is at least one")
     return device, passed
@@ -135,7 +140,7 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
     with cupy.cuda.Device(device):
         module = cupy.RawModule(code=source(file), options=options(file, defines))
         function = module.get_function(name)
-    return _Kernel(_signature(SOURCES, file, name), function, device)
+    return _Kernel(_takes(file, name), function, device)
 
 
 def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Launch:
@@ -157,6 +162,7 @@ class _Kernel:
         self._config = _Config(attributes=ctypes.pointer(self._attribute))
         self._run: Any = _driver().cuLaunchKernelEx
         self._fixed = ctypes.byref(self._config), ctypes.c_void_p(function.kernel.ptr)
+        self._sizes: tuple[Grid, Grid, int] | None = None
         self._pack = takes.packing.pack_into
         self._values = (ctypes.c_longlong * (-(-takes.packing.size // 8) or 1))()
         start = ctypes.addressof(self._values)
@@ -168,18 +174,25 @@ class _Kernel:
         self, grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int, overlap: bool
     ) -> None:
         with self._one_at_a_time:
-            if shared_bytes + self._static > self._allowed:
-                self._function.max_dynamic_shared_size_bytes = shared_bytes
-                self._allowed = shared_bytes + self._static
+            if (sizes := (grid, block, shared_bytes)) != self._sizes:
+                self._resize(*sizes)
             self._pack(self._values, 0, *arguments)
             config = self._config
-            config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
-            config.bx, config.by, config.bz = (*block, 1, 1)[:3]
-            config.shared_bytes, config.stream = shared_bytes, raw_stream(self._device)
+            config.stream = raw_stream(self._device)
             config.count = self._attributes if overlap else 0
             failed = self._run(*self._fixed, self._pointers, None)
         if failed:
             raise RuntimeError(f"{self._name}: the driver refuses to launch it, error {failed}")
+
+    def _resize(self, grid: Grid, block: Grid, shared_bytes: int) -> None:
+        """Tell the driver of other sizes than the last time."""
+        if shared_bytes + self._static > self._allowed:
+            self._function.max_dynamic_shared_size_bytes = shared_bytes
+            self._allowed = shared_bytes + self._static
+        config, self._sizes = self._config, (grid, block, shared_bytes)
+        config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
+        config.bx, config.by, config.bz = (*block, 1, 1)[:3]
+        config.shared_bytes = shared_bytes
 
 
 class _Attribute(ctypes.Structure):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from struct import Struct, calcsize
 from typing import Any
 
@@ -41,29 +42,45 @@ class Signature:
     fields: tuple[tuple[str, type], ...]
     formats: str
     by_value: str | None
-    packing: Struct = field(init=False, repr=False, compare=False)
-    places: tuple[int, ...] = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Where C puts each field: at a multiple of its size, and so the struct's end."""
-        packing = Struct(f"@{self.formats}0q" if self.by_value else f"@{self.formats}")
+    @cached_property
+    def packing(self) -> Struct:
+        """As C lays the fields out, each at a multiple of its size; so does a struct's end."""
+        return Struct(f"@{self.formats}0q" if self.by_value else f"@{self.formats}")
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where each field begins."""
         ends = [calcsize("@" + self.formats[: i + 1]) for i in range(len(self.formats))]
-        sizes = [calcsize(kind) for kind in self.formats]
-        places = tuple(end - size for end, size in zip(ends, sizes, strict=True))
-        object.__setattr__(self, "packing", packing)
-        object.__setattr__(self, "places", places)
+        return tuple(e - calcsize(kind) for e, kind in zip(ends, self.formats, strict=True))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields."""
+        return tuple(name for name, _ in self.fields)
+
+    @cached_property
+    def pointers(self) -> tuple[int, ...]:
+        """Which fields are pointers."""
+        return tuple(i for i, (_, kind) in enumerate(self.fields) if kind is Tensor)
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, type], ...]:
+        """Which fields are numbers, and their types."""
+        return tuple((i, kind) for i, (_, kind) in enumerate(self.fields) if kind is not Tensor)
 
     def wrong_names(self, given: Mapping[str, Any]) -> ValueError:
         """The error for names that are not those of the fields."""
-        names = [name for name, _ in self.fields]
+        names = self.names
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
         parts = [f"unknown {sorted(unknown)}"] * bool(unknown)
         parts += [f"no {sorted(missing)}"] * bool(missing)
-        return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {names}")
+        return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {[*names]}")
 
-    def wrong_type(self, name: str, kind: type, given: Any) -> ValueError:
-        """The error for an argument of another type than its field."""
-        allowed = "a tensor or None" if kind is Tensor else f"{kind.__name__}"
+    def wrong_type(self, i: int, given: Any) -> ValueError:
+        """The error for an argument of another type than the i-th field."""
+        name, kind = self.fields[i]
+        allowed = "a tensor or None" if kind is Tensor else kind.__name__
         got = "a tensor" if isinstance(given, Tensor) else repr(given)
         return ValueError(f"{self.kernel}.{name}: got {got}, allowed is {allowed}")
 

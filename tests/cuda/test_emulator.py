@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvindex_cuda.runtime import launch as launching
+from kvindex_cuda.runtime.constants import constants
 from tests.cuda.emulator import ORDERS, available, compile_text, emulated
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs g++ to compile the emulator")
@@ -19,6 +20,7 @@ def run(text, grid, block, *arguments, shared_bytes=0, name="kernel", defines=()
     """Passes arguments as `kvindex_cuda.runtime.launch.launch` does."""
     passed = [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments]
     passed = [0 if part is None else part for part in passed]
+    defines = (*constants("text.cu").items(), *defines)
     compile_text(text, name, defines, **settings)(grid, block, passed, shared_bytes)
 
 

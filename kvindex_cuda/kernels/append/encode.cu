@@ -2,7 +2,7 @@
 // ops/{transform,codes}.py with block = D, kvindex_cuda/memory/layout.py). Centers of segments whose keys are
 // all here are made on the way (ops/learn.py), so that keys come from memory once.
 //
-// How a key is turned and coded: rotated.cuh.
+// How a key is rotated and coded: rotated.cuh.
 //
 // Grid: as many blocks as there is room for, 8 warps; a block takes segments of heads as it is done
 // with others (those of a multiprocessor are not equally fast), a warp 32 keys of one. Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW
@@ -31,7 +31,7 @@
 constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
 constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
 constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
-constexpr bool AHEAD = !STAGED && C * HELD <= 16;     // registers hold the next keys
+constexpr bool AHEAD = !STAGED && C * BYTE_WORDS <= 16;     // registers hold the next keys
 constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight to be added up
 constexpr int HALF = 8, GROUP = 32;                   // keys at a time; whose weights lie together
 constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
@@ -39,11 +39,11 @@ constexpr double STEPS = 65536.0 / OCTAVES;           // of a log weight to an o
 
 // Eight coordinates as they lie in memory. LAST: nobody reads them again.
 template <bool LAST>
-__device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
+__device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #if WIDE
     const uint4* wide = reinterpret_cast<const uint4*>(at);
 #pragma unroll
-    for (int r = 0; r < HELD / 4; r++) {
+    for (int r = 0; r < BYTE_WORDS / 4; r++) {
         uint4 all = LAST ? __ldcs(wide + r) : __ldg(wide + r);
         words[4 * r] = all.x, words[4 * r + 1] = all.y;
         words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #else
     const u16* from = reinterpret_cast<const u16*>(at);  // little-endian
 #pragma unroll
-    for (int r = 0; r < HELD; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
+    for (int r = 0; r < BYTE_WORDS; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
 #endif
 }
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ Shared hidden(Shared place) {
 }
 
 // The r-th four words of a lane's byte of coordinates.
-__device__ __forceinline__ void of_stage(u32 (&words)[HELD], int r, Shared at) {
+__device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared at) {
     uint4 all = load_from<uint4>(at);
     words[4 * r] = all.x, words[4 * r + 1] = all.y;
     words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
@@ -78,7 +78,7 @@ struct Segment {
     const u8* flags;   // likewise, or null
     char* block;
     u16* center;  // or null
-    u8* known;    // or null: nobody asks
+    u8* known;    // or null
     i64 head;     // where the head begins in a block
     float weight_scale, inverted;
     u32 from, to;  // tokens that are there
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
     for (int i = 0; i < GROUP; i += 4) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            u32 words[HELD] = {}, parts[PARTS][4];
+            u32 words[BYTE_WORDS] = {}, parts[PARTS][4];
             if (tile * 8 + 8 <= M || tile * 8 + byte < M) read(words, i, tile);
             split(parts, words);
 #pragma unroll
@@ -274,27 +274,27 @@ encode(const __grid_constant__ Arguments args) {
     const char* coming = first_of(segments[0]);
     if (STAGED)
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) send(segments[0], half, coming);
-    for (u32 turn = 0; segments[turn].unit < units; turn = segments[turn].after) {
-        const Segment& own = segments[turn];
+    for (u32 slot = 0; segments[slot].unit < units; slot = segments[slot].after) {
+        const Segment& own = segments[slot];
         u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
         pieces_wait();
         __syncwarp();
         if (own.fresh && STAGED) {
             Shared keys = stage + (warp * GROUP + t) * ROW;
-            add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+            add_up(sums[warp], [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
 #pragma unroll
-                for (int r = 0; r < HELD / 4; r++)
+                for (int r = 0; r < BYTE_WORDS / 4; r++)
                     of_stage(words, r, keys + i * ROW + tile * 8 * CHUNKS * 16 +
                                            placed(lane / 4 * CHUNKS + r, t) * 16);
             });
         } else if (own.fresh) {
             const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
             const u8* flags = args.valid ? own.flags + warp * GROUP + t : nullptr;
-            auto read = [&](u32 (&words)[HELD], int i, int tile) {
+            auto read = [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
                 load<false>(words, keys + i * step + tile * 64 * BYTES);
             };
             if (args.valid)
-                add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+                add_up(sums[warp], [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
                     if (flags[i]) read(words, i, tile);
                 });
             else
@@ -321,13 +321,13 @@ encode(const __grid_constant__ Arguments args) {
             __syncwarp();
             uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
             u32 pairs[4] = {all.x, all.y, all.z, all.w};
-            float turned[2][4] = {};
-            multiply<false>(turned, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
+            float rotated[2][4] = {};
+            multiply<false>(rotated, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
 #pragma unroll
             for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
                 if (lane < 4)
-                    bases[c * 8 + n * 4 + t] = {0 - turned[n][0], 0 - turned[n][1],
-                                                0 - turned[n][2], 0 - turned[n][3]};
+                    bases[c * 8 + n * 4 + t] = {0 - rotated[n][0], 0 - rotated[n][1],
+                                                0 - rotated[n][2], 0 - rotated[n][3]};
         }
         __syncthreads();
         const Segment& next = segments[own.after];
@@ -336,7 +336,7 @@ encode(const __grid_constant__ Arguments args) {
             if (unit + 1 == units + gridDim.x) *args.taken = 0;  // all blocks have asked for the last time
         }
 
-        u32 held[C][HELD];
+        u32 raw[C][BYTE_WORDS];
         // a shuffle hides where an address comes from, which the compiler would compute each time
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
@@ -347,22 +347,22 @@ encode(const __grid_constant__ Arguments args) {
             Shared line = stage + (half * HALF + lane / 4) * ROW;
             if (!STAGED && args.valid && !own.flags[id]) {
 #pragma unroll
-                for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
+                for (int i = 0; i < C * BYTE_WORDS; i++) raw[i / BYTE_WORDS][i % BYTE_WORDS] = 0;
                 return;
             }
 #pragma unroll
             for (int c = 0; c < C; c++)
                 if (M % 4 == 0 || c * 4 + t < M) {
-                    if (!STAGED) load<true>(held[c], key + c * 32 * BYTES);
+                    if (!STAGED) load<true>(raw[c], key + c * 32 * BYTES);
                     constexpr int OVER = 2 / CHUNKS;  // values of c that share 128 bytes of a row
 #pragma unroll
-                    for (int r = 0; STAGED && r < HELD / 4; r++)
-                        of_stage(held[c], r,
+                    for (int r = 0; STAGED && r < BYTE_WORDS / 4; r++)
+                        of_stage(raw[c], r,
                                  line + c / OVER * 128 +
                                      placed((c % OVER * 4 + t) * CHUNKS + r, lane / 4) * 16);
                 } else {
 #pragma unroll
-                    for (int r = 0; r < HELD; r++) held[c][r] = 0;
+                    for (int r = 0; r < BYTE_WORDS; r++) raw[c][r] = 0;
                 }
         };
         char* out = own.block + (t ? args.magnitudes + (t - 1) * STRIDE : 0);
@@ -374,14 +374,14 @@ encode(const __grid_constant__ Arguments args) {
 #pragma unroll 1
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
             if (STAGED) from = own.from, to = own.to;
-            bool some = (half + 1) * HALF > from && half * HALF < to;
-            if (STAGED || (!AHEAD && some)) fetch(half);
+            bool any = (half + 1) * HALF > from && half * HALF < to;
+            if (STAGED || (!AHEAD && any)) fetch(half);
             if (STAGED && next.state) {
                 __syncwarp();  // the keys that lay there are read
                 send(next, half, coming);
             }
-            if (!some) continue;
-            Turned y;
+            if (!any) continue;
+            Rotated y;
 #pragma unroll
             for (int c = 0; c < C; c++) {
 #pragma unroll
@@ -391,7 +391,7 @@ encode(const __grid_constant__ Arguments args) {
                     y[c][n][2] = less.z, y[c][n][3] = less.w;
                 }
                 u32 parts[PARTS][4];
-                split(parts, held[c]);
+                split(parts, raw[c]);
 #pragma unroll
                 for (int p = PARTS - 1; p >= 0; p--)
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);

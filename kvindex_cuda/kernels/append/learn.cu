@@ -1,5 +1,4 @@
-// What an index learns of tokens as they come: centers of segments, a reference for weights
-// (ops/learn.py).
+// Centers of segments and the scale of weights, learned of tokens as they come (ops/learn.py).
 //
 // Sums of a segment are in double and in a fixed order, so that two runs learn the same. Where keys are
 // coded next, segments that an append covers whole are left to `encode.cu`, which makes their centers
@@ -50,21 +49,21 @@ struct Keys {
     i64 count, sb, sg, sn, vb;
 };
 
-struct Found {
+struct Sum {
     int count;   // of valid keys
     bool wrong;  // whether one that this thread has seen is not finite
 };
 
 // Σ of the valid keys `from` to `to` in `totals` [D]: a thread takes 8 coordinates of every `tall`-th
 // key; then the threads' sums in their order. All threads call it.
-static __device__ Found sum_of(double* totals, double* parts, const Keys& keys, i64 batch, i64 head,
+static __device__ Sum sum_of(double* totals, double* parts, const Keys& keys, i64 batch, i64 head,
                                i64 from, i64 to, int dim) {
     __shared__ int found;
     int M = dim / 8, tall = min(THREADS / M, TALL), byte = threadIdx.x % M, row = threadIdx.x / M;
     bool own = row < tall;
     i64 base = batch * keys.sb + head * keys.sg + byte * 8;
     double sums[8] = {};
-    Found result = {0, false};
+    Sum result = {0, false};
     if (threadIdx.x == 0) found = 0;
     for (i64 first = from; first < to; first += AHEAD * tall) {
         Eight loaded[AHEAD] = {};
@@ -101,8 +100,8 @@ __device__ __forceinline__ u16 rounded(double mean) {  // learn._rounded
     return to_bfloat16(float(fmin(fmax(mean, -double(LONGEST)), double(LONGEST))));
 }
 
-// The reference of a largest norm, above 0: the logarithm rounded to float32, as torch's.
-__device__ __forceinline__ float reference_of(float norm) {
+// The weight scale of a largest norm, above 0: the logarithm rounded to float32, as torch's.
+__device__ __forceinline__ float scale_of(float norm) {
     return ldexpf(1.0f, int(floorf(float(log2(double(norm))))) + HEADROOM);
 }
 
@@ -111,7 +110,7 @@ __device__ __forceinline__ float reference_of(float norm) {
 // floats, the answer, which is zero before; of no more than THREADS keys there is one block, and it
 // may be anything. real(i): whether key i has one; norm(i). All threads call it.
 template <class Real, class Norm>
-static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* answer) {
+static __device__ void find_scale(i64 part, i64 count, Real real, Norm norm, float* answer) {
     constexpr int EACH = SEEN / THREADS;
     __shared__ u32 first;
     __shared__ double tops[THREADS / 32];
@@ -134,7 +133,7 @@ static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* a
     if (threadIdx.x) return;
     for (int i = 1; i < THREADS / 32; i++) longest = fmax(longest, tops[i]);
     float top = float(fmin(longest, double(LONGEST)));
-    float found = top > 0 ? reference_of(top) : 0.0f;
+    float found = top > 0 ? scale_of(top) : 0.0f;
     if (count <= THREADS)
         *answer = found;
     else if (found > 0)
@@ -150,13 +149,13 @@ struct Arguments {
                                  // a block reads no other's
     u8* known;                   // bool [B, segments]
     const float* old_scale;      // [B, G]: weight scales, or null
-    float* weight_scale;         // [B, G]: as of `refer`
+    float* weight_scale;         // [B, G]: as of `find_scale`
     int* wrong;                  // [1]: set to 1 where a valid key is not finite, or null
     i64 count;                   // N
     i64 dim, before, old_row, row;
     i64 start;                   // id of the first key
     i64 every;                   // tokens of a segment
-    i64 begin, segments, leave, left;
+    i64 begin, segments, skip, skipped;
     i64 keys_batch, keys_head, keys_token;  // strides
     i64 valid_batch;
 };
@@ -168,7 +167,7 @@ struct Arguments {
 // its segments once and at most SEEN more of each head, writes 2 D bytes per segment, 1 with the
 // first head. Limited by the bus where it has all segments: a million keys of 8 heads at D = 128 took
 // .79 ms on an H200, norms included, .60 of the rate of reading.
-// Segments: those from `begin` to `segments` but for `left` of them from `leave` on.
+// Segments: those from `begin` to `segments` but for `skipped` of them from `skip` on.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 learn(const __grid_constant__ Arguments args) {
     let_next_begin();
@@ -177,7 +176,7 @@ learn(const __grid_constant__ Arguments args) {
     Keys keys = {args.keys, args.valid, args.count, args.keys_batch, args.keys_head, args.keys_token, args.valid_batch};
     i64 G = gridDim.y, batch = blockIdx.z, head = blockIdx.y, bg = batch * G + head;
     i64 s = args.begin + blockIdx.x, first = args.start / args.every, stop = (args.start + args.count + args.every - 1) / args.every;
-    if (s >= args.leave) s += args.left;
+    if (s >= args.skip) s += args.skipped;
     bool begun = stop * args.every > args.start + args.count && stop > 1;  // the last segment is, and can lean
     if (args.centers && blockIdx.x == 0 && head == 0)
         for (i64 i = threadIdx.x; i < args.begin; i += THREADS)
@@ -209,40 +208,40 @@ learn(const __grid_constant__ Arguments args) {
             }
             return sqrt(squares);
         };
-        refer(s - args.segments, args.count, real, norm, args.weight_scale + bg);
+        find_scale(s - args.segments, args.count, real, norm, args.weight_scale + bg);
         return;
     }
     // the last one's center needs the one before: its block does it, unless that is an old one
     if (begun && s == stop - 1 && stop - 2 >= first) return;
-    int knows = 0;
+    int is_known = 0;
     for (;; s++) {
-        bool had = args.centers && s < args.before && args.old_known[batch * args.before + s], here = s >= first && s < stop;
+        bool was_known = args.centers && s < args.before && args.old_known[batch * args.before + s], here = s >= first && s < stop;
         int n = 0;
-        if (here && (args.wrong || !had)) {
+        if (here && (args.wrong || !was_known)) {
             i64 from = max(s * args.every - args.start, i64(0)), to = min((s + 1) * args.every - args.start, args.count);
-            Found found = sum_of(totals, parts, keys, batch, head, from, to, int(args.dim));
+            Sum found = sum_of(totals, parts, keys, batch, head, from, to, int(args.dim));
             n = found.count;
             if (args.wrong && found.wrong) *args.wrong = 1;
         }
         u16* mine = args.centers + (bg * args.row + s) * args.dim;
         const u16* earlier = args.old_centers + (bg * args.old_row + s) * args.dim;
-        if (args.centers && (!here || had)) {
+        if (args.centers && (!here || was_known)) {
             for (int d = threadIdx.x; d < args.dim; d += THREADS) mine[d] = s < args.before ? earlier[d] : 0;
-            knows = had;
+            is_known = was_known;
         } else if (args.centers) {
             bool leans = begun && s == stop - 1;
             i64 last = s - 1;  // of which the center is known: made by this block, or old
-            if (leans && last < first) knows = last < args.before && args.old_known[batch * args.before + last];
-            int lean = leans && knows ? LEAN : 0;
+            if (leans && last < first) is_known = last < args.before && args.old_known[batch * args.before + last];
+            int lean = leans && is_known ? LEAN : 0;
             const u16* one = last >= first ? mine - args.dim : earlier - args.dim;
             for (int d = threadIdx.x; d < args.dim; d += THREADS) {
                 double total = totals[d];
                 if (lean) total += lean * double(from_bfloat16(one[d]));
                 mine[d] = rounded(total / max(n + lean, 1));
             }
-            knows = n > 0;
+            is_known = n > 0;
         }
-        if (args.centers && head == 0 && threadIdx.x == 0) args.known[batch * args.segments + s] = u8(knows);
+        if (args.centers && head == 0 && threadIdx.x == 0) args.known[batch * args.segments + s] = u8(is_known);
         if (!begun || s != stop - 2 || s < first) return;
         __syncthreads();
     }
@@ -264,5 +263,5 @@ weight_scale(const __grid_constant__ NormArguments args) {
     if (args.old_scale && args.old_scale[bg] > 0) return;
     auto norm = [&](i64 i) { return double(args.norms[bg * args.count + i]); };
     auto real = [&](i64 i) { return (!args.valid || args.valid[batch * args.valid_batch + i]) && norm(i) > 0; };
-    refer(blockIdx.x, args.count, real, norm, args.weight_scale + bg);
+    find_scale(blockIdx.x, args.count, real, norm, args.weight_scale + bg);
 }

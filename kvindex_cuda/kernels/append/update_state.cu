@@ -1,5 +1,5 @@
-// What a step reads of how many tokens there are, once some have come or gone: bits of those that
-// are there, their number, valid keys and candidates of each row, the reference of weights.
+// State of a step after tokens have come or gone: bits of valid tokens, their number, valid keys and
+// candidates of each row, the scale of weights.
 //
 // Grid: any, 256 threads. Writes 32 bytes per row of the batch and block of 256 tokens, and of each
 // row 8 bytes and 4 per KV head, which it reads. Limited by latency.

@@ -1,4 +1,4 @@
-// Rows of tokens that follow one another to their places in blocks, on the device or in host memory
+// Write rows of consecutive tokens to their places in blocks, on the device or in host memory
 // that it sees: an update of the local window, without a stream and events of its own. A row may come
 // in two parts, its key and its value.
 //

@@ -1,4 +1,4 @@
-// What the kernels share: types, conversions, the matrix instruction, orders, small reductions.
+// What the kernels share (TOKENS of a block, BINS of a histogram, counters APART: runtime/constants.py): types, conversions, the matrix instruction, orders, small reductions.
 // Compiled by NVRTC for a GPU; by g++ with tests/cuda/emulator.h, which defines EMULATED.
 // Longer than most files: kernels include one header, and what one does not call costs it nothing.
 #pragma once
@@ -417,30 +417,30 @@ static __device__ bool last_block(int* ticket, int blocks) {
     return last;
 }
 
-// A kernel that has begun early may also wait for less than the end of the one before: for those of its
-// blocks or warps that work on the same group to `tell` that they are done. What these wrote before is
-// then visible, whatever L1 held. No one waits for ever, for a kernel begins when all blocks of the one
-// before have. `let_next_begin` may then come first: when the next kernel begins, `ask` and what came
-// before it are sure to have ended, for the scan waits for that, and no other. `after_previous` comes
-// before the end all the same, so that the end of a kernel is the end of all before it. told int32
-// [3, BG] APART, cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the
-// group has agreed.
-__device__ __forceinline__ void tell(int* counter) {  // one thread, after a barrier
+// A kernel that has begun early may also wait for less than the end of the one before: for a `signal` of
+// each of its blocks or warps that work on the same group. What these wrote before is then visible,
+// whatever L1 had. No kernel waits for ever, for it begins when all blocks of the one before have.
+// `let_next_begin` may then come first: when the next kernel begins, prepare_query.cu and what came before
+// it are sure to have ended, for the scan waits for that, and no other. `after_previous` comes before the
+// end all the same, so that the end of a kernel is the end of all before it. signals int32 [3, BG] APART,
+// cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the group's rows
+// are selected.
+__device__ __forceinline__ void signal(int* counter) {  // one thread, after a barrier
 #ifdef EMULATED
     atomicAdd(counter, 1);
 #else
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
 #endif
 }
-__device__ __forceinline__ void await(const int* counter, int tellers) {  // all threads of a block
+__device__ __forceinline__ void await(const int* counter, int signalers) {  // all threads of a block
     if (threadIdx.x == 0) {
 #ifdef EMULATED
-        while (*static_cast<const volatile int*>(counter) < tellers) __nanosleep(20);
+        while (*static_cast<const volatile int*>(counter) < signalers) __nanosleep(20);
 #else
-        int told;
+        int signaled;
         do
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(told) : "l"(counter) : "memory");
-        while (told < tellers);
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(signaled) : "l"(counter) : "memory");
+        while (signaled < signalers);
 #endif
     }
     __syncthreads();

@@ -1,4 +1,4 @@
-// What vote.cu and candidates.cu agree on: how the tokens are cut into pieces.
+// Votes by look-ups: how vote.cu and candidates.cu cut the tokens into pieces.
 #pragma once
 #include "common/common.cuh"
 

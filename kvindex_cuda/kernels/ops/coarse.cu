@@ -88,7 +88,7 @@ struct TierArguments {
 extern "C" __global__ void __launch_bounds__(256)
 tier_table(const __grid_constant__ TierArguments args) {
     __shared__ double similarity[256];
-    __shared__ i64 held[256];
+    __shared__ i64 keys[256];
     i64 at = blockIdx.x, bg = at / M / args.heads;
     int id = threadIdx.x;
     double mine = 0;
@@ -98,12 +98,12 @@ tier_table(const __grid_constant__ TierArguments args) {
         mine += id >> j & 1 ? x : -x;
     }
     similarity[id] = mine;
-    held[id] = args.counts[(bg * M + at % M) * 256 + id];
+    keys[id] = args.counts[(bg * M + at % M) * 256 + id];
     __syncthreads();
     i64 better = 0;
     for (int j = 0; j < 256; j++) {
         double other = similarity[j];
-        if (other > mine || (other == mine && j < id)) better += held[j];
+        if (other > mine || (other == mine && j < id)) better += keys[j];
     }
     int earned = 0;
     for (i64 t = 0; t < args.tiers; t++) earned += better < args.limits[bg / args.kv_heads * args.tiers + t];
@@ -187,9 +187,9 @@ static __device__ int bound_of(const void* table, i64 first, int heads) {
     for (int item = threadIdx.x / 32; item < heads * M; item += 8) {
         int most = 0;
         for (int half = 0; half < 2; half++) {
-            int some[4];
-            entries_of(some, table, (first * M + item) * 256 + half * 128 + lane * 4);
-            for (int x = 0; x < 4; x++) most = max(most, some[x] < 0 ? -some[x] : some[x]);
+            int entries[4];
+            entries_of(entries, table, (first * M + item) * 256 + half * 128 + lane * 4);
+            for (int x = 0; x < 4; x++) most = max(most, entries[x] < 0 ? -entries[x] : entries[x]);
         }
         most = warp_max(most);
         if (lane == 0) peaks[item] = most;
@@ -225,7 +225,7 @@ struct Votes {
 
 // Votes of the block's keys for P · TABLES heads, P of them in a word.
 template <int P>
-__device__ __forceinline__ void some_heads(const Votes& of, i64 head, u32* words) {
+__device__ __forceinline__ void votes_of(const Votes& of, i64 head, u32* words) {
     constexpr int HEADS = P * TABLES;
     int many = int(min(i64(HEADS), of.heads - head));
     for (int i = threadIdx.x * 4; i < M * 256; i += 1024)
@@ -235,10 +235,10 @@ __device__ __forceinline__ void some_heads(const Votes& of, i64 head, u32* words
 #pragma unroll
             for (int p = 0; p < P; p++) {
                 if (t * P + p >= many) continue;
-                int some[4];
-                entries_of(some, of.table, (of.bg * of.heads + head + t * P + p) * (M * 256) + i);
+                int entries[4];
+                entries_of(entries, of.table, (of.bg * of.heads + head + t * P + p) * (M * 256) + i);
 #pragma unroll
-                for (int x = 0; x < 4; x++) packed[x] += u32(some[x]) << p * (32 / P) % 32;
+                for (int x = 0; x < 4; x++) packed[x] += u32(entries[x]) << p * (32 / P) % 32;
             }
             *reinterpret_cast<uint4*>(words + t * M * 256 + i) =
                 make_uint4(packed[0], packed[1], packed[2], packed[3]);
@@ -330,18 +330,18 @@ votes(const __grid_constant__ VoteArguments args) {
     for (i64 head = 0; head < args.heads;) {
 #if FACTORS == 2
         constexpr int P = WIDE ? 2 : 4;  // of single entries, which always fit
-        some_heads<P>(of, head, words);
+        votes_of<P>(of, head, words);
         head += P * TABLES;
 #else
         int bound = bound_of(args.table, bg * args.heads + head, int(min(i64(4), args.heads - head)));
         if (!WIDE && bound < 256) {
-            some_heads<WIDE ? 2 : 4>(of, head, words);
+            votes_of<WIDE ? 2 : 4>(of, head, words);
             head += 4 * TABLES;
         } else if (bound < 32768) {
-            some_heads<2>(of, head, words);
+            votes_of<2>(of, head, words);
             head += 2 * TABLES;
         } else {
-            some_heads<1>(of, head, words);
+            votes_of<1>(of, head, words);
             head += TABLES;
         }
 #endif

@@ -125,11 +125,14 @@ struct ErrorArguments {
 // σ² = Σ_b w_b² ‖v_b‖² / (1 + τ) · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1).
 extern "C" __global__ void __launch_bounds__(256)
 errors(const __grid_constant__ ErrorArguments args) {
+    const void* weights = args.weights;
+    i64 n = args.n, heads = args.heads;
+    float share = args.share, spread = args.spread;
     __shared__ float queries[D * HEADS];
     __shared__ float levels[LEVELS];
     __shared__ float squares[W * HEADS];  // ‖q_b‖²
     i64 bg = blockIdx.x;
-    int many = fill(queries, levels, args.queries, args.levels, args.heads);
+    int many = fill(queries, levels, args.queries, args.levels, heads);
     for (int i = threadIdx.x; i < W * HEADS; i += 256) {
         float sum = 0;
         for (int j = 0; j < BLOCK; j++) {
@@ -139,9 +142,9 @@ errors(const __grid_constant__ ErrorArguments args) {
         squares[i] = sum;
     }
     __syncthreads();
-    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < args.n; i += i64(gridDim.y) * 256) {
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
         Key key;
-        key.load(args.signs, args.magnitudes, bg * args.n + i);
+        key.load(args.signs, args.magnitudes, bg * n + i);
         float found[HEADS] = {}, along[HEADS] = {}, size = 0;
 #pragma unroll
         for (int w = 0; w < WORDS; w++)
@@ -155,8 +158,8 @@ errors(const __grid_constant__ ErrorArguments args) {
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) along[h] += v * q[h];
                 if (j % BLOCK != BLOCK - 1) continue;
-                float weight = element(args.weights, (bg * args.n + i) * W + j / BLOCK);
-                float length = weight * weight * size / args.share;  // ‖k_b‖²
+                float weight = element(weights, (bg * n + i) * W + j / BLOCK);
+                float length = weight * weight * size / share;  // ‖k_b‖²
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
                     float across = squares[j / BLOCK * HEADS + h] - along[h] * along[h] / size;
@@ -168,6 +171,6 @@ errors(const __grid_constant__ ErrorArguments args) {
 #pragma unroll
         for (int h = 0; h < HEADS; h++)
             if (h < many)
-                args.errors[(bg * args.heads + i64(blockIdx.z) * HEADS + h) * args.n + i] = sqrtf(found[h] * args.spread);
+                args.errors[(bg * heads + i64(blockIdx.z) * HEADS + h) * n + i] = sqrtf(found[h] * spread);
     }
 }

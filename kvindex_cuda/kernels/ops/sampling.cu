@@ -36,7 +36,7 @@ struct Arguments {
     i64 count, k, drawn;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 draw(const __grid_constant__ Arguments args) {
     const float* logits = args.logits;
     const i64* ids = args.ids;

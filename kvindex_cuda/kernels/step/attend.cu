@@ -1,4 +1,4 @@
-// The rows selected, where they lie, and attention over them, the sink and the window (paper, B.3).
+// Attention over the rows selected, read where they lie, the sink and the window (paper, B.3).
 //
 // Rows are read in host memory over unified addresses, or on the device. A row is a token's key and
 // value side by side, as they are or as codes (kvindex/storage/codecs.py); its chunks of 8 elements go to the
@@ -25,14 +25,14 @@ struct Running {
 
 // A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; what a head's logit
 // gains, in the lane of its number; the slot of the cache where it is to be kept, or one of those
-// below; and of a row that LIES in the cache the stamp that was there before, in lane 0.
-constexpr int NOWHERE = -1, LIES = -2, LACKS = -3;
+// below; and of a row that is CACHED the stamp that was there before, in lane 0.
+constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
 struct Raw {
     uint4 words[CHUNKS][DTYPE == 0 ? 2 : 1];
     float weight;
     int slot, before;
 };
-__device__ __forceinline__ void keep(const Raw& raw, char* place) {
+__device__ __forceinline__ void write_row(const Raw& raw, char* place) {
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
         int chunk = threadIdx.x % 32 + 32 * j;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE
 
 // One row joins the softmax of all heads of the group. queries float4 [2, GROUP, D / 8]:
 // the lower and the upper four of every eight coordinates.
-__device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
+__device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded,
                                      const float4* queries, float scale, float softcap) {
     int lane = threadIdx.x % 32;
     float logit[GROUP] = {}, x[CHUNKS][8];
@@ -244,6 +244,7 @@ attend(const __grid_constant__ Arguments args) {
     i64 bg = blockIdx.y, batch = bg / args.kv_heads;
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int own = split * 8 + warp, step = splits * 8, now = 0;
+    i64 k = args.k, kv_heads = args.kv_heads;
     cache += bg * args.cached * args.row_bytes, tags += bg * args.cached, stamps += bg * args.cached;
     if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
@@ -270,7 +271,7 @@ attend(const __grid_constant__ Arguments args) {
             let_next_begin();
         }
         // what does not wait for their number: the first, and which ones the next are
-        auto selected = [&](int i) { return phase && i < args.k ? int(args.ids[bg * args.k + i]) : 0; };
+        auto selected = [&](int i) { return phase && i < k ? int(args.ids[bg * k + i]) : 0; };
         auto tag_of = [&](int id) { return phase && args.cached ? ::tag_of(id, tags, args.cached) : 0; };
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
@@ -279,7 +280,7 @@ attend(const __grid_constant__ Arguments args) {
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
-                   bg % args.kv_heads * args.head_bytes + id % TOKENS * args.row_bytes;
+                   bg % kv_heads * args.head_bytes + id % TOKENS * args.row_bytes;
         };
         auto begin = [&](Raw& raw, int i, int id, int tag) {
             if (i >= rows_here) return;
@@ -294,16 +295,16 @@ attend(const __grid_constant__ Arguments args) {
                     raw.weight = NEVER;
                     return;
                 }
-                if (args.weights && lane < GROUP) raw.weight = args.weights[(bg * GROUP + lane) * args.k + i];
+                if (args.weights && lane < GROUP) raw.weight = args.weights[(bg * GROUP + lane) * k + i];
 #endif
                 int slot = args.cached ? slot_of(id, tag, args.cached) : NOWHERE;
                 if (slot >= 0) {
                     if (lane == 0) raw.before = atomicExch(stamps + slot, now);
                     from = cache + slot * args.row_bytes;
-                    raw.slot = LIES;
+                    raw.slot = CACHED;
                 } else {
                     from = stored(id);
-                    if (args.cached) raw.slot = LACKS;
+                    if (args.cached) raw.slot = MISSING;
                 }
             }
             load(raw, from, CODEC && phase);
@@ -311,14 +312,14 @@ attend(const __grid_constant__ Arguments args) {
         // while a row is on its way: whether it is the right one, or where it is to be kept
         auto settle = [&](Raw& raw, int i) {
             if (raw.slot == NOWHERE) return;
-            int id = int(args.ids[bg * args.k + i]);
-            bool lies = raw.slot == LIES && __shfl_sync(ALL, raw.before, 0) != now;
+            int id = int(args.ids[bg * k + i]);
+            bool hit = raw.slot == CACHED && __shfl_sync(ALL, raw.before, 0) != now;
             int slot = NOWHERE;
             if (lane == 0) {
-                atomicAdd(looked_up + lies, 1);
-                if (raw.slot == LACKS) slot = take_slot(id, now, tags, stamps, args.cached);
+                atomicAdd(looked_up + hit, 1);
+                if (raw.slot == MISSING) slot = take_slot(id, now, tags, stamps, args.cached);
             }
-            if (raw.slot == LIES && !lies) load(raw, stored(id), CODEC);
+            if (raw.slot == CACHED && !hit) load(raw, stored(id), CODEC);
             raw.slot = __shfl_sync(ALL, slot, 0);
         };
         Raw next, after;
@@ -327,13 +328,13 @@ attend(const __grid_constant__ Arguments args) {
         for (int i = own; i < rows_here; i += step) {
             if (phase && args.cached) settle(next, i);
             Raw one = next;
-            if (phase && one.slot >= 0) keep(one, cache + one.slot * args.row_bytes);
+            if (phase && one.slot >= 0) write_row(one, cache + one.slot * args.row_bytes);
             next = after;
             begin(after, i + 2 * step, third, third_tag);
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
             if (phase || args.resident_mask[batch * args.room + i])
-                take(run, one, CODEC && phase, queries, args.scale, args.softcap);
+                add_row(run, one, CODEC && phase, queries, args.scale, args.softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here
         if (phase || args.signaled) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
@@ -355,11 +356,11 @@ attend(const __grid_constant__ Arguments args) {
     // a pair of the output's elements for each thread, on their way while weights are found: a warp
     // per head, a lane per split
     float2 parts[MOST_SPLITS];
-    auto ask_for = [&](int i) {
+    auto prefetch = [&](int i) {
 #pragma unroll
         for (int s = 0; s < MOST_SPLITS; s++) parts[s] = part_of(s, i / (DV / 2), i % (DV / 2) + 1);
     };
-    if (threadIdx.x < GROUP * (DV / 2)) ask_for(threadIdx.x);
+    if (threadIdx.x < GROUP * (DV / 2)) prefetch(threadIdx.x);
     for (int h = warp; h < GROUP; h += 8) {
         float2 own = part_of(lane, h, 0);
         float peak = warp_max(own.x), shrink = own.x > NEVER ? expf(own.x - peak) : 0.0f;
@@ -369,7 +370,7 @@ attend(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP * (DV / 2); i += 256) {
-        if (i != int(threadIdx.x)) ask_for(i);
+        if (i != int(threadIdx.x)) prefetch(i);
         float2 sum = {0, 0};
 #pragma unroll
         for (int s = 0; s < MOST_SPLITS; s++) {

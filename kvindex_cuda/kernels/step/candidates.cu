@@ -1,4 +1,4 @@
-// Candidates by the votes of vote.cu (ops.select.candidates), exact, ties to the lower ids.
+// Candidates of the coarse stage by the votes of vote.cu (ops.select.candidates), exact, ties to the lower ids.
 //
 // A head takes its C keys with the most points: all above a cut, which its histogram tells, and of
 // those at it the first; a key that any head takes is a candidate.
@@ -24,17 +24,18 @@ struct Arguments {
     i64 row, capacity, kv_heads;
 };
 
-extern "C" __global__ void __launch_bounds__(256, GROUP <= 8 ? 3 : 1)
+extern "C" __global__ void __launch_bounds__(256, GROUP <= 8 ? 3 : 2)
 candidates(const __grid_constant__ Arguments args) {
-    const u32* valid = args.valid;
+    const u32 *valid = args.valid, *all_votes = args.votes;
     u64* kept = args.candidates;
+    i64 capacity = args.capacity;
     __shared__ int cuts[GROUP], ranks[GROUP], before[GROUP][PIECES], ties[8][GROUP];
-    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length)), args.capacity);
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length)), capacity);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 piece = piece_of(tokens), count = (tokens + piece - 1) / piece;
     int target = min(args.wanted[batch], args.counted[batch]);
     valid += batch * args.row * 8;
-    kept += bg * args.capacity;
+    kept += bg * capacity;
     after_previous();
     let_next_begin();
     if (i64(blockIdx.x) >= count) return;
@@ -77,7 +78,7 @@ candidates(const __grid_constant__ Arguments args) {
 
     for (i64 p = blockIdx.x; p < count; p += gridDim.x) {
         for (i64 start = p * piece; start < min(tokens, (p + 1) * piece); start += CHUNK) {
-            u32 found[KEYS][SETS];
+            u32 votes[KEYS][SETS];
             bool real[KEYS], in[KEYS];
             int first = warp * (KEYS * 32);  // keys in order: warps, then `i`, then lanes
 #pragma unroll
@@ -87,9 +88,9 @@ candidates(const __grid_constant__ Arguments args) {
                 in[i] = false;
 #pragma unroll
                 for (int set = 0; set < SETS; set++)
-                    found[i][set] = key < tokens ? __ldcg(args.votes + (bg * SETS + set) * args.capacity + key) : 0;
+                    votes[i][set] = key < tokens ? __ldcg(all_votes + (bg * SETS + set) * capacity + key) : 0;
             }
-            auto vote_of = [&](int i, int h) { return int(found[i][h / 4] >> (h % 4 * 8) & 255); };
+            auto vote_of = [&](int i, int h) { return int(votes[i][h / 4] >> (h % 4 * 8) & 255); };
 #pragma unroll
             for (int h = 0; h < GROUP; h++) {
                 int cut = cuts[h], own = 0;

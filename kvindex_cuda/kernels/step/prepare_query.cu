@@ -1,4 +1,4 @@
-// Queries of a group made ready, and a threshold for their votes from a sample of the keys.
+// Prepare a group's queries: rotated, rounded to planes of bits, as operands; and a threshold for their votes from a sample of the keys.
 //
 // q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded), a head for each
 // warp. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
@@ -111,13 +111,13 @@ prepare_query(const __grid_constant__ Arguments args) {
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
     // of a block that is drawn several times other keys each time; else any
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
-    auto draw = [&](Sampled& some, int i, i64 address) {
+    auto draw = [&](Sampled& sampled, int i, i64 address) {
         i64 s = place(i);
         const char* block = reinterpret_cast<const char*>(address) + head_offset;
-        load(some.signs, block, part(i));
-        load(some.mean, block + CENTER);
-        some.weights = load_weights(block + WEIGHTS, part(i));
-        some.valid = args.valid[(batch * args.row + s) * 8 + part(i)];
+        load(sampled.signs, block, part(i));
+        load(sampled.mean, block + CENTER);
+        sampled.weights = load_weights(block + WEIGHTS, part(i));
+        sampled.valid = args.valid[(batch * args.row + s) * 8 + part(i)];
     };
     float signs[PER_LANE];
 #pragma unroll
@@ -196,8 +196,8 @@ prepare_query(const __grid_constant__ Arguments args) {
         }
     };
     double norm = warp < GROUP ? rotated(plain) : 0;
-    Sampled some;
-    if (any) draw(some, first, sampled_block);
+    Sampled sampled;
+    if (any) draw(sampled, first, sampled_block);
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
          i += gridDim.y * gridDim.x * 256)
         args.cleared[i] = 0;
@@ -234,12 +234,12 @@ prepare_query(const __grid_constant__ Arguments args) {
         int vote = LEAST;
         if (tokens > 0) {
             int offsets[SETS][2];
-            offsets_of<false>(offsets, some.mean, group, nullptr);
-            vote = vote_of(some.signs, some.weights, group, offsets, shared_place(factors));
+            offsets_of<false>(offsets, sampled.mean, group, nullptr);
+            vote = vote_of(sampled.signs, sampled.weights, group, offsets, shared_place(factors));
             bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
-            if (!in || !(some.valid >> own_key() & 1)) vote = LEAST;
+            if (!in || !(sampled.valid >> own_key() & 1)) vote = LEAST;
             int next = i + gridDim.x * 8;
-            if (next < SAMPLED / 32) draw(some, next, args.codes[batch * args.row + place(next)]);
+            if (next < SAMPLED / 32) draw(sampled, next, args.codes[batch * args.row + place(next)]);
         }
         mine[i * 32 + lane] = vote;
     }
@@ -281,11 +281,11 @@ prepare_query(const __grid_constant__ Arguments args) {
     // spreads some twice as far as that of as many keys drawn alone
     float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;
-    bool some_of_them = rank < found;
+    bool enough = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
     u32 width = found ? u32(top) - u32(base) : 0;
     auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
-    while (some_of_them) {
+    while (enough) {
         range = shift_of(width);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -304,7 +304,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        args.thresholds[bg] = some_of_them ? base : LEAST + 1;  // no key has LEAST
+        args.thresholds[bg] = enough ? base : LEAST + 1;  // no key has LEAST
         args.bases[bg] = base;
         args.shifts[bg] = found ? shift_of(u32(top) - u32(base)) : 0;
         args.tickets[bg] = 0;

@@ -1,4 +1,4 @@
-// Queries made ready for tiers: turned, and tables of them (paper, A.1 and B.2.1).
+// Query tables for tiers: queries rotated, and their look-up tables (paper, A.1 and B.2.1).
 //
 // q̃ = R q/‖q‖, ‖q‖ q̃ · up as float16 and what that leaves for the matrix unit, whose powers of two
 // follow from norms, so that no block waits for another one; and the points that each centroid earns
@@ -29,7 +29,7 @@ constexpr int SIZE = SETS * STEPS * 32 * 4;  // of a group
 
 struct Centroid {
     double similarity;
-    int held;
+    int keys;
 };
 
 struct Arguments {
@@ -48,8 +48,8 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(256)
 query_table(const __grid_constant__ Arguments args) {
     u16* operands = args.operands;
-    __shared__ float turned[8];
-    __shared__ Centroid all[256];
+    __shared__ float rotated[8];
+    __shared__ Centroid centroids[256];
     i64 h = blockIdx.y, bg = blockIdx.z;
     int b = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 block = (bg * gridDim.y + h) * gridDim.x + b;
@@ -79,7 +79,7 @@ query_table(const __grid_constant__ Arguments args) {
 #pragma unroll
     for (int w = 0; w < EACH; w++) sum += row[w] * (finite ? float(direction[w] * inverse) : 0.0f);
     sum = warp_sum(sum);
-    if (lane == 0) turned[warp] = sum;
+    if (lane == 0) rotated[warp] = sum;
     __syncthreads();
 
     float norm = float(fmin(length, double(LONGEST)));
@@ -89,7 +89,7 @@ query_table(const __grid_constant__ Arguments args) {
     if (b == 0 && threadIdx.x == 0) args.ups[bg * GROUP + h] = up;
     if (threadIdx.x < 8) {
         int j = b * 8 + threadIdx.x;
-        float x = turned[threadIdx.x] * norm * up;
+        float x = rotated[threadIdx.x] * norm * up;
         u16 high = to_float16(x);
         operands += bg * SIZE;
         operands[place_of(int(h), j, 0)] = high;
@@ -99,25 +99,25 @@ query_table(const __grid_constant__ Arguments args) {
     double mine = 0;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        double x = turned[j];
+        double x = rotated[j];
         mine += id >> j & 1 ? x : -x;
     }
-    all[id] = {mine, int(args.histogram[(bg * M + b) * 256 + id])};
+    centroids[id] = {mine, int(args.histogram[(bg * M + b) * 256 + id])};
     __syncthreads();
     int better = 0;
     for (int start = 0; start < 256; start += 32) {  // equal ones by the lower id
         if (start == warp * 32) {
             for (int j = start; j < start + 32; j++)
-                if (all[j].similarity > mine || (all[j].similarity == mine && j < id))
-                    better += all[j].held;
+                if (centroids[j].similarity > mine || (centroids[j].similarity == mine && j < id))
+                    better += centroids[j].keys;
         } else if (start < warp * 32) {
 #pragma unroll 8
             for (int j = start; j < start + 32; j++)
-                if (all[j].similarity >= mine) better += all[j].held;
+                if (centroids[j].similarity >= mine) better += centroids[j].keys;
         } else {
 #pragma unroll 8
             for (int j = start; j < start + 32; j++)
-                if (all[j].similarity > mine) better += all[j].held;
+                if (centroids[j].similarity > mine) better += centroids[j].keys;
         }
     }
     int earned = 0;

@@ -93,7 +93,7 @@ rerank_blocks(const __grid_constant__ Arguments args) {
     float* estimates = args.estimates;
     u64* buckets = args.buckets;
     __shared__ u16 halves[LEVELS];
-    __shared__ uint2 asked[SETS * STEPS * 32];
+    __shared__ uint2 query_operands[SETS * STEPS * 32];
     i64 bg = blockIdx.y, batch = bg / args.kv_heads;
     int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 128;
     int start = (blockIdx.x * 8 + threadIdx.x / 32) * 16;
@@ -105,7 +105,7 @@ rerank_blocks(const __grid_constant__ Arguments args) {
     after_previous();
     let_next_begin();
     for (int i = threadIdx.x; i < SETS * STEPS * 32; i += 256)
-        asked[i] = __ldcg(args.operands + bg * (SETS * STEPS * 32) + i);
+        query_operands[i] = __ldcg(args.operands + bg * (SETS * STEPS * 32) + i);
     float down[SETS][2];
 #pragma unroll
     for (int i = 0; i < SETS * 2; i++) {
@@ -153,7 +153,7 @@ rerank_blocks(const __grid_constant__ Arguments args) {
                 }
 #pragma unroll
                 for (int set = 0; set < SETS; set++) {
-                    uint2 q = asked[(set * STEPS + at) * 32 + lane];
+                    uint2 q = query_operands[(set * STEPS + at) * 32 + lane];
                     bool even = lane < 16;
                     float c[4] = {0, 0, 0, 0};
                     mma_halves(c, upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1],

@@ -5,20 +5,20 @@
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;       // bytes
 constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : 2;  // times 32 keys whose votes are made together
 constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;   // with more heads no registers are left
-constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane holds back
+constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane buffers
 
 // Bytes of a block. Where two take more than 196 KB, less is left for L1, for the rerank too, which follows on
 // the same multiprocessors: it took 6 µs longer at 1M tokens.
 constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
 static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
-// Where it reaches the threshold, a vote and its id go to `held`, and the next ones behind it; no branch.
-__device__ __forceinline__ void hold(Shared& held, int vote, int threshold, u32 id) {
+// Where it reaches the threshold, a vote and its id go to `tail`, and the next ones behind it; no branch.
+__device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u32 id) {
 #ifdef EMULATED
-    if (vote >= threshold) store_pair(held, id, u32(vote)), held += 256;
+    if (vote >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
 #else
     asm volatile("{\n\t.reg .pred is;\n\tsetp.ge.s32 is, %1, %2;\n\t@is st.shared.v2.u32 [%0], {%3, %1};\n\t"
-                 "@is add.u32 %0, %0, 256;\n\t}" : "+r"(held) : "r"(vote), "r"(threshold), "r"(id));
+                 "@is add.u32 %0, %0, 256;\n\t}" : "+r"(tail) : "r"(vote), "r"(threshold), "r"(id));
 #endif
 }
 
@@ -107,14 +107,14 @@ scan(const __grid_constant__ Arguments args) {
     u32 bg = team, s = own;
     int threshold = 0, base = 0, shift = 0, binned = 0;
     float* product = nullptr;
-    Shared held = buffer;  // where the lane's next entry goes
+    Shared tail = buffer;  // where the lane's next entry goes
     auto enter = [&]() {
         load(group, args.queries, args.planes, args.sums, args.units, bg);
         threshold = args.thresholds[bg], base = args.bases[bg], shift = args.shifts[bg];
         product = args.products + (i64(bg) * args.row + s) * GROUP + 2 * lane % 4;
     };
     auto flush = [&]() {
-        int mine = int(held - buffer) / 256, all = warp_sum(mine);
+        int mine = int(tail - buffer) / 256, all = warp_sum(mine);
         int start = lane == 0 ? atomicAdd(args.counts + bg * APART, all) : 0;
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
@@ -132,7 +132,7 @@ scan(const __grid_constant__ Arguments args) {
             }
             start += __popc(more);
         }
-        held = buffer;
+        tail = buffer;
     };
     if (work) enter();
     for (u32 item = 0; item < work; item++) {
@@ -166,15 +166,15 @@ scan(const __grid_constant__ Arguments args) {
                     if (!(__shfl_sync(ALL, bits, first_part + i) >> own_key() & 1)) votes[i] = LEAST;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-                hold(held, votes[i], threshold, id + (first_part + i) * 32);
-            if (__any_sync(ALL, held > buffer + (DEPTH - AT_ONCE) * 256)) flush();
+                append(tail, votes[i], threshold, id + (first_part + i) * 32);
+            if (__any_sync(ALL, tail > buffer + (DEPTH - AT_ONCE) * 256)) flush();
         }
         __syncwarp();
         fetch();
         s += members;
         product += i64(members) * GROUP;
         if (s >= blocks) {
-            if (__any_sync(ALL, held > buffer)) flush();
+            if (__any_sync(ALL, tail > buffer)) flush();
             s = own, bg += teams;
             if (item + 1 < work) enter();
         }
@@ -187,5 +187,5 @@ scan(const __grid_constant__ Arguments args) {
     __syncthreads();  // so that one warp waits for the writes of all
     if (threadIdx.x < WARPS)
         for (team = (blockIdx.x * WARPS + threadIdx.x) * teams / warps; team < u32(args.groups); team += teams)
-            tell(args.signals + team * APART);
+            signal(args.signals + team * APART);
 }

@@ -1,4 +1,4 @@
-// What the heads of a group agree on (kvindex/ops/group.py), and the k best rows by it.
+// Selection of a group's k best rows by the combined shares of its heads (kvindex/ops/group.py).
 //
 // Entries in the bin of the cut are put in order first: those of the C best join the candidates.
 // Then log softmax of each head, over all candidates; then, of the logarithms of shares, a
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
     for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
 }
 
-// log Σ exp of a head's buckets and of its edge, in every lane of the warp that asks: the same for
+// log Σ exp of a head's buckets and of its edge, in every lane of the calling warp: the same for
 // the same candidates, whatever the order in which they came, for what is added is integers. each:
 // gives a function the logits of this lane's part of the edge.
 template <class Each>
@@ -47,20 +47,19 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
 #pragma unroll
     for (int i = 0; i < OWN; i++)
         if (mine[i])
-            sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - BELOW - octaves);
+            sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - FRACTION_BITS - octaves);
     u64 edge = 0;
     each([&](float logit) { edge += u64(exp2f(logit * LOG2E - octaves) * 4294967296.0f); });
     sum = warp_sum(sum) + float(warp_sum(edge)) * (1 / 4294967296.0f);
     return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
-// What the group agrees on for a row, whose larger values are better: the estimate of a single head,
-// else the logarithm of a share (kvindex/ops/group.py); and the bin of its share.
-struct Agreed {
+// The group's score of a row, larger ones better: the estimate of a single head, else the logarithm of a share (kvindex/ops/group.py); and the bin of its share.
+struct GroupScore {
     float value;
     int bin;
 };
-__device__ __forceinline__ Agreed agreed(const float (&estimates)[GROUP], const float* totals,
+__device__ __forceinline__ GroupScore group_score(const float (&estimates)[GROUP], const float* totals,
                                          float scale, float softcap) {
     float each[GROUP], best = NEVER;
 #pragma unroll
@@ -149,16 +148,16 @@ select_rows(const __grid_constant__ Arguments args) {
     __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
     __shared__ int order[EDGE];  // of the edge's entries, the best first; also digits
-    __shared__ __align__(16) int chosen[ROWS];
-    __shared__ float chosen_scores[ROWS];
+    __shared__ __align__(16) int selected[ROWS];
+    __shared__ float selected_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
     u32 bg = blockIdx.x, batch = bg / u32(args.kv_heads);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(args.wanted[batch], args.counted[batch]);
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) chosen[i] = 2147483647;  // after all rows
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) selected[i] = 2147483647;  // after all rows
     if (threadIdx.x == 0) edges = taken = 0, least = 0;
-    Candidates are = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
+    Cutoff cutoff = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
     estimates += bg * args.capacity * GROUP;
     edge_estimates += bg * (EDGE * GROUP);
     all_edge += bg * EDGE;
@@ -191,7 +190,7 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     int blocks = max(1, (n + THREADS * ENTRIES - 1) / (THREADS * ENTRIES)), rank = target;
     if (int(blockIdx.y) >= blocks) return after_previous();
-    if (listed > target) are.bin = cut_at.x, rank -= cut_at.y;
+    if (listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
     auto edge_logit = [&](float estimate) { return capped(estimate, args.scale, args.softcap); };
@@ -235,7 +234,7 @@ select_rows(const __grid_constant__ Arguments args) {
             for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
             __syncthreads();
             for (int i = threadIdx.x; i < n; i += THREADS)
-                if (are.side(kept[i]) == 0 && kept[i] >= word)
+                if (cutoff.side(kept[i]) == 0 && kept[i] >= word)
                     for (int h = from; h < min(from + HEADS, GROUP); h++) {
                         Exponentials one;
                         one.add(nullptr, edge_logit(estimates[i64(i) * GROUP + h]));
@@ -256,7 +255,7 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 
-    // entries become what the group agrees on and the id, or 0
+    // entries become the group's score and the id, or 0
     u64 lowest = least;
     u32 bins[ENTRIES / 2] = {};  // two in each
     auto set_bin = [&](int i, int bin) { bins[i / 2] |= u32(bin) << i % 2 * 16; };
@@ -268,9 +267,9 @@ select_rows(const __grid_constant__ Arguments args) {
 #pragma unroll
         for (int i = 0; i < SOME; i++) {
             u64& word = words[from + i];
-            int side = first + (from + i) * THREADS < n ? are.side(word) : -1;
+            int side = first + (from + i) * THREADS < n ? cutoff.side(word) : -1;
             if (side > 0 || (side == 0 && word >= lowest)) {
-                Agreed both = agreed(each[i], totals, args.scale, args.softcap);
+                GroupScore both = group_score(each[i], totals, args.scale, args.softcap);
                 word = u64(ordered(both.value)) << 32 | u32(word);
                 set_bin(from + i, both.bin);
                 atomicAdd(histogram + both.bin, 1);
@@ -323,11 +322,11 @@ select_rows(const __grid_constant__ Arguments args) {
         __syncthreads();
         cut = cut_of<true, THREADS>(histogram, int(args.k));
     }
-    // of all words left, those that `is` says something of, one at a time
-    auto every = [&](auto is, auto use) {
+    // of all words left, those whose bin is `inside`, one at a time
+    auto every = [&](auto inside, auto use) {
         u32 some = 0;
 #pragma unroll
-        for (int i = 0; i < ENTRIES; i++) some |= u32(words[i] && is(bin_at(i))) << i;
+        for (int i = 0; i < ENTRIES; i++) some |= u32(words[i] && inside(bin_at(i))) << i;
         for (; some; some &= some - 1) {
             u64 word = words[0];
             int now = __ffs(some) - 1, bin = bin_at(0);
@@ -339,19 +338,19 @@ select_rows(const __grid_constant__ Arguments args) {
         for (int at = ENTRIES * THREADS + threadIdx.x; at < last_many; at += THREADS) {
             u64 word = __ldcg(finalists + at);
             int bin = bin_in(word);
-            if (is(bin)) use(word, bin);
+            if (inside(bin)) use(word, bin);
         }
     };
-    auto keep = [&](u64 word) {
+    auto select = [&](u64 word) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
         if (args.cached) expect_look_up(id, args.tags + bg * args.cached, args.stamps + bg * args.cached, args.cached);
         if (slot < ROWS)
-            chosen[slot] = id, chosen_scores[slot] = value_of(word);
+            selected[slot] = id, selected_scores[slot] = value_of(word);
         else
             ids[slot] = id, scores[slot] = value_of(word);
     };
     every([&](int bin) { return bin >= cut.bin; }, [&](u64 word, int bin) {
-        if (bin > cut.bin) return keep(word);
+        if (bin > cut.bin) return select(word);
         int slot = atomicAdd(&edges, 1);
         if (slot < EDGE) edge[slot] = word;
     });
@@ -361,11 +360,11 @@ select_rows(const __grid_constant__ Arguments args) {
         auto all = [&](auto use) { every([](int) { return true; }, [&](u64 word, int) { use(word); }); };
         u64 word = radix_cut(all, int(args.k), order);
         every([&](int bin) { return bin == cut.bin; }, [&](u64 other, int) {
-            if (other >= word) keep(other);
+            if (other >= word) select(other);
         });
     } else {
         in_order(edge, edges, [&](int i, int better) {
-            if (better < rank) keep(edge[i]);
+            if (better < rank) select(edge[i]);
         });
     }
     __syncthreads();
@@ -374,17 +373,17 @@ select_rows(const __grid_constant__ Arguments args) {
     // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
     int sorted = min(rows, ROWS);
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
-        int i = at / 4, id = chosen[i], place = 0;
+        int i = at / 4, id = selected[i], place = 0;
 #pragma unroll 4
         for (int j = at % 4 * 4; j < sorted; j += 16) {
-            int4 four = *reinterpret_cast<const int4*>(chosen + j);
+            int4 four = *reinterpret_cast<const int4*>(selected + j);
             place += (four.x < id) + (four.y < id) + (four.z < id) + (four.w < id);
         }
         place += __shfl_xor_sync(ALL, place, 1);
         place += __shfl_xor_sync(ALL, place, 2);
-        if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = chosen_scores[i];
+        if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = selected_scores[i];
     }
     __syncthreads();
-    if (threadIdx.x == 0) tell(args.signals + (2 * gridDim.x + bg) * APART);
+    if (threadIdx.x == 0) signal(args.signals + (2 * gridDim.x + bg) * APART);
     after_previous();
 }

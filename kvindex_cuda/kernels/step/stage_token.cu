@@ -1,5 +1,5 @@
-// What comes with a decoded token goes to where a step reads it: its key and value to the window
-// and to the rows beside it, its queries to a graph's own.
+// Stage a decoded token where a step reads it: its key and value in the window and among the resident
+// rows, its queries in a graph's own.
 //
 // Grid: (G, B), 128 threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head;
 // limited by latency.
@@ -36,7 +36,7 @@ stage_token(const __grid_constant__ Arguments args) {
     Bits* __restrict__ window_values = args.window_values;
     Bits* __restrict__ rows = args.resident;
     const Bits* __restrict__ queries = args.queries;
-    Bits* __restrict__ asked = args.graph_queries;
+    Bits* __restrict__ graph_queries = args.graph_queries;
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
     Bits* row = rows + (bg * args.room + args.place) * (D + DV);
     for (int i = threadIdx.x; i < D; i += THREADS) {
@@ -49,10 +49,10 @@ stage_token(const __grid_constant__ Arguments args) {
         row[D + i] = one;
         window_values[b * args.window_values_batch + g * args.window_values_head + i] = one;
     }
-    if (asked) {
+    if (graph_queries) {
         for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
             i64 h = g * GROUP + i / D;
-            asked[bg * GROUP * D + i] = queries[b * args.queries_batch + h * args.queries_head + i % D];
+            graph_queries[bg * GROUP * D + i] = queries[b * args.queries_batch + h * args.queries_head + i % D];
         }
     }
     if (bg == 0 && threadIdx.x == 0) *args.resident_count = args.place + 1;
