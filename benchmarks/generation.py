@@ -43,7 +43,7 @@ from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import ONE_ANSWER
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.prefill import prefill
 
 SHAPE = dict(q_heads=H, kv_heads=G, head_dim=D)
 PLANS = {"dense": "transformers, dense attention", "eager": "graphs off", "graphs": "graphs on"}

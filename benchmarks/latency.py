@@ -31,8 +31,8 @@ from benchmarks.common.correctness import check
 from benchmarks.common.timing import GraphTimer, Timed
 from benchmarks.common.workload import Layers
 from kvindex.core.geometry import Geometry
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 """All but the one that writes the logits down, which would need several times the memory."""

@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.latency import add_index, refuse
 from benchmarks.reporting.parts import table
-from kvindex_adapters.files import output, write_json
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 TIMES = ("device", "cached", "host", "append", "update")
 """Of a step by where rows lie (`cached`: on the host, with a cache on the device), and more."""

@@ -31,8 +31,8 @@ from benchmarks import report
 from benchmarks.common import workload
 from benchmarks.common.correctness import check
 from benchmarks.reporting.gpu import STALLS
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 ROOT = Path(__file__).parents[1]
 

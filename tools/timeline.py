@@ -30,8 +30,8 @@ from benchmarks.common.timing import GraphTimer, captured
 from benchmarks.common.workload import Layers
 from benchmarks.latency import add_index, agree, refuse
 from benchmarks.reporting.parts import table
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

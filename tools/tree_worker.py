@@ -27,7 +27,7 @@ from benchmarks.common.correctness import check
 from benchmarks.common.decoding import UPDATE, Decoding
 from benchmarks.common.timing import GraphTimer, Timed
 from kvindex.core.geometry import Geometry
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
 
 COMMANDS = ("check", "build", "round")
 """After `start`."""

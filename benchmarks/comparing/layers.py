@@ -14,7 +14,7 @@ from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.prefill import prefill
 
 
 @dataclass(frozen=True)

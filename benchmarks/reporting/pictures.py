@@ -10,7 +10,7 @@ from matplotlib import pyplot
 
 from benchmarks.reporting.parts import Result, mean, some, stored, values
 from benchmarks.reporting.quality import drift_lines
-from kvindex_adapters.files import save_figure
+from kvindex_adapters.evaluate.output_files import save_figure
 
 matplotlib.use("Agg")
 

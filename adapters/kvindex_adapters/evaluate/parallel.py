@@ -1,4 +1,4 @@
-"""Many teacher-forced steps in one forward: the same attention, batched over the steps."""
+"""Teacher-forced decoding steps in parallel: one forward, batched over the steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ParallelLayer(AttentionLayer):
     """After `begin`, each of several tokens attends as a decoding step of its own would.
 
     Between two updates an index does not change, so all steps between them can search it at once,
-    and it hears of their queries one by one before the update. For a batch of 1 without padding.
-    Raises ValueError for an index that follows the steps (`depends_on_queries`), and for one, a
-    wrapper say, that does not serve many queries at once (`expand_batch`).
+    and it observes their queries one by one before the update. For a batch of 1 without padding.
+    Raises ValueError for an index whose search depends on earlier steps (`depends_on_queries`),
+    and for one, a wrapper say, that does not serve many queries at once (`expand_batch`).
     """
 
     _begun = False
@@ -34,7 +34,7 @@ class ParallelLayer(AttentionLayer):
             raise ValueError(f"index: got {name}, allowed is one that has `expand_batch`")
 
     def begin(self) -> None:
-        """The prompt is complete: what comes now are steps."""
+        """End the prompt: tokens that follow are steps."""
         self.index.end_prompt()
         self._sealed = self._begun = True
 
@@ -47,7 +47,7 @@ class ParallelLayer(AttentionLayer):
         valid: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """As `AttentionLayer.step` does for each token in turn: `[1, H, T, Dv]`.
+        """The output of `AttentionLayer.step` for each token one by one: `[1, H, T, Dv]`.
 
         Raises ValueError for a bias.
         """
@@ -59,24 +59,24 @@ class ParallelLayer(AttentionLayer):
         done, outputs = 0, []
         while done < queries.shape[2]:
             room = max(self.update_every - self._regions.buffer, 1)
-            some = slice(done, done + room)
+            block = slice(done, done + room)
             done += room
-            parts = queries[:, :, some], keys[:, :, some], values[:, :, some]
+            parts = queries[:, :, block], keys[:, :, block], values[:, :, block]
             # with an empty index every step is exact
             outputs.append(self._steps(*parts) if len(self.index) else super().step(*parts))
         return torch.cat(outputs, dim=2)
 
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Steps between two updates: queries `[1, H, T, D]`; gives `[1, H, T, Dv]`."""
-        T, held = queries.shape[2], len(self._regions)
+        T, past = queries.shape[2], len(self._regions)
         self._regions.append(len(self.index), keys, values, None)
-        each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
+        batch = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
         inner: Any = self.index  # not of the protocol: `BaseIndex` and wrappers around it have it
         index: KVIndex = inner.expand_batch(T)
-        hits = index.search(each, k=self._wanted, coverage=self.coverage)
-        rows = torch.arange(held + T, device=queries.device)
-        seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
-        output = self._over_regions(each, hits, index.fetch(hits), seen)
+        hits = index.search(batch, k=self._wanted, coverage=self.coverage)
+        rows = torch.arange(past + T, device=queries.device)
+        visible = rows <= torch.arange(past, past + T, device=queries.device)[:, None]
+        output = self._over_regions(batch, hits, index.fetch(hits), visible)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])
