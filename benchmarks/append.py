@@ -1,4 +1,4 @@
-"""What an append costs on a GPU: a prompt, and updates of windows while layers decode.
+"""Append latency on a GPU: a prompt, and updates of windows while layers decode.
 
     python -m benchmarks.append [--index SPEC] [--tokens N] [--context N …] [--layers L]
         [--periods P] [--json OUT]

@@ -1,4 +1,4 @@
-"""What a decoded token costs beside dense attention, with graphs and without.
+"""Time per generated token of a model, beside dense attention, with CUDA graphs and without.
 
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]

@@ -1,4 +1,4 @@
-"""A decoding step of one layer on a GPU, from query to attention output, beside dense attention.
+"""Latency of a decoding step of one layer on a GPU, beside dense attention.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
         [--layers L] [--replays R] [--seconds S] [--no-dense] [--json OUT]

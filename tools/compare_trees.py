@@ -1,4 +1,4 @@
-"""A step's time in several source trees on one GPU, in turns: what a change gains or costs.
+"""A/B timing of a decoding step in several source trees on one GPU, interleaved.
 
     PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
         [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update]

@@ -1,4 +1,4 @@
-"""Every decoder family of transformers, tiny and random: attention through `exact` or refused.
+"""Compatibility of every decoder family of transformers, tiny and random: equal or refused.
 
     PYTHONPATH=.:adapters python tools/families.py [--only NAME ...] [--check]
 

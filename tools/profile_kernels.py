@@ -1,4 +1,4 @@
-"""What limits each kernel: counters of Nsight Compute, each launch alone and with cold caches.
+"""Profile kernels: Nsight Compute counters of each launch alone, with cold caches.
 
     PYTHONPATH=.:adapters python tools/profile_kernels.py [--tokens N] [--keys N]
         [--works NAME …] --json OUT

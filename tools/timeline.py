@@ -1,4 +1,4 @@
-"""When the blocks of a step's kernels begin, wait, go on and end: where its time goes.
+"""Timeline of a step's kernels: when blocks begin, wait, resume and end.
 
     PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
         [--hit-rate H] [--replays R] --json OUT

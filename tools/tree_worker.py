@@ -1,4 +1,4 @@
-"""A tree's process in `compare_trees.py`: builds a step once and times it when it is asked to.
+"""Worker process of `compare_trees.py`: builds a tree's step once, and times it on request.
 
 Commands come on standard input, a JSON list a line: a name, then arguments. Each gets a line of
 JSON: what was found, or `error`. What is imported is the tree's own, by PYTHONPATH.

@@ -1,4 +1,4 @@
-"""Attention layers that hold a prompt, and attend from one token after the other."""
+"""Attention layers filled with a prompt, which then decode token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading with a real model: options, its text, its layers, its own continuation."""
+"""A real model for benchmarks: options, text, layers, its own continuation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of a real model with all that an index is told: keys, values, every query."""
+"""Layers of a real model with every input of an index: keys, values, every query."""
 
 from __future__ import annotations
 

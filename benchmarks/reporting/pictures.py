@@ -1,4 +1,4 @@
-"""The pictures in docs."""
+"""Figures of the docs, drawn from results."""
 
 from __future__ import annotations
 

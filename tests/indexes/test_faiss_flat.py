@@ -180,7 +180,9 @@ def test_a_gpu_index_is_refused_where_there_is_none():
         ONE.index("faiss-flat", where="gpu")
     with pytest.raises(ValueError, match="where: got 'tpu', allowed is one of"):
         ONE.index("faiss-flat", where="tpu")
-    with pytest.raises(ValueError, match="pool: got 0, allowed is an integer of at least 1"):
+    with pytest.raises(
+        ValueError, match="refine_factor: got 0, allowed is an integer of at least 1"
+    ):
         ONE.index("faiss-flat", refine_factor=0)
 
 
