@@ -41,17 +41,17 @@ LARGEST_K = 2048
 class FaissConfig:
     """Configuration of all FAISS indexes.
 
-    refine_factor: each query head retrieves `refine_factor · k` candidates.
+    pool: each query head retrieves `pool · k` candidates.
     where: FAISS's indexes are on the "cpu" or the "gpu" (the one of the tensors; faiss-gpu).
     group: how query heads agree on the union of their candidates (`kvindex.ops.group`).
     """
 
-    refine_factor: int = 1
+    pool: int = 1
     where: str = "cpu"
     group: str = "mean_share"
 
     def __post_init__(self) -> None:
-        check.at_least("refine_factor", self.refine_factor, 1)
+        check.at_least("pool", self.pool, 1)
         check.one_of("where", self.where, PLACES)
         check.one_of("group", self.group, group.POLICIES)
 
@@ -92,8 +92,8 @@ class FaissIndex(BaseIndex):
 
     def _candidate_count(self, k: int) -> int:
         """Candidates of a query head."""
-        factor: int = self.config.refine_factor
-        return factor * k
+        pool: int = self.config.pool
+        return pool * k
 
     # Synchronizing FAISS's indexes with the valid tokens
 

@@ -22,7 +22,7 @@ HEADROOM = 5
 
 SEEN = 4096
 """Tokens that set the weight scale, from the first one with a norm on
-(docs/decisions/0021-a-reference-of-the-first-tokens.md)."""
+(docs/decisions/0021)."""
 
 
 def centers(

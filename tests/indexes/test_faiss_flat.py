@@ -33,7 +33,7 @@ def test_one_head_per_group_is_exact(k, dtype):
 def test_a_group_whose_heads_retrieve_all_keys_is_exact(group):
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     tokens = GROUPS.tokens(120)
-    got = searched(GROUPS, "faiss-flat", tokens, k=12, refine_factor=10, group=group)
+    got = searched(GROUPS, "faiss-flat", tokens, k=12, pool=10, group=group)
     want = searched(GROUPS, "exact", tokens, k=12, group=group)
     assert_same_hits(got, want, close=1e-5)
 
@@ -180,10 +180,8 @@ def test_a_gpu_index_is_refused_where_there_is_none():
         ONE.index("faiss-flat", where="gpu")
     with pytest.raises(ValueError, match="where: got 'tpu', allowed is one of"):
         ONE.index("faiss-flat", where="tpu")
-    with pytest.raises(
-        ValueError, match="refine_factor: got 0, allowed is an integer of at least 1"
-    ):
-        ONE.index("faiss-flat", refine_factor=0)
+    with pytest.raises(ValueError, match="pool: got 0, allowed is an integer of at least 1"):
+        ONE.index("faiss-flat", pool=0)
 
 
 def test_faiss_without_a_gpu_part_is_named():
@@ -200,7 +198,7 @@ def test_the_way_of_a_gpu_finds_the_same(spec, monkeypatch):
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     monkeypatch.setattr(faiss, "check_gpu", lambda faiss, device: None)
     monkeypatch.setattr(faiss, "resources", lambda device: None)
-    monkeypatch.setattr(faiss.FaissIndex, "_placed", lambda self, index: index)
+    monkeypatch.setattr(faiss.FaissIndex, "_to_device", lambda self, index: index)
     index = assert_both_ways_find_the_same(GROUPS, spec)
     with pytest.raises(ValueError, match="k: got 3000 candidates, allowed with where='gpu'"):
         index._candidates(GROUPS.queries(batch=3).unflatten(1, (2, 3)), 3000)
