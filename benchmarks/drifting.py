@@ -14,7 +14,7 @@ import kvindex
 from kvindex.ops.coarse import ceil_share
 from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
-from kvindex_adapters.evaluate.product_quantization import Quantized
+from kvindex_adapters.evaluate.pq import Quantized
 from kvindex_adapters.evaluate.recall import bytes_per_key
 
 BETA, POOL = 0.05, 4

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import kvindex
-import kvindex.ops
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "kvindex").rglob("*.py"))

@@ -25,13 +25,13 @@ def indexes() -> None:
             for preset, changed in presets(name).items()
         ]
         preset = kvindex.get(name).default_preset
-        heading = name if preset is None else f"{name}\npreset {preset}"
-        table.add_row(heading, ", ".join(options) or "-", "\n".join(others) or "-")
-    shared = {"backend": BACKENDS, "store": PLACES, "row_codec": NAMES}
-    choices = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
-    table.add_row("every index", "; ".join(choices), "-")
-    for name, fields in wrapper_options().items():
-        options = [f"{option} ({default!r})" for option, default in fields.items()]
+        called = name if preset is None else f"{name}\npreset {preset}"
+        table.add_row(called, ", ".join(options) or "-", "\n".join(others) or "-")
+    shared = {"backend": BACKENDS, "store": PLACES, "rows": NAMES}
+    told = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
+    table.add_row("every index", "; ".join(told), "-")
+    for name, given in wrapper_options().items():
+        options = [f"{option} ({default!r})" for option, default in given.items()]
         table.add_row(f"…+{name}", ", ".join(options) or "-", "-")
     Console().print(table)
 

@@ -15,9 +15,9 @@ class ParallelLayer(AttentionLayer):
     """After `begin`, each of several tokens attends as a decoding step of its own would.
 
     Between two updates an index does not change, so all steps between them can search it at once,
-    and it observes their queries one by one before the update. For a batch of 1 without padding.
-    Raises ValueError for an index whose search depends on earlier steps (`depends_on_queries`),
-    and for one, a wrapper say, that does not serve many queries at once (`expand_batch`).
+    and it hears of their queries one by one before the update. For a batch of 1 without padding.
+    Raises ValueError for an index that follows the steps (`depends_on_queries`), and for one, a
+    wrapper say, that does not serve many queries at once (`expand_batch`).
     """
 
     _begun = False
@@ -68,15 +68,15 @@ class ParallelLayer(AttentionLayer):
 
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Steps between two updates: queries `[1, H, T, D]`; gives `[1, H, T, Dv]`."""
-        T, past = queries.shape[2], len(self._regions)
+        T, held = queries.shape[2], len(self._regions)
         self._regions.append(len(self.index), keys, values, None)
-        batch = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
+        each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
         inner: Any = self.index  # not of the protocol: `BaseIndex` and wrappers around it have it
         index: KVIndex = inner.expand_batch(T)
-        hits = index.search(batch, k=self._wanted, coverage=self.coverage)
-        rows = torch.arange(past + T, device=queries.device)
-        visible = rows <= torch.arange(past, past + T, device=queries.device)[:, None]
-        output = self._over_regions(batch, hits, index.fetch(hits), visible)
+        hits = index.search(each, k=self._wanted, coverage=self.coverage)
+        rows = torch.arange(held + T, device=queries.device)
+        seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
+        output = self._over_regions(each, hits, index.fetch(hits), seen)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])

@@ -104,21 +104,21 @@ def generate(
         context = nullcontext(DynamicCache(config=model.config))
     else:
         context = attach(model, index=index, k=k, **punctuated(index, tokenizer, attach_options))
-    with context as active, torch.no_grad():
-        past = past_ids(active)
+    with context as holder, torch.no_grad():
+        past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
         # generate() reads the last chunk: several queries, so the first answer token is exact
         stop = 0 if whole else max(len(ids) - chunk, 0)
-        prefill(model, ids, active, stop=stop, chunk=chunk, report=on_progress)
+        prefill(model, ids, holder, stop=stop, chunk=chunk, report=on_progress)
         length = past_length + len(ids)
         if index is not None:
-            _reserve(active, length + max_new_tokens)
+            _make_room(holder, length + max_new_tokens)
         # all ids, of which it slices off the cache's; or the new ones alone under a longer mask
         input_ids = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
             input_ids=input_ids[None],
             attention_mask=input_ids.new_ones(1, length),
-            past_key_values=active,
+            past_key_values=holder,
             max_new_tokens=max_new_tokens,
             streamer=timer,
             **options,
@@ -127,8 +127,8 @@ def generate(
         if cache is not None and used != "branch":
             _append_answer(model, cache, answer, length + len(answer))
             remember(cache, past, torch.cat([ids, answer]))
-        report = None if index is None else active.report()
-        first = None if index is None else active.indexes()[0]
+        report = None if index is None else holder.report()
+        made = None if index is None else holder.indexes()[0]
     return Generation(
         text=tokenizer.decode(answer, skip_special_tokens=True),
         prompt_ids=ids,
@@ -136,8 +136,8 @@ def generate(
         prefill_s=timer.first - timer.start,
         token_s=(timer.last - timer.first) / max(len(answer) - 1, 1),
         report=report,
-        config=None if first is None else first.config,
-        backend=None if first is None else getattr(first, "backend", "torch"),
+        config=None if made is None else made.config,
+        backend=None if made is None else getattr(made, "backend", "torch"),
     )
 
 
@@ -175,14 +175,14 @@ def _check_cache(cache: Any, used: str, index: Any, k: int, attach_options: Any)
         raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
 
 
-def _reserve(cache: Any, tokens: int) -> None:
-    """Reserve memory for the whole answer before its first token, where there is as much."""
-    for index in cache.indexes():
-        while hasattr(index, "inner"):  # the innermost index has the memory
-            index = index.inner
-        if hasattr(index, "reserve"):
+def _make_room(cache: Any, tokens: int) -> None:
+    """Memory for the whole answer, before its first token, where there is as much."""
+    for made in cache.indexes():
+        while hasattr(made, "inner"):  # what wrappers are around has the memory
+            made = made.inner
+        if hasattr(made, "reserve"):
             with suppress(MemoryError):  # the answer may be shorter
-                index.reserve(tokens)
+                made.reserve(tokens)
 
 
 def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvindex
-from kvindex_adapters.evaluate.product_quantization import PQ, Quantized
+from kvindex_adapters.evaluate.pq import PQ, Quantized
 from tests.support.helpers import ROUNDED, assert_well_formed
 
 CENTERED = ["fast", "accurate", "precise", "scan"]
