@@ -22,7 +22,7 @@ CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
 
 ROOMS = {
     "kvindex": (
-        *("core", "ops", "storage", "bases", "layer", "indexes"),
+        *("core", "storage", "ops", "bases", "layer", "indexes"),
         *("cpu", "wrappers", "registry", "__init__", "testing"),
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
@@ -30,6 +30,10 @@ ROOMS = {
 }
 """Package -> its rooms (folders, and files beside them) from the bottom up: a room imports only
 rooms before it. A name may be of a room that does not exist yet."""
+
+UPWARD = {"kvindex/storage/store.py": {"ops"}}
+"""File -> rooms above its own that it imports: a store gathers rows as `ops.fetch` does. May only
+shrink."""
 
 FILES = {
     "kvindex": {"__init__.py", "registry.py", "py.typed"},
@@ -107,8 +111,8 @@ def test_a_room_imports_only_rooms_below_it(package):
     order = ROOMS[package]
     for path in sorted((ROOT / package).rglob("*.py")):
         room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
-        above = set(order[order.index(room) + 1 :])
-        assert not above & set(rooms_imported(package, path.read_text())), path
+        above = set(order[order.index(room) + 1 :]) & set(rooms_imported(package, path.read_text()))
+        assert above == UPWARD.get(str(path.relative_to(ROOT)), set()), path
 
 
 def test_the_search_for_rooms_can_find_one():
