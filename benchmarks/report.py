@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.reporting import field, gpu, quality
 from benchmarks.reporting.parts import Result, stored
-from kvindex_adapters.files import write_text
+from kvindex_adapters.evaluate.output_files import write_text
 
 ROOT = Path(__file__).parents[1]
 

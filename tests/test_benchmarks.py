@@ -55,7 +55,7 @@ def small(monkeypatch):
     monkeypatch.setattr(correctness, "CHECKED", 768)
     monkeypatch.setattr(workload, "SETS", 1)
     monkeypatch.setattr(decoding, "LOCAL", 16)
-    monkeypatch.setattr(decoding, "placed", lambda *_: {"backend": "cuda"})
+    monkeypatch.setattr(decoding, "default_placement", lambda *_: {"backend": "cuda"})
     with emulator.emulated():
         yield
 

@@ -1,4 +1,4 @@
-"""Whether a step is right; a wrong one is not timed."""
+"""Correctness check of a decoding step, before it is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workload of a decoding step: layers of synthetic keys, each an index, sink and window.
+"""Synthetic workload of a decoding step: layers of keys, each an index, sink and window.
 
 Everything goes by the public calls of an index, so that any version of it can be measured.
 """

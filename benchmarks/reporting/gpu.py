@@ -1,4 +1,4 @@
-"""On a GPU: a decoding step, an append, a token in a model, the cache of rows, kernels' limits."""
+"""Tables of GPU results: decoding step, append, token in a model, row cache, kernel limits."""
 
 from __future__ import annotations
 

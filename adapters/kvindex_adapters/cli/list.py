@@ -1,4 +1,4 @@
-"""`kvindex indexes`: what there is to choose from."""
+"""`kvindex indexes`: list indexes with their options, presets and wrappers."""
 
 from __future__ import annotations
 

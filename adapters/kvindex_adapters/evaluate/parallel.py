@@ -1,4 +1,4 @@
-"""Many teacher-forced steps in one forward: the same attention, batched over the steps."""
+"""Teacher-forced decoding steps in parallel: one forward, batched over the steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ParallelLayer(AttentionLayer):
             raise ValueError(f"index: got {name}, allowed is one that has `expand_batch`")
 
     def begin(self) -> None:
-        """The prompt is complete: what comes now are steps."""
+        """End the prompt: tokens that follow are steps."""
         self.index.end_prompt()
         self._sealed = self._begun = True
 
@@ -47,7 +47,7 @@ class ParallelLayer(AttentionLayer):
         valid: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """As `AttentionLayer.step` does for each token in turn: `[1, H, T, Dv]`.
+        """The output of `AttentionLayer.step` for each token one by one: `[1, H, T, Dv]`.
 
         Raises ValueError for a bias.
         """
@@ -59,9 +59,9 @@ class ParallelLayer(AttentionLayer):
         done, outputs = 0, []
         while done < queries.shape[2]:
             room = max(self.update_every - self._regions.buffer, 1)
-            some = slice(done, done + room)
+            block = slice(done, done + room)
             done += room
-            parts = queries[:, :, some], keys[:, :, some], values[:, :, some]
+            parts = queries[:, :, block], keys[:, :, block], values[:, :, block]
             # with an empty index every step is exact
             outputs.append(self._steps(*parts) if len(self.index) else super().step(*parts))
         return torch.cat(outputs, dim=2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvindex_adapters.models import check_device, load, merge_lora
+from kvindex_adapters.hf.load_model import check_device, load, merge_lora
 from tests.adapters.tiny import build
 
 NAME = "model.layers.0.self_attn.q_proj"

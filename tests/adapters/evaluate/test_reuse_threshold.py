@@ -7,7 +7,7 @@ import kvindex
 from kvindex.wrappers import Reuse
 from kvindex_adapters.evaluate.capture import capture
 from kvindex_adapters.evaluate.recall import SINK
-from kvindex_adapters.evaluate.tau import ALWAYS, calibrate_tau, calibrated
+from kvindex_adapters.evaluate.reuse_threshold import ALWAYS, calibrate_tau, calibrated
 from tests.adapters.tiny import build, prompt
 
 STEPS, K = 30, 12

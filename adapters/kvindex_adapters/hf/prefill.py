@@ -1,4 +1,4 @@
-"""Read a prompt into a cache: its ids, and its chunks through the model."""
+"""Prefill: encode a prompt and read it into a cache, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def encode_prompt(
     if isinstance(prompt, Tensor):
         return check.tensor("prompt", prompt, {"N": None}, torch.int64)
     if isinstance(prompt, str):
-        given = tokenizer(prompt, add_special_tokens=False) if follows else tokenizer(prompt)
-        return torch.tensor(given["input_ids"], dtype=torch.int64)
+        encoded = tokenizer(prompt, add_special_tokens=False) if follows else tokenizer(prompt)
+        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=cue)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64)

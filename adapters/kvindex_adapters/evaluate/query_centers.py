@@ -1,4 +1,4 @@
-"""Where a model's queries lie on average, layer by layer: `triattention` calibrated on a text."""
+"""Mean queries of each layer of a model over a text: calibrates `triattention`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvindex.core.protocol import KVIndex
 from kvindex.indexes.triattention import Centers
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.reading import Progress, prefill
+from kvindex_adapters.hf.prefill import Progress, prefill
 
 
 class _Averager(Wrapper):
-    """Means over the queries that it is told, and how many they are."""
+    """Averages the observed queries and counts them."""
 
     def __init__(self, inner: KVIndex) -> None:
         super().__init__(inner)
@@ -26,15 +26,15 @@ class _Averager(Wrapper):
         self.centers: Centers | None = None
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        rope, known = self.geometry.rope, len(positions)
+        rope, count = self.geometry.rope, len(positions)
         assert rope is not None
-        counted = torch.ones((1, known), dtype=torch.bool, device=queries.device)
-        new, share = Centers.of(queries, positions, counted, rope), known / (self.count + known)
+        valid = torch.ones((1, count), dtype=torch.bool, device=queries.device)
+        new, share = Centers.of(queries, positions, valid, rope), count / (self.count + count)
         mean, size = new.mean[0], new.size[0]
         if self.centers is not None:
             mean = torch.lerp(self.centers.mean, mean, share)
             size = torch.lerp(self.centers.size, size, share)
-        self.centers, self.count = Centers(mean, size), self.count + known
+        self.centers, self.count = Centers(mean, size), self.count + count
         super().observe_queries(queries, positions)
 
 
@@ -48,7 +48,7 @@ def calibrate_centers(
     """The centers of each full-attention layer over a text, for `attach(layer_options=…)`.
 
     The model reads ids int64 `[N]` densely. Raises ValueError for a tensor of another shape or
-    fewer than two tokens, a model whose rotary embedding cannot be told, and what `attach` raises.
+    fewer than two tokens, a model of unknown rotary frequencies, and what `attach` raises.
     """
     check.tensor("ids", ids, {"N": None}, torch.int64)
     check.at_least("ids.shape[0]", len(ids), 2)
@@ -65,9 +65,9 @@ def calibrate_centers(
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=averager, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)
-        found = zip(cache.indexed, cache.indexes(), strict=True)
+        layers = zip(cache.indexed, cache.indexes(), strict=True)
         return {
             number: {"centers": index.centers}
-            for number, index in found
+            for number, index in layers
             if isinstance(index, _Averager) and index.centers is not None
         }

@@ -1,4 +1,4 @@
-"""When may the last hits be reused? The threshold of `kvindex.wrappers.Reuse` for a model."""
+"""Calibrate the threshold `tau` of `kvindex.wrappers.Reuse`, which reuses hits, for a model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvindex.ops.select import top_k
 from kvindex.wrappers.reuse import similarity
 from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.recall import SINK
-from kvindex_adapters.hf.reading import Progress
+from kvindex_adapters.hf.prefill import Progress
 
 ALWAYS = math.nextafter(1.0, 2.0)
-"""The least threshold at which every step searches."""
+"""Least threshold at which every step searches."""
 
 TAUS = (-1.0, 0.0, *(percent / 100 for percent in range(50, 101)), ALWAYS)
-"""What is tried: queries that follow each other are seldom less alike than .5."""
+"""Thresholds to try: queries that follow each other are seldom less alike than .5."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ def calibrated(
     rates, shares = torch.zeros(2, len(tried), dtype=torch.float64)
     for layer in layers:
         best, similar = _best(layer, k), _similarities(layer)
-        for place, tau in enumerate(tried):
+        for i, tau in enumerate(tried):
             searched = similar < tau
             searched[0] = True
             steps = torch.arange(len(searched), device=searched.device)
             source = torch.where(searched, steps, 0).cummax(0).values
-            found = (best[..., None] == best[source][:, :, None]).any(-1)
-            rates[place] += searched.double().mean().cpu()
-            shares[place] += found.double().mean().cpu()
+            retrieved = (best[..., None] == best[source][:, :, None]).any(-1)
+            rates[i] += searched.double().mean().cpu()
+            shares[i] += retrieved.double().mean().cpu()
     points = tuple(
         Point(tau, float(rate) / len(layers), float(share) / len(layers))
         for tau, rate, share in zip(tried, rates, shares, strict=True)
@@ -101,7 +101,7 @@ def calibrated(
 
 
 def _similarities(layer: Captured) -> Tensor:
-    """Between the query of each step and the one before, `[T - 1]`."""
+    """Similarity of the query of each step to the one before, `[T - 1]`."""
     directions = normalize(layer.queries.float(), dim=-1).transpose(0, 1)  # [T, H, D]
     return similarity(directions[:-1], directions[1:]).clamp(-1, 1)
 
@@ -112,9 +112,9 @@ def _best(layer: Captured, k: int) -> Tensor:
     keys = layer.keys[:, SINK : layer.keys.shape[1] - T].float()
     queries = layer.queries[:, 1:].float()
     queries = queries.view(len(keys), -1, *queries.shape[1:])  # [G, g, T, D]
-    found = []
-    for some in torch.split(queries, 64, dim=2):
-        scores = (some @ keys[:, None].mT).permute(2, 0, 1, 3).contiguous()  # [t, G, g, N]
+    best = []
+    for block in torch.split(queries, 64, dim=2):
+        scores = (block @ keys[:, None].mT).permute(2, 0, 1, 3).contiguous()  # [t, G, g, N]
         agreed = group.agree(scores, "mean_share", scale=layer.scale, softcap=layer.softcap)
-        found.append(top_k(agreed, k)[1])
-    return torch.cat(found)
+        best.append(top_k(agreed, k)[1])
+    return torch.cat(best)

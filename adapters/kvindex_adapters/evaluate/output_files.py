@@ -1,4 +1,4 @@
-"""Output files: refused before the work if they cannot be written, and never left half written."""
+"""Output files: checked before the work starts, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 PICTURES = (".png", ".pdf", ".svg")
-"""What `--plot` may end in: matplotlib takes the format from it."""
+"""Allowed endings of `--plot`: matplotlib takes the format from them."""
 
 
 def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ()) -> None:
-    """Raises OSError, in words, for a file that could not be written at the end.
+    """Raises OSError for a file that could not be written at the end, with the reason.
 
     A file is made beside `path` and removed again, which is what the end of the work will do.
-    endings: of which the name must have one; none given allows all. None is not checked.
+    endings: allowed ends of the name; empty for all. A path of None is not checked.
     """
     if path is None:
         return
@@ -36,7 +36,7 @@ def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ())
 
 
 def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
-    """What stands in the way of writing the file. Raises OSError where the system says it."""
+    """The reason why the file cannot be written, if any. Raises OSError where the system does."""
     if path.is_symlink() and not path.exists():
         return "is a link to what is not there"
     if not path.parent.is_dir():
@@ -59,8 +59,8 @@ def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
 def replacing(path: Path, name: str = "json") -> Iterator[Path]:
     """A new file beside `path` to write to, which then becomes `path`; name: of the option.
 
-    Where anything fails, `path` is what it was and the new file is gone. Raises OSError in words
-    where the file system refuses (no space, no permission).
+    Where anything fails, `path` is what it was and the new file is gone. Raises OSError where the
+    file system refuses (no space, no permission).
     """
     new = _beside(path)
     try:
@@ -68,7 +68,7 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
         if path.exists():
             shutil.copymode(path, new)
         with new.open("rb") as whole:
-            os.fsync(whole.fileno())  # some file systems tell only now that there is no space
+            os.fsync(whole.fileno())  # some file systems report only now that there is no space
         new.replace(path.resolve())  # a link stays a link
     except OSError as error:
         raise OSError(
@@ -81,18 +81,18 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, name: str = "json") -> None:
-    """Write a whole file or nothing. Raises OSError in words."""
+    """Write a whole file or nothing. Raises OSError."""
     with replacing(path, name) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, result: Any, *, indent: int = 1) -> None:
-    """Write a result, for `--json`. Raises OSError in words."""
+    """Write a result, for `--json`. Raises OSError."""
     write_text(path, json.dumps(result, indent=indent) + "\n")
 
 
 def save_figure(figure: Any, path: Path, *, dpi: int) -> None:
-    """Write a figure of matplotlib, for `--plot`. Raises OSError in words."""
+    """Write a figure of matplotlib, for `--plot`. Raises OSError."""
     with replacing(path, "plot") as new:
         figure.savefig(new, dpi=dpi)
 

@@ -1,4 +1,4 @@
-"""What machine and which libraries a result was measured with."""
+"""Machine and library versions that a result was measured with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 
 def describe(device: str = "cpu") -> dict[str, str | int]:
-    """The machine, for the JSON of a result."""
-    found: dict[str, str | int] = {
+    """Machine and versions, for the JSON of a result."""
+    machine: dict[str, str | int] = {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "processor": _processor(),
@@ -24,8 +24,8 @@ def describe(device: str = "cpu") -> dict[str, str | int]:
         "device": device,
     }
     if device.startswith("cuda"):
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+        machine["gpu"] = torch.cuda.get_device_name(device)
+    return machine
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""When tokens come, and who is told of them."""
+"""`TokenTimer`: a streamer that notes when tokens arrive, for latency and progress."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from kvindex_adapters.hf.reading import Progress
+from kvindex_adapters.hf.prefill import Progress
 
 
-class Clock(BaseStreamer):
-    """Notes when tokens come, and passes them on.
+class TokenTimer(BaseStreamer):
+    """Times the first and the last token of an answer, and passes tokens on to `inner`.
 
     prompt: ids int64 `[N]`, which `inner` gets first, whatever came before them in the cache;
-    total: longest answer in tokens. At the end `progress` is told how long the answer became.
+    total: longest answer in tokens; progress: called with the answer's length so far.
     """
 
     def __init__(
@@ -27,14 +27,14 @@ class Clock(BaseStreamer):
         self.start = self.first = self.last = time.perf_counter()
 
     def put(self, value: Tensor) -> None:
-        """A batch of tokens: the prompt first, then one at a time."""
+        """Take a batch of tokens: the prompt first, then one at a time."""
         now, answer, self._prompt_seen = time.perf_counter(), self._prompt_seen, True
         if answer:
             self.last = now
             if self._tokens == 0:
                 self.first = now
-                read = len(self._prompt)
-                self._report("prefill", read, read)  # before any answer appears
+                length = len(self._prompt)
+                self._report("prefill", length, length)  # before any answer appears
             self._tokens += value.numel()
         if self._inner:
             self._inner.put(value if answer else self._prompt[None].cpu())
@@ -42,7 +42,7 @@ class Clock(BaseStreamer):
             self._report("decode", self._tokens, self._total)
 
     def end(self) -> None:
-        """No more tokens come."""
+        """End the answer."""
         if self._tokens < self._total:
             self._report("decode", self._tokens, self._tokens)
         if self._inner:

@@ -5,7 +5,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.parallel import ParallelLayer
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.prefill import prefill
 from kvindex_adapters.hf.tokenizer import punctuated
 from tests.adapters.tiny import build, prompt
 

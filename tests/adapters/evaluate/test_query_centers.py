@@ -5,7 +5,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.cli.common import check_search
-from kvindex_adapters.evaluate.centers import calibrate_centers
+from kvindex_adapters.evaluate.query_centers import calibrate_centers
 from kvindex_adapters.evaluate.recall import bytes_per_key
 from tests.adapters.tiny import build, prompt
 

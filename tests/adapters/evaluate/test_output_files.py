@@ -8,8 +8,14 @@ import stat
 
 import pytest
 
-from kvindex_adapters import files
-from kvindex_adapters.files import PICTURES, check_output, output, replacing, write_json
+from kvindex_adapters.evaluate import output_files
+from kvindex_adapters.evaluate.output_files import (
+    PICTURES,
+    check_output,
+    output,
+    replacing,
+    write_json,
+)
 
 
 @pytest.fixture
@@ -60,7 +66,7 @@ def test_a_folder_or_a_file_without_permission_is_refused(tmp_path):
 def test_permissions_are_asked_of_the_system(tmp_path, monkeypatch):
     """As root, too, whom the one above is skipped for."""
     (tmp_path / "old.json").touch()
-    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(output_files.os, "access", lambda path, mode: False)
     assert "must not be written" in refused(tmp_path / "old.json")
 
 

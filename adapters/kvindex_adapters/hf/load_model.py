@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a folder, a GGUF file or a hub."""
+"""Load a transformers model and its tokenizer from a folder, a GGUF file or a hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def smollm2() -> tuple[Path, str]:
 
 
 def check_device(device: str) -> None:
-    """Raises ValueError for a device that this torch does not have, or that holds no numbers."""
+    """Raises ValueError for a device that this torch does not have, or that stores no numbers."""
     Geometry.of(q_heads=1, kv_heads=1, head_dim=8, device=device)
     if torch.device(device).type == "meta":
         raise ValueError("device: got 'meta', which holds no numbers; allowed is cpu, or cuda")
@@ -127,11 +127,11 @@ def _sum(layer: Any, name: str, parts: dict[str, Tensor]) -> Tensor:
         raise ValueError(f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed are both")
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"lora: got {name}, allowed are linear layers that the model has")
-    out, wide = layer.weight.shape
-    if B.ndim != 2 or A.ndim != 2 or shapes != [[out, len(A)], [len(A), wide]]:
+    rows, columns = layer.weight.shape
+    if B.ndim != 2 or A.ndim != 2 or shapes != [[rows, len(A)], [len(A), columns]]:
         raise ValueError(
             f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed is what the model has: "
-            f"[r, {wide}], [{out}, r]"
+            f"[r, {columns}], [{rows}, r]"
         )
     with torch.no_grad():
         addition = 2 * (B.float() @ A.float()).to(layer.weight)

@@ -1,8 +1,7 @@
-"""What `attach` changes in a model while its context lasts, in objects that no other model shares.
+"""Reversible patches of a model: private copies of its configurations, subclasses of its modules.
 
-Configurations are copied: other models may have the same objects. Classes are subclassed, as
-torch's parametrizations do: what others put on a module meanwhile (hooks, another `forward`)
-stays where it was put.
+Configurations are copied, as other models may share them. Classes are subclassed, as torch's
+parametrizations do: what others put on a module meanwhile (hooks, another `forward`) stays.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 IMPLEMENTATION = "_attn_implementation_internal"
-"""Where a configuration keeps the name of its attention function."""
+"""Attribute of a configuration that names its attention function."""
 
 
 class _Copies:
@@ -44,7 +43,7 @@ class _Copies:
         return {id(other): config for config, other in self._made.values()}
 
     def hand_over(self, ours: str) -> None:
-        """What was set on a copy is set on its original, but for our name of the attention."""
+        """Set on each original what was set on its copy, but for the attention named `ours`."""
         originals = self.originals()
         for config, other, before in self._before:
             for name, value in vars(other).items():
@@ -54,11 +53,11 @@ class _Copies:
 
 
 @contextmanager
-def own_configurations(model: nn.Module, ours: str) -> Iterator[None]:
-    """The model's modules have configurations of their own; afterwards those that they had.
+def private_configurations(model: nn.Module, ours: str) -> Iterator[None]:
+    """Give the model's modules private configurations; afterwards restore those that they had.
 
-    ours: the name of an attention function that is not handed over; all else that is set
-    meanwhile on `model.config` and others stays set.
+    ours: name of an attention function that is not handed over; all else that is set meanwhile
+    on `model.config` and others stays set.
     """
     copies, modules = _Copies(), list(model.modules())
     try:
@@ -78,20 +77,20 @@ def own_configurations(model: nn.Module, ours: str) -> Iterator[None]:
 
 @contextmanager
 def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
-    """The module's class has `first` before it, under the same name; afterwards it is as it was.
+    """Put `first` before the module's class, under the same name; afterwards restore the class.
 
-    A class that others put over it meanwhile stays, so the methods of `first` must be as good as
-    none by then.
+    A class that others put over it meanwhile stays, so the methods of `first` must have no effect
+    by then.
     """
     own = type(module)
     if issubclass(own, first):
         yield
         return
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    made = types.new_class(own.__name__, (first, own), exec_body=lambda body: body.update(names))
+    patched = types.new_class(own.__name__, (first, own), exec_body=lambda body: body.update(names))
     try:
-        module.__class__ = made
+        module.__class__ = patched
         yield
     finally:
-        if type(module) is made:
+        if type(module) is patched:
             module.__class__ = own

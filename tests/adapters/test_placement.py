@@ -8,7 +8,7 @@ import torch
 import kvindex_adapters.hf as kvhf
 from kvindex.core import backend
 from kvindex.wrappers import MeasureRecall
-from kvindex_adapters.hf.place import placed
+from kvindex_adapters.hf.placement import default_placement
 from kvindex_cuda.memory.block_store import HostStore
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 from tests.cuda.devices import DEVICES, on
@@ -29,22 +29,26 @@ def module(error=None):
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_on_a_cpu_nothing_is_changed(device):
-    assert placed(device, "pariskv") == {}
+    assert default_placement(device, "pariskv") == {}
 
 
 def test_on_a_gpu_an_index_runs_on_kernels_unless_told_otherwise(monkeypatch):
     monkeypatch.setattr(backend, "resolve", lambda name: {"cuda": module()}[name])
-    assert placed("cuda:0", "pariskv+sample:share=.5") == KERNELS
-    assert placed("cuda", "pariskv:store=device") == {"backend": "cuda"}
-    assert placed("cuda", "pariskv", {"store"}) == {"backend": "cuda"}
-    assert placed("cuda", "pariskv:backend=torch") == placed("cuda", "pariskv", {"backend"}) == {}
+    assert default_placement("cuda:0", "pariskv+sample:share=.5") == KERNELS
+    assert default_placement("cuda", "pariskv:store=device") == {"backend": "cuda"}
+    assert default_placement("cuda", "pariskv", {"store"}) == {"backend": "cuda"}
+    assert (
+        default_placement("cuda", "pariskv:backend=torch")
+        == default_placement("cuda", "pariskv", {"backend"})
+        == {}
+    )
 
 
 @pytest.mark.parametrize("error", [ImportError("needs CuPy"), RuntimeError("too old")], ids=str)
 def test_where_kernels_cannot_run_a_warning_says_why(monkeypatch, error):
     monkeypatch.setattr(backend, "resolve", lambda name: module(error))
     with pytest.warns(UserWarning, match=f"plain torch on the GPU: {error}"):
-        assert placed("cuda", "pariskv") == {}
+        assert default_placement("cuda", "pariskv") == {}
 
 
 def test_attach_on_a_cpu_makes_the_plain_index():
