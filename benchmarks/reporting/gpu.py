@@ -54,6 +54,15 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
     return f"{' '.join(about)}\n\n{table(head, rows)}\n\n{ending}"
 
 
+def summary(result: Result) -> str:
+    """Batch 1 with rows on the host, from where a step is faster than dense attention."""
+    points = [p for p in result["points"] if p["batch"] == 1 and p["tokens"] >= 2**17]
+    parts = ("dense", "step_host", "step_cached")
+    rows = [(f"{p['tokens']:,}", *(_median(p, part) for part in parts)) for p in points]
+    head = ("tokens", "dense attention, µs", "`pariskv`, µs", "with a cache of rows, µs")
+    return f"{table(head, rows)}\n\nMeasured on {result['machine']['gpu']}."
+
+
 def presets(_: Result) -> str:
     """Steps of the presets that kernels serve, a result each, beside each other."""
     results = {name: stored(f"decode_step_{name}") for name in ("fast", "precise", "paper")}

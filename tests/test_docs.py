@@ -1,0 +1,92 @@
+"""The pages: README is short and true, links lead somewhere, files that are named exist."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+WORDS, FIGURES = 700, 25
+"""README's limits; figures in code are not counted, those in what it prints are."""
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def visible(page):
+    """What a reader sees: no comments, no targets of links."""
+    page = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", "]", page)
+
+
+def words(page):
+    return [word for word in visible(page).split() if re.search(r"\w", word)]
+
+
+def figures(page):
+    """Numbers that are no part of a name."""
+    shown = FENCE.sub(lambda part: part[2] if part[1] == "text" else "", visible(page))
+    shown = re.sub(r"`[^`]*`", "", shown)
+    return re.findall(r"(?<![\w.+-])\d[\d,.]*", shown)
+
+
+def examples(page):
+    """Python's blocks that need no model, each with the output that follows it, or None."""
+    blocks = FENCE.findall(page)
+    for (language, code), (after, output) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+        if language == "python" and "model" not in code:
+            yield code, output if after == "text" else None
+
+
+def printed(code):
+    """What a block prints."""
+    said = io.StringIO()
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(said):
+        exec(code, {"__name__": "example"})
+    return said.getvalue()
+
+
+def test_readme_is_short():
+    assert len(words(README)) <= WORDS
+    assert len(figures(README)) <= FIGURES
+
+
+def test_words_and_figures_are_counted():
+    page = "<!-- 1 comment -->\n[two words](link/3.md), 4.5 of SmolLM2-135M.\n"
+    assert words(page) == ["[two", "words],", "4.5", "of", "SmolLM2-135M."]
+    assert figures(page + "```python\n6\n```\n```text\n7\n```\n") == ["4.5", "7"]
+
+
+def test_readmes_examples_print_what_it_shows():
+    found = list(examples(README))
+    assert any(output for _, output in found)
+    for code, output in found:
+        assert output in (None, printed(code))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_readmes_report_is_what_the_model_prints():
+    from kvindex_adapters import models
+    from kvindex_adapters.evaluate.tasks import hide
+    from kvindex_adapters.evaluate.texts import python_reference
+
+    folder, file = models.smollm2()
+    model, tokenizer = models.load(folder, gguf_file=file)
+    needle = hide(tokenizer, python_reference(), tokens=2500, seed=0)
+    code, output = FENCE.findall(README)[1][1], FENCE.findall(README)[2][1]
+    given = {"model": model, "inputs": {"input_ids": torch.as_tensor(needle.ids).reshape(1, -1)}}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(code, given)
+    assert said.getvalue() == output
+    assert needle.found(tokenizer.decode(given["out"][0, len(needle.ids) :]))
