@@ -60,6 +60,10 @@ def test_readme_is_short():
     assert len(figures(README)) <= FIGURES
 
 
+def test_what_runs_on_a_gpu_is_short():
+    assert len(words((ROOT / "docs/cuda.md").read_text())) <= 1500
+
+
 def test_words_and_figures_are_counted():
     page = "<!-- 1 comment -->\n[two words](link/3.md), 4.5 of SmolLM2-135M.\n"
     assert words(page) == ["[two", "words],", "4.5", "of", "SmolLM2-135M."]
@@ -90,3 +94,35 @@ def test_readmes_report_is_what_the_model_prints():
         exec(code, given)
     assert said.getvalue() == output
     assert needle.found(tokenizer.decode(given["out"][0, len(needle.ids) :]))
+
+
+def slug(heading):
+    """The anchor of a heading, as GitHub and the site make it."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(page):
+    return {slug(title) for title in re.findall(r"^#+ (.*)$", FENCE.sub("", page), re.MULTILINE)}
+
+
+def broken(path, page):
+    """Relative links of a page that lead nowhere."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", FENCE.sub("", page))):
+        place, _, anchor = target.partition("#")
+        there = (path.parent / place).resolve() if place else path
+        if re.match(r"\w+:", target) or (there.exists() and not anchor):
+            continue
+        text = page if not place else there.read_text() if there.is_file() else ""
+        if anchor not in anchors(text):
+            yield target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    assert list(broken(path, path.read_text())) == []
+
+
+def test_a_link_to_nowhere_is_found():
+    page = "# A title: `x`\n[a](#a-title-x) [b](nowhere.md) [c](README.md#no) [d](https://e.f)"
+    assert list(broken(ROOT / "page.md", page)) == ["nowhere.md", "README.md#no"]

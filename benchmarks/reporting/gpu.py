@@ -227,7 +227,7 @@ def limits(result: Result) -> str:
         f"tokens, {result['keys']:,} keys appended. Percent of what there is; warps of a "
         "multiprocessor while it has any. Where none of the three is above 60%, what its warps "
         "wait for most (Nsight Compute's names; a long scoreboard is memory's), and shares of it. "
-        "Of PCIe, which `attend`, `keep` and `gather_blocks` wait for, it has no counter."
+        "Of PCIe, which `attend`, `write_rows` and `gather_blocks` wait for, it has no counter."
     )
     return f"{about}\n\n{table([*head, 'warps', 'limited by'], rows)}\n\n{machine(result)}"
 
