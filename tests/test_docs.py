@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -126,3 +127,26 @@ def test_links_lead_somewhere(path):
 def test_a_link_to_nowhere_is_found():
     page = "# A title: `x`\n[a](#a-title-x) [b](nowhere.md) [c](README.md#no) [d](https://e.f)"
     assert list(broken(ROOT / "page.md", page)) == ["nowhere.md", "README.md#no"]
+
+
+def test_the_api_has_every_public_door():
+    import kvindex
+    from kvindex import ops, testing
+    from kvindex_adapters import hf
+
+    named = {
+        name
+        for path in (ROOT / "docs/api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)
+    }
+    doors = [getattr(door, name) for door in (kvindex, hf) for name in door.__all__]
+    missing = {
+        f"{door.__module__}.{door.__qualname__}"
+        for door in doors
+        if isinstance(door, type | FunctionType)
+        and not named & {door.__module__, f"{door.__module__}.{door.__qualname__}"}
+        and f"kvindex.{door.__name__}" not in named
+    }
+    assert missing == set()
+    assert {f"kvindex.ops.{name}" for name in ops.__all__} <= named
+    assert testing.__name__ in named
