@@ -1,13 +1,17 @@
 """The pages: README is short and true, links lead somewhere, files that are named exist."""
 
 import contextlib
+import dataclasses
 import io
 import re
+import subprocess
 from pathlib import Path
 from types import FunctionType
 
 import pytest
 import torch
+
+import kvindex
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -130,7 +134,6 @@ def test_a_link_to_nowhere_is_found():
 
 
 def test_the_api_has_every_public_door():
-    import kvindex
     from kvindex import ops, testing
     from kvindex_adapters import hf
 
@@ -150,3 +153,50 @@ def test_the_api_has_every_public_door():
     assert missing == set()
     assert {f"kvindex.ops.{name}" for name in ops.__all__} <= named
     assert testing.__name__ in named
+
+
+FILE = re.compile(r"`([\w./-]+\.(?:py|cuh?|h|json|toml|txt|yml|md)|[\w./-]+/)(?:: [^`]*)?`")
+ELSEWHERE = {"decode_step_five.json", "site/"}
+"""Of an earlier commit; made by `make docs`."""
+
+TREE = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+
+
+def missing(page):
+    """Files and folders named in backticks that are none of this repository, by any end."""
+    named = {name for name in FILE.findall(FENCE.sub("", page))} - ELSEWHERE
+    return sorted(
+        name
+        for name in named
+        if not any(f"/{path}".endswith(f"/{name}") or f"/{name}" in f"/{path}" for path in TREE)
+    )
+
+
+@pytest.mark.skipif(not TREE, reason="no checkout of git")
+@pytest.mark.parametrize(
+    "path",  # of changes past, and of files that a reader makes
+    [path for path in PAGES if path.name not in ("CHANGELOG.md", "adding-an-index.md")],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_files_that_are_named_exist(path):
+    assert missing(path.read_text()) == []
+
+
+@pytest.mark.skipif(not TREE, reason="no checkout of git")
+def test_a_file_that_left_is_found():
+    page = "`kvindex/layer.py`, `ops/fetch.py: gather_rows`, `layer/`, `nowhere/`, `ops/nothing.py`"
+    assert missing(page) == ["kvindex/layer.py", "nowhere/", "ops/nothing.py"]
+
+
+def options(page):
+    """Names in the first column of a table of options."""
+    table = re.search(r"^\| option \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    lines = table[1].splitlines() if table else []
+    return {name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+
+
+@pytest.mark.parametrize("name", kvindex.names())
+def test_options_that_are_named_exist(name):
+    page = (ROOT / f"docs/indexes/{name.replace('-', '_')}.md").read_text()
+    fields = {field.name for field in dataclasses.fields(kvindex.get(name).Config)}
+    assert options(page) <= fields | {"preset", "stale"}
