@@ -1,4 +1,4 @@
-"""As many tokens as an index may hold, and as many rows as a search may want (issue 4)."""
+"""As many tokens as an index may hold, and as many rows as a search may want."""
 
 from contextlib import nullcontext
 
