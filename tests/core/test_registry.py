@@ -24,7 +24,8 @@ def test_spec_gives_options_and_keywords_override_them():
 
 def test_preset_is_overridden_field_by_field():
     index = kvindex.create("pariskv", **GEOMETRY, preset="paper", group="union")
-    assert index.config == dataclasses.replace(kvindex.get("pariskv").Config(), group="union")
+    paris = kvindex.get("pariskv")
+    assert index.config == paris.Config(**paris.presets["paper"], group="union")
 
 
 @pytest.mark.parametrize("name", kvindex.names())
@@ -50,7 +51,8 @@ def test_wrappers_follow_after_a_plus():
     both = kvindex.create("pariskv+sample+recall", **GEOMETRY, preset="paper")
     assert isinstance(both, MeasureRecall)
     assert isinstance(both.inner, Sample)
-    assert both.config == kvindex.get("pariskv").Config()
+    paris = kvindex.get("pariskv")
+    assert both.config == paris.Config(**paris.presets["paper"])
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,14 @@ def indexes() -> None:
     from kvindex.storage.codecs import NAMES
     from kvindex.storage.store import PLACES
 
-    table = Table("index", "options (what one gets)", "other presets, and what they change")
+    table = Table("index", "options (what one gets)", "presets, and what they change")
     for name in kvindex.names():
         options = [f"{option} ({value!r})" for option, value in defaults(name).items()]
         others = [
             f"{preset}: {', '.join(f'{o} ({v!r})' for o, v in changed.items()) or 'nothing'}"
             for preset, changed in presets(name).items()
         ]
-        preset = kvindex.get(name).default_preset
-        called = name if preset is None else f"{name}\npreset {preset}"
-        table.add_row(called, ", ".join(options) or "-", "\n".join(others) or "-")
+        table.add_row(name, ", ".join(options) or "-", "\n".join(others) or "-")
     shared = {"backend": BACKENDS, "store": PLACES, "rows": NAMES}
     told = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
     table.add_row("every index", "; ".join(told), "-")
@@ -37,19 +35,18 @@ def indexes() -> None:
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """The options of an index as `kvindex.create` fills them in: those of its default preset."""
+    """The options of an index as `kvindex.create` fills them in."""
     return _options(name, None)
 
 
 def presets(name: str) -> dict[str, dict[str, Any]]:
-    """What each preset but the default one changes of `defaults`: option -> value."""
+    """What each preset changes of `defaults`: option -> value."""
     import kvindex
 
     index, usual = kvindex.get(name), defaults(name)
     return {
         preset: {o: v for o, v in _options(name, preset).items() if v != usual[o]}
         for preset in index.presets
-        if preset != index.default_preset
     }
 
 
