@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -139,6 +140,18 @@ def test_indexes_prints_what_create_gives(monkeypatch):
                 o: repr(getattr(other, o)) for o, v in fields.items() if getattr(other, o) != v
             }
             assert dict(shown_options(line)) == changed
+
+
+def test_indexes_tells_what_of_installed_packages_cannot_be_used(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    brought = [("gone", "no_such_module:Index"), ("exact", "theirs:Exact")]
+    points = [EntryPoint(name, value, "kvindex.indexes") for name, value in brought]
+    monkeypatch.setattr("kvindex.registry.entry_points", lambda group: points)
+    result = run("indexes")
+    assert result.exit_code == 0
+    assert "'gone' from an unknown package (no_such_module:Index), allowed is" in result.output
+    assert "No module named 'no_such_module'" in result.output
+    assert "'exact' from an unknown package (theirs:Exact), allowed is one that" in result.output
 
 
 def test_indexes_lists_all():
