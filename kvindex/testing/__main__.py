@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvindex.bases.index import BaseIndex
-from kvindex.core.config import parse_spec
-from kvindex.registry import get
+from kvindex.registry import create, get
 from kvindex.testing.run import Outcome, outcomes
 
 
@@ -32,20 +29,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(kept) else 1
 
 
-def found(index: str) -> Callable[..., BaseIndex]:
+def found(index: str) -> Callable[..., Any]:
     """What makes an index, from `package.module:Class` or from a name with options.
 
     Raises ImportError, TypeError or ValueError.
     """
     module, colon, name = index.partition(":")
     if not colon or "=" in name:
-        kind, options = parse_spec(index)
-        return functools.partial(get(kind), **options)
-    sys.path.insert(0, os.getcwd())  # as a script would see it that lies here
+        get(index.partition("+")[0].partition(":")[0])  # or each check would say that it is unknown
+        return functools.partial(create, index)
     known: dict[str, Any] = vars(importlib.import_module(module))
     if name not in known:
         raise ValueError(f"index: got {index!r}, allowed is a class that {module} has")
-    made: Callable[..., BaseIndex] = known[name]
+    made: Callable[..., Any] = known[name]
     return made
 
 
