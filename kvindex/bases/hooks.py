@@ -29,7 +29,7 @@ class Hooks(DeferredChecks, ABC, guarded=False):
 
     Config: ClassVar[type] = NoConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    default_preset: ClassVar[str | None] = None
+    """Fields that differ from `Config`'s defaults, by name."""
     scattered: ClassVar[bool] = False
     """Whether tokens that come together may lie anywhere, not one after the other."""
     weighted: ClassVar[bool] = False

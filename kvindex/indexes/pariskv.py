@@ -1,8 +1,8 @@
 """ParisKV: a coarse stage on analytic centroids, then reranking with codes of a few bits.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
-`preset="paper"` is the paper's; the others go past it (docs/indexes/pariskv.md). One file, as every
-index: what it can be told, encoding, search, and what tiers keep count of, in this order.
+`preset="paper"` is the paper's; the defaults go past it (docs/indexes/pariskv.md). One file, as
+every index: what it can be told, encoding, search, and what tiers keep count of, in this order.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ LARGEST_SEGMENT = 2**16
 
 CANDIDATES_PER = ("head", "group")
 
-PAST = dict(
-    coarse="dots",
-    beta=0.02,
-    refine_factor=4,
-    query_max=21,
-    weights="log",
-    center=256,
-    candidates_per="group",
+PAPER = dict(
+    coarse="tiers",
+    beta=None,
+    refine_factor=1,
+    query_max=127,
+    block="subspace",
+    weights="bfloat16",
+    center=0,
+    candidates_per="head",
 )
-"""What the presets past the paper share (docs/decisions/0011, 0012, 0013, 0015)."""
+"""Where the paper differs from the defaults (docs/decisions/0011, 0012, 0013, 0015)."""
 
 
 @dataclass(frozen=True)
 class ParisKVConfig:
-    """What ParisKV can be told.
+    """What ParisKV can be told; the defaults are the preset "fast".
 
     coarse: how keys become candidates: "tiers" (the paper's votes), "dots" (quantized inner
       products with the sign patterns, times the keys' weights) or "none" (all are reranked).
@@ -79,18 +80,18 @@ class ParisKVConfig:
     seed: of the rotation's signs.
     """
 
-    coarse: str = "tiers"
-    beta: float | None = None
-    refine_factor: int = 1
+    coarse: str = "dots"
+    beta: float | None = 0.02
+    refine_factor: int = 4
     single_stage_below: int = 0
     rho: float | None = None
-    query_max: int = 127
+    query_max: int = 21
     magnitude_bits: int = 3
-    block: str = "subspace"
-    weights: str = "bfloat16"
+    block: str = "key"
+    weights: str = "log"
     weight_bits: int = 16
-    center: int = 0
-    candidates_per: str = "head"
+    center: int = 256
+    candidates_per: str = "group"
     group: str = "mean_share"
     seed: int = 0
 
@@ -150,13 +151,12 @@ class ParisKV(BaseIndex):
 
     Config = ParisKVConfig
     presets: ClassVar = {
-        "paper": {},
-        "fast": {**PAST, "block": "key"},
-        "accurate": {**PAST, "block": "subspace", "weight_bits": 8},
-        "precise": {**PAST, "block": "key", "magnitude_bits": 5},
-        "scan": {**PAST, "block": "key", "coarse": "none"},
+        "fast": {},
+        "precise": {"magnitude_bits": 5},
+        "accurate": {"block": "subspace", "weight_bits": 8},
+        "scan": {"coarse": "none"},
+        "paper": PAPER,
     }
-    default_preset = "fast"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

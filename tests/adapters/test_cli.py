@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_indexes_prints_what_create_gives(monkeypatch):
     rows = {}
     for line in (line for line in lines if "│" in line):
         cells = [cell.strip() for cell in line.split("│")[1:-1]]
-        if cells[0] and not cells[0].startswith("preset "):
+        if cells[0]:
             rows[name := cells[0]] = (cells[1], [])
         rows[name][1].append(cells[2])
     geometry = dict(q_heads=1, kv_heads=1, head_dim=8, rope=torch.ones(4))
@@ -135,13 +136,25 @@ def test_indexes_prints_what_create_gives(monkeypatch):
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         assert dict(shown_options(told)) == {option: repr(v) for option, v in fields.items()}
         told = {line.partition(":")[0]: line for line in others if ":" in line}
-        assert told.keys() == kvindex.get(name).presets.keys() - {kvindex.get(name).default_preset}
+        assert told.keys() == kvindex.get(name).presets.keys()
         for preset, line in told.items():
             other = kvindex.create(name, preset=preset, **geometry).config
             changed = {
                 o: repr(getattr(other, o)) for o, v in fields.items() if getattr(other, o) != v
             }
             assert dict(shown_options(line)) == changed
+
+
+def test_indexes_tells_what_of_installed_packages_cannot_be_used(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    brought = [("gone", "no_such_module:Index"), ("exact", "theirs:Exact")]
+    points = [EntryPoint(name, value, "kvindex.indexes") for name, value in brought]
+    monkeypatch.setattr("kvindex.registry.entry_points", lambda group: points)
+    result = run("indexes")
+    assert result.exit_code == 0
+    assert "'gone' from an unknown package (no_such_module:Index), allowed is" in result.output
+    assert "No module named 'no_such_module'" in result.output
+    assert "'exact' from an unknown package (theirs:Exact), allowed is one that" in result.output
 
 
 def test_indexes_lists_all():

@@ -225,7 +225,9 @@ def test_recall_never_falls_as_the_ratio_grows_if_reranking_is_exact(heads, monk
     monkeypatch.setattr(index.ops.select, "candidates", remembered)
     recalls = []
     for beta in (0.01, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0):
-        index.config = pariskv.ParisKVConfig(beta=beta, rho=0.3, group="mean_query")
+        index.config = pariskv.ParisKVConfig(
+            **{**pariskv.PAPER, "beta": beta}, rho=0.3, group="mean_query"
+        )
         recalls.append(recalled(index.search(case.queries(), k=20), true))
     assert recalls == sorted(recalls)
     assert recalls[-1] == 1

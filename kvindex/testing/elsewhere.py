@@ -30,20 +30,24 @@ class Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Elsewhere:
-        place = dict(strides=held.stride(), storage_offset=held.storage_offset(), device=PLACE)
+        """The tensor's shape and strides, at `PLACE`."""
+        place: Any = dict(strides=held.stride(), storage_offset=held.storage_offset(), device=PLACE)
         return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, **place)
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's option is its own
         return f"Elsewhere({self.held!r})"
 
     def tolist(self) -> Any:
+        """As lists of numbers."""
         return self.held.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch says less than it calls with
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
@@ -67,15 +71,19 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, Elsewhere, found) if stays else found
 
 
-class _Dispatched(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+DispatchMode: Any = TorchDispatchMode  # torch leaves both untyped
+FunctionMode: Any = TorchFunctionMode
+
+
+class _Dispatched(DispatchMode):  # type: ignore[misc]  # for that reason
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
-class _Made(TorchFunctionMode):
+class _Made(FunctionMode):  # type: ignore[misc]  # for that reason
     """What makes tensors of lists does so before anyone can look; so lists become tensors here."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.new_tensor:
             like = dict(dtype=args[0].dtype, device=args[0].device)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tests.contract.common import K, Make, N, filled, searched
-from tests.support.helpers import (
-    Case,
-    assert_same_hits,
-    assert_well_formed,
-)
+from kvindex.testing.cases import Case
+from kvindex.testing.compare import assert_same_hits, assert_well_formed
+from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_slots_are_exactly_k(make: Make, case: Case) -> None:
+    """A search gives exactly `k` slots and finds something, whatever `k` is."""
     index = filled(make, case.tokens(N))
     for k in (1, K, N, N + 7):
         hits = searched(index, case, k=k)
@@ -21,10 +19,11 @@ def check_slots_are_exactly_k(make: Make, case: Case) -> None:
 
 
 def check_a_needle_is_found(make: Make, case: Case) -> None:
+    """A key that is the query is found among keys that are far from it."""
     unit = make().unit  # what comes with a row, and is found with it
     count, k = (N, K) if unit == 1 else ((17 // unit + 3) * unit, unit)
     keys, values = case.tokens(count)
-    queries = case.queries().unflatten(1, (case.kv_heads, -1))  # [B, G, g, D]
+    queries = case.queries().reshape(case.batch, case.kv_heads, -1, case.head_dim)
     keys = keys / 16
     keys[:, :, 17] = queries[:, :, 0]
     if unit > 1:
@@ -38,6 +37,7 @@ def check_a_needle_is_found(make: Make, case: Case) -> None:
 
 
 def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
+    """Of equal scores the lower id comes first."""
     keys, values = case.tokens(N)
     index = filled(make, (keys[:, :, :1].expand_as(keys), values))
     searched(index, case)
@@ -49,6 +49,7 @@ def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
 
 
 def check_searches_are_deterministic(make: Make, case: Case) -> None:
+    """The same tokens and queries give the same hits, to the bit."""
     tokens = case.tokens(N)
     keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key twice
     first, second = filled(make, (keys, tokens[1])), filled(make, (keys, tokens[1]))
@@ -58,6 +59,7 @@ def check_searches_are_deterministic(make: Make, case: Case) -> None:
 
 
 def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
+    """Zeros as keys or queries give finite scores."""
     keys, values = case.tokens(N)
     keys[:, :, ::3] = 0
     keys[:, :, 1::3, :8] = 0
@@ -70,6 +72,7 @@ def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
 
 
 def check_empty_index(make: Make, case: Case) -> None:
+    """An index without tokens finds nothing and takes every call."""
     index = make()
     assert len(index) == 0
     hits = searched(index, case, k=3)
@@ -87,6 +90,7 @@ def check_empty_index(make: Make, case: Case) -> None:
 
 
 def check_one_token(make: Make, case: Case) -> None:
+    """One token is found, and every other slot is unused."""
     tokens = case.tokens(1)
     index = filled(make, tokens)
     hits = searched(index, case, k=3)

@@ -6,22 +6,21 @@ from itertools import pairwise
 
 import torch
 
-from kvindex import Hits
-from tests.contract.common import K, Make, N, filled, searched
-from tests.support.helpers import (
+from kvindex.core.protocol import Hits
+from kvindex.testing.cases import Case, left_padding, part
+from kvindex.testing.compare import (
     ROUNDED,
-    Case,
     all_rows,
     assert_same_hits,
     assert_same_snapshot,
     hits_of,
-    left_padding,
-    part,
     snapshot,
 )
+from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
+    """`fetch` gives the rows as they were appended; unused slots are zero."""
     tokens = case.tokens(N)
     for store in ("device", "host"):
         index = filled(make, part(tokens, 0, 23), part(tokens, 23, 24), store=store)
@@ -42,6 +41,7 @@ def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
 
 
 def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) -> None:
+    """`encode` gives the same codes each time, those that `append` keeps, and changes nothing."""
     tokens = case.tokens(N)
     index = filled(make, tokens)
     before = snapshot(index, case.queries())
@@ -55,6 +55,7 @@ def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) ->
 
 
 def check_append_in_chunks_equals_one_piece(make: Make, case: Case) -> None:
+    """Tokens appended in pieces are found as in one piece."""
     tokens = case.tokens(N)
     whole = filled(make, part(tokens, 0, 5), part(tokens, 5, N))
     cuts = [0, 5, 6, 7, 20, N]
@@ -66,6 +67,7 @@ def check_append_in_chunks_equals_one_piece(make: Make, case: Case) -> None:
 
 
 def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
+    """Left padding is never found, and tokens behind it are as without, their ids apart."""
     pads = [4 * (b + 1) for b in range(case.batch)]
     keys, values = case.tokens(N)
     hole = left_padding(pads, N, case.device)
@@ -88,6 +90,7 @@ def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
 
 
 def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> None:
+    """An index of padding alone finds nothing, and the first real token afterwards."""
     keys, values = case.tokens(N)
     index = make()
     index.append(keys, values, valid=left_padding([N] * case.batch, N, case.device))

@@ -5,25 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
-from kvindex import BaseIndex
-from kvindex.testing import fail_at, operations_of
-from tests.contract.common import Make, searched
-from tests.support.helpers import (
-    Case,
-    assert_same_hits,
-    assert_same_snapshot,
-    left_padding,
-    snapshot,
-)
+from kvindex.bases.index import BaseIndex
+from kvindex.core.protocol import Hits
+from kvindex.testing.cases import Case, left_padding
+from kvindex.testing.compare import assert_same_hits, assert_same_snapshot, snapshot
+from kvindex.testing.contract.common import Make, searched
+from kvindex.testing.faults import fail_at, operations_of
 
 HELD = 30
 POINTS = 6
 """Operations of a call that fail in turn, half of them the last ones, where calls commit."""
 
-Change = Callable[[BaseIndex], object]
+Change: TypeAlias = Callable[[BaseIndex], object]
+Seen: TypeAlias = tuple[tuple[object, ...], Hits]
 
 
 def changes(case: Case) -> Iterator[tuple[str, Change]]:
@@ -58,6 +56,7 @@ def points(count: int, most: int) -> list[int]:
 def check_memory_that_runs_out_anywhere_changes_nothing(
     make: Make, case: Case, most: int = POINTS
 ) -> None:
+    """Whichever operation of a public call runs out of memory, the index is as it was."""
     for sealed in (False, True):
         index = make()
         index.append(*case.tokens(HELD), valid=left_padding([3] * case.batch, HELD, case.device))
@@ -79,18 +78,20 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
                     assert_as_it_was(broken, before, case, f"{name}, operation {point}")
 
 
-def seen(index: BaseIndex, case: Case) -> tuple[object, ...]:
+def seen(index: BaseIndex, case: Case) -> Seen:
     """What can be seen of a copy of an index, now and after another append."""
     return snapshot(copy.deepcopy(index), case.queries()), later(index, case)
 
 
-def later(index: BaseIndex, case: Case) -> object:
+def later(index: BaseIndex, case: Case) -> Hits:
+    """What a copy finds after another append."""
     index = copy.deepcopy(index)
     index.append(*case.tokens(7, seed=8))
     return searched(index, case)
 
 
-def assert_as_it_was(index: BaseIndex, before: tuple[object, ...], case: Case, where: str) -> None:
+def assert_as_it_was(index: BaseIndex, before: Seen, case: Case, where: str) -> None:
+    """Raises AssertionError that says where, unless the index is as it was before."""
     try:
         now, then = seen(index, case)
         assert_same_snapshot(now, before[0])
