@@ -15,7 +15,15 @@ from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.core.protocol import (
+    UNUSED,
+    AppendsAsync,
+    Attends,
+    Codes,
+    DecodesStep,
+    Hits,
+    Rows,
+)
 from kvindex.core.resident import ResidentRows
 from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_share
@@ -251,6 +259,11 @@ class ParisKV(BaseIndex):
 
     def _alone(self, name: str) -> bool:
         return bool(self._fused) or super()._alone(name)  # searches share buffers
+
+    def _offers(self, wanted: type) -> bool:
+        if wanted in (Attends, DecodesStep):
+            return self.attends
+        return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
 
     @property
     def supports_async_append(self) -> bool:
