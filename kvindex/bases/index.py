@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvindex.bases.hooks import Hooks
+from kvindex.bases.state import StatefulIndex
 from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
@@ -24,7 +24,7 @@ from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import PLACES, Store
 
 
-class BaseIndex(Hooks):
+class BaseIndex(StatefulIndex):
     """Base of the indexes in `kvindex/indexes/`.
 
     Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run); `store`
@@ -76,6 +76,7 @@ class BaseIndex(Hooks):
         checks.one_of("store", store, PLACES)
         make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
         self._store = make_store(self.geometry, store, row_codec)
+        self.row_codec = row_codec
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
                 "rope: got None, allowed are the inverse frequencies of the keys' rotary "

@@ -220,6 +220,22 @@ class ExpandsBatch(Protocol):
 
 
 @runtime_checkable
+class KeepsState(Protocol):
+    """All that it keeps are named tensors, to be written to a file or sent to another."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it keeps, by name (`kvindex.bases.state`)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Become what another was of the same geometry and configuration.
+
+        Raises TypeError or ValueError for anything else, and stays as it was.
+        """
+        ...
+
+
+@runtime_checkable
 class AppendsAsync(Protocol):
     """An append leaves the host and other streams alone: a layer has it run beside its steps."""
 
@@ -255,17 +271,17 @@ class WarmsUp(Protocol):
 class Attends(Protocol):
     """It attends by itself, to rows where they lie; else search, fetch and attend."""
 
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
-        """Search, fetch and attend in one go: `[B, H, Dv]`, and the rows found, int32 `[B, G]`.
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
+        """Search, fetch and attend in one go.
 
         The attention of queries `[B, H, D]` over the best `k` rows and those that `resident` shows;
         each head needs one at least. Raises as `search`.
         """
         ...
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
-        that `resident` shows: `[B, H, Dv]`. Raises as `fetch`.
+        that `resident` shows. Raises as `fetch`.
         """
         ...
 
@@ -283,7 +299,7 @@ class DecodesStep(Attends, Protocol):
         *,
         k: int,
         graphs: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `attend`, once `resident` and a window hold the token's rows.
 
         token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape;

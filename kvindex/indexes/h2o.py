@@ -51,6 +51,8 @@ class H2O(ObservingEvictionIndex):
 
     Config = H2OConfig
 
+    statistics = ("_upto",)
+
     _upto: int
 
     @property

@@ -64,6 +64,8 @@ class SentenceKV(BaseIndex):
 
     Config = SentenceKVConfig
 
+    statistics = ("_heard",)
+
     _heard: Sentences
 
     def __init__(self, **options: Any) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from kvindex.core.capability import Capable, P, capability
 from kvindex.core.geometry import Geometry
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import (
-    UNUSED,
     AppendsAsync,
+    Attended,
     Attends,
     Codes,
     ExpandsBatch,
     Hits,
+    KeepsState,
     KVIndex,
     Reserves,
     Rows,
@@ -30,9 +30,10 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
+from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
 
 
-class Wrapper(Capable, Guarded):
+class Wrapper(Capable, NamedState, Guarded):
     """Behaves as the index `inner`, and offers what both it and that index are able to.
 
     A search of its own is no step of the inner index: no wrapper offers `DecodesStep`.
@@ -172,6 +173,21 @@ class Wrapper(Capable, Guarded):
         view.inner = self._inner(ExpandsBatch).expand_batch(count)
         return view
 
+    def state_dict(self) -> State:
+        """The inner index's state, with names below `inner`, and the wrapper's own."""
+        inner = above("inner", self._inner(KeepsState).state_dict())
+        return signed({"wrapper": type(self).__name__}, {**inner, **self._own_state()})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """As the inner index does; options of the wrapper stay its own."""
+        check_signed({"wrapper": type(self).__name__}, state)
+        self._inner(KeepsState).load_state_dict(below("inner", state))
+        self._unpack(state, self.geometry.device)
+
+    def _own_state(self) -> State:
+        """What the wrapper keeps beside the inner index."""
+        return self._packed()
+
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
@@ -186,12 +202,10 @@ class Wrapper(Capable, Guarded):
         """As the inner index does."""
         self._inner(WarmsUp).warm_up(k=k, tokens=tokens)
 
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """As `protocol.Attends.attend`, over what this index's own search finds."""
-        hits = self.search(queries, k=k)
-        found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
-        return self.attend_hits(queries, hits, resident), found
+        return self.attend_hits(queries, self.search(queries, k=k), resident)
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As the inner index does."""
         return self._inner(Attends).attend_hits(queries, hits, resident)

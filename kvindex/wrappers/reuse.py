@@ -43,9 +43,12 @@ class Reuse(Wrapper):
     Raises ValueError for a tau that is no number.
     """
 
+    statistics = ("steps", "searches", "_before", "_differs", "_last")
     own = frozenset({ObservesQueries})
     lacks = frozenset({ExpandsBatch})  # what a step finds may be the hits of the one before
 
+    steps: int
+    searches: int
     _before: Tensor | None  # directions of the step before, [B, H, D]
     _differs: Tensor | None  # what `observe_queries` found for the next search, bool [B]
     _last: _Last | None

@@ -6,6 +6,7 @@ import torch
 from kvindex.core.protocol import ObservesQueries
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer, dense
+from kvindex.ops.attention import cap
 from kvindex.wrappers import Wrapper
 from tests.support.helpers import Case, Operations
 from tests.support.sequences import Sequence, layer_of, steps_of
@@ -238,3 +239,19 @@ def test_a_bias_of_the_logits_is_added_for_the_rows_that_are_read(pads, group):
     with pytest.raises(ValueError, match=r"bias: got shape \[2, 4, 1, 40\], allowed is"):
         layer.step(*sequence.parts(38, 39), bias=bias[:, :, 38:39])
     assert len(layer) == 38
+
+
+def test_dense_attention_tells_its_log_sum_exp():
+    case = CASES["padded softcap"][0]
+    sequence, layer = Sequence.of(case, 40, [5, 0, 12]), layer_of(case)
+    sequence.feed(layer, 0, 33)
+    assert 0 < len(layer.index) < 33
+    g, queries = layer.index.geometry, sequence.queries[:, :, 28:33]
+    given = layer.index, layer._regions.window, queries, layer.valid
+    output, lse = dense.attend_by_block(*given)
+    assert torch.equal(output, dense.attend_densely(*given))
+    keys = sequence.keys[:, :, :33].double().repeat_interleave(g.group_size, dim=1)
+    logits = cap(queries.double() @ keys.mT, g.scale, g.softcap)
+    seen = torch.ones(33, 33, dtype=torch.bool).tril()[28:] & sequence.valid[:, None, None, :33]
+    want = logits.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-5)

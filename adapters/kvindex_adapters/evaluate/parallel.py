@@ -68,7 +68,7 @@ class ParallelLayer(AttentionLayer):
         hits = index.search(each, k=self._wanted, coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
-        output = self._over_regions(each, hits, index.fetch(hits), seen)
+        output = self._over_regions(each, hits, index.fetch(hits), seen).output
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])
