@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvindex.bases.hooks import Hooks
+from kvindex.bases.state import StatefulIndex
 from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
@@ -24,7 +24,7 @@ from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import PLACES, Store
 
 
-class BaseIndex(Hooks):
+class BaseIndex(StatefulIndex):
     """Base of the indexes in `kvindex/indexes/`.
 
     Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run); `store`
@@ -76,6 +76,7 @@ class BaseIndex(Hooks):
         checks.one_of("store", store, PLACES)
         make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
         self._store = make_store(self.geometry, store, row_codec)
+        self.row_codec = row_codec
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
                 "rope: got None, allowed are the inverse frequencies of the keys' rotary "
@@ -116,9 +117,9 @@ class BaseIndex(Hooks):
         """The first part of an append, the long one where it can be; what is returned is the rest.
 
         In between the index is as it was, to be searched and read, and the tensors must stay as
-        they are. Where `supports_async_append`, what it grows by does not move what is there, so
-        that a CUDA stream may do the first part while another one searches (docs/cuda.md). Raises
-        as `append`; the rest raises ValueError if the index has changed.
+        they are. Of an index that offers `protocol.AppendsAsync`, what it grows by does not move
+        what is there, so that a CUDA stream may do the first part while another one searches
+        (docs/cuda.md). Raises as `append`; the rest raises ValueError if the index has changed.
         """
         g = self.geometry
         self._check_tensor("keys", keys, self._per_token(self._batch, None, g.head_dim))

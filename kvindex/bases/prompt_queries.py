@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -94,6 +95,8 @@ class PromptQueriesIndex(BaseIndex):
 
     `_observed` is the sample, or None; `_sealed` says whether the prompt is complete.
     """
+
+    statistics: ClassVar[tuple[str, ...]] = ("_observed", "_sealed")
 
     _observed: PromptQueries | None
     _sealed: bool

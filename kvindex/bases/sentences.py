@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED
 from kvindex.ops.select import compact
+from kvindex.storage.state import OnHost
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Sentences:
 
     ends: Tensor
     queries: Tensor
-    positions: Tensor
+    positions: OnHost
     newest: int = -1
     sealed: bool = False
 

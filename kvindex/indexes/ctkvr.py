@@ -84,6 +84,8 @@ class CTkvr(BaseIndex):
     Config = CTkvrConfig
     presets: ClassVar = {"paper512": {"rho": 1280}, "paper1024": {"rho": 2560}}
 
+    statistics = ("_state", "_sealed")
+
     _state: _State
     _sealed: bool
 

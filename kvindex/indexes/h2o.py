@@ -52,6 +52,8 @@ class H2O(ObservingEvictionIndex):
 
     Config = H2OConfig
 
+    statistics = ("_scored",)
+
     _scored: int
 
     @property

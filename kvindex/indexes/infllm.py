@@ -19,6 +19,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
 from kvindex.storage.columns import Columns
+from kvindex.storage.state import OnHost
 
 CHUNK = 4096
 """Keys scored at a time: bounds what is copied, not the result."""
@@ -56,8 +57,10 @@ class InfLLM(PagedIndex):
     """
 
     Config = InfLLMConfig
+    statistics = ("_queries", "_positions")
 
-    # Queries that keys to come may need: `[B, H, R, D]`, and their ids int64 `[R]` on the CPU
+    _queries: Columns  # that keys to come may need, `[B, H, R, D]`
+    _positions: OnHost  # their ids, int64 `[R]`
 
     def _cleared(self) -> None:
         self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)

@@ -80,6 +80,8 @@ class LouisKV(BaseIndex):
     Config = LouisKVConfig
     presets: ClassVar = {}
 
+    statistics = ("_sequence",)
+
     _sequence: _Sequence
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:

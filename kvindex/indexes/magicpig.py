@@ -70,6 +70,8 @@ class MagicPIG(BaseIndex):
 
     Config = MagicPIGConfig
     weighted = True
+    statistics = ("_sealed",)
+
     _sealed: int | None = None  # tokens of the prompt, once it has ended and the index is stale
 
     def __init__(self, **options: Any) -> None:

@@ -8,6 +8,7 @@ every index: what it can be told, encoding, search, and what tiers keep count of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,16 @@ from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.core.protocol import (
+    UNUSED,
+    AppendsAsync,
+    Attended,
+    Attends,
+    Codes,
+    DecodesStep,
+    Hits,
+    Rows,
+)
 from kvindex.core.resident import ResidentRows
 from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_share
@@ -157,6 +167,9 @@ class ParisKV(BaseIndex):
         "scan": {"coarse": "none"},
         "paper": PAPER,
     }
+    statistics = ("_histogram",)
+
+    _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], which tiers need
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -252,6 +265,11 @@ class ParisKV(BaseIndex):
     def _alone(self, name: str) -> bool:
         return bool(self._fused) or super()._alone(name)  # searches share buffers
 
+    def _offers(self, wanted: type) -> bool:
+        if wanted in (Attends, DecodesStep):
+            return self.attends
+        return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
+
     @property
     def supports_async_append(self) -> bool:
         """Whether kernels write codes where they lie, and nothing waits for them."""
@@ -262,11 +280,10 @@ class ParisKV(BaseIndex):
         """Whether kernels search, fetch and attend in one go."""
         return bool(self._fused and self._fused.attends(self._store))
 
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """As `protocol.Attends.attend`, for an index that holds a token."""
         wrong, some = self._checked_step(queries, k), queries.detach()
-        done: tuple[Tensor, Tensor] = self._fused.attend(self, some, resident, k, wrong)
-        return done
+        return _attended(*self._fused.attend(self, some, resident, k, wrong))
 
     def decode_step(
         self,
@@ -277,11 +294,10 @@ class ParisKV(BaseIndex):
         *,
         k: int,
         graphs: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `protocol.DecodesStep.decode_step`, for an index that holds a token."""
         wrong, some = self._checked_step(queries, k), (queries.detach(), token, resident, window)
-        done: tuple[Tensor, Tensor] = self._fused.decode_step(self, *some, k, wrong, graphs)
-        return done
+        return _attended(*self._fused.decode_step(self, *some, k, wrong, graphs))
 
     def _checked_step(self, queries: Tensor, k: int) -> Tensor | None:
         """A flag that kernels set to 1 for a query that is not finite, where they are to look.
@@ -298,7 +314,7 @@ class ParisKV(BaseIndex):
         self._check_finite("queries", queries)
         return None
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `protocol.Attends.attend_hits`, for an index that holds a token."""
         self._check_attends()
         check.at_least("len(index)", len(self), 1)
@@ -308,8 +324,8 @@ class ParisKV(BaseIndex):
         if hits.log_weight is not None:
             shape = {"B": self._batch, "H": g.q_heads, "K": hits.ids.shape[-1]}
             check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)
-        output: Tensor = self._fused.attend_hits(self, queries.detach(), hits, resident)
-        return output
+        output = self._fused.attend_hits(self, queries.detach(), hits, resident)
+        return _attended(output, (hits.ids != UNUSED).sum(-1, dtype=torch.int32))
 
     def _check_attends(self) -> None:
         if not self.attends:
@@ -517,3 +533,13 @@ class ParisKV(BaseIndex):
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]
         return [*held, self._factors] if self.config.weights == "log" else held
+
+
+def _attended(output: Tensor, found: Tensor) -> Attended:
+    """What a step gives; kernels do not tell `lse` yet: it is NaN."""
+    return Attended(output, _unknown(output.device).expand(output.shape[:2]), found)
+
+
+@lru_cache
+def _unknown(device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), device=device)

@@ -64,6 +64,8 @@ class SentenceKV(BaseIndex):
 
     Config = SentenceKVConfig
 
+    statistics = ("_signals",)
+
     _signals: Sentences
 
     def __init__(self, **options: Any) -> None:

@@ -84,6 +84,8 @@ class ShadowKV(PagedIndex):
     """
 
     Config = ShadowKVConfig
+    statistics = ("_prompt",)
+
     _prompt: _Prompt | None = None
 
     # Chunks

@@ -88,6 +88,8 @@ class TriAttention(ObservingEvictionIndex):
     Config = TriAttentionConfig
     needs_rope = True
 
+    statistics = ("_next",)
+
     _next: Tensor | None  # the position after the newest query, int64 []
 
     def __init__(self, **options: Any) -> None:

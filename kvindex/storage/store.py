@@ -64,6 +64,14 @@ class Store(Restorable):
         for start in range(0, len(self), size):
             yield start, self._decoded(self._columns["rows"][:, :, start : start + size])
 
+    def encoded(self) -> Tensor:
+        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""
+        return self._columns["rows"].view(torch.uint8).clone()
+
+    def append_encoded(self, rows: Tensor) -> None:
+        """Append rows as `encoded` gave them."""
+        self.append({"rows": rows.contiguous().view(WORD).to(self._device)})
+
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows."""
         self._columns.truncate(length)

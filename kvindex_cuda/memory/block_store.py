@@ -176,14 +176,30 @@ class HostStore(Restorable):
 
     def gather(self, ids: Tensor) -> Rows:
         """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        return self._codec.decode(self._gathered(ids))
+
+    def _gathered(self, ids: Tensor) -> Tensor:
+        """As `gather`, encoded: uint8 `[B, G, K, row_bytes]`."""
         if self._geometry.device.type == "cuda" and len(self):
             self.wait()
             sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
-            return self._codec.decode(gather_blocks(self.table, ids, tokens=len(self), **sizes))
+            return gather_blocks(self.table, ids, tokens=len(self), **sizes)
         where = ids.cpu()
         self._offload.synchronize()
-        rows = self._table.read(where)
-        return self._codec.decode(rows.to(self._geometry.device))
+        return self._table.read(where).to(self._geometry.device)
+
+    def encoded(self) -> Tensor:
+        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""
+        ids = torch.arange(len(self), device=self._geometry.device)
+        return self._gathered(ids.expand(self._table.batch, self._geometry.kv_heads, -1))
+
+    def append_encoded(self, rows: Tensor) -> None:
+        """Append rows as `encoded` gave them; raises as `reserve`."""
+        rows, start = rows.to(self._geometry.device), self._length
+        for first, last in spans(start, start + rows.shape[2]):
+            some = rows[:, :, first - start : last - start].contiguous()
+            whole = not (last - first) % BLOCK
+            self.append({"blocks": _in_blocks(some).contiguous()} if whole else {"rows": some})
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvindex.ops import attention as reference
-from kvindex.ops.attention import cap
+from kvindex.ops.attention import Block, cap, merge
 from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, steps
 from kvindex_cuda.runtime.launch import launch
 
-__all__ = ["attend", "attend_blocks", "attend_causal", "cap"]
+__all__ = ["attend", "attend_blocks", "attend_causal", "cap", "merge"]
 
 THREADS, WARPS = 256, 8
 
@@ -33,12 +33,14 @@ def attend(
     scale: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """One query per head over `R` rows per KV head: `[B, H, Dv]` in the queries' dtype.
 
     queries `[B, H, D]`, keys `[B, G, R, D]`, values `[B, G, R, Dv]`; bias float32, broadcast to
     `[B, H, R]`, is added to the logits and `-inf` hides a row, whatever it holds. A query that
-    sees no row gives 0. Accumulation is float32. Raises ValueError for no rows at all.
+    sees no row gives 0. Accumulation is float32. return_lse: the logarithm of the sum of the
+    logits' exponentials, too, float32 `[B, H]`. Raises ValueError for no rows at all.
     """
     B, H, D = queries.shape
     G, R, Dv = keys.shape[1], keys.shape[2], values.shape[3]
@@ -68,6 +70,7 @@ def attend(
     partial = torch.empty((B * G, tiles, splits, heads, Dv + 2), device=device)
     tickets = torch.zeros((B * G, tiles), dtype=torch.int32, device=device)
     output = torch.empty((B, H, Dv), dtype=queries.dtype, device=device)
+    lse = torch.empty((B, H), device=device)
     launch(
         "ops/attention.cu",
         "attend",
@@ -79,7 +82,7 @@ def attend(
         *steps(values)[:3],
         bias,
         *((0, 0, 0) if bias is None else bias.stride()),
-        *(partial, output, tickets, R, g, G, float(scale), float(softcap or 0)),
+        *(partial, output, lse, tickets, R, g, G, float(scale), float(softcap or 0)),
         D=D,
         DV=Dv,
         HEADS=heads,
@@ -88,22 +91,24 @@ def attend(
         WIDTH=width,
         LANES=lanes,
     )
-    return output.to(asked)
+    return (output.to(asked), lse) if return_lse else output.to(asked)
 
 
 def attend_blocks(
     queries: Tensor,
-    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    blocks: Iterable[Block],
     *,
     scale: float,
     softcap: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
 
     The reference as it is: products of large matrices in a prefill, which torch gives to the
     matrix units. Arguments as `kvindex.ops.attention.attend_blocks`.
     """
-    return reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap)
+    parts = reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap, return_lse=True)
+    return parts if return_lse else parts[0]
 
 
 def attend_causal(

@@ -88,8 +88,12 @@ def test_weights_of_rows_and_hidden_rows(device):
     bias[0, 3], bias[1, 4:], bias[1, 5, 299] = NEVER, NEVER, 0.5
     for some in (bias, bias[:, :1], bias[:1, 3:4], bias[1, 7]):
         with on(device):
-            got = attention.attend(*case, scale=0.125, bias=some)
+            got, lse = attention.attend(*case, scale=0.125, bias=some, return_lse=True)
         assert close(got, case, scale=0.125, bias=some)
+        torch.testing.assert_close(
+            lse,
+            reference.attend(*case, scale=0.125, bias=some.expand(2, 8, 300), return_lse=True)[1],
+        )
         hidden = (some == NEVER).all(-1).expand(2, 8)
         assert (got[hidden] == 0).all()
         assert (got[~hidden] != 0).any(-1).all()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvindex
 from kvindex import ops
 from kvindex.core import backend
+from kvindex.core.protocol import Attends
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
@@ -269,9 +270,9 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
     resident = ResidentRows(mine.geometry, 2, 50)
     resident.rows.fill_(float("nan"))
     resident.add(*moved(CASE.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
-    output, found = mine.attend(CASE.queries().to(device), resident, k=20)
-    assert output.isfinite().all()
-    assert found.tolist() == [[20, 20], [20, 20]]
+    attended = mine.attend(CASE.queries().to(device), resident, k=20)
+    assert attended.output.isfinite().all()
+    assert attended.found.tolist() == [[20, 20], [20, 20]]
     with pytest.raises(ValueError, match="attend: got an index with backend="):
         theirs.attend(CASE.queries().to(device), resident, k=20)
 
@@ -295,9 +296,9 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     """Where looking would stop the device: as on a GPU."""
     monkeypatch.setattr(ParisKV, "_defers", True)
     index, resident, queries = attending(device)
-    want = index.attend(queries, resident, k=20)[0]
+    want = index.attend(queries, resident, k=20).output
     index.raise_pending()
-    got = index.attend(spoiled(queries), resident, k=20)[0]
+    got = index.attend(spoiled(queries), resident, k=20).output
     torch.testing.assert_close(got[0], want[0])
     index.attend(queries, resident, k=20)
     message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
@@ -314,7 +315,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
 @pytest.mark.parametrize("check", [None, True, False])
 def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
     index, resident, queries = attending(device, check=check)
-    before = index.attend(queries, resident, k=20)[0]
+    before = index.attend(queries, resident, k=20).output
     at_once = check or (check is None and device == "cpu")
     with (
         pytest.raises(ValueError, match="queries: got nan, allowed is a finite number")
@@ -322,7 +323,7 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
         else nullcontext()
     ):
         index.attend(spoiled(queries), resident, k=20)
-    torch.testing.assert_close(index.attend(queries, resident, k=20)[0], before)
+    torch.testing.assert_close(index.attend(queries, resident, k=20).output, before)
     if check is False:
         index.raise_pending()
 
@@ -330,11 +331,12 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
 def test_results_are_the_callers_though_layers_share_buffers(device):
     (first, resident, queries), (second, *_) = attending(device), attending(device)
     other = CASE.queries(seed=1).to(device)
-    output, found = first.attend(queries, resident, k=20)
-    given = first.attend_hits(queries, first.search(queries, k=20), resident)
+    attended = first.attend(queries, resident, k=20)
+    output, found = attended.output, attended.found
+    given = first.attend_hits(queries, first.search(queries, k=20), resident).output
     kept = output.clone(), found.clone(), given.clone()
     for index in (second, first):
-        later = index.attend(other, resident, k=20)[0]
+        later = index.attend(other, resident, k=20).output
         hits = index.search(other, k=20)
         index.attend_hits(other, hits, resident)
         assert not torch.equal(later, output)
@@ -398,8 +400,8 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     )
     name, options = "pariskv" + wrapper, OPTIONS | dict(row_codec=rows, device=device)
     indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]
-    assert indexes[0].attends == (value_dim == 64)
-    assert not indexes[1].attends
+    assert (indexes[0].capability(Attends) is not None) == (value_dim == 64)
+    assert indexes[1].capability(Attends) is None
     (got, mine), (want, theirs) = layers_of(device, case, indexes)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     replayed = torch.device(device).type == "cuda" and not wrapper  # after two and a captured one
@@ -434,7 +436,7 @@ def test_hits_to_attend_to_are_checked(device):
         with pytest.raises(ValueError, match=r"hits\.ids: got 300, allowed is -1 to 299"):
             index.attend_hits(queries, hits, resident)
     else:
-        assert index.attend_hits(queries, hits, resident).isfinite().all()
+        assert index.attend_hits(queries, hits, resident).output.isfinite().all()
         with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 299"):
             index.raise_pending()
 
@@ -466,7 +468,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     index = CASE.index("pariskv" + wrapper, **options)
     index.append(*moved(CASE.tokens(300), device))
     resident, queries = ResidentRows(index.geometry, 2, 1), CASE.queries().to(device)
-    first = index.attend(queries, resident, k=20)[0]
+    first = index.attend(queries, resident, k=20).output
     cache, store = index.inner._fused.cache, index.inner._store
     asked, found = cache.counts.sum(0).tolist()
     assert (asked, found) == (4 * 20, 0)
@@ -475,7 +477,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
         torch.cuda.synchronize()
     for block in range(4):
         store._table._block(block).fill_(0xFF)
-    assert torch.equal(index.attend(queries, resident, k=20)[0], first)
+    assert torch.equal(index.attend(queries, resident, k=20).output, first)
     assert cache.hit_rate() == 0.5
     hits = index.search(queries, k=20)
     hits.ids[:, :, ::2] = -1

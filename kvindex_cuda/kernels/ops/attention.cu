@@ -44,13 +44,13 @@ __device__ __forceinline__ void chunk_of(float (&x)[WIDTH], const char* row, int
 
 // queries DTYPE [BG, heads, D]; keys DTYPE [B, G, rows, D] and values DTYPE [B, G, rows, DV] with
 // strides; bias float32 [B, G heads, rows] with strides, or null: −inf hides a row. partial float32
-// [BG, tiles, splits, HEADS, PARTIAL]; output DTYPE [BG, heads, DV]; tickets int32 [BG, tiles]:
-// cleared before.
+// [BG, tiles, splits, HEADS, PARTIAL]; output DTYPE [BG, heads, DV]; lse float32 [BG, heads], −inf
+// where no row is seen; tickets int32 [BG, tiles]: cleared before.
 extern "C" __global__ void __launch_bounds__(256)
 attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key_row,
        const char* values, i64 value_batch, i64 value_head, i64 value_row, const float* bias,
-       i64 bias_batch, i64 bias_head, i64 bias_row, float* partial, void* output, int* tickets,
-       i64 rows, i64 heads, i64 kv_heads, float scale, float softcap) {
+       i64 bias_batch, i64 bias_head, i64 bias_row, float* partial, void* output, float* lse,
+       int* tickets, i64 rows, i64 heads, i64 kv_heads, float scale, float softcap) {
     __shared__ float queries[D * HEADS];
     __shared__ float merged[8][PARTIAL];
     i64 bg = blockIdx.x, batch = bg / kv_heads, group = bg % kv_heads;
@@ -184,5 +184,6 @@ attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key
             out += __ldcg(from + 2 + i % DV) * share;
         }
         store(output, (bg * heads + head) * DV + i, all > 0 ? out / all : 0.0f);
+        if (i % DV == 0) lse[bg * heads + head + i / DV] = all > 0 ? most + logf(all) : NEVER;
     }
 }
