@@ -117,9 +117,9 @@ class BaseIndex(Hooks):
         """The first part of an append, the long one where it can be; what is returned is the rest.
 
         In between the index is as it was, to be searched and read, and the tensors must stay as
-        they are. Where `supports_async_append`, what it grows by does not move what is there, so
-        that a CUDA stream may do the first part while another one searches (docs/cuda.md). Raises
-        as `append`; the rest raises ValueError if the index has changed.
+        they are. Of an index that offers `protocol.AppendsAsync`, what it grows by does not move
+        what is there, so that a CUDA stream may do the first part while another one searches
+        (docs/cuda.md). Raises as `append`; the rest raises ValueError if the index has changed.
         """
         g = self.geometry
         self._check_tensor("keys", keys, self._per_token(self._batch, None, g.head_dim))

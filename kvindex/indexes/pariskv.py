@@ -17,6 +17,7 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import backend, check
 from kvindex.core.protocol import (
     UNUSED,
+    AppendsAsync,
     Attends,
     Codes,
     Contents,
@@ -278,6 +279,11 @@ class ParisKV(BaseIndex):
     def _alone(self, name: str) -> bool:
         return self._executor is not None or super()._alone(name)  # searches share buffers
 
+    def _offers(self, wanted: type) -> bool:
+        if wanted in (Attends, DecodesStep):
+            return self.attends
+        return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
+
     @property
     def supports_async_append(self) -> bool:
         """Whether kernels write codes where they lie, and nothing waits for them."""
@@ -287,10 +293,6 @@ class ParisKV(BaseIndex):
     def attends(self) -> bool:
         """Whether kernels search, fetch and attend in one go."""
         return self._executor is not None and self._executor.attends
-
-    def _offers(self, kind: type) -> bool:
-        """As `BaseIndex._offers`: whether it has a capability, as it was made."""
-        return self.attends if kind in (Attends, DecodesStep) else True
 
     def _paths(self) -> list[str]:
         if self._executor:

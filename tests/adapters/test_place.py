@@ -7,6 +7,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex.core import backend
+from kvindex.core.protocol import Attends
 from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.hf.place import placed
 from kvindex_cuda.memory.block_store import BlockStore
@@ -101,7 +102,7 @@ def test_a_model_on_the_kernels_is_the_model(family, padded, dtype, device):
     with kvhf.attach(model, **given, **REGIONS) as cache:
         got = steps(model, cache, inputs, sizes)
         index, report = cache.indexes()[0], cache.report()
-    assert index.attends
+    assert index.capability(Attends) is index
     assert index.backend == "cuda"
     assert report.steps == 6
     assert index._store.far == (device != "cpu")
