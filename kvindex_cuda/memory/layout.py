@@ -16,9 +16,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Tokens of a block of codes or rows (`TOKENS` in kernels/common.cuh): an update of the local
-window fills one (paper, Table 1)."""
+from kvindex_cuda.runtime import constants
+
+BLOCK = constants.TOKENS
+"""Tokens of a block of codes or rows: an update of the local window fills one (paper, Table 1)."""
 
 MAX_TOKENS = 4 * 2**20
 """The longest context: 128 KB of table per row of the batch."""

@@ -205,7 +205,7 @@ def test_an_append_is_two_kernels(count, device, monkeypatch):
     for _ in range(2):
         index.append(*tokens_of(CASE, count, device))
     few = device == "cuda" and count <= BLOCK  # rows that a kernel writes there
-    assert names == ["learn", "encode", *(["keep"] if few else [])] * 2
+    assert names == ["learn", "encode", *(["write_rows"] if few else [])] * 2
 
 
 def test_what_was_never_written_is_never_read(device, monkeypatch):

@@ -348,8 +348,8 @@ def test_a_batch_equals_its_rows():
                 "wanted",
                 "counted",
                 "weight_scale",
-                "near",
-                "shown",
+                "resident",
+                "resident_mask",
             )
         }
         alone = replace(state, **parts)
