@@ -375,11 +375,11 @@ class Executor(Protocol):
 
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
         ...
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `Attends.attend_hits`."""
         ...
 
@@ -392,7 +392,7 @@ class Executor(Protocol):
         k: int,
         wrong: Tensor | None,
         graphs: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `DecodesStep.decode_step`; wrong: as in `attend`."""
         ...
 

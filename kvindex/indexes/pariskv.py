@@ -18,6 +18,7 @@ from kvindex.core import backend, check
 from kvindex.core.protocol import (
     UNUSED,
     AppendsAsync,
+    Attended,
     Attends,
     Codes,
     Contents,
@@ -300,7 +301,7 @@ class ParisKV(BaseIndex):
         why = backend.refusal(self.backend, self.geometry, self.config)
         return [*super()._paths(), f"executor: none, op by op ({why})"]
 
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """As `protocol.Attends.attend`, for an index that holds a token."""
         executor, wrong = self._checked_step(queries, k)
         return executor.attend(queries.detach(), resident, k, wrong)
@@ -314,7 +315,7 @@ class ParisKV(BaseIndex):
         *,
         k: int,
         graphs: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `protocol.DecodesStep.decode_step`, for an index that holds a token."""
         executor, wrong = self._checked_step(queries, k)
         some = queries.detach(), token, resident, window
@@ -336,7 +337,7 @@ class ParisKV(BaseIndex):
         self._check_finite("queries", queries)
         return executor, None
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `protocol.Attends.attend_hits`, for an index that holds a token."""
         executor = self._attending()
         check.at_least("len(index)", len(self), 1)

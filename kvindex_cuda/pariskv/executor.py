@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Codes, Contents, Hits, Rows
+from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.coarse import TIERS
@@ -210,11 +210,12 @@ class ParisKVExecutor:
 
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `Executor.attend`."""
         use, state = self._ready(k, resident, wrong)
-        output = use.step(queries.contiguous(), state)
-        return output, use.step.found.view(len(queries), -1)
+        step = use.step
+        output = step(queries.contiguous(), state)
+        return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def decode_step(
         self,
@@ -225,7 +226,7 @@ class ParisKVExecutor:
         k: int,
         wrong: Tensor | None,
         graphs: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `Executor.decode_step`.
 
         What is the same for the third time is captured, if it may be, and replayed from then on.
@@ -235,8 +236,7 @@ class ParisKVExecutor:
             self._rows.wait()
             replay.acquire()
             stage_token(resident, token, window, queries, replay.asked)
-            output, _, found = replay()
-            return output, found
+            return Attended(*replay())
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a layer's step, which puts a token where the host says it is; allowed "
@@ -245,11 +245,13 @@ class ParisKVExecutor:
         stage_token(resident, token, window, queries)
         return self.attend(queries, resident, k, wrong)
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `Executor.attend_hits`, with the buffers of any step."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(k, resident)
-        return use.step.attend(queries.contiguous(), state, hits)
+        output = use.step.attend(queries.contiguous(), state, hits)
+        found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
+        return Attended(output, use.step.lse, found)
 
     # What a search reads
 

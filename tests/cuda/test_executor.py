@@ -260,11 +260,37 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
     resident = ResidentRows(mine.geometry, 2, 50)
     resident.rows.fill_(float("nan"))
     resident.add(*moved(CASE.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
-    output, found = mine.attend(CASE.queries().to(device), resident, k=20)
-    assert output.isfinite().all()
-    assert found.tolist() == [[20, 20], [20, 20]]
+    attended = mine.attend(CASE.queries().to(device), resident, k=20)
+    assert attended.output.isfinite().all()
+    assert attended.found.tolist() == [[20, 20], [20, 20]]
     with pytest.raises(ValueError, match="attend: got an index with backend="):
         theirs.attend(CASE.queries().to(device), resident, k=20)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["attend", "attend_hits"])
+def test_what_attention_gives_can_be_merged(device, given):
+    """The logarithm of what the softmax divides by, and how many rows the search found."""
+    case = replace(CASE, softcap=5.0)
+    index = pair(device, case)[0]
+    index.append(*moved(case.tokens(300), device))
+    (resident, queries), k = (ResidentRows(index.geometry, 2, 7), case.queries().to(device)), 20
+    resident.add(*moved(case.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
+    hits = index.search(queries, k=k)
+    if given:
+        hits.ids[:, 1, 15:] = -1
+    found = (
+        index.attend_hits(queries, hits, resident)
+        if given
+        else index.attend(queries, resident, k=k)
+    )
+    keys = torch.cat([index.fetch(hits).keys, resident.rows[..., :64]], dim=2)
+    logits = queries.unflatten(1, (2, 2)) @ keys.mT * index.geometry.scale
+    hidden = torch.cat([hits.ids < 0, (resident.mask == 0)[:, None].expand(-1, 2, -1)], dim=2)
+    logits = (5 * (logits / 5).tanh()).masked_fill(hidden[:, :, None], -torch.inf)
+    torch.testing.assert_close(found.lse, logits.logsumexp(-1).flatten(1), rtol=1e-4, atol=1e-4)
+    assert found.lse.dtype is torch.float32
+    assert found.found.dtype is torch.int32
+    assert found.found.tolist() == [[k, 15 if given else k]] * 2
 
 
 def spoiled(queries):
@@ -286,9 +312,9 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     """Where looking would stop the device: as on a GPU."""
     monkeypatch.setattr(ParisKV, "_defers", True)
     index, resident, queries = attending(device)
-    want = index.attend(queries, resident, k=20)[0]
+    want = index.attend(queries, resident, k=20).output
     index.raise_pending()
-    got = index.attend(spoiled(queries), resident, k=20)[0]
+    got = index.attend(spoiled(queries), resident, k=20).output
     torch.testing.assert_close(got[0], want[0])
     index.attend(queries, resident, k=20)
     message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
@@ -305,7 +331,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
 @pytest.mark.parametrize("check", [None, True, False])
 def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
     index, resident, queries = attending(device, check=check)
-    before = index.attend(queries, resident, k=20)[0]
+    before = index.attend(queries, resident, k=20).output
     at_once = check or (check is None and device == "cpu")
     with (
         pytest.raises(ValueError, match="queries: got nan, allowed is a finite number")
@@ -313,7 +339,7 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
         else nullcontext()
     ):
         index.attend(spoiled(queries), resident, k=20)
-    torch.testing.assert_close(index.attend(queries, resident, k=20)[0], before)
+    torch.testing.assert_close(index.attend(queries, resident, k=20).output, before)
     if check is False:
         index.raise_pending()
 
@@ -321,16 +347,19 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
 def test_results_are_the_callers_though_layers_share_buffers(device):
     (first, resident, queries), (second, *_) = attending(device), attending(device)
     other = CASE.queries(seed=1).to(device)
-    output, found = first.attend(queries, resident, k=20)
-    given = first.attend_hits(queries, first.search(queries, k=20), resident)
-    kept = output.clone(), found.clone(), given.clone()
+    results = [
+        first.attend(queries, resident, k=20),
+        first.attend_hits(queries, first.search(queries, k=20), resident),
+    ]
+    results = [part for one in results for part in (one.output, one.lse, one.found)]
+    kept = [part.clone() for part in results]
     for index in (second, first):
-        later = index.attend(other, resident, k=20)[0]
+        later = index.attend(other, resident, k=20).output
         hits = index.search(other, k=20)
         index.attend_hits(other, hits, resident)
-        assert not torch.equal(later, output)
+        assert not torch.equal(later, results[0])
     assert first._executor._newest(20).step is second._executor._newest(20).step
-    for result, copy in zip((output, found, given), kept, strict=True):
+    for result, copy in zip(results, kept, strict=True):
         assert torch.equal(result, copy)
 
 
@@ -425,7 +454,7 @@ def test_hits_to_attend_to_are_checked(device):
         with pytest.raises(ValueError, match=r"hits\.ids: got 300, allowed is -1 to 299"):
             index.attend_hits(queries, hits, resident)
     else:
-        assert index.attend_hits(queries, hits, resident).isfinite().all()
+        assert index.attend_hits(queries, hits, resident).output.isfinite().all()
         with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 299"):
             index.raise_pending()
 
@@ -457,7 +486,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     index = CASE.index("pariskv" + wrapper, **options)
     index.append(*moved(CASE.tokens(300), device))
     resident, queries = ResidentRows(index.geometry, 2, 1), CASE.queries().to(device)
-    first = index.attend(queries, resident, k=20)[0]
+    first = index.attend(queries, resident, k=20).output
     cache, store = index.inner._executor.cache, index.inner._store
     asked, found = cache.counts.sum(0).tolist()
     assert (asked, found) == (4 * 20, 0)
@@ -466,7 +495,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
         torch.cuda.synchronize()
     for block in range(4):
         store._table._block(block).fill_(0xFF)
-    assert torch.equal(index.attend(queries, resident, k=20)[0], first)
+    assert torch.equal(index.attend(queries, resident, k=20).output, first)
     assert cache.hit_rate() == 0.5
     hits = index.search(queries, k=20)
     hits.ids[:, :, ::2] = -1

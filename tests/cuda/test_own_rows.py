@@ -53,12 +53,12 @@ def test_they_are_read_where_they_lie():
     index, queries = made(AddressedPages(GEOMETRY)), CASE.queries()
     index.append(*CASE.tokens(300))
     resident = ResidentRows(GEOMETRY, 2, 1)
-    before = index.attend(queries, resident, k=20)[0]
+    before = index.attend(queries, resident, k=20).output
     for page in index._store.pages:
         page[..., 64:] *= 2  # values
-    torch.testing.assert_close(index.attend(queries, resident, k=20)[0], 2 * before)
+    torch.testing.assert_close(index.attend(queries, resident, k=20).output, 2 * before)
     index.reorder(torch.tensor([1, 0]))
-    flipped = index.attend(queries.flip(0), resident, k=20)[0]
+    flipped = index.attend(queries.flip(0), resident, k=20).output
     torch.testing.assert_close(flipped, 2 * before.flip(0))
 
 

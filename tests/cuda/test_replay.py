@@ -35,7 +35,7 @@ def setup(monkeypatch):
         index.warm_up(k=K, tokens=700)
         monkeypatch.setattr(executor, "capturing", lambda device: True)
         with Recorded() as recorded:
-            output = index.attend(queries := CASE.queries(), resident, k=K)[0]
+            output = index.attend(queries := CASE.queries(), resident, k=K).output
             hits = index.search(queries, k=K)
         monkeypatch.setattr(executor, "capturing", lambda device: False)
         return index, tokens, resident, queries, recorded, output, hits
@@ -57,7 +57,7 @@ def assert_replayed(setup, name):
         ) < resident.room else resident.clear()
         recorded.replay()
         assert torch.equal(hits.ids, index.search(queries, k=K).ids)
-        torch.testing.assert_close(output, index.attend(queries, resident, k=K)[0])
+        torch.testing.assert_close(output, index.attend(queries, resident, k=K).output)
 
 
 @pytest.mark.parametrize("name", ["pariskv", "pariskv+sample"])
