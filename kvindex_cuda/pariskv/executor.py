@@ -18,13 +18,13 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKVConfig
-from kvindex.ops.coarse import TIERS
 from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.append import Writer, writer
-from kvindex_cuda.pariskv.base_step import State, words_of
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.device_state import opened, put, put_tiers, put_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadable
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared
@@ -317,7 +317,8 @@ class ParisKVExecutor:
     def _begin(self, k: int, most: int) -> _Use:
         """A step for `k` rows with room for `most`, from here on the newest."""
         if self._state is None:
-            self._state = self._opened()
+            histogram = self._contents.statistics.get("histogram")
+            self._state = opened(self._geometry, self.codes.table, histogram)
             self._update(self._state, 0)
             rows, batch = self._rows, len(self.codes.table)
             if rows is not None and rows.far:
@@ -343,31 +344,6 @@ class ParisKVExecutor:
     def _newest(self, k: int) -> _Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
-    def _opened(self) -> State:
-        """Room for all that the table of blocks has room for."""
-        g, device, table = self._geometry, self._geometry.device, self.codes.table
-        batch, blocks = table.shape
-
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        none, histogram = ints(0), self._contents.statistics.get("histogram")
-        return State(
-            codes=table,
-            rows=none,
-            valid=ints(batch, blocks, 8),
-            length=ints(1, dtype=torch.int64),
-            wanted=none,
-            counted=ints(batch),
-            weight_scale=torch.zeros((batch, g.kv_heads), device=device),
-            resident=none,
-            resident_mask=none,
-            resident_count=none,
-            row_bytes=0,
-            histogram=None if histogram is None else torch.zeros_like(histogram).contiguous(),
-            tiers=None if histogram is None else ints(batch, len(TIERS), dtype=torch.int64),
-        )
-
     def _update(self, state: State, first: int) -> None:
         """What has changed from block `first` on, in place: in one launch where rows are alike."""
         contents, valid = self._contents, self._contents.valid
@@ -387,25 +363,10 @@ class ParisKVExecutor:
                 put(use.wanted, asked)
         update_state(state, tokens, weight_scale=contents.learned.get("weight_scale"), **together)
         if valid is not None and not real:
-            last = -(-tokens // BLOCK)
-            bits = words_of(valid[:, start:], last - first)
-            state.valid[:, first:last].copy_(bits)
-        if state.histogram is not None and state.tiers is not None:
-            state.histogram.copy_(contents.statistics["histogram"])
+            put_valid(state, valid, first, -(-tokens // BLOCK))
+        if "histogram" in contents.statistics:
             bounds = [self._config.tier_bounds(n) for n in counts]
-            for tier, keys in enumerate(zip(*bounds, strict=True)):
-                put(state.tiers[:, tier], list(keys))
-
-
-def put(target: Tensor, values: list[int]) -> None:
-    """Copy numbers, one for each row, into `target` `[B]` without waiting for its device."""
-    if len(set(values)) == 1:
-        target.fill_(values[0])  # no memory is pinned for what is the same in all rows
-        return
-    staged = torch.tensor(values, dtype=target.dtype)
-    if target.device.type == "cuda":
-        staged = staged.pin_memory()
-    target.copy_(staged, non_blocking=True)
+            put_tiers(state, contents.statistics["histogram"], bounds)
 
 
 def executor_of(

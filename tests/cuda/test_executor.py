@@ -17,7 +17,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_cuda.pariskv import shared_step
-from kvindex_cuda.pariskv.executor import put
+from kvindex_cuda.pariskv.device_state import put
 from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator, sanitize
 from tests.cuda.devices import DEVICES, torch_ops_and_an_executor
