@@ -18,7 +18,7 @@ from kvindex.bases.hooks import Hooks
 from kvindex.core.protocol import Codes
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
-from kvindex.storage.store import Store
+from kvindex.storage.store import EncodedRows, RowStore
 
 
 class StatefulIndex(NamedState, Hooks):
@@ -28,7 +28,7 @@ class StatefulIndex(NamedState, Hooks):
 
     row_codec: str
     _codes: Columns
-    _store: Store
+    _store: RowStore
     _valid: Valid
     _learned: Codes
     _counts: Tensor
@@ -43,12 +43,21 @@ class StatefulIndex(NamedState, Hooks):
         if self._batch is not None:
             state["batch"] = torch.tensor(self._batch)
         if self._length:
-            state["rows"] = self._store.encoded()
+            state["rows"] = self._encoded_rows().encoded()
             state |= {f"codes.{name}": self._codes[name].clone() for name in self._codes}
             if self._valid.flags is not None:
                 state["valid"] = self._valid.flags.clone()
         state |= {f"learned.{name}": part.contiguous() for name, part in self._learned.items()}
         return signed(self._whose(), {**state, **above("statistics", self._packed())})
+
+    def _encoded_rows(self) -> EncodedRows:
+        """The store. Raises TypeError for one of others that does not give its rows as bytes."""
+        if not isinstance(self._store, EncodedRows):
+            raise TypeError(
+                f"store: got a {type(self._store).__name__}, allowed for a state is one with "
+                "encoded() and append_encoded() (kvindex.storage.store.EncodedRows)"
+            )
+        return self._store
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` of an index of the same geometry and configuration was.
@@ -65,7 +74,7 @@ class StatefulIndex(NamedState, Hooks):
         device, length = self.geometry.device, int(state["length"])
         if length:
             rows = state["rows"]
-            self._store.append_encoded(rows)
+            self._encoded_rows().append_encoded(rows)
             codes = {name: part.to(device) for name, part in below("codes", state).items()}
             self._codes.append(codes)
             self._counts = torch.full((len(rows),), length)

@@ -308,3 +308,114 @@ class DecodesStep(Attends, Protocol):
         the window hold of the token is then undefined.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What an index holds, as its executor is told of it after every change.
+
+    codes: those of the executor, or a copy or a view of them; rows: the index's store; length: its
+    tokens; counts: valid ones of each row of the batch, int64 `[B]` on the CPU; valid: which are,
+    bool `[B, N]`, or None where all are; real_from: the token from which on all are; learned,
+    statistics: named tensors.
+    """
+
+    codes: object
+    rows: object
+    length: int
+    counts: Tensor
+    valid: Tensor | None
+    real_from: int
+    learned: Codes
+    statistics: Codes
+
+
+class Executor(Protocol):
+    """What runs an index on a device in place of its ops (`accelerate` of a backend gives it).
+
+    It owns the codes, and all that kernels read beside the rows. The index holds it, checks
+    arguments, and tells it of every change before anyone calls it again (`update`).
+    """
+
+    @property
+    def codes(self) -> Any:
+        """Where codes lie, with the interface of `kvindex.storage.columns.Columns`."""
+        ...
+
+    @property
+    def encodes(self) -> bool:
+        """Whether kernels learn of keys and encode them (`prepare`), and nothing waits for it."""
+        ...
+
+    @property
+    def attends(self) -> bool:
+        """Whether kernels read the rows where they lie, to attend to them."""
+        ...
+
+    @property
+    def length(self) -> Tensor | None:
+        """Tokens of the index on the device, int64 `[1]` at one address; None before a search."""
+        ...
+
+    def explain(self) -> str:
+        """Which path a step takes, and why."""
+        ...
+
+    def update(self, contents: Contents) -> Executor:
+        """Tokens came or went, or the batch did: gives what serves the index from here on."""
+        ...
+
+    def prepare(
+        self,
+        keys: Tensor,
+        valid: Tensor | None,
+        learned: Codes,
+        *,
+        start: int,
+        wrong: Tensor | None = None,
+    ) -> tuple[Codes, Any]:
+        """What is learned once keys `[B, G, N, D]` are appended at `start`, and their codes.
+
+        The codes are written beyond the last token, for `codes.append`. wrong: int32 `[]`, set to 1
+        where a valid key is not finite. Where `encodes` alone.
+        """
+        ...
+
+    def discard(self) -> None:
+        """What `prepare` has written is not appended."""
+        ...
+
+    def search(self, queries: Tensor, k: int) -> Hits:
+        """The best `k` rows for queries `[B, H, D]`."""
+        ...
+
+    def attend(
+        self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
+    ) -> Attended:
+        """As `Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
+        ...
+
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `Attends.attend_hits`."""
+        ...
+
+    def decode_step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        window: Rows,
+        k: int,
+        wrong: Tensor | None,
+        graphs: bool,
+    ) -> Attended:
+        """As `DecodesStep.decode_step`; wrong: as in `attend`."""
+        ...
+
+    def warm_up(self, k: int, tokens: int) -> None:
+        """Make what searches for `k` rows need until there are so many tokens."""
+        ...
+
+    def reserve(self, tokens: int) -> None:
+        """Take the memory that codes of so many tokens need."""
+        ...

@@ -45,7 +45,8 @@ class Case:
         geometry = self.geometry()
         if get(name.partition("+")[0].partition(":")[0]).needs_rope:
             geometry["rope"] = rope(self.head_dim, self.device)
-        return create(name, **{**geometry, **options})
+        # the reference, on a GPU, too, unless a test says otherwise
+        return create(name, **{**geometry, "backend": "torch", **options})
 
     def made(self, make: Callable[..., BaseIndex], **options: object) -> BaseIndex:
         """A new index of a class, or of a function that takes the keywords of one."""

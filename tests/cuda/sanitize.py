@@ -56,6 +56,7 @@ def run(device: str) -> Iterator[str]:
                 queries = case.queries(seed=seed).to(device)
                 attended = index.attend(queries, resident, k=K)
                 assert attended.output.isfinite().all()
+                assert attended.lse.isfinite().all()
                 assert (attended.found == K).all()
             yield f"{case} {name}: {stop} tokens"
         index.truncate(300)
