@@ -262,6 +262,7 @@ class Reranked:
         edge = descending(kept, on_edge)
         places = (~on_edge).int().argsort(dim=-1, stable=True)[..., : edge.shape[-1]]
         spread = places[..., None].expand(*places.shape, estimates.shape[-1])
+        none = (edge == EMPTY)[..., None]
         above = (some & ~on_edge)[:, :, None].expand_as(logits)
         return Reranked(
             kept=kept,
@@ -269,7 +270,7 @@ class Reranked:
             estimates=estimates,
             buckets=buckets_of(logits, above),
             edge=edge,
-            edge_estimates=estimates.gather(2, spread),
+            edge_estimates=estimates.gather(2, spread).masked_fill(none, attention.NEVER),
             edges=on_edge.sum(-1, dtype=torch.int32),
             cuts=cuts,
         )

@@ -1,0 +1,429 @@
+"""Every launch of a decoding step against its torch twin (`kvindex.ops.decode_step`).
+
+Each stage gets what the kernels before it have written, so that integers must be equal to the bit
+and floats up to rounding; lists come in any order. On a CPU the kernels are emulated.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+
+import pytest
+import torch
+
+from kvindex.core.protocol import Attended
+from kvindex.ops import decode_step, table_step
+from kvindex.ops.codes import FACTOR
+from kvindex.ops.decode_step import Prepared, Scanned, Selected
+from kvindex.ops.step_state import BINS, BUCKETS, EMPTY, Reranked, queries_of, rotated
+from kvindex.ops.step_votes import SAMPLED, integers_of, sample_of, thresholds_of, votes_of
+from kvindex.ops.table_step import PIECES, POINTS, Candidates, QueryTable, Voted
+from kvindex_cuda.pariskv import base_step
+from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of, room_of
+from tests.cuda.devices import on, on_devices
+from tests.support.helpers import Case, left_padding
+from tests.support.steps import Layer
+
+# What is private of a step: read here and nowhere else
+
+
+@dataclass
+class Written:
+    """What the kernels of a step have written, as the twin's stages give it."""
+
+    prepared: Prepared | None
+    scanned: Scanned | None
+    asked: QueryTable | None
+    voted: Voted | None
+    chosen: Candidates | None
+    reranked: Reranked
+    selected: Selected
+    attended: Attended
+
+
+def written(step, layer):
+    """The buffers of a step that has run, on the CPU."""
+    g, tokens = step.geometry, layer.state.tokens
+    B, G, group, D = len(layer.queries), g.kv_heads, g.group_size, g.head_dim
+
+    def read(name):
+        return getattr(step, name).cpu()
+
+    def grouped(part, *shape):
+        return part.reshape(B, G, *shape)
+
+    def listed(name, *shape):
+        return read(name).flatten()[: B * G * step.capacity * prod(shape)].view(B, G, -1, *shape)
+
+    def operands(places):
+        halves = read("_operands").view(B * G, -1).view(torch.float16)
+        return grouped(halves[:, places(group, D)], group, D, 2)
+
+    many = grouped(read("_many"))
+    kept, order = sorted_entries(listed("_kept"), many)
+    estimates = listed("_estimates", group)
+    found, ids = grouped(read("found")), grouped(read("ids"), step.k)
+    there = torch.arange(step.k) < found[..., None]
+    scores = grouped(read("scores"), step.k)
+    both = dict(
+        selected=Selected(
+            ids=ids.masked_fill(~there, -1),
+            scores=scores.masked_fill(~there, -torch.inf),
+            found=found,
+        ),
+        attended=Attended(read("output"), None, found),
+    )
+    reranked = Reranked(
+        kept=kept,
+        many=many,
+        estimates=rows_of(estimates, order, kept),
+        buckets=grouped(read("_buckets").view(torch.int64), group, BUCKETS),
+        edge=kept[..., :0],
+        edge_estimates=estimates[:, :, :0],
+        edges=torch.zeros_like(many),
+        cuts=torch.tensor([-1, 0], dtype=torch.int32).expand(B, G, 2),
+    )
+    ups = grouped(read("_ups"), group)
+    if not hasattr(step, "_planes"):
+        table = read("_table").permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :group]
+        votes = read("_votes").view(torch.uint8).view(B, G, -1, step.most, 4)
+        votes = votes.transpose(3, 4).flatten(2, 3)[:, :, :group, :tokens]
+        return Written(
+            prepared=None,
+            scanned=None,
+            asked=QueryTable(
+                operands=operands(places_of_subspaces),
+                ups=ups,
+                table=grouped(table, *table.shape[1:]),
+                wrong=torch.tensor(0),
+            ),
+            voted=Voted(
+                votes=votes.int(),
+                totals=grouped(read("_counted"), group, POINTS),
+                pieces=grouped(read("_pieces"), group, PIECES, POINTS),
+            ),
+            chosen=Candidates(kept, many),
+            reranked=reranked,
+            **both,
+        )
+    edges, counts = grouped(read("_edges")), grouped(read("counts"))
+    edge, order = sorted_entries(grouped(read("_edge"), base_step.EDGE), edges)
+    edge_estimates = grouped(read("_edge_estimates"), base_step.EDGE, group)
+    blocks = -(-tokens // 256)
+    sums, units = (grouped(read(name), -1)[..., :group] for name in ("_sums", "_units"))
+    return Written(
+        prepared=Prepared(
+            planes=grouped(planes_of_fragments(read("_planes"), group, D), group, -1, D),
+            sums=sums,
+            units=units,
+            operands=operands(places_of_words),
+            ups=ups,
+            sample=grouped(read("_sample"), SAMPLED),
+            thresholds=grouped(read("_thresholds")),
+            bases=grouped(read("_bases")),
+            shifts=grouped(read("_shifts")),
+            wrong=torch.tensor(0),
+        ),
+        scanned=Scanned(
+            counts=counts,
+            list=sorted_entries(listed("_list"), counts)[0],
+            histogram=grouped(read("_hist"), BINS),
+            products=grouped(read("_products"), -1, group)[:, :, :blocks],
+        ),
+        asked=None,
+        voted=None,
+        chosen=None,
+        reranked=replace(
+            reranked,
+            edge=edge,
+            edge_estimates=rows_of(edge_estimates, order, edge),
+            edges=edges,
+            cuts=grouped(read("_cuts"), 2),
+        ),
+        **both,
+    )
+
+
+def sorted_entries(raw, counts):
+    """The first `counts` of a kernel's entries `[B, G, capacity]`, best first, and where they lie.
+
+    A kernel's are unsigned: their highest bit is the other way round.
+    """
+    counts = counts.clamp_max(raw.shape[-1])
+    there = torch.arange(raw.shape[-1]) < counts[..., None]
+    entries, order = torch.where(there, raw ^ EMPTY, EMPTY).sort(-1, descending=True)
+    most = int(counts.max())
+    return entries[..., :most], order[..., :most]
+
+
+def rows_of(estimates, order, entries):
+    """Estimates `[B, G, C, g]` in an order, `-inf` of no entry."""
+    spread = order[..., None].expand(*order.shape, estimates.shape[-1])
+    return estimates.gather(2, spread).masked_fill((entries == EMPTY)[..., None], -torch.inf)
+
+
+def planes_of_fragments(fragments, group, D):
+    """Digits `[BG, g, PLANES, D]` of what a lane of the matrix unit takes (`prepare_query.cu`)."""
+    groups, sets, quads, parts, _ = fragments.shape
+    lanes = fragments.view(groups, sets, quads, parts, 4, 2, 4)  # head, odd plane, word
+    words = lanes.permute(0, 1, 4, 3, 5, 2, 6).reshape(groups, sets * 4, 2 * parts, -1, 1)
+    bits = words >> torch.arange(32) & 1
+    return bits.flatten(-2)[:, :group, :, :D].to(torch.uint8)
+
+
+def places_of_words(group, D):
+    """`operand_of` in operands.cuh, of heads, coordinates and parts: int64 `[g, D, 2]`."""
+    h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
+    folded, quads, word, bit = group <= 4, -(-D // 128), j // 32, j % 32
+    step, at = 2 * (bit % 4) + bit // 16, bit % 16 // 4
+    lane = (h + 4 * part if folded else h % 8) * 4 + word % 4
+    i = ((h // 8 * quads + word // 4) * 8 + step) * 32 + lane
+    return i * 4 + at if folded else i * 8 + part * 4 + at
+
+
+def places_of_subspaces(group, D):
+    """`place_of` in query_table.cu: int64 `[g, D, 2]`."""
+    h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
+    steps, b = -(-(D // 8) // 2), j // 8
+    lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 // 2
+    return ((h // 4 * steps + b // 2) * 32 + lane) * 4 + part * 2 + j % 2
+
+
+def addressed(state, device):
+    """The state as kernels read it, in which blocks are addresses, and what keeps them alive."""
+
+    def table(blocks):
+        size = blocks[0, 0].numel()
+        places = torch.arange(blocks.shape[0] * blocks.shape[1]).view(blocks.shape[:2])
+        return (blocks.data_ptr() + size * places).to(device)
+
+    moved = {
+        name: part.to(device) if isinstance(part, torch.Tensor) else part
+        for name, part in vars(state).items()
+    }
+    tables = {name: table(moved[name]) for name in ("codes", "rows")}
+    return base_step.State(**moved | tables, row_bytes=state.row_bytes), moved
+
+
+# Cases
+
+CASES = {
+    "g4": (Case(q_heads=8, kv_heads=2, head_dim=128, value_dim=128), 1500, {}),
+    "g1-B2": (Case(q_heads=2, kv_heads=2, head_dim=64, batch=2), 700, dict(pads=[0, 90])),
+    "g3-D96": (Case(q_heads=3, kv_heads=1, head_dim=96), 600, {}),
+    "g12": (Case(q_heads=12, kv_heads=1, head_dim=64), 400, {}),
+    "softcap": (Case(q_heads=4, kv_heads=2, head_dim=64, softcap=5.0), 500, {}),
+    "max_share": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(group="max_share")),
+}
+FAST = CASES | {
+    "bfloat16": (Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16), 500, {}),
+    "precise": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(preset="precise")),
+    "g5-127": (Case(q_heads=5, kv_heads=1, head_dim=128), 600, dict(query_max=85)),
+    "257": (Case(q_heads=4, kv_heads=2, head_dim=64), 257, {}),
+    "full": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(capacity=90)),
+    "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
+}
+
+
+@cache
+def ran(name, preset, device):
+    """A layer, and what the kernels of one step of it have written."""
+    case, count, options = FAST[name]
+    options = dict(preset=preset) | options
+    pads, capacity = options.pop("pads", None), options.pop("capacity", None)
+    valid = None if pads is None else left_padding(pads, count)
+    layer = Layer.of(case, count, valid=valid, **options)
+    kind, config = kind_of(layer.index), layer.index.config
+    sizes = dict(batch=case.batch, k=layer.k, multiprocessors=4)
+    most = room_of(kind, count, int(layer.state.wanted.max()))
+    geometry = replace(layer.index.geometry, device=torch.device(device))
+    step = STEPS[kind](geometry, layer.config.layout, most=most, **options_of(kind, config) | sizes)
+    step.capacity = capacity or step.capacity
+    state, _kept = addressed(layer.state, device)
+    with on(device):
+        step(layer.queries.to(device), state)
+    return layer, written(step, layer)
+
+
+def fast(test):
+    """Runs a test for each case of `fast` and `precise`: of a layer and of what is written."""
+    return on_devices(pytest.mark.parametrize("name", FAST)(test))
+
+
+def paper(test):
+    return on_devices(pytest.mark.parametrize("name", CASES)(test))
+
+
+def assert_equal(got, want, *names):
+    for name in names:
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert mine.dtype == theirs.dtype, name
+        assert torch.equal(mine, theirs), name
+
+
+def assert_operands(got, layer):
+    """Of 22 bits, of a query that is rotated in another order of sums."""
+    directions, norms, wrong = rotated(layer.queries, layer.config)
+    assert not wrong
+    error = queries_of(got.operands, got.ups) - directions * norms[..., None]
+    assert (error.abs() <= 2**-20 * norms[..., None]).all()
+
+
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+
+
+# fast and precise
+
+
+@fast
+def test_a_query_is_rotated_and_rounded(name, device):
+    layer, kernels = ran(name, "fast", device)
+    got = kernels.prepared
+    want = decode_step.prepare_query(layer.queries, layer.state, layer.config)
+    directions, norms, _ = rotated(layer.queries, layer.config)
+    peaks = directions.double().abs().amax(-1, keepdim=True)
+    integers = integers_of(got.planes)
+    exact = directions.double() * (layer.config.largest / peaks)
+    assert ((integers - exact).abs() <= 0.5 + 1e-4).all()
+    assert torch.equal(got.sums, integers.sum(-1, dtype=torch.int32))
+    torch.testing.assert_close(got.units, want.units, rtol=2e-6, atol=0)
+    unit = layer.config.level * layer.state.weight_scale[..., None] * norms * peaks[..., 0]
+    unit = unit / (layer.config.largest * FACTOR)
+    torch.testing.assert_close(got.units.double(), 1 / unit, rtol=2e-6, atol=0)
+    assert torch.equal(got.ups, want.ups)
+    assert_operands(got, layer)
+
+
+@fast
+def test_the_sample_tells_the_threshold(name, device):
+    layer, kernels = ran(name, "fast", device)
+    got, products = kernels.prepared, kernels.scanned.products
+    votes = votes_of(layer.state, got.planes, got.units, products, layer.config)
+    want = sample_of(votes, layer.state)
+    places = (part.unflatten(-1, (-1, 32)).sort(-1).values for part in (got.sample, want))
+    assert torch.equal(*places)
+    for part, tensor in thresholds_of(got.sample, layer.state).items():
+        assert torch.equal(getattr(got, part), tensor), part
+
+
+@fast
+def test_the_list_is_of_all_votes_from_the_threshold_on(name, device):
+    layer, kernels = ran(name, "fast", device)
+    got = kernels.scanned
+    want = decode_step.list_keys(layer.state, kernels.prepared, got.products, layer.config)
+    assert_equal(got, want, "counts", "histogram")
+    if name == "full":
+        assert (got.counts > got.list.shape[-1]).all()
+        assert torch.isin(got.list, want.list).all()
+    else:
+        assert_equal(got, want, "list")
+    want = decode_step.scan(layer.queries, layer.state, kernels.prepared, layer.config)
+    centers = layer.config.layout.centers(layer.state.codes).double().norm(dim=-1)
+    norms = layer.queries.double().norm(dim=-1).view(*centers.shape[:2], 1, -1)
+    bound = 16 * torch.finfo(torch.float32).eps * centers[..., None] * norms
+    assert ((got.products - want.products).abs() <= bound).all()
+
+
+@fast
+def test_candidates_and_their_estimates(name, device):
+    layer, kernels = ran(name, "fast", device)
+    got, scanned = kernels.reranked, kernels.scanned
+    if name == "full":  # as a list that is too short
+        scanned = replace(scanned, counts=torch.zeros_like(scanned.counts))
+    want = decode_step.rerank(layer.state, kernels.prepared, scanned, layer.config)
+    assert_reranked(got, want)
+    assert_equal(got, want, "edge", "edges", "cuts")
+    close(got.edge_estimates, want.edge_estimates)
+
+
+def assert_reranked(got, want):
+    assert_equal(got, want, "kept", "many")
+    close(got.estimates, want.estimates)
+    sums = (part.buckets.double() for part in (got, want))
+    torch.testing.assert_close(*sums, rtol=1e-4, atol=1)
+
+
+@fast
+def test_the_best_rows(name, device):
+    assert_selected(*ran(name, "fast", device))
+
+
+@fast
+def test_attention_over_them(name, device):
+    assert_attended(*ran(name, "fast", device))
+
+
+def assert_selected(layer, kernels):
+    """The same ids, but that those with scores within rounding of the last one's may change."""
+    got, count = kernels.selected, kernels.reranked.kept.shape[-1]
+    want, every = (
+        decode_step.select_rows(layer.state, kernels.reranked, k, layer.config)
+        for k in (layer.k, count)
+    )
+    assert_equal(got, want, "found")
+    there = torch.arange(layer.k) < got.found[..., None]
+    assert (got.ids.diff() > 0)[there[..., 1:]].all()
+    # every candidate's score, of -1 last
+    scores = torch.full((*got.ids.shape[:2], layer.state.tokens + 1), -torch.inf)
+    scores.scatter_(-1, every.ids % scores.shape[-1], every.scores)
+    close(got.scores, scores.gather(-1, got.ids % scores.shape[-1]))
+    least = want.scores.masked_fill(~there, torch.inf).amin(-1, keepdim=True)
+    assert (got.scores >= least - 1e-5)[there].all()
+
+
+def assert_attended(layer, kernels):
+    got = kernels.attended
+    want = decode_step.attend(layer.queries, layer.state, kernels.selected, layer.config)
+    assert_equal(got, want, "found")
+    bound = 1e-5 if got.output.dtype == torch.float32 else 1e-2
+    assert got.output.dtype == want.output.dtype
+    torch.testing.assert_close(got.output, want.output, rtol=bound, atol=bound)
+
+
+# paper
+
+
+@paper
+def test_a_table_of_the_query(name, device):
+    """But for centroids whose order the last bit of a rotated query turns."""
+    layer, kernels = ran(name, "paper", device)
+    got = kernels.asked
+    want = table_step.query_table(layer.queries, layer.state, layer.config)
+    assert torch.equal(got.ups, want.ups)
+    assert_operands(got, layer)
+    assert got.table.shape == want.table.shape
+    assert (got.table != want.table).float().mean() < 1e-3
+
+
+@paper
+def test_votes_of_all_keys(name, device):
+    layer, kernels = ran(name, "paper", device)
+    got = kernels.voted
+    want = table_step.vote(layer.state, kernels.asked, layer.config)
+    assert_equal(got, want, "votes", "totals")
+    pieces = -(-layer.state.tokens // table_step.CHUNK)  # of one chunk each; the others no one sees
+    assert torch.equal(got.pieces[..., :pieces, :], want.pieces[..., :pieces, :])
+
+
+@paper
+def test_candidates_of_any_head(name, device):
+    layer, kernels = ran(name, "paper", device)
+    want = table_step.candidates(layer.state, kernels.voted)
+    assert_equal(kernels.chosen, want, "kept", "many")
+
+
+@paper
+def test_estimates_with_a_weight_for_each_subspace(name, device):
+    layer, kernels = ran(name, "paper", device)
+    want = table_step.rerank_blocks(layer.state, kernels.asked, kernels.chosen, layer.config)
+    assert_reranked(kernels.reranked, want)
+
+
+@paper
+def test_the_best_rows_of_paper(name, device):
+    assert_selected(*ran(name, "paper", device))
+
+
+@paper
+def test_attention_over_those_of_paper(name, device):
+    assert_attended(*ran(name, "paper", device))
