@@ -176,17 +176,18 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
     cut = torch.stack(cut_of(scanned.histogram, target), dim=-1)
     whole = torch.tensor([-1, 0], device=cut.device)
     cuts = torch.where(scanned.counts[..., None] > target[..., None], cut, whole).int()
-    if (short := scanned.counts < target).any():  # the threshold let too few through: all are asked
+    if (short := scanned.counts < target).any():  # then all keys compete
         best = _best(state, prepared, scanned.products, config)
-        best = best.masked_fill(torch.arange(best.shape[-1]) >= target[..., None], EMPTY)
+        ranks = torch.arange(best.shape[-1], device=best.device)
+        best = best.masked_fill(ranks >= target[..., None], EMPTY)
         wide = max(best.shape[-1], entries.shape[-1])
         best, entries = (_padded(part, wide) for part in (best, entries))
         entries = torch.where(short[..., None], best, entries)
     bins = bin_of(vote_of(entries), prepared.bases, prepared.shifts)
-    kept = descending(entries, (bins >= cuts[..., :1]) & (entries != EMPTY))
-    bins = bin_of(vote_of(kept), prepared.bases, prepared.shifts)
-    estimates = _estimates(kept, state, prepared, scanned.products, config)
-    return Reranked.of(kept, estimates, bins, cuts, config)
+    candidates = descending(entries, (bins >= cuts[..., :1]) & (entries != EMPTY))
+    bins = bin_of(vote_of(candidates), prepared.bases, prepared.shifts)
+    estimates = _estimates(candidates, state, prepared, scanned.products, config)
+    return Reranked.of(candidates, estimates, bins, cuts, config)
 
 
 def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
@@ -201,10 +202,10 @@ def _padded(entries: Tensor, wide: int) -> Tensor:
 
 
 def _estimates(
-    kept: Tensor, state: State, prepared: Prepared, products: Tensor, config: StepConfig
+    candidates: Tensor, state: State, prepared: Prepared, products: Tensor, config: StepConfig
 ) -> Tensor:
     """Of `q·k` (paper, equation 10), float32 `[B, G, K, g]`."""
-    ids, queries = id_of(kept), queries_of(prepared.operands, prepared.ups)
+    ids, queries = id_of(candidates), queries_of(prepared.operands, prepared.ups)
     fields = config.layout.fields(state.codes, state.tokens)
     own = {name: fetch.gather_rows(part, ids) for name, part in fields.items()}
     logs = own["logs"][..., :1].int() | own["logs"][..., 1:].int() << 8  # little-endian
@@ -231,25 +232,21 @@ class Selected:
 
 def select_rows(state: State, reranked: Reranked, k: int, config: StepConfig) -> Selected:
     """The best `k` rows by what the group's heads agree on; equal scores by the lower id."""
-    g, kept = config.geometry, reranked.kept
-    # of the entries in the cut's bin the best fill up to `C`; without a cut all are candidates
-    count = torch.where(reranked.cuts[..., 0] < 0, reranked.many.long(), state.target)
-    ranks = torch.arange(kept.shape[-1], device=kept.device)
-    order = torch.where(ranks < count[..., None], id_of(kept), state.tokens).argsort(-1)
-    ids = id_of(kept).gather(-1, order)
-    none = ranks >= count[..., None]
-    estimates = reranked.estimates.mT.gather(-1, _per_head(order, reranked.estimates.mT))
-    estimates = estimates.masked_fill(none[:, :, None], attention.NEVER)
-    agreed = group.agree(estimates, config.policy, scale=g.scale, softcap=g.softcap)
+    g, tokens = config.geometry, state.tokens
+    # of entries in the cut's bin the best fill up to `C`; without a cut all are candidates
+    whole = reranked.cuts[..., 0] < 0
+    counts = torch.where(whole, reranked.candidate_counts.long(), state.target)
+    ids = id_of(reranked.candidates)
+    chosen = torch.arange(ids.shape[-1], device=ids.device) < counts[..., None]
+    ids, order = torch.where(chosen, ids, tokens).sort(dim=-1)  # equal scores stay in this order
+    estimates = reranked.estimates.gather(2, order[..., None].expand_as(reranked.estimates))
+    estimates = estimates.masked_fill((ids == tokens)[..., None], attention.NEVER)
+    agreed = group.agree(estimates.mT, config.policy, scale=g.scale, softcap=g.softcap)
     scores, slots = select.top_k(agreed, k)
-    ids = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, state.tokens)
-    ids, order = ids.sort(dim=-1)
+    best = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, tokens)
+    best, order = best.sort(dim=-1)
     found = (slots >= 0).sum(-1, dtype=torch.int32)
-    return Selected(ids.masked_fill(ids == state.tokens, UNUSED), scores.gather(-1, order), found)
-
-
-def _per_head(order: Tensor, like: Tensor) -> Tensor:
-    return order[:, :, None].expand_as(like)
+    return Selected(best.masked_fill(best == tokens, UNUSED), scores.gather(-1, order), found)
 
 
 # 5. attend
@@ -261,33 +258,35 @@ def attend(
     selected: Selected,
     config: StepConfig,
     *,
-    given: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Attended:
     """Exact attention over the selected rows and the resident ones.
 
-    selected: ids below 0 are none; given: what logits gain, float32 `[B, H, k]`, `-inf` hides a row
-    from a head.
+    selected: ids below 0 are none; weights: added to logits, float32 `[B, H, k]`, `-inf` hides a
+    row from a head.
     """
-    g, ids = config.geometry, selected.ids
-    there = torch.arange(ids.shape[-1], device=ids.device) < selected.found[..., None]
-    bias = torch.zeros(ids.shape, device=ids.device).masked_fill(
-        (ids < 0) | ~there, attention.NEVER
-    )
-    bias = bias.repeat_interleave(g.group_size, dim=1)
-    bias = bias if given is None else bias + given
-    keys, values = _rows(state, ids, config)
-    count = int(state.resident_count)
-    shown = state.resident_mask[:, None, :count].expand(-1, g.q_heads, -1) > 0
-    bias = torch.cat([bias, torch.where(shown, 0.0, attention.NEVER)], dim=-1)
-    near = state.resident[:, :, :count].float().tensor_split([g.head_dim], dim=-1)
-    keys, values = torch.cat([keys, near[0]], dim=2), torch.cat([values, near[1]], dim=2)
-
+    g, count = config.geometry, int(state.resident_count)
+    keys, values = _rows(state, selected.ids, config)
+    beside = state.resident[:, :, :count].float().tensor_split([g.head_dim], dim=-1)
+    keys, values = torch.cat([keys, beside[0]], dim=2), torch.cat([values, beside[1]], dim=2)
     folded = group.fold(queries, g.kv_heads, config.policy)
-    logits = attention.cap(folded @ keys.mT, g.scale, g.softcap).flatten(1, 2) + bias
+    logits = attention.cap(folded @ keys.mT, g.scale, g.softcap).flatten(1, 2)
+    logits = logits + _bias(state, selected, weights, config)
     lse = logits.logsumexp(-1)
     shares = (logits - lse.masked_fill(lse == attention.NEVER, 0)[..., None]).exp()
-    output = shares.view(*folded.shape[:3], -1) @ values
-    return Attended(output.flatten(1, 2).to(queries.dtype), lse, selected.found)
+    output = (shares.view(*folded.shape[:3], -1) @ values).flatten(1, 2)
+    return Attended(output.to(queries.dtype), lse, selected.found)
+
+
+def _bias(state: State, selected: Selected, weights: Tensor | None, config: StepConfig) -> Tensor:
+    """What logits gain, float32 `[B, H, k + count]`: a weight, 0, or `-inf` of a hidden row."""
+    g, ids, count = config.geometry, selected.ids, int(state.resident_count)
+    unused = torch.arange(ids.shape[-1], device=ids.device) >= selected.found[..., None]
+    hidden = (unused | (ids < 0)).repeat_interleave(g.group_size, dim=1)
+    masked = (state.resident_mask[:, None, :count] == 0).expand(-1, g.q_heads, -1)
+    bias = torch.zeros(hidden.shape, device=ids.device) if weights is None else weights
+    both = torch.cat([bias, bias.new_zeros(masked.shape)], dim=-1)
+    return both.masked_fill(torch.cat([hidden, masked], dim=-1), attention.NEVER)
 
 
 def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:

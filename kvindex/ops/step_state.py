@@ -234,43 +234,44 @@ def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
 class Reranked:
     """What `rerank` writes, and `rerank_blocks` together with `candidates`.
 
-    kept: entries of candidates, and of all others in the cut's bin, int64 `[B, G, K]`; many: how
-    many, int32 `[B, G]`; estimates: theirs, float32 `[B, G, K, g]`; buckets: sums over candidates
-    above the cut's bin, int64 `[B, G, g, BUCKETS]`; edge: entries in the cut's bin, int64 `[B, G,
-    E]`; edge_estimates: theirs, float32 `[B, G, E, g]`; edges: how many, int32 `[B, G]`; cuts: the
-    bin and how many are above it, int32 `[B, G, 2]`, -1 and 0 where all kept ones are candidates.
+    candidates: entries of the best `C`, and of all others in the cut's bin, int64 `[B, G, K]`;
+    candidate_counts: how many, int32 `[B, G]`; estimates: theirs, float32 `[B, G, K, g]`; buckets:
+    sums over entries above the cut's bin, int64 `[B, G, g, BUCKETS]`; edge: entries in the cut's
+    bin, int64 `[B, G, E]`; edge_estimates: theirs, float32 `[B, G, E, g]`; edge_counts: how many,
+    int32 `[B, G]`; cuts: the bin and how many are above it, int32 `[B, G, 2]`, -1 and 0 where all
+    entries are candidates.
     """
 
-    kept: Tensor
-    many: Tensor
+    candidates: Tensor
+    candidate_counts: Tensor
     estimates: Tensor
     buckets: Tensor
     edge: Tensor
     edge_estimates: Tensor
-    edges: Tensor
+    edge_counts: Tensor
     cuts: Tensor
 
     @staticmethod
     def of(
-        kept: Tensor, estimates: Tensor, bins: Tensor, cuts: Tensor, config: StepConfig
+        candidates: Tensor, estimates: Tensor, bins: Tensor, cuts: Tensor, config: StepConfig
     ) -> Reranked:
         """Of entries `[B, G, K]`, the best first, their estimates and their bins."""
-        g, some = config.geometry, kept != EMPTY
-        estimates = estimates.masked_fill(~some[..., None], attention.NEVER)
+        g, real = config.geometry, candidates != EMPTY
+        estimates = estimates.masked_fill(~real[..., None], attention.NEVER)
         logits = attention.cap(estimates, g.scale, g.softcap).mT
-        on_edge = some & (bins == cuts[..., :1])
-        edge = descending(kept, on_edge)
+        on_edge = real & (bins == cuts[..., :1])
+        edge = descending(candidates, on_edge)
         places = (~on_edge).int().argsort(dim=-1, stable=True)[..., : edge.shape[-1]]
         spread = places[..., None].expand(*places.shape, estimates.shape[-1])
         none = (edge == EMPTY)[..., None]
-        above = (some & ~on_edge)[:, :, None].expand_as(logits)
+        above = (real & ~on_edge)[:, :, None].expand_as(logits)
         return Reranked(
-            kept=kept,
-            many=some.sum(-1, dtype=torch.int32),
+            candidates=candidates,
+            candidate_counts=real.sum(-1, dtype=torch.int32),
             estimates=estimates,
             buckets=buckets_of(logits, above),
             edge=edge,
             edge_estimates=estimates.gather(2, spread).masked_fill(none, attention.NEVER),
-            edges=on_edge.sum(-1, dtype=torch.int32),
+            edge_counts=on_edge.sum(-1, dtype=torch.int32),
             cuts=cuts,
         )

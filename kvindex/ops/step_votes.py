@@ -59,8 +59,8 @@ def votes_of(
     integers = integers_of(planes).float()
     table = coarse.dot_table(integers, config.largest)  # which rounds integers to themselves
     factors = config.factors[fields["weights"].long()]
-    each = (products * units[:, :, None]).nan_to_num(-(2.0**30))
-    offsets = each.clamp(-(2**30), 2**30).round().int()
+    scaled = (products * units[:, :, None]).nan_to_num(-(2.0**30))
+    offsets = scaled.clamp(-(2**30), 2**30).round().int()
     votes = coarse.votes(fields["signs"], table, factors, offsets.mT, BLOCK)
     return votes.amax(2).masked_fill(~state.flags[:, None], LEAST)
 

@@ -40,9 +40,9 @@ POINTS = 256
 
 def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Reranked:
     """The four stages: candidates of queries `[B, H, D]`, with estimates."""
-    asked = query_table(queries, state, config)
-    chosen = candidates(state, vote(state, asked, config))
-    return rerank_blocks(state, asked, chosen, config)
+    query = query_table(queries, state, config)
+    chosen = candidates(state, vote(state, query, config))
+    return rerank_blocks(state, query, chosen, config)
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Voted:
     pieces: Tensor
 
 
-def vote(state: State, asked: QueryTable, config: StepConfig) -> Voted:
+def vote(state: State, query: QueryTable, config: StepConfig) -> Voted:
     """Look up the points of all keys, and count."""
     tokens = state.tokens
-    votes = coarse.votes(config.layout.fields(state.codes, tokens)["signs"], asked.table)
+    votes = coarse.votes(config.layout.fields(state.codes, tokens)["signs"], query.table)
     chunks = -(-tokens // CHUNK)
     piece = torch.arange(tokens, device=votes.device) // (-(-chunks // PIECES) * CHUNK)
     bins = torch.zeros((*votes.shape[:3], PIECES * POINTS), dtype=torch.int32, device=votes.device)
@@ -104,12 +104,14 @@ def vote(state: State, asked: QueryTable, config: StepConfig) -> Voted:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What `candidates` writes: kept: entries, all of one vote, int64 `[B, G, K]`; many: how many,
-    int32 `[B, G]`.
+    """What `candidates` writes.
+
+    candidates: entries, all of one vote, int64 `[B, G, K]`; candidate_counts: how many, int32 `[B,
+    G]`.
     """
 
-    kept: Tensor
-    many: Tensor
+    candidates: Tensor
+    candidate_counts: Tensor
 
 
 def candidates(state: State, voted: Voted) -> Candidates:
@@ -120,14 +122,14 @@ def candidates(state: State, voted: Voted) -> Candidates:
 
 
 def rerank_blocks(
-    state: State, asked: QueryTable, chosen: Candidates, config: StepConfig
+    state: State, query: QueryTable, chosen: Candidates, config: StepConfig
 ) -> Reranked:
     """Estimate the candidates' inner products with the query."""
     codes = config.layout.unpack(state.codes, state.tokens)
-    ids = id_of(chosen.kept)
+    ids = id_of(chosen.candidates)
     own = {name: fetch.gather_rows(part, ids) for name, part in codes.items()}
-    queries = queries_of(asked.operands, asked.ups)
+    queries = queries_of(query.operands, query.ups)
     estimates = rerank.estimate(queries, **own, levels=config.levels).mT
     cuts = torch.tensor([-1, 0], dtype=torch.int32, device=ids.device)
     cuts = cuts.expand(*ids.shape[:2], 2)
-    return Reranked.of(chosen.kept, estimates, torch.zeros_like(ids), cuts, config)
+    return Reranked.of(chosen.candidates, estimates, torch.zeros_like(ids), cuts, config)

@@ -157,9 +157,9 @@ def test_a_threshold_too_high_changes_nothing(shift):
     assert (scanned.counts[:, shift] == 0).all()
     got = rerank(layer.state, prepared, scanned, layer.config)
     assert got.cuts[:, shift].tolist() == [[-1, 0]] * 2
-    assert torch.equal(got.many[:, shift].long(), layer.state.target[:, 0])
+    assert torch.equal(got.candidate_counts[:, shift].long(), layer.state.target[:, 0])
     count = int(layer.state.target.max())
-    assert torch.equal(got.kept[..., :count], want.kept[..., :count])
+    assert torch.equal(got.candidates[..., :count], want.candidates[..., :count])
 
 
 def test_candidates_are_the_best_votes():
@@ -168,12 +168,12 @@ def test_candidates_are_the_best_votes():
     reranked = rerank(layer.state, prepared, scanned, layer.config)
     target, (bins, above) = int(layer.state.target), reranked.cuts.unbind(-1)
     assert (bins >= 0).all()
-    assert torch.equal(above + reranked.edges, reranked.many)
+    assert torch.equal(above + reranked.edge_counts, reranked.candidate_counts)
     assert (above < target).all()
-    assert (reranked.many >= target).all()
+    assert (reranked.candidate_counts >= target).all()
     for head in range(2):
-        edge = reranked.edge[0, head, : int(reranked.edges[0, head])]
-        assert torch.equal(edge, reranked.kept[0, head, int(above[0, head]) :][: len(edge)])
+        edge = reranked.edge[0, head, : int(reranked.edge_counts[0, head])]
+        assert torch.equal(edge, reranked.candidates[0, head, int(above[0, head]) :][: len(edge)])
         mine = reranked.edge_estimates[0, head, : len(edge)]
         assert torch.equal(mine, reranked.estimates[0, head, int(above[0, head]) :][: len(edge)])
     index = layer.index
@@ -184,7 +184,7 @@ def test_candidates_are_the_best_votes():
     units = (scanned.products * prepared.units[:, :, None]).round().int().mT
     votes = coarse.votes(index._codes["signs"], table, factors, units, BLOCK).amax(2, keepdim=True)
     want = select.candidates(votes, torch.tensor([target]))
-    assert torch.equal(id_of(reranked.kept[..., :target]).sort(-1).values, want)
+    assert torch.equal(id_of(reranked.candidates[..., :target]).sort(-1).values, want)
 
 
 def test_attention_takes_weights_and_hides_rows():
@@ -193,7 +193,7 @@ def test_attention_takes_weights_and_hides_rows():
     given = torch.zeros(1, 4, 3)
     given[0, 1, 0], given[0, 2] = -torch.inf, 0.5
     selected = Selected(ids, torch.zeros(ids.shape), torch.full((1, 2), 3, dtype=torch.int32))
-    got = attend(layer.queries, layer.state, selected, layer.config, given=given)
+    got = attend(layer.queries, layer.state, selected, layer.config, weights=given)
     rows = layer.index.fetch(hits_of(ids))
     keys = torch.cat([rows.keys, layer.state.resident[:, :, :1, :64]], 2)[0]
     for head in range(4):
