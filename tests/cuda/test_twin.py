@@ -4,208 +4,21 @@ Each stage gets what the kernels before it have written, so that integers must b
 and floats up to rounding; lists come in any order. On a CPU the kernels are emulated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from math import prod
 
 import pytest
 import torch
 
-from kvindex.core.protocol import Attended
 from kvindex.ops import decode_step, table_step
 from kvindex.ops.codes import FACTOR
-from kvindex.ops.decode_step import Prepared, Scanned, Selected
-from kvindex.ops.step_state import BINS, BUCKETS, EMPTY, Reranked, queries_of, rotated
-from kvindex.ops.step_votes import SAMPLED, integers_of, sample_of, thresholds_of, votes_of
-from kvindex.ops.table_step import PIECES, POINTS, Candidates, QueryTable, Voted
-from kvindex_cuda.pariskv import base_step
+from kvindex.ops.step_state import queries_of, rotated
+from kvindex.ops.step_votes import integers_of, sample_of, thresholds_of, votes_of
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of, room_of
+from tests.cuda.buffers import Buffers, addressed
 from tests.cuda.devices import on, on_devices
 from tests.support.helpers import Case, left_padding
 from tests.support.steps import Layer
-
-# What is private of a step: read here and nowhere else
-
-
-@dataclass
-class Written:
-    """What the kernels of a step have written, as the twin's stages give it."""
-
-    prepared: Prepared | None
-    scanned: Scanned | None
-    query: QueryTable | None
-    voted: Voted | None
-    chosen: Candidates | None
-    reranked: Reranked
-    selected: Selected
-    attended: Attended
-
-
-def written(step, layer):
-    """The buffers of a step that has run, on the CPU."""
-    g, tokens = step.geometry, layer.state.tokens
-    B, G, group, D = len(layer.queries), g.kv_heads, g.group_size, g.head_dim
-
-    def read(name):
-        return getattr(step, name).cpu()
-
-    def grouped(part, *shape):
-        return part.reshape(B, G, *shape)
-
-    def listed(name, *shape):
-        return read(name).flatten()[: B * G * step.capacity * prod(shape)].view(B, G, -1, *shape)
-
-    def operands(places):
-        halves = read("_operands").view(B * G, -1).view(torch.float16)
-        return grouped(halves[:, places(group, D)], group, D, 2)
-
-    counts = grouped(read("_many"))
-    candidates, order = sorted_entries(listed("_kept"), counts)
-    estimates = listed("_estimates", group)
-    found, ids = grouped(read("found")), grouped(read("ids"), step.k)
-    there = torch.arange(step.k) < found[..., None]
-    scores = grouped(read("scores"), step.k)
-    both = dict(
-        selected=Selected(
-            ids=ids.masked_fill(~there, -1),
-            scores=scores.masked_fill(~there, -torch.inf),
-            found=found,
-        ),
-        attended=Attended(read("output"), None, found),
-    )
-    reranked = Reranked(
-        candidates=candidates,
-        candidate_counts=counts,
-        estimates=rows_of(estimates, order, candidates),
-        buckets=grouped(read("_buckets").view(torch.int64), group, BUCKETS),
-        edge=candidates[..., :0],
-        edge_estimates=estimates[:, :, :0],
-        edge_counts=torch.zeros_like(counts),
-        cuts=torch.tensor([-1, 0], dtype=torch.int32).expand(B, G, 2),
-    )
-    ups = grouped(read("_ups"), group)
-    if not hasattr(step, "_planes"):
-        table = read("_table").permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :group]
-        votes = read("_votes").view(torch.uint8).view(B, G, -1, step.most, 4)
-        votes = votes.transpose(3, 4).flatten(2, 3)[:, :, :group, :tokens]
-        return Written(
-            prepared=None,
-            scanned=None,
-            query=QueryTable(
-                operands=operands(places_of_subspaces),
-                ups=ups,
-                table=grouped(table, *table.shape[1:]),
-                wrong=torch.tensor(0),
-            ),
-            voted=Voted(
-                votes=votes.int(),
-                totals=grouped(read("_counted"), group, POINTS),
-                pieces=grouped(read("_pieces"), group, PIECES, POINTS),
-            ),
-            chosen=Candidates(candidates, counts),
-            reranked=reranked,
-            **both,
-        )
-    edges, listed_counts = grouped(read("_edges")), grouped(read("counts"))
-    edge, order = sorted_entries(grouped(read("_edge"), base_step.EDGE), edges)
-    edge_estimates = grouped(read("_edge_estimates"), base_step.EDGE, group)
-    blocks = -(-tokens // 256)
-    sums, units = (grouped(read(name), -1)[..., :group] for name in ("_sums", "_units"))
-    return Written(
-        prepared=Prepared(
-            planes=grouped(planes_of_fragments(read("_planes"), group, D), group, -1, D),
-            sums=sums,
-            units=units,
-            operands=operands(places_of_words),
-            ups=ups,
-            sample=grouped(read("_sample"), SAMPLED),
-            thresholds=grouped(read("_thresholds")),
-            bases=grouped(read("_bases")),
-            shifts=grouped(read("_shifts")),
-            wrong=torch.tensor(0),
-        ),
-        scanned=Scanned(
-            counts=listed_counts,
-            list=sorted_entries(listed("_list"), listed_counts)[0],
-            histogram=grouped(read("_hist"), BINS),
-            products=grouped(read("_products"), -1, group)[:, :, :blocks],
-        ),
-        query=None,
-        voted=None,
-        chosen=None,
-        reranked=replace(
-            reranked,
-            edge=edge,
-            edge_estimates=rows_of(edge_estimates, order, edge),
-            edge_counts=edges,
-            cuts=grouped(read("_cuts"), 2),
-        ),
-        **both,
-    )
-
-
-def sorted_entries(raw, counts):
-    """The first `counts` of a kernel's entries `[B, G, capacity]`, best first, and where they lie.
-
-    A kernel's are unsigned: their highest bit is the other way round.
-    """
-    counts = counts.clamp_max(raw.shape[-1])
-    there = torch.arange(raw.shape[-1]) < counts[..., None]
-    entries, order = torch.where(there, raw ^ EMPTY, EMPTY).sort(-1, descending=True)
-    most = int(counts.max())
-    return entries[..., :most], order[..., :most]
-
-
-def rows_of(estimates, order, entries):
-    """Estimates `[B, G, C, g]` in an order, `-inf` of no entry."""
-    spread = order[..., None].expand(*order.shape, estimates.shape[-1])
-    return estimates.gather(2, spread).masked_fill((entries == EMPTY)[..., None], -torch.inf)
-
-
-def planes_of_fragments(fragments, group, D):
-    """Digits `[BG, g, PLANES, D]` of what a lane of the matrix unit takes (`prepare_query.cu`)."""
-    groups, sets, quads, parts, _ = fragments.shape
-    lanes = fragments.view(groups, sets, quads, parts, 4, 2, 4)  # head, odd plane, word
-    words = lanes.permute(0, 1, 4, 3, 5, 2, 6).reshape(groups, sets * 4, 2 * parts, -1, 1)
-    bits = words >> torch.arange(32) & 1
-    return bits.flatten(-2)[:, :group, :, :D].to(torch.uint8)
-
-
-def places_of_words(group, D):
-    """`operand_of` in operands.cuh, of heads, coordinates and parts: int64 `[g, D, 2]`."""
-    h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
-    folded, quads, word, bit = group <= 4, -(-D // 128), j // 32, j % 32
-    step, at = 2 * (bit % 4) + bit // 16, bit % 16 // 4
-    lane = (h + 4 * part if folded else h % 8) * 4 + word % 4
-    i = ((h // 8 * quads + word // 4) * 8 + step) * 32 + lane
-    return i * 4 + at if folded else i * 8 + part * 4 + at
-
-
-def places_of_subspaces(group, D):
-    """`place_of` in query_table.cu: int64 `[g, D, 2]`."""
-    h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
-    steps, b = -(-(D // 8) // 2), j // 8
-    lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 // 2
-    return ((h // 4 * steps + b // 2) * 32 + lane) * 4 + part * 2 + j % 2
-
-
-def addressed(state, device):
-    """The state as kernels read it, in which blocks are addresses, and what keeps them alive."""
-
-    def table(blocks):
-        size = blocks[0, 0].numel()
-        places = torch.arange(blocks.shape[0] * blocks.shape[1]).view(blocks.shape[:2])
-        return (blocks.data_ptr() + size * places).to(device)
-
-    moved = {
-        name: part.to(device) if isinstance(part, torch.Tensor) else part
-        for name, part in vars(state).items()
-    }
-    tables = {name: table(moved[name]) for name in ("codes", "rows")}
-    return base_step.State(**moved | tables, row_bytes=state.row_bytes), moved
-
-
-# Cases
 
 CASES = {
     "g4": (Case(q_heads=8, kv_heads=2, head_dim=128, value_dim=128), 1500, {}),
@@ -243,10 +56,10 @@ def ran(name, preset, device):
     geometry = replace(layer.index.geometry, device=torch.device(device))
     step = STEPS[kind](geometry, layer.config.layout, most=most, **options_of(kind, config) | sizes)
     step.capacity = capacity or step.capacity
-    state, _kept = addressed(layer.state, device)
+    state, wrong, _blocks = addressed(layer.state, device)
     with on(device):
         step(layer.queries.to(device), state)
-    return layer, written(step, layer)
+    return layer, Buffers(step, count, wrong)
 
 
 def fast(test):
@@ -294,7 +107,7 @@ def test_a_query_is_rotated_and_rounded(name, device):
     unit = layer.config.level * layer.state.weight_scale[..., None] * norms * peaks[..., 0]
     unit = unit / (layer.config.largest * FACTOR)
     torch.testing.assert_close(got.units.double(), 1 / unit, rtol=2e-6, atol=0)
-    assert torch.equal(got.ups, want.ups)
+    assert_equal(got, want, "ups", "wrong")
     assert_operands(got, layer)
 
 
@@ -383,7 +196,7 @@ def test_a_table_of_the_query(name, device):
     layer, kernels = ran(name, "paper", device)
     got = kernels.query
     want = table_step.query_table(layer.queries, layer.state, layer.config)
-    assert torch.equal(got.ups, want.ups)
+    assert_equal(got, want, "ups", "wrong")
     assert_operands(got, layer)
     assert got.table.shape == want.table.shape
     assert (got.table != want.table).float().mean() < 1e-3
