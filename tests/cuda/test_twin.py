@@ -14,7 +14,8 @@ from kvindex.ops import decode_step, table_step
 from kvindex.ops.codes import FACTOR
 from kvindex.ops.step_state import queries_of, rotated
 from kvindex.ops.step_votes import integers_of, sample_of, thresholds_of, votes_of
-from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of, room_of
+from kvindex_cuda.pariskv.step import Step
+from kvindex_cuda.pariskv.table_step import TableStep
 from tests.cuda.buffers import Buffers, addressed
 from tests.cuda.devices import on, on_devices
 from tests.support.helpers import Case, left_padding
@@ -50,11 +51,14 @@ def ran(name, preset, device):
         keys[:, :, 5:] = keys[:, :, 5:6]
     valid = None if pads is None else left_padding(pads, count)
     layer = Layer.of(case, count, tokens=(keys, values), valid=valid, **options)
-    kind, config = kind_of(layer.index), layer.index.config
-    sizes = dict(batch=case.batch, k=layer.k, multiprocessors=4)
-    most = room_of(kind, count, int(layer.state.wanted.max()))
-    geometry = replace(layer.index.geometry, device=torch.device(device))
-    step = STEPS[kind](geometry, layer.config.layout, most=most, **options_of(kind, config) | sizes)
+    config, sizes = layer.config, dict(batch=case.batch, k=layer.k, multiprocessors=4)
+    options = dict(seed=config.seed, policy=config.policy) | sizes
+    geometry = replace(config.geometry, device=torch.device(device))
+    if preset == "paper":
+        step = TableStep(geometry, config.layout, most=count, **options)
+    else:
+        options |= dict(query_max=config.query_max, centered=config.centered)
+        step = Step(geometry, config.layout, most=int(layer.state.wanted.max()), **options)
     step.capacity = capacity or step.capacity
     state, wrong, _blocks = addressed(layer.state, device)
     with on(device):
