@@ -19,21 +19,14 @@ Integers are equal to kernels' to the bit, given the same inputs; floats up to r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvindex.core.protocol import UNUSED, Attended
-from kvindex.ops import (
-    attention,
-    coarse,
-    codes,
-    fetch,
-    group,
-    select,
-    table_step,
-)
+from kvindex.ops import attention, coarse, codes, fetch, group, select, table_step
 from kvindex.ops import rerank as reranking
 from kvindex.ops.block_layout import BLOCK, SubspaceLayout
 from kvindex.ops.codes import FACTOR
@@ -54,14 +47,10 @@ from kvindex.ops.step_state import (
     up_of,
     vote_of,
 )
-from kvindex.ops.step_votes import (
-    center_products,
-    planes_of,
-    sample_of,
-    thresholds_of,
-    votes_of,
-)
-from kvindex.storage.codecs import codec
+from kvindex.ops.step_votes import center_products, planes_of, sample_of, thresholds_of, votes_of
+
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Rows as codes (`storage/codecs.py`): a byte a number, then a scale of key and of value."""
 
 
 def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> Attended:
@@ -181,7 +170,9 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
         ranks = torch.arange(best.shape[-1], device=best.device)
         best = best.masked_fill(ranks >= target[..., None], EMPTY)
         wide = max(best.shape[-1], entries.shape[-1])
-        best, entries = (_padded(part, wide) for part in (best, entries))
+        best, entries = (
+            pad(part, (0, wide - part.shape[-1]), value=EMPTY) for part in (best, entries)
+        )
         entries = torch.where(short[..., None], best, entries)
     bins = bin_of(vote_of(entries), prepared.bases, prepared.shifts)
     candidates = descending(entries, (bins >= cuts[..., :1]) & (entries != EMPTY))
@@ -195,10 +186,6 @@ def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig
     votes = votes_of(state, prepared.planes, prepared.units, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     return entries.sort(dim=-1, descending=True).values
-
-
-def _padded(entries: Tensor, wide: int) -> Tensor:
-    return torch.nn.functional.pad(entries, (0, wide - entries.shape[-1]), value=EMPTY)
 
 
 def _estimates(
@@ -292,8 +279,11 @@ def _bias(state: State, selected: Selected, weights: Tensor | None, config: Step
 def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:
     """Keys and values of rows, float32; a negative id's are zeros."""
     g = config.geometry
-    if state.codec != "plain":
-        g = replace(g, dtype=torch.float32)  # a code times its scale is not rounded
     raw = fetch.gather_rows(state.rows.transpose(1, 2).flatten(2, 3), ids)
-    rows = codec(state.codec, g).decode(raw)
-    return rows.keys.float(), rows.values.float()
+    end = g.head_dim + g.value_dim
+    if state.codec == "plain":
+        both = raw[..., : end * g.dtype.itemsize].view(g.dtype).float()
+        return both[..., : g.head_dim], both[..., g.head_dim :]
+    scales = raw[..., (start := -(-end // 4) * 4) : start + 8].view(torch.float32)
+    both = raw[..., :end].view(CODES[state.codec]).float()  # a product is not rounded any further
+    return both[..., : g.head_dim] * scales[..., :1], both[..., g.head_dim :] * scales[..., 1:]

@@ -42,9 +42,9 @@ class State:
     row_bytes]`; valid: bits of tokens, int32 `[B, S, 8]`; length: int64 `[1]`, `N`; wanted,
     counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
     rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
-    int64 `[1]`, how many of the `W` there are; codec: of rows in blocks, a name of
-    `kvindex.storage.codecs`. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`;
-    tiers: keys that bound each, int64 `[B, 6]`.
+    int64 `[1]`, how many of the `W` there are; codec: of rows in blocks, "plain", "int8"
+    or "fp8" (`storage/codecs.py`). Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
+    256]`; tiers: keys that bound each, int64 `[B, 6]`.
     """
 
     codes: Tensor

@@ -34,6 +34,8 @@ FAST = CASES | {
     "bfloat16": (Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16), 500, {}),
     "precise": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(preset="precise")),
     "g5-127": (Case(q_heads=5, kv_heads=1, head_dim=128), 600, dict(query_max=85)),
+    "int8": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(row_codec="int8")),
+    "fp8": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(row_codec="fp8")),
     "257": (Case(q_heads=4, kv_heads=2, head_dim=64), 257, {}),
     "full": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(capacity=90)),
     "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),

@@ -84,13 +84,13 @@ class Layer:
         g, s = self.index.geometry, self.state
         hits = self.index.search(self.queries, k=self.k)
         rows, count = self.index.fetch(hits), int(s.resident_count)
-        near = s.resident[:, :, :count].tensor_split([g.head_dim], dim=-1)
-        keys, values = torch.cat([rows.keys, near[0]], 2), torch.cat([rows.values, near[1]], 2)
-        shown = torch.cat(
+        beside = s.resident[:, :, :count].tensor_split([g.head_dim], dim=-1)
+        keys, values = torch.cat([rows.keys, beside[0]], 2), torch.cat([rows.values, beside[1]], 2)
+        visible = torch.cat(
             [hits.ids >= 0, s.resident_mask[:, None, :count].expand(-1, g.kv_heads, -1) > 0], -1
         )
-        asked = self.queries.double().view(len(keys), g.kv_heads, g.group_size, -1)
-        logits = cap(asked @ keys.double().mT, g.scale, g.softcap)
-        logits = logits.masked_fill(~shown[:, :, None], NEVER)
+        folded = self.queries.double().view(len(keys), g.kv_heads, g.group_size, -1)
+        logits = cap(folded @ keys.double().mT, g.scale, g.softcap)
+        logits = logits.masked_fill(~visible[:, :, None], NEVER)
         output = logits.softmax(-1) @ values.double()
         return hits, output.flatten(1, 2), logits.logsumexp(-1).flatten(1)
