@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvindex
+from kvindex.core import protocol
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "kvindex").rglob("*.py"))
@@ -154,3 +155,61 @@ def test_every_part_of_a_kernel_is_included():
 def test_no_module_of_the_cuda_backend_is_for_tests_alone():
     modules = (ROOT / "kvindex_cuda").rglob("*.py")
     assert len(reached()) == len([*modules])
+
+
+OF_TRANSFORMERS = "what a model, a configuration or a cache of transformers has"
+OF_A_CONFIG = "fields of a configuration, by a loop over their names"
+LOOKUPS = {
+    "adapters/kvindex_adapters/cli/list.py": OF_A_CONFIG,
+    "adapters/kvindex_adapters/hf/attach.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/cache.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/cache_layer.py": "a size of the geometry",
+    "adapters/kvindex_adapters/hf/conversation.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/model_info.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/rope.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/models.py": OF_TRANSFORMERS,
+    "kvindex/bases/faiss_library.py": "what a build of FAISS has",
+    "kvindex/bases/index.py": "the store of a backend, and whether it writes ahead",
+    "kvindex/core/geometry.py": "fields of a dataclass",
+    "kvindex/indexes/ctkvr.py": OF_A_CONFIG,
+    "kvindex/indexes/infllm.py": OF_A_CONFIG,
+    "kvindex/indexes/louiskv.py": OF_A_CONFIG,
+    "kvindex/indexes/pariskv.py": "fields of a configuration, and what a backend has",
+    "kvindex/indexes/retroinfer.py": OF_A_CONFIG,
+    "kvindex/indexes/squeezed.py": OF_A_CONFIG,
+    "kvindex/layer/stats.py": "fields of a step's counts",
+    "kvindex/wrappers/recall.py": "`group` of a configuration, which an index may not have",
+    "kvindex/wrappers/sample.py": "`group` of a configuration, which an index may not have",
+    "kvindex_cuda/pariskv/dispatch.py": OF_A_CONFIG,
+    "kvindex_cuda/pariskv/encode.py": "fields of a dataclass",
+    "kvindex_cuda/pariskv/executor.py": "whether the store of rows takes memory ahead",
+}
+"""Files that look attributes up by name, and for what: never a capability. May only shrink."""
+
+
+def looked_up(source):
+    """The names that `getattr` and `hasattr` are given, as they stand there."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            yield ast.unparse(node.args[1]).strip("'")
+
+
+def test_a_capability_is_asked_for_and_not_looked_up():
+    asked = {
+        name
+        for found in vars(protocol).values()
+        if getattr(found, "_is_protocol", False) and found is not protocol.KVIndex
+        for name in vars(found)
+        if not name.startswith("_")
+    }
+    assert {"attend", "decode_step", "start_append", "row_bytes"} <= asked
+    for folder in ("kvindex", "kvindex_cuda", "adapters"):
+        for path in (ROOT / folder).rglob("*.py"):
+            names = set(looked_up(path.read_text()))
+            assert not names or str(path.relative_to(ROOT)) in LOOKUPS, path
+            assert not names & asked, path
+    assert list(looked_up("if hasattr(index, 'attend'): getattr(index, by, None)")) == [
+        "attend",
+        "by",
+    ]

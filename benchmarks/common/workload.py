@@ -17,6 +17,7 @@ from torch import Tensor
 import kvindex
 from benchmarks.common.timing import settled
 from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Attends
 from kvindex.core.resident import ResidentRows
 
 H, G, D, K = 32, 8, 128, 100
@@ -86,7 +87,7 @@ def created(g: Geometry, spec: str, **options: Any) -> Any:
 def measurable(spec: str) -> str:
     """The spec of an index, for argparse's `type=`. Raises ValueError unless kernels serve it."""
     index = kvindex.create(spec, **geometry("cpu").options())
-    if not hasattr(index, "attend"):
+    if not isinstance(index, Attends):
         raise ValueError(f"index: got {spec!r}, allowed is one whose steps are kernels")
     return spec
 

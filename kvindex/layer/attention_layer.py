@@ -10,14 +10,26 @@ Longer than most files: what a step does, in order.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvindex.core import check
+from kvindex.core.capability import P, capability
 from kvindex.core.guard import Guarded
-from kvindex.core.protocol import UNUSED, DecodesStep, Hits, KVIndex, Rows
+from kvindex.core.protocol import (
+    UNUSED,
+    AppendsAsync,
+    Attends,
+    DecodesStep,
+    Hits,
+    KVIndex,
+    ObservesQueries,
+    Rows,
+    TellsCoverage,
+    TellsRowBytes,
+)
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
 from kvindex.layer.dense import attend_densely, bias_of
@@ -38,7 +50,7 @@ class AttentionLayer(Guarded):
     the regions in tokens; dense_below: while the sequence is shorter, attention is dense (the index
     fills all the same).
 
-    Of an index whose appends run beside searches (`supports_async_append`), updates end `LAG`
+    Of an index whose appends run beside searches (`protocol.AppendsAsync`), updates end `LAG`
     tokens after they began, and the window is so much longer; update_phase: when the length is this
     share of `update_every` past a multiple of it, they begin even so, that layers may take turns.
     graphs: on a GPU, steps that are all alike are captured in a CUDA graph and replayed, by an
@@ -69,8 +81,9 @@ class AttentionLayer(Guarded):
             raise ValueError(
                 f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
             )
-        if coverage is not None and hasattr(index, "check_coverage"):
-            index.check_coverage(coverage)
+        tells = capability(index, TellsCoverage)
+        if coverage is not None and tells is not None:
+            tells.check_coverage(coverage)
         if len(index):
             raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
         self.index = index
@@ -137,20 +150,21 @@ class AttentionLayer(Guarded):
             if not bias.is_floating_point():
                 raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
         searches = self._searches(length, T)
-        follows = searches and valid is None and bias is None and self._attends("decode_step")
-        if not follows:
+        decoder = self._can(DecodesStep) if searches and valid is None and bias is None else None
+        if decoder is None:
             regions.append(len(self.index), keys, values, valid)
-        if getattr(self.index, "observes_queries", True):
+        observer = capability(self.index, ObservesQueries)
+        if observer is not None:
             positions = torch.arange(length - T, length, device=keys.device)
-            self.index.observe_queries(queries, positions)
-        if follows:
-            output = self._follow(queries[:, :, 0], Rows(keys, values))[:, :, None]
+            observer.observe_queries(queries, positions)
+        if decoder is not None:
+            output = self._follow(decoder, queries[:, :, 0], Rows(keys, values))[:, :, None]
         elif searches:
             some = None if bias is None else bias[:, :, 0]
             output = self._retrieve(queries[:, :, 0], some)[:, :, None]
         else:
             output = attend_densely(self.index, regions.window, queries, regions.valid, bias)
-        self._update(beside=T == 1 and getattr(self.index, "supports_async_append", False))
+        self._update(capability(self.index, AppendsAsync) if T == 1 else None)
         return output
 
     def checkpoint(self) -> Any:
@@ -231,14 +245,13 @@ class AttentionLayer(Guarded):
         """Whether `T` queries, the newest of `length` tokens, search the index."""
         return T == 1 and length >= self.dense_below and len(self.index) > 0
 
-    def _attends(self, by: str) -> bool:
-        """Whether the index attends by itself, by a method of this name."""
-        index: Any = self.index
-        return self.coverage is None and getattr(index, "attends", False) and hasattr(index, by)
+    def _can(self, wanted: type[P]) -> P | None:
+        """The index, if it attends by itself and so, without being asked for a coverage."""
+        return None if self.coverage is not None else capability(self.index, wanted)
 
-    def _follow(self, queries: Tensor, token: Rows) -> Tensor:
+    def _follow(self, index: DecodesStep, queries: Tensor, token: Rows) -> Tensor:
         """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
-        index, regions = cast(DecodesStep, self.index), self._regions
+        regions = self._regions
         resident = regions.resident(len(self.index), more=1)
         window = regions.claim(len(self.index), token.keys, token.values, None)
         some: Any = dict(k=self._wanted, graphs=self.graphs)
@@ -251,11 +264,11 @@ class AttentionLayer(Guarded):
 
         bias: of all tokens, `[B, H, N]`.
         """
-        index: Any = self.index
-        if bias is None and self._attends("attend"):
+        index = self.index
+        attends = self._can(Attends) if bias is None else None
+        if attends is not None:
             resident = self._regions.resident(len(index))
-            output: Tensor
-            output, found = index.attend(queries, resident, k=self._wanted)
+            output, found = attends.attend(queries, resident, k=self._wanted)
             self._count(found, len(resident), resident.masked)
             return output
         seen = self._regions.real(len(index))
@@ -301,22 +314,22 @@ class AttentionLayer(Guarded):
     ) -> None:
         """Add a step to `traffic`: rows found `[B, G]`, others, those of them not shown."""
         g = self.index.geometry
+        full, tells = (len(self), self._regions.padded), capability(self.index, TellsRowBytes)
         plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
-        row_bytes = getattr(self.index, "row_bytes", plain)
-        full = len(self), self._regions.padded
+        row_bytes = plain if tells is None else tells.row_bytes
         self._tally.count(Counts(found, beside, masked, *full, row_bytes, coverage))
 
     # Updates
 
-    def _update(self, *, beside: bool = False) -> None:
+    def _update(self, beside: AppendsAsync | None = None) -> None:
         """When the buffer is full, all but the newest `local` tokens go into the index.
 
-        beside: while the next steps run, which attend to them where they are.
+        beside: the index, to append while the next steps run, which attend to them where they are.
         """
         regions = self._regions
-        turn = beside and len(self) % self.update_every == self._turn
+        turn = beside is not None and len(self) % self.update_every == self._turn
         if self._move is not None:
-            if beside and not turn and regions.buffer < self._lag:
+            if beside is not None and not turn and regions.buffer < self._lag:
                 return
             self._finish()
         if regions.buffer < self.update_every and not turn:
@@ -325,7 +338,7 @@ class AttentionLayer(Guarded):
         if leaving.count:
             self._move = AsyncAppend(self.index, leaving, beside=beside)
         regions.begin(leaving.count)
-        if not beside:
+        if beside is None:
             self._finish()
 
     def _finish(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvindex.core.protocol import UNUSED, Hits, KVIndex
+from kvindex.core.protocol import UNUSED, AppendsAsync, ExpandsBatch, Hits, KVIndex
 from kvindex.indexes.exact import Exact, ExactConfig
 from kvindex.ops import group
 from kvindex.wrappers.base import Wrapper
@@ -17,6 +17,8 @@ class MeasureRecall(Wrapper):
     reaches with the same number of rows and the same policy of the group. Keeps a second copy of
     all rows, in an `exact` index.
     """
+
+    lacks = frozenset({AppendsAsync, ExpandsBatch})  # two appends are one change; a view is not
 
     def __init__(self, inner: KVIndex) -> None:
         super().__init__(inner)
@@ -51,11 +53,6 @@ class MeasureRecall(Wrapper):
             self._found += _shared(true, used)
             self._reachable += _shared(true, self._exact.search(queries, k=most).ids)
         return hits
-
-    @property
-    def supports_async_append(self) -> bool:
-        """No: the two appends are one change."""
-        return False
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """As the inner index does, or neither."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvindex.core import check
-from kvindex.core.protocol import Hits, KVIndex
+from kvindex.core.protocol import ExpandsBatch, Hits, KVIndex, ObservesQueries
 from kvindex.wrappers.base import Wrapper
 
 
@@ -43,6 +43,9 @@ class Reuse(Wrapper):
     Raises ValueError for a tau that is no number.
     """
 
+    own = frozenset({ObservesQueries})
+    lacks = frozenset({ExpandsBatch})  # what a step finds may be the hits of the one before
+
     _before: Tensor | None  # directions of the step before, [B, H, D]
     _differs: Tensor | None  # what `observe_queries` found for the next search, bool [B]
     _last: _Last | None
@@ -53,11 +56,6 @@ class Reuse(Wrapper):
             raise ValueError(f"tau: got {tau!r}, allowed is a number")
         self.tau = float(tau)
         self._forget()
-
-    @property
-    def depends_on_queries(self) -> bool:
-        """Always: what a step finds may be the hits of the one before."""
-        return True
 
     def rate(self) -> float | None:
         """Share of the steps that searched, or None before the first."""

@@ -161,7 +161,7 @@ def test_indexes_lists_all():
         (("--prompt", "Hello", "--update-every", "0"), "update_every: got 0"),
         (
             ("--prompt", "Hello", "--local-window", 2**40),
-            "local: got 1099511627776, allowed is 0 to 16",
+            "local_window: got 1099511627776, allowed is 0 to 16",
         ),
         (("--prompt", "Hello", "--dense-below", "-1"), "dense_below: got -1"),
         (("--prompt", "Hello", "-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvindex
+from kvindex.core.protocol import ExpandsBatch
 from kvindex.layer import AttentionLayer
 from tests.contract import CHECKS
 from tests.contract.test_contract import CASES, SPECS
@@ -57,7 +58,7 @@ def used(spec):
     note()
     out.append(dict(index.encode(first[0])))
     index.reorder(order[:1])
-    if hasattr(index, "expand_batch"):
+    if index.capability(ExpandsBatch) is not None:
         out.append(index.expand_batch(3).search(queries[:1].expand(3, -1, -1), k=6).ids)
     return out
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <csignal>
+#include <cstddef>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -33,6 +34,7 @@
 #define __device__
 #define __host__
 #define __constant__ __attribute__((unused))
+#define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -449,13 +451,18 @@ inline char* dynamic_shared() { return memory; }
 
 // ---- the entry ---------------------------------------------------------------------------------
 
+// As `struct` of Python packs it; 's': a struct of named fields, which is a kernel's only parameter.
 template <class P>
 constexpr char kind() {
-    constexpr bool integer = std::is_integral_v<P> && sizeof(P) == 8;
-    static_assert(std::is_pointer_v<P> || integer || std::is_same_v<P, float>,
-                  "a kernel's parameters are pointers, long long or float");
-    return std::is_pointer_v<P> ? 'p' : integer ? 'i' : 'f';
+    if (std::is_pointer_v<P>) return 'P';
+    if (std::is_integral_v<P> && std::is_signed_v<P>) return sizeof(P) == 8 ? 'q' : sizeof(P) == 4 ? 'i' : '?';
+    return std::is_same_v<P, float> ? 'f' : std::is_same_v<P, double> ? 'd' : std::is_class_v<P> ? 's' : '?';
 }
+
+// What emulator.py has read of a kernel's source is what the compiler has: a field's kind and place.
+#define FIELD(type, name, place, letter)                                                           \
+    static_assert(offsetof(type, name) == place && emulator::kind<decltype(type::name)>() == letter, \
+                  "the field " #name " of " #type);
 
 template <auto kernel>
 struct Entry;
@@ -463,6 +470,7 @@ struct Entry;
 template <class... P, void (*kernel)(P...)>
 struct Entry<kernel> {
     static constexpr char signature[] = {kind<P>()..., 0};
+    static_assert(((kind<P>() != '?') && ...), "a kernel's parameters are pointers, numbers or a struct");
 
     template <size_t... i>
     static void call(std::index_sequence<i...>) {

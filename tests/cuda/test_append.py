@@ -39,8 +39,8 @@ def tokens_of(case, count, device, seed=0):
 
 def assert_same(mine, theirs):
     """The same tokens, learned values to the bit, and codes but for some at an edge."""
-    assert mine._writer
-    assert not theirs._writer
+    assert mine._executor.encodes
+    assert theirs._executor is None
     assert len(mine) == len(theirs)
     assert mine._learned.keys() == theirs._learned.keys()
     for name, learned in theirs._learned.items():
@@ -205,7 +205,7 @@ def test_an_append_is_two_kernels(count, device, monkeypatch):
     for _ in range(2):
         index.append(*tokens_of(CASE, count, device))
     few = device == "cuda" and count <= BLOCK  # rows that a kernel writes there
-    assert names == ["learn", "encode", *(["keep"] if few else [])] * 2
+    assert names == ["learn", "encode", *(["write_rows"] if few else [])] * 2
 
 
 def test_what_was_never_written_is_never_read(device, monkeypatch):

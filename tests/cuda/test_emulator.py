@@ -411,17 +411,19 @@ def test_the_compiler_speaks():
 
 
 def test_launch_takes_cpu_tensors_while_emulated(tmp_path, monkeypatch):
-    (tmp_path / "common.cuh").write_text("#define SCALE 3\n")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/common.cuh").write_text("#define SCALE 3\n")
     body = "out[blockIdx.x] = SCALE * factor + BIAS;"
     head = 'extern "C" __global__ void kernel(float* out, const float* nothing, float factor)'
     (tmp_path / "some.cu").write_text(f'#include "common/common.cuh"\n{head} {{ {body} }}')
     monkeypatch.setattr(launching, "SOURCES", tmp_path)
     out = torch.zeros(2)
+    given = dict(factor=2.0, out=out, nothing=None)
     with emulated(order="backward"):
-        launching.launch("some.cu", "kernel", (2,), (1,), out, None, 2.0, BIAS=1)
+        launching.launch("some.cu", "kernel", (2,), (1,), arguments=given, BIAS=1)
     assert out.tolist() == [7, 7]
     with pytest.raises(ValueError, match="allowed is a CUDA device"):
-        launching.launch("some.cu", "kernel", (2,), (1,), out, None, 2.0, BIAS=1)
+        launching.launch("some.cu", "kernel", (2,), (1,), arguments=given, BIAS=1)
 
 
 def test_it_is_fast_enough():

@@ -99,8 +99,8 @@ def compared(case, index, layout, blocks, keys, valid=None):
     assert (directions.abs() <= slack)[signs].all()
     planes = tokens(got["magnitudes"]) ^ tokens(want["magnitudes"])
     differ = codes.unpack(planes).flatten(-2).bool().any(-2)
-    resident = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
-    assert (resident <= slack)[differ].all()
+    apart = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
+    assert (apart <= slack)[differ].all()
 
     logs, true = (
         tokens(part["logs"])[..., 0].int() | tokens(part["logs"])[..., 1].int() << 8
@@ -476,7 +476,7 @@ def test_a_matrix_that_is_no_rotation_is_refused():
         (dict(keys=torch.zeros(1, 2, 40, 64).double()), "keys: got torch.float64"),
         (dict(keys=torch.zeros(1, 2, 40, 32)), "keys: got shape"),
         (dict(centers=torch.zeros(1, 2, 2, 64)), "centers: got torch.float32"),
-        (dict(weight_scale=torch.zeros(1, 3)), "reference: got shape"),
+        (dict(weight_scale=torch.zeros(1, 3)), "weight_scale: got shape"),
         (dict(table=torch.zeros(1, 2)), "table: got torch.float32"),
         (dict(valid=torch.ones(1, 39, dtype=torch.bool)), "valid: got shape"),
         (dict(fresh=Fresh(0, 1, None, torch.zeros(1))), r"fresh: got 0 to 1, allowed is in \(0, 0"),

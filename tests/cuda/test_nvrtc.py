@@ -59,7 +59,7 @@ def text(program, what):
 
 def compiled(file, defines, architecture=NEWER):
     """The names of the kernels in a file's PTX, by which `launch` asks for them."""
-    given = *launching.options(tuple(defines.items())), *ADDED, f"-arch={architecture}"
+    given = *launching.options(file, tuple(defines.items())), *ADDED, f"-arch={architecture}"
     options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
     source, name = launching.source(file).encode(), file.encode()
     program = ctypes.c_void_p()

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kvindex.core.protocol import ObservesQueries
+from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer, dense
 from kvindex.wrappers import Wrapper
 from tests.support.helpers import Case, Operations
@@ -199,18 +201,20 @@ def test_only_an_index_that_observes_is_told_positions(monkeypatch):
     index = Case().index("exact")
     layer, tokens = AttentionLayer(index), Case().tokens(3)
     queries = Case().tensor(1, 1, 2, 3, 16)
-    assert not index.observes_queries
-    assert not Wrapper(index).observes_queries
+    assert index.capability(ObservesQueries) is None
+    assert Wrapper(index).capability(ObservesQueries) is None
     with Operations() as operations:
         layer.step(queries, *tokens)
     assert "aten.arange.start" not in operations.names
     told = []
-    monkeypatch.setattr(index, "observe_queries", lambda queries, positions: told.append(positions))
-    assert index.observes_queries
-    assert Wrapper(index).observes_queries
+    monkeypatch.setattr(
+        Exact, "observe_queries", lambda self, queries, positions: told.append(positions)
+    )
+    assert index.capability(ObservesQueries) is index
+    assert isinstance(Wrapper(index).capability(ObservesQueries), Wrapper)
     layer.step(queries, *tokens)
     assert [positions.tolist() for positions in told] == [[3, 4, 5]]
-    assert Case().index("h2o").observes_queries
+    assert Case().index("h2o").capability(ObservesQueries) is not None
 
 
 @pytest.mark.parametrize("pads", [None, [3, 0]])

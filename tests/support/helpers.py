@@ -42,7 +42,8 @@ class Case:
         geometry = {key: value for key, value in asdict(self).items() if key != "batch"}
         if kvindex.get(name.partition("+")[0].partition(":")[0]).needs_rope:
             geometry["rope"] = rope(self.head_dim, self.device)
-        return kvindex.create(name, **{**geometry, **options})
+        # the reference, on a GPU, too, unless a test says otherwise
+        return kvindex.create(name, **{**geometry, "backend": "torch", **options})
 
     def tensor(self, seed: int, *shape: int) -> Tensor:
         """Normal entries, the same for a seed whatever the dtype and device."""

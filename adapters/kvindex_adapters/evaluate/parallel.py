@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.core.protocol import KVIndex
+from kvindex.core.capability import capability
+from kvindex.core.protocol import ExpandsBatch, KVIndex
 from kvindex.layer import AttentionLayer
 
 
@@ -16,22 +17,14 @@ class ParallelLayer(AttentionLayer):
 
     Between two updates an index does not change, so all steps between them can search it at once,
     and it hears of their queries one by one before the update. For a batch of 1 without padding.
-    Raises ValueError for an index that follows the steps (`depends_on_queries`), and for one, a
-    wrapper say, that does not serve many queries at once (`expand_batch`).
+    Raises ValueError for an index whose steps cannot be searched at once (`ExpandsBatch`).
     """
 
     _begun = False
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
         super().__init__(index, **options)
-        name = type(index).__name__
-        if getattr(index, "depends_on_queries", False):
-            raise ValueError(
-                f"index: got {name}, whose search depends on the steps before it; allowed is one "
-                "whose steps can be searched at once, or a layer that makes them one by one"
-            )
-        if not hasattr(index, "expand_batch"):
-            raise ValueError(f"index: got {name}, allowed is one that has `expand_batch`")
+        self._expanding()
 
     def begin(self) -> None:
         """The prompt is complete: what comes now are steps."""
@@ -71,8 +64,7 @@ class ParallelLayer(AttentionLayer):
         T, held = queries.shape[2], len(self._regions)
         self._regions.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
-        inner: Any = self.index  # not of the protocol: `BaseIndex` and wrappers around it have it
-        index: KVIndex = inner.expand_batch(T)
+        index = self._expanding().expand_batch(T)
         hits = index.search(each, k=self._wanted, coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
@@ -82,3 +74,14 @@ class ParallelLayer(AttentionLayer):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])
         self._update()
         return output.transpose(0, 1)[None]
+
+    def _expanding(self) -> ExpandsBatch:
+        """The index as one that serves many steps at once. Raises ValueError for another."""
+        index = capability(self.index, ExpandsBatch)
+        if index is None:
+            raise ValueError(
+                f"index: got {type(self.index).__name__}, whose searches depend on the steps "
+                "before them or serve one at a time; allowed is one whose steps can be searched "
+                "at once (`ExpandsBatch`), or a layer that makes them one by one"
+            )
+        return index

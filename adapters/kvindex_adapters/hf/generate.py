@@ -12,6 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvindex.core import check
+from kvindex.core.capability import capability
+from kvindex.core.protocol import Reserves, RunsOps
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.clock import Clock
@@ -129,6 +131,7 @@ def generate(
             remember(cache, past, torch.cat([ids, answer]))
         report = None if index is None else holder.report()
         made = None if index is None else holder.indexes()[0]
+        runs = None if made is None else capability(made, RunsOps)
     return Generation(
         text=tokenizer.decode(answer, skip_special_tokens=True),
         prompt_ids=ids,
@@ -137,7 +140,7 @@ def generate(
         token_s=(clock.last - clock.first) / max(len(answer) - 1, 1),
         report=report,
         config=None if made is None else made.config,
-        backend=None if made is None else getattr(made, "backend", "torch"),
+        backend=None if runs is None else runs.backend,
     )
 
 
@@ -178,11 +181,10 @@ def _check_cache(cache: Any, used: str, index: Any, k: int, attach_options: Any)
 def _make_room(cache: Any, tokens: int) -> None:
     """Memory for the whole answer, before its first token, where there is as much."""
     for made in cache.indexes():
-        while hasattr(made, "inner"):  # what wrappers are around has the memory
-            made = made.inner
-        if hasattr(made, "reserve"):
+        reserves = capability(made, Reserves)
+        if reserves is not None:
             with suppress(MemoryError):  # the answer may be shorter
-                made.reserve(tokens)
+                reserves.reserve(tokens)
 
 
 def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:

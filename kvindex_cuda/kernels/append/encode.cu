@@ -33,10 +33,9 @@ constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memo
 constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
 constexpr bool AHEAD = !STAGED && C * HELD <= 16;     // registers hold the next keys
 constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight to be added up
-constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
+constexpr int HALF = 8, GROUP = 32;                   // keys at a time; whose weights lie together
 constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
-constexpr float LONGEST = 1152921504606846976.0f;     // transform.LONGEST
-constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
+constexpr double STEPS = 65536.0 / OCTAVES;           // of a log weight to an octave
 
 // Eight coordinates as they lie in memory. LAST: nobody reads them again.
 template <bool LAST>
@@ -151,25 +150,38 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
         }
     }
     float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));  // a product, as a rule
-    return to_bfloat16(fminf(fmaxf(mean, -LONGEST), LONGEST));
+    return to_bfloat16(fminf(fmaxf(mean, -float(LONGEST)), float(LONGEST)));
 }
 
-// keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centers
-// bfloat16 [B, G, S, D], strides cb, cg, cs, or null; weight_scales float32 [B, G]; table int64
-// [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
-// [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
-// levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
-// start: id of the first key; head, weights, logs, magnitudes, center: of the layout; fresh, stale:
-// segments whose centers are made, and the first that is not again; known bool [B, kb], or null;
-// wrong int32 [1], or null without them; taken int32 [1]: 0, also afterwards, or null where there are no
-// more segments than blocks; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
+struct Arguments {
+    const void* keys;            // DTYPE [B, G, N, D]
+    const u8* valid;             // bool [B, N], or null
+    u16* centers;                // bfloat16 [B, G, S, D], or null
+    const float* weight_scale;   // [B, G]
+    const i64* codes;            // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const uint4* flips;          // [C, 4]: sign bits of s
+    const float* hartley;        // [ORDER, ORDER]
+    const float* tables;         // CELLS edges by the scale (+inf for none), 2 CELLS indices of levels, by cell and side,
+                                 // LEVELS levels, float16 for 3 bits at most
+    u8* known;                   // bool [B, known_row], or null
+    int* wrong;                  // [1]: set to 1 where a valid key of a fresh segment is not finite, or null
+    int* taken;                  // [1]: 0, also afterwards, or null where there are no more segments than blocks
+    i64 count;                   // N
+    i64 start;                   // id of the first key
+    i64 blocks;                  // touched, of a head
+    i64 kv_heads, batches;
+    i64 keys_batch, keys_head, keys_token;           // strides
+    i64 valid_batch;
+    i64 centers_batch, centers_head, centers_block;  // strides
+    i64 row, head_bytes, weights, logs, magnitudes, center;
+    i64 fresh, fresh_end;        // segments whose centers are made: the first, and the one after the last
+    i64 known_row;
+    float size_scale;            // 1 by the largest |u| that is told apart
+    float root;                  // 1 / √D
+};
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-encode(const void* data, const u8* valid, u16* centers, const float* weight_scales,
-       const i64* table, const uint4* flips, const float* given_hartley, const float* given,
-       i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
-       i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 center,
-       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, int* taken, float scale,
-       float root) {
+encode(const __grid_constant__ Arguments args) {
     __shared__ uint4 flip[C * 4];
     __shared__ float4 bases[C * 8];  // minus the center after the matrix unit
     __shared__ __align__(16) float sums[WARPS][C * 32];
@@ -182,27 +194,27 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
     Shared stage = shared_place(memory);
 
-    i64 step = sn * BYTES;
-    u32 units = u32(blocks * kv_heads * batches);
+    i64 step = args.keys_token * BYTES;
+    u32 units = u32(args.blocks * args.kv_heads * args.batches);
     // One thread plans a segment while the second before it is coded, for that waits for memory; once
     // what it asked for is there, the rest (`planned`).
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.fresh = false;
         found.from = found.to = 0, found.state = NONE;
         if (unit >= units) return;
-        i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
-        i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
-        i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
-        copy_piece<8>(shared_place(&found.block), table + batch * row + s);
-        copy_piece<4>(shared_place(&found.weight_scale), weight_scales + bg);
-        found.head = g * head;
-        found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
-        found.flags = valid ? valid + batch * vb + offset : nullptr;
-        found.center = centers ? centers + batch * cb + g * cg + s * cs : nullptr;
-        found.known = known && g == 0 ? known + batch * kb + s : nullptr;
-        found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
-        found.fresh = s >= fresh && s < stale;
-        found.state = !valid && found.to - found.from == TOKENS ? WHOLE : SOME;
+        i64 s = u32(args.start) / TOKENS + unit % u32(args.blocks), bg = unit / u32(args.blocks);
+        i64 g = u32(bg) % u32(args.kv_heads), batch = u32(bg) / u32(args.kv_heads);
+        i64 offset = s * TOKENS - args.start;  // of the segment's first token among the keys
+        copy_piece<8>(shared_place(&found.block), args.codes + batch * args.row + s);
+        copy_piece<4>(shared_place(&found.weight_scale), args.weight_scale + bg);
+        found.head = g * args.head_bytes;
+        found.keys = static_cast<const char*>(args.keys) + (batch * args.keys_batch + g * args.keys_head + offset * args.keys_token) * BYTES;
+        found.flags = args.valid ? args.valid + batch * args.valid_batch + offset : nullptr;
+        found.center = args.centers ? args.centers + batch * args.centers_batch + g * args.centers_head + s * args.centers_block : nullptr;
+        found.known = args.known && g == 0 ? args.known + batch * args.known_row + s : nullptr;
+        found.from = u32(max(-offset, i64(0))), found.to = u32(min(args.count - offset, i64(TOKENS)));
+        found.fresh = s >= args.fresh && s < args.fresh_end;
+        found.state = !args.valid && found.to - found.from == TOKENS ? WHOLE : SOME;
     };
     auto planned = [&](Segment& found) {
         if (found.unit >= units) return;
@@ -231,17 +243,17 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
         for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step) {
             u32 id = half * HALF + j + lane / PADDED;
             bool in = id >= segment.from && id < segment.to;
-            if (valid && in) in = segment.flags[id];
+            if (args.valid && in) in = segment.flags[id];
             if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
         }
     };
     if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
-    for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
+    for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = args.flips[i];
     if (ODD > 1)
-        for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
-    for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = given[i];
-    for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(given[CELLS + i]);
-    for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = given[3 * CELLS + i];
+        for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = args.hartley[i];
+    for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = args.tables[i];
+    for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(args.tables[CELLS + i]);
+    for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = args.tables[3 * CELLS + i];
     after_previous();  // which teaches the reference
     if (threadIdx.x < 2) {
         Segment& found = segments[threadIdx.x];
@@ -277,11 +289,11 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
             });
         } else if (own.fresh) {
             const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
-            const u8* flags = valid ? own.flags + warp * GROUP + t : nullptr;
+            const u8* flags = args.valid ? own.flags + warp * GROUP + t : nullptr;
             auto read = [&](u32 (&words)[HELD], int i, int tile) {
                 load<false>(words, keys + i * step + tile * 64 * BYTES);
             };
-            if (valid)
+            if (args.valid)
                 add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
                     if (flags[i]) read(words, i, tile);
                 });
@@ -289,23 +301,23 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                 add_up(sums[warp], read);
         }
         // all keys of the segment before are coded, all of this one added up
-        int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
+        int n = __syncthreads_count(own.fresh && (!args.valid || own.flags[threadIdx.x]));
         u32 unit = ~0u;  // none
         if (threadIdx.x == WARPS * 32 - 1) {
             if (own.unit != blockIdx.x) planned(segments[own.after]);
-            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(taken, 1));
+            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(args.taken, 1));
         }
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = own.center && !own.fresh && d < D ? own.center[d] : 0;
             if (own.fresh) {
-                x = mean_of(sums, d, n, step, own, wrong);
+                x = mean_of(sums, d, n, step, own, args.wrong);
                 if (!own.center) x = 0;
                 if (own.center && d < D) own.center[d] = x;
                 if (own.known && d == 0) *own.known = n > 0;
             }
             means[d] = x;
-            if (d < D) reinterpret_cast<u16*>(own.block + center)[d] = x;
+            if (d < D) reinterpret_cast<u16*>(own.block + args.center)[d] = x;
             __syncwarp();
             uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
             u32 pairs[4] = {all.x, all.y, all.z, all.w};
@@ -321,7 +333,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
         const Segment& next = segments[own.after];
         if (threadIdx.x == WARPS * 32 - 1) {
             plan(unit, segments[next.after]);
-            if (unit + 1 == units + gridDim.x) *taken = 0;  // all blocks have asked for the last time
+            if (unit + 1 == units + gridDim.x) *args.taken = 0;  // all blocks have asked for the last time
         }
 
         u32 held[C][HELD];
@@ -332,8 +344,8 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
-            Shared row = stage + (half * HALF + lane / 4) * ROW;
-            if (!STAGED && valid && !own.flags[id]) {
+            Shared line = stage + (half * HALF + lane / 4) * ROW;
+            if (!STAGED && args.valid && !own.flags[id]) {
 #pragma unroll
                 for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
                 return;
@@ -346,14 +358,14 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
 #pragma unroll
                     for (int r = 0; STAGED && r < HELD / 4; r++)
                         of_stage(held[c], r,
-                                 row + c / OVER * 128 +
+                                 line + c / OVER * 128 +
                                      placed((c % OVER * 4 + t) * CHUNKS + r, lane / 4) * 16);
                 } else {
 #pragma unroll
                     for (int r = 0; r < HELD; r++) held[c][r] = 0;
                 }
         };
-        char* out = own.block + (t ? magnitudes + (t - 1) * STRIDE : 0);
+        char* out = own.block + (t ? args.magnitudes + (t - 1) * STRIDE : 0);
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
         if (AHEAD && from < to) fetch(from / HALF);
 
@@ -402,7 +414,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
             if (__any_sync(ALL, far)) {
                 u32 seen = min(max(half * HALF + lane / 4, own.from), own.to - 1);
                 bool real = !own.flags || own.flags[seen];
-                if (wrong && real && !(squares <= TOO_LONG)) *wrong = 1;
+                if (args.wrong && real && !(squares <= TOO_LONG)) *args.wrong = 1;
                 float peak = 0;
 #pragma unroll
                 for (int i = 0; i < C * 8; i++)
@@ -422,7 +434,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                 squares = quad_sum(squares);
             }
             float inverse = squares > 0 ? rsqrtf(squares) : 0.0f, length = squares * inverse;
-            float per = inverse * scale, aligned = 0;
+            float per = inverse * args.size_scale, aligned = 0;
             u32 rows[WORDS][(C + 1) / 2 * 2] = {};
 #pragma unroll
             for (int c = 0; c < C; c++) {
@@ -445,11 +457,11 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                 u32 plane = w * 4 + t;  // 0 of signs
                 char* to_row = out + key * width;
                 if (w)
-                    to_row = own.block + magnitudes + (key * BITS + plane - 1) * STRIDE;
+                    to_row = own.block + args.magnitudes + (key * BITS + plane - 1) * STRIDE;
                 if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
             }
             aligned = quad_sum(aligned) * inverse;
-            float norm = fminf(length * longer * root, LONGEST);
+            float norm = fminf(length * longer * args.root, float(LONGEST));
             float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
             if (half % 4 == t) mine = weight;
             if (half % 4 < 3 && (half + 1) * HALF < to) continue;
@@ -465,9 +477,9 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                 code = mine < own.weight_scale ? min(int(power), 65535) : 65535;
             }
             if (id >= from && id < to) {
-                u8* upper = reinterpret_cast<u8*>(own.block + weights);
+                u8* upper = reinterpret_cast<u8*>(own.block + args.weights);
                 upper[half / 4 * GROUP + lane] = u8(code >> 8);  // layout.places
-                reinterpret_cast<u16*>(own.block + logs)[id] = u16(code);
+                reinterpret_cast<u16*>(own.block + args.logs)[id] = u16(code);
             }
         }
     }

@@ -14,17 +14,9 @@ typedef unsigned long long u64;
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
 #endif
 
-constexpr int TOKENS = 256;  // of a block of codes or rows, and of a segment (host_store.BLOCK)
-constexpr int BINS = 2048;   // of a histogram of a list
-constexpr int APART = 32;    // int32 from a group's counter to the next's ("[BG] APART"): atomics of
-                             // different groups to one line of memory wait for each other
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int LEAST = -2147483647 - 1;
 #define NEVER __int_as_float(int(0xff800000u))  // -inf, which NVRTC has no name for
-
-#ifndef DTYPE
-#define DTYPE 0  // of queries and rows: 0 float32, 1 float16, 2 bfloat16
-#endif
 
 __device__ __forceinline__ float from_bfloat16(u16 bits) {
     return __uint_as_float(u32(bits) << 16);
@@ -455,10 +447,10 @@ __device__ __forceinline__ void await(const int* counter, int tellers) {  // all
 }
 
 // Where this thread's `count` items go among those of all blocks: `filled` counts them. All
-// THREADS of a block call it.
-template <int THREADS>
+// BLOCK_THREADS of a block call it.
+template <int BLOCK_THREADS>
 __device__ __forceinline__ int room_for(int count, int* filled) {
-    __shared__ int sums[THREADS / 32 + 1];
+    __shared__ int sums[BLOCK_THREADS / 32 + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = count;
     for (int step = 1; step < 32; step *= 2) {
         int add = __shfl_up_sync(ALL, before, step);
@@ -468,29 +460,29 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
     __syncthreads();
     int total = 0, mine = 0;
 #pragma unroll
-    for (int i = 0; i < THREADS / 32; i++) {
+    for (int i = 0; i < BLOCK_THREADS / 32; i++) {
         if (i == warp) mine = total;
         total += sums[i];
     }
-    if (threadIdx.x == 0) sums[THREADS / 32] = total ? atomicAdd(filled, total) : 0;
+    if (threadIdx.x == 0) sums[BLOCK_THREADS / 32] = total ? atomicAdd(filled, total) : 0;
     __syncthreads();
-    int start = sums[THREADS / 32];
+    int start = sums[BLOCK_THREADS / 32];
     __syncthreads();
     return start + mine + before - count;
 }
 
-// A thread's part of a histogram, of THREADS: thread 0 has the best bins. SHARED: whether it is in
+// A thread's part of a histogram, of BLOCK_THREADS: thread 0 has the best bins. SHARED: whether it is in
 // shared memory. Aligned to 16 bytes.
-template <int THREADS>
+template <int BLOCK_THREADS>
 struct Bins {
-    static constexpr int EACH = BINS / THREADS;
+    static constexpr int EACH = BINS / BLOCK_THREADS;
     static_assert(EACH % 4 == 0, "16 bytes are read at once");
     int4 fours[EACH / 4];
     __device__ __forceinline__ int operator[](int i) const { return (&fours[i / 4].x)[i % 4]; }
 };
-template <bool SHARED, int THREADS>
-__device__ __forceinline__ Bins<THREADS> bins_of(const int* histogram) {
-    Bins<THREADS> bins;
+template <bool SHARED, int BLOCK_THREADS>
+__device__ __forceinline__ Bins<BLOCK_THREADS> bins_of(const int* histogram) {
+    Bins<BLOCK_THREADS> bins;
     const int4* from = reinterpret_cast<const int4*>(histogram + BINS - bins.EACH * (threadIdx.x + 1));
 #pragma unroll
     for (int i = 0; i < bins.EACH / 4; i++) bins.fours[i] = SHARED ? from[i] : __ldcg(from + i);
@@ -498,15 +490,15 @@ __device__ __forceinline__ Bins<THREADS> bins_of(const int* histogram) {
 }
 
 // Where a histogram's count from the top reaches `wanted`: the bin, and how many are in the bins
-// above it. -1 and the total where it never does. All THREADS of a block call it.
+// above it. -1 and the total where it never does. All BLOCK_THREADS of a block call it.
 struct Cut {
     int bin, above;
 };
-template <int THREADS>
-__device__ __forceinline__ Cut cut_of(const Bins<THREADS>& bins, int wanted) {
+template <int BLOCK_THREADS>
+__device__ __forceinline__ Cut cut_of(const Bins<BLOCK_THREADS>& bins, int wanted) {
     __shared__ int sums[32];
     __shared__ Cut found;
-    constexpr int EACH = Bins<THREADS>::EACH;
+    constexpr int EACH = Bins<BLOCK_THREADS>::EACH;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = BINS - EACH * (threadIdx.x + 1);
     int mine = 0;
 #pragma unroll
@@ -522,7 +514,7 @@ __device__ __forceinline__ Cut cut_of(const Bins<THREADS>& bins, int wanted) {
     int before = running(mine);
     if (lane == 31) sums[warp] = before;
     __syncthreads();
-    int upto = running(lane < THREADS / 32 ? sums[lane] : 0), total = __shfl_sync(ALL, upto, 31);
+    int upto = running(lane < BLOCK_THREADS / 32 ? sums[lane] : 0), total = __shfl_sync(ALL, upto, 31);
     int earlier = __shfl_sync(ALL, upto, warp ? warp - 1 : 0);
     before += (warp ? earlier : 0) - mine;
     if (before < wanted && before + mine >= wanted)
@@ -535,9 +527,9 @@ __device__ __forceinline__ Cut cut_of(const Bins<THREADS>& bins, int wanted) {
     if (wanted <= 0 || total < wanted) return {-1, total};
     return found;
 }
-template <bool SHARED = false, int THREADS = 256>
+template <bool SHARED = false, int BLOCK_THREADS = 256>
 __device__ Cut cut_of(const int* histogram, int wanted) {
-    return cut_of(bins_of<SHARED, THREADS>(histogram), wanted);
+    return cut_of(bins_of<SHARED, BLOCK_THREADS>(histogram), wanted);
 }
 
 // The word of the `rank`-th largest of the entries that `each` gives to a function, found 8 bits at

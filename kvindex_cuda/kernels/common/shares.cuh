@@ -4,8 +4,6 @@
 #pragma once
 #include "common/common.cuh"
 
-constexpr int EDGE = 1024;    // entries of a bin that are told apart in shared memory
-constexpr int BUCKETS = 256;  // of exponentials: 16 octaves each
 constexpr int BELOW = 28;     // bits of a bucket below its first octave: 2^19 addends fit
 constexpr float LOG2E = 1.4426950408889634f;
 

@@ -165,75 +165,92 @@ __device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters
     });
 }
 
+struct Arguments {
+    const i64* codes;             // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const uint2* operands;        // of prepare_query.cu, as are ups, bases and shifts
+    const float* ups;
+    const float* products;        // [BG, row, GROUP]
+    const float* levels;          // [LEVELS]
+    const float* weight_scale;    // [BG]
+    const int* wanted;            // [B]
+    const int* counted;           // [B]
+    const int* bases;
+    const int* shifts;
+    const int* counts;            // of scan.cu, as are list and histogram
+    const u64* list;
+    const int* histogram;
+    u64* candidates;              // [BG, capacity]: entries of candidates and of the edge, in any order
+    int* candidate_counts;        // [BG] APART: how many, cleared before
+    float* estimates;             // [BG, capacity, GROUP]: theirs
+    u64* buckets;                 // [BG, GROUP, BUCKETS]: sums over candidates above the edge, cleared before
+    u64* edge;                    // [BG, EDGE]: entries of the edge
+    float* edge_estimates;        // [BG, EDGE, GROUP]: theirs
+    int* edge_counts;             // [BG] APART: how many, cleared before
+    int2* cuts;                   // [BG]: the bin of the cut and how many are above it, −1 and 0 where all are candidates
+    const u32* planes;            // from here to length: as in scan.cu
+    const int* sums;
+    const void* queries;
+    const float* units;
+    const int* factors;
+    const u32* valid;
+    const i64* length;
+    int* signals;                 // of scan.cu, whose `scanners` warps it counts, and of this kernel's blocks (common.cuh)
+    i64 row, head_bytes, logs, magnitudes, scanners, capacity, kv_heads;
+    float scale, softcap, octaves;
+};
+
 // Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
 // weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes of each.
-// operands, ups, bases, shifts: of prepare_query.cu; products float32 [BG, row, GROUP]; levels float32
-// [LEVELS]; weight_scales float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
-// From planes to length: what scan.cu reads, of which the C best are found where its list does not
-// hold them (exact.cuh).
-// kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
-// many int32 [BG] APART; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
-// BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
-// edge_estimates float32 [BG, EDGE, GROUP]: theirs; edges int32 [BG] APART; cuts int32 [BG, 2]: the bin of
-// the cut and how many are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges
-// and many are cleared before. told: of scan.cu, whose `scanners` warps it counts, and of this kernel's
-// blocks that are done (common.cuh).
+// Where the list lacks some of the C best they are found from what scan.cu reads (exact.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
-rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint2* operands,
-       const float* ups, const float* products, const float* given_levels, const float* weight_scales,
-       const int* wanted, const int* counted, const int* bases, const int* shifts,
-       const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
-       float* estimates, u64* buckets, u64* edge, float* edge_estimates, int* edges, int2* cuts,
-       const u32* planes, const int* sums_of_planes, const void* queries, const float* units,
-       const int* factors, const u32* valid, const i64* length, int* told, i64 scanners, i64 capacity,
-       i64 kv_heads, float scale, float softcap, float octaves) {
+rerank(const __grid_constant__ Arguments args) {
     __shared__ u16 halves[LEVELS];
     __shared__ uint2 asked[OPERANDS];
     __shared__ Held queues[8][QUEUE];
-    u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(kv_heads);
-    int lane = threadIdx.x % 32, target = min(wanted[batch], counted[batch]);
+    u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(args.kv_heads);
+    int lane = threadIdx.x % 32, target = min(args.wanted[batch], args.counted[batch]);
     // a block may begin late: all reads are begun before one is waited for
-    float level = threadIdx.x < LEVELS ? given_levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
+    float level = threadIdx.x < LEVELS ? args.levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
     uint2 parts[OPERANDS / 256];
 #pragma unroll
     for (int i = 0; i < OPERANDS / 256; i++)
-        parts[i] = __ldcg(operands + bg * OPERANDS + i * 256 + threadIdx.x);
+        parts[i] = __ldcg(args.operands + bg * OPERANDS + i * 256 + threadIdx.x);
     Work work = {
-        table + batch * row, logs, magnitudes, bg % u32(kv_heads) * head,
-        products + bg * row * GROUP, list + bg * capacity,
-        kept + bg * capacity, buckets + bg * (GROUP * BUCKETS), edge + bg * EDGE,
-        estimates + bg * capacity * GROUP, edge_estimates + bg * (EDGE * GROUP),
-        many + bg * APART, edges + bg * APART, weight_scales[bg], scale, softcap, octaves,
+        args.codes + batch * args.row, args.logs, args.magnitudes, bg % u32(args.kv_heads) * args.head_bytes,
+        args.products + bg * args.row * GROUP, args.list + bg * args.capacity,
+        args.candidates + bg * args.capacity, args.buckets + bg * (GROUP * BUCKETS), args.edge + bg * EDGE,
+        args.estimates + bg * args.capacity * GROUP, args.edge_estimates + bg * (EDGE * GROUP),
+        args.candidate_counts + bg * APART, args.edge_counts + bg * APART, args.weight_scale[bg], args.scale, args.softcap, args.octaves,
     };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; i++) {
         int h = head_of(i / 2, i % 2);
-        up[i / 2][i % 2] = h < GROUP ? __ldcg(ups + bg * GROUP + h) : 1.0f;
+        up[i / 2][i % 2] = h < GROUP ? __ldcg(args.ups + bg * GROUP + h) : 1.0f;
     }
-    work.are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
+    work.are = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
     work.asked = asked;
     work.queue = queues[threadIdx.x / 32];
     let_next_begin();
-    u32 teams = min(groups, u32(scanners));
-    await(told + bg * APART, warps_of(bg % teams, teams, u32(scanners)));
+    u32 teams = min(groups, u32(args.scanners));
+    await(args.signals + bg * APART, warps_of(bg % teams, teams, u32(args.scanners)));
     auto done = [&]() {
         __syncthreads();
-        if (threadIdx.x == 0) tell(told + (groups + bg) * APART);
+        if (threadIdx.x == 0) tell(args.signals + (groups + bg) * APART);
         after_previous();
     };
 
     // a warp's entries: of the first 32 · warps every warps-th, and so on
     int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
-    int n = counts[bg * APART];
+    int n = args.counts[bg * APART];
     auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // i-th hand
     u64 entries[HANDS];
-    entries[0] = place_of(0) < capacity ? work.list[place_of(0)] : 0;
+    entries[0] = place_of(0) < args.capacity ? work.list[place_of(0)] : 0;
     auto load_hands = [&](int from) {
 #pragma unroll
         for (int i = 0; i < HANDS; i++)
             if (i >= from) entries[i] = place_of(i) < n ? work.list[place_of(i)] : 0;
     };
-    auto bins = bins_of<false, 256>(histogram + bg * BINS);
+    auto bins = bins_of<false, 256>(args.histogram + bg * BINS);
     if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(level);
 #pragma unroll
     for (int i = 0; i < OPERANDS / 256; i++) asked[i * 256 + threadIdx.x] = parts[i];
@@ -241,10 +258,10 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     for (int i = 0; i < COLUMNS * 2; i++) work.down[i / 2][i % 2] = 1 / up[i / 2][i % 2];
     __syncthreads();
     work.levels = levels_of(halves);
-    if (n < target || n > capacity) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {-1, 0};
-        Voters voters = {table + batch * row, head, bg, kv_heads, planes, sums_of_planes, queries, units,
-                         factors, valid + batch * row * 8, *length};
+    if (n < target || n > args.capacity) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = {-1, 0};
+        Voters voters = {args.codes + batch * args.row, args.head_bytes, bg, args.kv_heads, args.planes, args.sums, args.queries, args.units,
+                         args.factors, args.valid + batch * args.row * 8, *args.length};
         estimate_alone(work, voters, target);
         done();
         return;
@@ -254,7 +271,7 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     Cut cut = {-1, 0};
     if (n > target) cut = cut_of(bins, target);
     work.are.bin = cut.bin;
-    if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = {cut.bin, cut.above};
     u32 they[HANDS];
     auto gather = [&]() {
         int held = 0;
