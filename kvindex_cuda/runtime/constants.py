@@ -1,4 +1,4 @@
-"""Numbers that kernels and their launchers share, written once: here or in ops; kernels get `-D`."""
+"""Numbers that kernels and their launchers share, written once: here or in ops, `-D` to kernels."""
 
 from __future__ import annotations
 
