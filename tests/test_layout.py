@@ -297,6 +297,7 @@ LOOKUPS = {
     "kvindex/indexes/retroinfer.py": OF_A_CONFIG,
     "kvindex/indexes/squeezed.py": OF_A_CONFIG,
     "kvindex/layer/stats.py": "fields of a step's counts",
+    "kvindex/storage/state.py": "fields of a dataclass",
     "kvindex/wrappers/recall.py": "`group` of a configuration, which an index may not have",
     "kvindex/wrappers/sample.py": "`group` of a configuration, which an index may not have",
     "kvindex_cuda/pariskv/dispatch.py": OF_A_CONFIG,
