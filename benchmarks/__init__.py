@@ -1,1 +1,1 @@
-"""Scripts: check the answer first, then measure; results lie in `results/` as JSON."""
+"""Benchmarks, one script a question: each checks the answer, then measures (`results/`)."""

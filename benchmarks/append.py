@@ -1,4 +1,4 @@
-"""What an append costs on a GPU: a prompt, and updates of windows while layers decode.
+"""Append latency on a GPU: a prompt, and updates of windows while layers decode.
 
     python -m benchmarks.append [--index SPEC] [--tokens N] [--context N …] [--layers L]
         [--periods P] [--json OUT]
@@ -27,8 +27,8 @@ from benchmarks.common.decoding import UPDATE, Decoding
 from benchmarks.common.timing import quartiles, settled
 from benchmarks.latency import add_index, refuse
 from kvindex.core.geometry import Geometry
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 PLANS = {"beside": "what a layer does by itself", "room": "the same, memory taken before"}
 KINDS = {"plain": "nothing but a token", "updated": "an update of a window began or ended"}

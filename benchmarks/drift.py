@@ -1,4 +1,4 @@
-"""Recall as keys drift away from what was learned at the prompt.
+"""Recall under key drift: keys move away from what an index learned at the prompt.
 
     python -m benchmarks.drift [--text FILE] [--tokens N] [--written N] [--layers L …]
         [--model … --gguf-file … --lora …] [--device cuda] --json OUT

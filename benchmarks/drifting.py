@@ -1,4 +1,4 @@
-"""What is compared: the library's indexes and product quantization, told the prompt or all keys."""
+"""Systems that `drift` compares: indexes and product quantization, of the prompt or of all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoded token costs beside dense attention, with graphs and without.
+"""Time per generated token of a model, beside dense attention, with CUDA graphs and without.
 
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
@@ -43,7 +43,7 @@ from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import ONE_ANSWER
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.prefill import prefill
 
 SHAPE = dict(q_heads=H, kv_heads=G, head_dim=D)
 PLANS = {"dense": "transformers, dense attention", "eager": "graphs off", "graphs": "graphs on"}

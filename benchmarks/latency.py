@@ -1,4 +1,4 @@
-"""A decoding step of one layer on a GPU, from query to attention output, beside dense attention.
+"""Latency of a decoding step of one layer on a GPU, beside dense attention.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
         [--layers L] [--replays R] [--seconds S] [--no-dense] [--json OUT]
@@ -31,8 +31,8 @@ from benchmarks.common.correctness import check
 from benchmarks.common.timing import GraphTimer, Timed
 from benchmarks.common.workload import Layers
 from kvindex.core.geometry import Geometry
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 """All but the one that writes the logits down, which would need several times the memory."""

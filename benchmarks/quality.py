@@ -1,4 +1,4 @@
-"""What an index finds and what that does to the output, on a real model's keys and queries.
+"""Quality of indexes on a real model's keys and queries: recall, attention coverage, KL.
 
     python -m benchmarks.quality recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
     python -m benchmarks.quality kl --text FILE… [--tokens N …] [--steps T] [--index SPEC …]

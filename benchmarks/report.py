@@ -17,11 +17,15 @@ from pathlib import Path
 
 from benchmarks.reporting import field, gpu, quality
 from benchmarks.reporting.parts import Result, stored
-from kvindex_adapters.files import write_text
+from kvindex_adapters.evaluate.output_files import write_text
 
 ROOT = Path(__file__).parents[1]
 
-SOURCES = {"decode_presets": "decode_step_fast", "append_layers": "append"}
+SOURCES = {
+    "summary": "decode_step",
+    "decode_presets": "decode_step_fast",
+    "append_layers": "append",
+}
 """Of a table, the result that it is made of, where that has another name."""
 
 TABLES: dict[str, Callable[[Result], str]] = {
@@ -32,6 +36,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "recall_lengths": quality.lengths,
     "drift": quality.drift,
     "field": field.field,
+    "summary": gpu.summary,
     "decode_step": gpu.decode_step,
     "decode_step_h100": gpu.steps,
     "decode_presets": gpu.presets,

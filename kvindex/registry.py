@@ -1,10 +1,16 @@
-"""Indexes by name. They are found by scanning `kvindex/indexes/`: no list names them."""
+"""Registry: indexes by name, found by scanning `kvindex/indexes/` and installed entry points.
+
+No list names them. A package brings an index by an entry point of the group `kvindex.indexes`,
+whose name is the index's and whose object is a class on `BaseIndex` (docs/adding-an-index.md).
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import pkgutil
+import warnings
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvindex import indexes, wrappers
@@ -14,19 +20,55 @@ from kvindex.core.config import parse_spec, unknown
 from kvindex.core.protocol import KVIndex
 from kvindex.wrappers.base import Wrapper
 
+GROUP = "kvindex.indexes"
+"""Of the entry points by which packages bring indexes."""
+
 
 def names() -> list[str]:
-    """The names of all indexes; a hyphen in a name is an underscore in its file."""
-    files = (module.name for module in pkgutil.iter_modules(indexes.__path__))
-    return sorted(name.replace("_", "-") for name in files)
+    """The names of all indexes, those of installed packages included; imports none of them.
+
+    A hyphen in a name is an underscore in its file. Warns of installed names that are left out.
+    """
+    for reason in refused().values():
+        warnings.warn(reason, stacklevel=2)
+    return sorted([*_in_folder(), *installed()])
+
+
+def installed() -> dict[str, EntryPoint]:
+    """The indexes that installed packages bring: name -> entry point, not yet imported."""
+    left_out = refused()
+    return {name: points[0] for name, points in _brought().items() if name not in left_out}
+
+
+def refused() -> dict[str, str]:
+    """Names that installed packages bring and that are left out: name -> why."""
+    reasons, folder = {}, _in_folder()
+    for name, points in _brought().items():
+        given = f"{GROUP}: got the name {name!r} from {' and '.join(map(_described, points))}"
+        if name in folder:
+            reasons[name] = f"{given}, allowed is one that kvindex has not: its own index is used"
+        elif len(points) > 1:
+            reasons[name] = f"{given}, allowed is one package for a name: uninstall the others"
+        elif set(name) & set(":+="):
+            reasons[name] = f"{given}, allowed is a name without ':', '+' and '='"
+    return reasons
 
 
 def get(name: str) -> type[BaseIndex]:
-    """The class of an index. Raises ValueError for an unknown name, with near matches."""
-    if check.text("index", name) not in names():
-        raise ValueError(unknown("index", name, names()))
-    found: type[BaseIndex] = _only(f"{indexes.__name__}.{name.replace('-', '_')}", BaseIndex)
-    return found
+    """The class of an index.
+
+    Raises ValueError for an unknown name, with near matches, or one that several packages bring;
+    ImportError for one whose package cannot be imported or has no such class.
+    """
+    if check.text("index", name) in _in_folder():
+        found: type[BaseIndex] = _only(f"{indexes.__name__}.{name.replace('-', '_')}", BaseIndex)
+        return found
+    known, left_out = installed(), refused()
+    if name in left_out:
+        raise ValueError(left_out[name])
+    if name not in known:
+        raise ValueError(unknown("index", name, [*_in_folder(), *known]))
+    return _loaded(known[name])
 
 
 def create(index: str, **options: Any) -> KVIndex:
@@ -66,6 +108,35 @@ def _wrapped(inner: KVIndex, name: str, given: dict[str, Any]) -> KVIndex:
             raise ValueError(unknown("option", option, allowed))
     made: KVIndex = wrapper(inner, **given)
     return made
+
+
+def _in_folder() -> list[str]:
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(indexes.__path__)]
+
+
+def _brought() -> dict[str, list[EntryPoint]]:
+    """All that packages bring, by name."""
+    brought: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        brought.setdefault(point.name, []).append(point)
+    return brought
+
+
+def _described(point: EntryPoint) -> str:
+    owner = "an unknown package" if point.dist is None else point.dist.name
+    return f"{owner} ({point.value})"
+
+
+def _loaded(point: EntryPoint) -> type[BaseIndex]:
+    given = f"index: got {point.name!r} from {_described(point)}"
+    try:
+        found = point.load()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ImportError(f"{given}, allowed is what can be imported ({reason})") from error
+    if not (isinstance(found, type) and issubclass(found, BaseIndex)):
+        raise ImportError(f"{given}, which is {found!r}; allowed is a class on BaseIndex")
+    return found
 
 
 def _only(name: str, base: type) -> Any:

@@ -5,11 +5,17 @@ Importing it needs neither CuPy nor a GPU: the first launch does (`launch.checke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex_cuda.memory.block_store import HostStore
-from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex.core.protocol import Executor
+from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex_cuda.memory.async_copy import PinnedAllocator
+from kvindex_cuda.memory.block_store import BlockStore
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.ops import (
     attention,
     coarse,
@@ -21,24 +27,23 @@ from kvindex_cuda.ops import (
     select,
     transform,
 )
-from kvindex_cuda.pariskv.append import writer
-from kvindex_cuda.pariskv.executor import fused
+from kvindex_cuda.pariskv import dispatch, executor
 from kvindex_cuda.runtime import launch
 
 __all__ = [
+    "accelerate",
     "attention",
     "coarse",
     "codes",
     "fetch",
-    "fused",
     "learn",
     "ready",
+    "refusal",
     "rerank",
     "sampling",
     "select",
     "store",
     "transform",
-    "writer",
 ]
 
 
@@ -50,14 +55,31 @@ def ready(device: torch.device) -> None:
         launch.checked(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def store(geometry: Geometry, place: str, row_codec: str = "plain") -> HostStore:
+def store(geometry: Geometry, place: str, row_codec: str = "plain") -> BlockStore:
     """Where rows live: in blocks that kernels read, pinned on a GPU's host or on the device.
 
     row_codec: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
     """
-    pinned = place == "host" and geometry.device.type == "cuda"
-    return (
-        HostStore(geometry, row_codec=row_codec)
-        if pinned
-        else DeviceStore(geometry, row_codec=row_codec)
-    )
+    device = geometry.device
+    pinned = place == "host" and device.type == "cuda"
+    allocator = PinnedAllocator(device) if pinned else DeviceAllocator(device)
+    return BlockStore(geometry, allocator, row_codec=row_codec)
+
+
+def accelerate(
+    geometry: Geometry, config: object, constants: Mapping[str, Tensor]
+) -> Executor | None:
+    """What runs an index of this configuration on kernels; None where ops run one by one.
+
+    constants: of a ParisKV: its rotation and levels.
+    """
+    if not isinstance(config, ParisKVConfig):
+        return None
+    return executor.executor_of(geometry, config, **constants)
+
+
+def refusal(geometry: Geometry, config: object) -> str:
+    """Why `accelerate` gives None."""
+    if not isinstance(config, ParisKVConfig):
+        return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
+    return dispatch.refusal(config, geometry) or "none"

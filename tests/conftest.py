@@ -7,7 +7,7 @@ from hypothesis import settings
 
 import kvindex
 
-pytest.register_assert_rewrite("tests.support.helpers", "tests.support.exactly", "tests.contract")
+pytest.register_assert_rewrite("tests.support.helpers", "tests.support.exactly", "kvindex.testing")
 
 # derandomized: the same examples on every run, so a failure is never a matter of luck
 settings.register_profile("kvindex", deadline=None, derandomize=True, max_examples=40)

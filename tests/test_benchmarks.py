@@ -55,7 +55,7 @@ def small(monkeypatch):
     monkeypatch.setattr(correctness, "CHECKED", 768)
     monkeypatch.setattr(workload, "SETS", 1)
     monkeypatch.setattr(decoding, "LOCAL", 16)
-    monkeypatch.setattr(decoding, "placed", lambda *_: {"backend": "cuda"})
+    monkeypatch.setattr(decoding, "default_placement", lambda *_: {"backend": "cuda"})
     with emulator.emulated():
         yield
 
@@ -94,7 +94,7 @@ def test_tables_are_what_the_results_say(path):
 def test_a_stale_table_fails_the_check(tmp_path, monkeypatch, capsys):
     page = tmp_path / "README.md"
     (tmp_path / "docs").mkdir()
-    page.write_text((ROOT / "README.md").read_text().replace("nats", "bits"))
+    page.write_text((ROOT / "README.md").read_text().replace("µs", "ms"))
     monkeypatch.setattr(report, "ROOT", tmp_path)
     assert report.main(["--check"]) == 1
     assert "stale: README.md" in capsys.readouterr().out

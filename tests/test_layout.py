@@ -1,6 +1,8 @@
-"""Where things live (DESIGN, section 4): what holds the tree together without a list of names."""
+"""Layout of the tree: order of the rooms, mirrors of `kvindex.ops`, files found by scanning."""
 
 import ast
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvindex
+from kvindex.core import protocol
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "kvindex").rglob("*.py"))
@@ -17,6 +20,49 @@ INDEXES = sorted(
 )
 KERNELS = ROOT / "kvindex_cuda/kernels"
 CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
+
+ROOMS = {
+    "kvindex": (
+        *("core", "storage", "ops", "bases", "layer", "indexes"),
+        *("cpu", "wrappers", "registry", "__init__", "testing"),
+    ),
+    "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
+    "adapters/kvindex_adapters": ("__init__", "hf", "decoder", "vllm", "evaluate", "cli"),
+}
+"""Package -> its rooms (folders, and files beside them) from the bottom up: a room imports only
+rooms before it. A name may be of a room that does not exist yet."""
+
+UPWARD = {"kvindex/storage/store.py": {"ops"}}
+"""File -> rooms above its own that it imports: a store gathers rows as `ops.fetch` does. May only
+shrink."""
+
+FILES = {
+    "kvindex": {"__init__.py", "registry.py", "py.typed"},
+    "kvindex_cuda": {"__init__.py", "py.typed"},
+    "adapters/kvindex_adapters": {"__init__.py", "py.typed"},
+}
+"""Package -> what `ls` shows of it beside folders."""
+
+LACKS = {
+    "group": {"*"},
+    "coverage": {"*"},
+    "kmeans": {"*"},
+    "attention": {"cap"},
+    "coarse": {"ceil_share", "rounded"},
+    "codes": {
+        "centroids",
+        "decode",
+        "levels",
+        "lloyd_max",
+        "log_factors",
+        "pack",
+        "tangent",
+        "unpack",
+    },
+    "sampling": {"drawn_in_order", "inclusion"},
+    "transform": {"rotation"},
+}
+"""Module of `kvindex.ops` -> its functions that `kvindex_cuda.ops` lacks; "*" is all of it."""
 
 
 def imported(source):
@@ -28,11 +74,84 @@ def imported(source):
             yield (node.module or "").split(".")[0]
 
 
+def rooms_imported(package, source):
+    """The rooms of a package that a file imports, anywhere in it."""
+    name, folder = package.rpartition("/")[2], ROOT / package
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        for module in modules:
+            top, _, rest = module.partition(".")
+            room = rest.partition(".")[0]
+            if top == name:
+                exists = (folder / room).is_dir() or (folder / f"{room}.py").is_file()
+                yield room if room and exists else "__init__"
+
+
+def functions(module):
+    """The public functions that a module defines, without decorators -> signature."""
+    found = {name: inspect.unwrap(value) for name, value in vars(module).items() if name[0] != "_"}
+    return {
+        name: inspect.signature(value)
+        for name, value in found.items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    }
+
+
 def mentions(source, names):
     """Those of the names that stand in the file's code: as imports, variables or strings."""
     tree = ast.parse(source)
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     return {name for name in names if name in strings}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_room_imports_only_rooms_below_it(package):
+    order = ROOMS[package]
+    for path in sorted((ROOT / package).rglob("*.py")):
+        room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        above = set(order[order.index(room) + 1 :]) & set(rooms_imported(package, path.read_text()))
+        assert above == UPWARD.get(str(path.relative_to(ROOT)), set()), path
+
+
+def test_the_search_for_rooms_can_find_one():
+    source = "import kvindex\ndef f():\n    from kvindex import ops\n    import kvindex.layer.sink"
+    assert set(rooms_imported("kvindex", source)) == {"__init__", "ops", "layer"}
+
+
+@pytest.mark.parametrize("package", FILES)
+def test_a_package_shows_folders_and_little_else(package):
+    shown = [path for path in (ROOT / package).iterdir() if path.name != "__pycache__"]
+    assert {path.name for path in shown if path.is_file()} == FILES[package]
+
+
+def test_the_package_exports_what_callers_need():
+    named = "AttentionLayer BaseIndex Codes Geometry Hits KVIndex Rows create get names"
+    assert set(kvindex.__all__) == set(named.split())
+    assert all(hasattr(kvindex, name) for name in kvindex.__all__)
+
+
+def test_ops_are_listed_in_the_order_of_the_flow():
+    flow = (
+        "transform codes learn coarse select rerank group coverage sampling fetch attention kmeans"
+    )
+    assert kvindex.ops.__all__ == flow.split()
+    assert {path.stem for path in (ROOT / "kvindex/ops").glob("[!_]*.py")} >= set(flow.split())
+
+
+@pytest.mark.parametrize("name", kvindex.ops.__all__)
+def test_the_mirror_has_the_reference_signatures_or_says_what_it_lacks(name):
+    reference, lacks = functions(getattr(kvindex.ops, name)), LACKS.get(name, set())
+    assert lacks == {"*"} or lacks <= reference.keys()
+    if not (ROOT / f"kvindex_cuda/ops/{name}.py").is_file():
+        assert lacks == {"*"}
+        return
+    mirror = functions(importlib.import_module(f"kvindex_cuda.ops.{name}"))
+    assert reference.keys() - mirror.keys() == lacks
+    for function in reference.keys() & mirror.keys():
+        assert mirror[function] == reference[function], function
 
 
 @pytest.mark.parametrize("name", INDEXES)
@@ -75,9 +194,9 @@ def test_no_list_names_the_indexes():
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_core_imports_no_cuda_and_nothing_but_torch_and_numpy(path):
-    packages = set(imported(path.read_text()))
+    packages = set(imported(path.read_text())) - ({"numba"} if "cpu" in path.parts else set())
     assert not packages & CUDA
-    if path.parent.name != "indexes":  # an index may import an optional library in its constructor
+    if path.parent.name != "indexes" and path.stem != "stateful":  # these may ask for a library
         assert packages - set(sys.stdlib_module_names) <= {"kvindex", "torch", "numpy"}
 
 
@@ -154,3 +273,62 @@ def test_every_part_of_a_kernel_is_included():
 def test_no_module_of_the_cuda_backend_is_for_tests_alone():
     modules = (ROOT / "kvindex_cuda").rglob("*.py")
     assert len(reached()) == len([*modules])
+
+
+OF_TRANSFORMERS = "what a model, a configuration or a cache of transformers has"
+OF_A_CONFIG = "fields of a configuration, by a loop over their names"
+LOOKUPS = {
+    "adapters/kvindex_adapters/cli/list.py": OF_A_CONFIG,
+    "adapters/kvindex_adapters/hf/attach.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/cache.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/cache_layer.py": "a size of the geometry",
+    "adapters/kvindex_adapters/hf/conversation.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/model_info.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/rope.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/models.py": OF_TRANSFORMERS,
+    "kvindex/bases/faiss_library.py": "what a build of FAISS has",
+    "kvindex/bases/index.py": "the store of a backend, and whether it writes ahead",
+    "kvindex/core/geometry.py": "fields of a dataclass",
+    "kvindex/indexes/ctkvr.py": OF_A_CONFIG,
+    "kvindex/indexes/infllm.py": OF_A_CONFIG,
+    "kvindex/indexes/louiskv.py": OF_A_CONFIG,
+    "kvindex/indexes/pariskv.py": "fields of a configuration, and what a backend has",
+    "kvindex/indexes/retroinfer.py": OF_A_CONFIG,
+    "kvindex/indexes/squeezed.py": OF_A_CONFIG,
+    "kvindex/layer/stats.py": "fields of a step's counts",
+    "kvindex/storage/state.py": "fields of a dataclass",
+    "kvindex/wrappers/recall.py": "`group` of a configuration, which an index may not have",
+    "kvindex/wrappers/sample.py": "`group` of a configuration, which an index may not have",
+    "kvindex_cuda/pariskv/dispatch.py": OF_A_CONFIG,
+    "kvindex_cuda/pariskv/encode.py": "fields of a dataclass",
+    "kvindex_cuda/pariskv/executor.py": "whether the store of rows takes memory ahead",
+}
+"""Files that look attributes up by name, and for what: never a capability. May only shrink."""
+
+
+def looked_up(source):
+    """The names that `getattr` and `hasattr` are given, as they stand there."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            yield ast.unparse(node.args[1]).strip("'")
+
+
+def test_a_capability_is_asked_for_and_not_looked_up():
+    asked = {
+        name
+        for found in vars(protocol).values()
+        if getattr(found, "_is_protocol", False) and found is not protocol.KVIndex
+        for name in vars(found)
+        if not name.startswith("_")
+    }
+    assert {"attend", "decode_step", "start_append", "row_bytes"} <= asked
+    for folder in ("kvindex", "kvindex_cuda", "adapters"):
+        for path in (ROOT / folder).rglob("*.py"):
+            names = set(looked_up(path.read_text()))
+            assert not names or str(path.relative_to(ROOT)) in LOOKUPS, path
+            assert not names & asked, path
+    assert list(looked_up("if hasattr(index, 'attend'): getattr(index, by, None)")) == [
+        "attend",
+        "by",
+    ]

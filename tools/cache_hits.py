@@ -1,4 +1,4 @@
-"""How many rows of a step the cache of rows holds, where a model writes.
+"""Hit rate of the row cache while a model generates.
 
     PYTHONPATH=.:adapters python tools/cache_hits.py --text FILE… [--tokens N …] [--written T]
         [--index SPEC] [--rows R …] [-k K] [--model … --gguf-file … --lora …] [--device …]

@@ -1,4 +1,4 @@
-"""A step's time in several source trees on one GPU, in turns: what a change gains or costs.
+"""A/B timing of a decoding step in several source trees on one GPU, interleaved.
 
     PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
         [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update]
@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.latency import add_index, refuse
 from benchmarks.reporting.parts import table
-from kvindex_adapters.files import output, write_json
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 TIMES = ("device", "cached", "host", "append", "update")
 """Of a step by where rows lie (`cached`: on the host, with a cache on the device), and more."""

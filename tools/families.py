@@ -1,4 +1,4 @@
-"""Every decoder family of transformers, tiny and random: attention through `exact` or refused.
+"""Compatibility of every decoder family of transformers, tiny and random: equal or refused.
 
     PYTHONPATH=.:adapters python tools/families.py [--only NAME ...] [--check]
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/adapters/families.md", ROOT / "benchmarks/results/families.json"

@@ -1,4 +1,4 @@
-"""transformers' own tests of generation, with every `generate` going through `attach`.
+"""Run transformers' own generation tests with every `generate` going through `attach`.
 
     PYTHONPATH=.:adapters python tools/foreign_suite.py --transformers CHECKOUT [--families NAME …]
 

@@ -1,4 +1,4 @@
-"""What limits each kernel: counters of Nsight Compute, each launch alone and with cold caches.
+"""Profile kernels: Nsight Compute counters of each launch alone, with cold caches.
 
     PYTHONPATH=.:adapters python tools/profile_kernels.py [--tokens N] [--keys N]
         [--works NAME …] --json OUT
@@ -31,8 +31,8 @@ from benchmarks import report
 from benchmarks.common import workload
 from benchmarks.common.correctness import check
 from benchmarks.reporting.gpu import STALLS
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,4 +1,4 @@
-"""Copies of kernels that write down when they are where: %globaltimer at points of their source.
+"""Instrument copies of kernels with %globaltimer stamps at points of their source.
 
 Points of a kernel that is launched: its start, its end (wherever a block leaves it), and after each
 line of it that is a wait, a barrier or a tell: `after_previous();`, `let_next_begin();`,

@@ -1,4 +1,4 @@
-"""When the blocks of a step's kernels begin, wait, go on and end: where its time goes.
+"""Timeline of a step's kernels: when blocks begin, wait, resume and end.
 
     PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
         [--hit-rate H] [--replays R] --json OUT
@@ -30,8 +30,8 @@ from benchmarks.common.timing import GraphTimer, captured
 from benchmarks.common.workload import Layers
 from benchmarks.latency import add_index, agree, refuse
 from benchmarks.reporting.parts import table
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""A tree's process in `compare_trees.py`: builds a step once and times it when it is asked to.
+"""Worker process of `compare_trees.py`: builds a tree's step once, and times it on request.
 
 Commands come on standard input, a JSON list a line: a name, then arguments. Each gets a line of
 JSON: what was found, or `error`. What is imported is the tree's own, by PYTHONPATH.
@@ -27,7 +27,7 @@ from benchmarks.common.correctness import check
 from benchmarks.common.decoding import UPDATE, Decoding
 from benchmarks.common.timing import GraphTimer, Timed
 from kvindex.core.geometry import Geometry
-from kvindex_adapters.machine import describe
+from kvindex_adapters.evaluate.machine import describe
 
 COMMANDS = ("check", "build", "round")
 """After `start`."""

@@ -1,4 +1,4 @@
-"""Whether a step is right; a wrong one is not timed."""
+"""Correctness check of a decoding step, before it is timed."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def check(
         "tokens": CHECKED,
         "batch": batch,
         "same_ids": float((got[..., None] == want[..., None, :]).any(-1).float().mean()),
-        "error": max(float((out.float() - true).norm() / true.norm()) for out, _ in outputs),
+        "error": max(float((out.output.float() - true).norm() / true.norm()) for out in outputs),
         "repeats": bool(torch.equal(got, again)),
-        "found": int(outputs[0][1].min()),
+        "found": int(outputs[0].found.min()),
     }
     close = next((limit for codec, limit in ROUNDED.items() if codec in spec), CLOSE)
     judge(result, k, close)

@@ -1,4 +1,4 @@
-"""Attention layers that hold a prompt, and attend from one token after the other."""
+"""Attention layers filled with a prompt, which then decode token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.common import workload
 from benchmarks.common.timing import settled
 from kvindex.core.geometry import Geometry
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.place import placed
+from kvindex_adapters.hf.placement import default_placement
 
 UPDATE = 256
 """Tokens between two updates of a layer, and of each update."""
@@ -34,7 +34,7 @@ class Decoding:
         options = dict(sink=0, local_window=LOCAL, update_every=UPDATE, dense_below=0) | options
         self.turns = [int(n / layers * options["update_every"]) for n in range(layers)]
         for number in range(layers):
-            index: Any = kvindex.create(spec, **g.options(), **placed(g.device, spec))
+            index: Any = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
             layer = AttentionLayer(index, update_phase=number / layers, **options)
             keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
             # a layer would attend from all of these

@@ -1,4 +1,4 @@
-"""Reading with a real model: options, its text, its layers, its own continuation."""
+"""A real model for benchmarks: options, text, layers, its own continuation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from kvindex_adapters.evaluate.capture import Captured, capture
-from kvindex_adapters.files import output, write_json
-from kvindex_adapters.machine import describe
-from kvindex_adapters.models import load, smollm2
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
+from kvindex_adapters.hf.load_model import load, smollm2
 
 SEED = 0
 
@@ -32,7 +32,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded(given: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer; options and errors: of `kvindex_adapters.models.load`."""
+    """The model and its tokenizer; options and errors: of `kvindex_adapters.hf.load_model.load`."""
     folder, file = _named(given)
     return load(folder, gguf_file=file, lora=given.lora, device=given.device, **options)
 

@@ -1,4 +1,4 @@
-"""Timing: replays of CUDA graphs over cold caches, and plans that are compared in turns."""
+"""Timing of CUDA graph replays over cold caches, interleaved between the plans compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workload of a decoding step: layers of synthetic keys, each an index, sink and window.
+"""Synthetic workload of a decoding step: layers of keys, each an index, sink and window.
 
 Everything goes by the public calls of an index, so that any version of it can be measured.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 import kvindex
 from benchmarks.common.timing import settled
 from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Attended, Attends
 from kvindex.core.resident import ResidentRows
 
 H, G, D, K = 32, 8, 128, 100
@@ -86,7 +87,7 @@ def created(g: Geometry, spec: str, **options: Any) -> Any:
 def measurable(spec: str) -> str:
     """The spec of an index, for argparse's `type=`. Raises ValueError unless kernels serve it."""
     index = kvindex.create(spec, **geometry("cpu").options())
-    if not hasattr(index, "attend"):
+    if not isinstance(index, Attends):
         raise ValueError(f"index: got {spec!r}, allowed is one whose steps are kernels")
     return spec
 
@@ -128,8 +129,8 @@ class Layers:
         """`L`."""
         return len(self.indexes)
 
-    def run(self) -> list[tuple[Tensor, Tensor]]:
-        """A step of every layer: its output `[B, H, D]` and the number of rows found `[B, G]`."""
+    def run(self) -> list[Attended]:
+        """A step of every layer."""
         layers = zip(self.indexes, self.queries, self.residents, strict=True)
         return [index.attend(queries, resident, k=self.k) for index, queries, resident in layers]
 
@@ -151,7 +152,9 @@ class Layers:
     def answers(self) -> Tensor:
         """Outputs `[L, B, H, D]` to the first set. Raises SystemExit where surely wrong."""
         self.queries.copy_(self._sets[0])
-        outputs, found = (torch.stack(part) for part in zip(*self.run(), strict=True))
+        done = self.run()
+        outputs = torch.stack([attended.output for attended in done])
+        found = torch.stack([attended.found for attended in done])
         least = int(found.min()) if outputs.isfinite().all() else "outputs not finite,"
         if least != self.k:
             raise SystemExit(f"the step is wrong and is not timed: {least} rows, not {self.k}")

@@ -1,1 +1,1 @@
-"""The commands of `benchmarks/quality.py`, and what `field` is made of."""
+"""Commands of `benchmarks/quality.py`, and the parts of `field`."""

@@ -1,4 +1,4 @@
-"""All indexes under one protocol: the same keys and queries of a real model, the same rows.
+"""Comparison of all indexes under one protocol: same keys and queries of a model, same rows.
 
 The model reads N tokens of each text (with --sampled the last of them are its own) and writes T
 more, whose queries ask. Each index gets the text twice, at once and with its last part in pieces as

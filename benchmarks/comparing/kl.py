@@ -1,4 +1,4 @@
-"""KL of the model's next token from full attention's, beside `exact` with as many rows.
+"""KL of a model's next token from full attention's, beside `exact` with as many rows.
 
 The model reads N tokens of a text and is then fed the next T, one at a time as decoding would
 (all between two updates at once), through each index. Intervals: a paired bootstrap over blocks

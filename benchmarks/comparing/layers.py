@@ -1,4 +1,4 @@
-"""Layers of a real model with all that an index is told: keys, values, every query."""
+"""Layers of a real model with every input of an index: keys, values, every query."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.prefill import prefill
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ import kvindex
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.truth import Setting, Truth, asking, truth, worth
 from kvindex import BaseIndex, Hits, Rows
+from kvindex.core.capability import capability
+from kvindex.core.protocol import ExpandsBatch
+from kvindex.wrappers import Wrapper
 
 Made = TypeVar("Made")
 Truths = dict[int, Truth]
@@ -52,7 +55,7 @@ def built(
     for point in points[1:]:
         while came < point:
             piece = min(setting.every, point - came)
-            stepwise = inmost(index) is not index and index.depends_on_queries
+            stepwise = inmost(index) is not index and capability(index, ExpandsBatch) is None
             steps = [1] * piece if stepwise else [piece]
             for step in steps:
                 index.observe_queries(
@@ -146,7 +149,7 @@ def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
 
 def inmost(index: Any) -> BaseIndex:
     """The index inside all wrappers."""
-    while hasattr(index, "inner"):
+    while isinstance(index, Wrapper):
         index = index.inner
     found: BaseIndex = index
     return found

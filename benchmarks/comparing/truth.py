@@ -1,4 +1,4 @@
-"""Where tokens are, full attention at the queries that ask, and what hits are worth beside it."""
+"""Ground truth: regions of tokens, full attention at evaluated queries, quality of hits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The tables and pictures of `benchmarks/report.py`, by what they are about."""
+"""Renderers of tables and pictures for `benchmarks/report.py`, by subject."""

@@ -1,4 +1,4 @@
-"""All indexes under one protocol: a table for each text's length, and one as the texts go on."""
+"""Tables of all indexes under one protocol: by a text's length, and along the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: a decoding step, an append, a token in a model, the cache of rows, kernels' limits."""
+"""Tables of GPU results: decoding step, append, token in a model, row cache, kernel limits."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
         lengths = " and ".join(f"{point['tokens']:,}" for point in part["points"])
         ending += f" {lengths} tokens: a run of its own. {machine(part)}"
     return f"{' '.join(about)}\n\n{table(head, rows)}\n\n{ending}"
+
+
+def summary(result: Result) -> str:
+    """Batch 1 with rows on the host, from where a step is faster than dense attention."""
+    points = [p for p in result["points"] if p["batch"] == 1 and p["tokens"] >= 2**17]
+    parts = ("dense", "step_host", "step_cached")
+    rows = [(f"{p['tokens']:,}", *(_median(p, part) for part in parts)) for p in points]
+    head = ("tokens", "dense attention, µs", "`pariskv`, µs", "with a cache of rows, µs")
+    return f"{table(head, rows)}\n\nMeasured on {result['machine']['gpu']}."
 
 
 def presets(_: Result) -> str:
@@ -218,7 +227,7 @@ def limits(result: Result) -> str:
         f"tokens, {result['keys']:,} keys appended. Percent of what there is; warps of a "
         "multiprocessor while it has any. Where none of the three is above 60%, what its warps "
         "wait for most (Nsight Compute's names; a long scoreboard is memory's), and shares of it. "
-        "Of PCIe, which `attend`, `keep` and `gather_blocks` wait for, it has no counter."
+        "Of PCIe, which `attend`, `write_rows` and `gather_blocks` wait for, it has no counter."
     )
     return f"{about}\n\n{table([*head, 'warps', 'limited by'], rows)}\n\n{machine(result)}"
 

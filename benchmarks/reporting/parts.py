@@ -1,4 +1,4 @@
-"""What all tables share."""
+"""Helpers that all tables share."""
 
 from __future__ import annotations
 

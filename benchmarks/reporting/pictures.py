@@ -1,4 +1,4 @@
-"""The pictures in docs."""
+"""Figures of the docs, drawn from results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib import pyplot
 
 from benchmarks.reporting.parts import Result, mean, some, stored, values
 from benchmarks.reporting.quality import drift_lines
-from kvindex_adapters.files import save_figure
+from kvindex_adapters.evaluate.output_files import save_figure
 
 matplotlib.use("Agg")
 

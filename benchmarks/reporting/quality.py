@@ -1,4 +1,4 @@
-"""What an index finds and does to the output: the demo, fidelity, KL, recall, drift."""
+"""Tables of quality: demo, fidelity, KL, recall, drift."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bases of indexes: what several of them share."""
+"""Base classes of indexes: pages, clusters, sentences, eviction, query lists, FAISS."""

@@ -1,10 +1,10 @@
-"""What indexes of clustered keys share: which tokens are clustered when, and what is kept.
+"""`ClusteredIndex`: base of indexes whose units are clusters of keys, made block by block.
 
 Of each row of the batch, the first append is clustered as the prompt, in segments; later tokens
-are clustered in blocks. Tokens that wait for their block to fill are clusters of one, so that
-every token can be found from the moment it is appended. All is counted in valid tokens: padding
+are clustered when a block of them is full. Tokens that wait for their block to fill are clusters of
+one, so that a search finds every token once it is appended. Counts are of valid tokens: padding
 moves nothing. Clusters are a function of the tokens and of the length of the first append, not
-of how the later ones came; `truncate` makes anew what it cuts in the prompt.
+of how later tokens came; `truncate` clusters again what it cuts in the prompt.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvindex.core.protocol import UNUSED, Codes, Rows
 from kvindex.ops import group, kmeans
 
 PER_CLUSTER = {"members", "sizes", "centroids", "means"}
-"""What is learned that grows with the clusters, `[B, G, P or S, ...]`."""
+"""Learned tensors that grow with the clusters, `[B, G, P or S, ...]`."""
 
 Read: TypeAlias = Callable[[Tensor], Rows]
-"""Rows of ids int64 `[B, G, n]`, -1 for none."""
+"""Reads the rows of ids int64 `[B, G, n]`, -1 for none."""
 
 
 class Cut(NamedTuple):
-    """Valid tokens `start` to `stop` of a row are clustered together into so many clusters."""
+    """Valid tokens `start` to `stop` of a row, which are clustered together into `clusters`."""
 
     start: int
     stop: int
@@ -40,9 +40,11 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """segment: tokens of the prompt that are clustered together, None for all; per_cluster: of
-    these, as many per cluster; block: later tokens that are clustered together; per_block: into so
-    many clusters, 0 for never. A first append of fewer than `block` tokens waits like later ones.
+    """Which tokens are clustered together.
+
+    segment: tokens of the prompt that are clustered together, None for all; per_cluster: tokens
+    per cluster of the prompt; block: later tokens that are clustered together; per_block: clusters
+    of a block, 0 for never. A first append of fewer than `block` tokens waits like later ones.
     """
 
     segment: int | None
@@ -51,7 +53,7 @@ class Plan:
     per_block: int
 
     def cuts(self, prompt: int, count: int) -> list[Cut]:
-        """How a row of `count` valid tokens is cut, the first `prompt` of which came first."""
+        """Cuts of a row of `count` valid tokens, of which the first `prompt` are the prompt."""
         segment, cuts = self.segment or max(prompt, 1), []
         for start in range(0, prompt, segment):
             stop = min(start + segment, prompt)
@@ -88,10 +90,10 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Units:
-    """What a search ranks: `S` clusters, then `R` tokens that wait. `U = S + R`.
+    """Units that a search ranks: `S` clusters, then `R` tokens that wait. `U = S + R`.
 
     keys: float32 `[B, G, U, D]`, centroids and keys; sizes: int32 `[B, G, U]`, 0 for none; starts:
-    int64 `[B, G, S]`; members: int32 `[B, G, P]`; singles: int64 `[B, R]`, as `grouped` has them.
+    int64 `[B, G, S]`; members: int32 `[B, G, P]`; singles: int64 `[B, R]`, as in `units.best_rows`.
     """
 
     keys: Tensor
@@ -104,8 +106,8 @@ class Units:
 class ClusteredIndex(BaseIndex):
     """Base of indexes whose units are clusters. They write `_plan`, `_labels` and `_search`.
 
-    Learned, and so kept, reordered and forgotten by the base: `prompt` and `seen` int64 `[B]`
-    (valid tokens of the prompt; tokens looked at), `waiting` int64 `[B, R]`, `members` int32
+    Learned, and so stored, reordered and forgotten by the base: `prompt` and `seen` int64 `[B]`
+    (valid tokens of the prompt; tokens read so far), `waiting` int64 `[B, R]`, `members` int32
     `[B, G, P]`, `sizes` int32 `[B, G, S]`, `centroids` `[B, G, S, D]` (means of the raw keys) and,
     where `means_of_values`, `means` `[B, G, S, Dv]`, both in the layer's dtype.
     """
@@ -141,12 +143,12 @@ class ClusteredIndex(BaseIndex):
         return (folded @ units.keys.mT).masked_fill(empty, float("-inf"))
 
     def _scores(self, estimates: Tensor, units: Units) -> Tensor:
-        """What the group agrees on for a row of each unit, `-inf` for none: `[B, G, U]`."""
+        """The group's score for a row of each unit, `-inf` for none: `[B, G, U]`."""
         g, policy = self.geometry, self.config.group
         return group.agree(estimates, policy, scale=g.scale, softcap=g.softcap, sizes=units.sizes)
 
     def _waiting_keys(self) -> Tensor:
-        """`[B, G, R, D]`, zero for none."""
+        """Keys of the tokens that wait, `[B, G, R, D]`, zero for none."""
         ids = self._learned["waiting"][:, None].expand(-1, self.geometry.kv_heads, -1)
         return self._store.gather(ids).keys
 
@@ -161,7 +163,7 @@ class ClusteredIndex(BaseIndex):
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """As `BaseIndex.start_append`; values are looked at, too, where clusters have a mean."""
+        """As `BaseIndex.start_append`; values are read, too, where clusters have a mean of them."""
         self._arriving = values if self.means_of_values else None
         try:
             return super().start_append(keys, values, valid=valid)
@@ -169,7 +171,7 @@ class ClusteredIndex(BaseIndex):
             self._arriving = None
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learned, first = self._learned or self._nothing(keys), len(self)
+        learned, first = self._learned or self._empty(keys), len(self)
         fixed = zip(*(learned[name].tolist() for name in ("prompt", "seen")), strict=True)
         rows, stop = [], first + keys.shape[2]
         for b, (prompt, seen) in enumerate(fixed):
@@ -204,8 +206,8 @@ class ClusteredIndex(BaseIndex):
             rows.append(_Row(prompt, kept, ids[kept[-1].stop if kept else 0 :]))
         return self._extended(self._learned, rows, length, self._store.gather)
 
-    def _nothing(self, keys: Tensor) -> dict[str, Tensor]:
-        """What is learned from no token."""
+    def _empty(self, keys: Tensor) -> dict[str, Tensor]:
+        """The learned state of no tokens."""
         B, G, _, D = keys.shape
         none = {
             "prompt": keys.new_empty((B,), dtype=torch.int64).zero_(),
@@ -220,9 +222,9 @@ class ClusteredIndex(BaseIndex):
         return none
 
     def _reader(self, keys: Tensor, first: int) -> Read:
-        """Reads tokens that the index holds, and those that arrive with ids from `first` on."""
+        """A reader of tokens of the index, and of those that arrive with ids from `first` on."""
         values, gather = self._arriving, self.ops.fetch.gather_rows
-        if values is None:  # nobody asks for them, or `encode` does, which has none
+        if values is None:  # no means of values, or a call of `encode`, which has no values
             width = self.geometry.value_dim if self.means_of_values else 0
             values = keys.new_empty((*keys.shape[:3], width)).zero_()
         values = values.detach()
@@ -232,33 +234,33 @@ class ClusteredIndex(BaseIndex):
             rows = Rows(gather(keys, new), gather(values, new))
             if not first:
                 return rows
-            held = self._store.gather(torch.where(ids < first, ids, UNUSED))
+            stored = self._store.gather(torch.where(ids < first, ids, UNUSED))
             is_new = (new >= 0)[..., None]
             return Rows(
-                torch.where(is_new, rows.keys, held.keys),
-                torch.where(is_new, rows.values, held.values[..., : values.shape[-1]]),
+                torch.where(is_new, rows.keys, stored.keys),
+                torch.where(is_new, rows.values, stored.values[..., : values.shape[-1]]),
             )
 
         return read
 
     def _extended(self, learned: Codes, rows: list[_Row], seen: int, read: Read) -> Codes:
-        """What is learned once the tails of the rows are clustered as far as their blocks go."""
-        found: list[list[Codes]] = [[] for _ in rows]
+        """The learned state once the full blocks of the rows' tails are clustered."""
+        added: list[list[Codes]] = [[] for _ in rows]
         alike = defaultdict(list)  # cuts of the tail -> rows that are clustered at once
         for b, row in enumerate(rows):
             alike[tuple(row.todo(self._plan()))].append(b)
         for todo, batch in alike.items():
             for start, stop, clusters in todo:
                 ids = torch.stack([rows[b].tail[start:stop] for b in batch])
-                made = self._clustered(ids, batch, len(rows), clusters, read)
+                part = self._clustered(ids, batch, len(rows), clusters, read)
                 for place, b in enumerate(batch):
-                    found[b].append({name: tensor[place] for name, tensor in made.items()})
+                    added[b].append({name: tensor[place] for name, tensor in part.items()})
         new = dict(learned)
         for name in PER_CLUSTER & learned.keys():
             kept = [row.clustered if name == "members" else row.clusters for row in rows]
-            if any(found) or learned[name].shape[2] != max(kept):
-                new[name] = _joined(learned[name], kept, [[x[name] for x in f] for f in found])
-        taken = [sum(made["members"].shape[1] for made in parts) for parts in found]
+            if any(added) or learned[name].shape[2] != max(kept):
+                new[name] = _joined(learned[name], kept, [[x[name] for x in f] for f in added])
+        taken = [sum(part["members"].shape[1] for part in parts) for parts in added]
         waits = [row.tail[count:] for row, count in zip(rows, taken, strict=True)]
         new["waiting"] = pad_sequence(waits, batch_first=True, padding_value=UNUSED)
         new["prompt"] = learned["prompt"].new_tensor([row.prompt for row in rows])
@@ -268,22 +270,22 @@ class ClusteredIndex(BaseIndex):
     def _clustered(
         self, ids: Tensor, batch: list[int], rows: int, clusters: int, read: Read
     ) -> Codes:
-        """Clusters of tokens int64 `[b, n]` of the rows `batch`, of as many: `[b, G, ...]` each."""
+        """Clusters `[b, G, ...]` of tokens int64 `[b, n]` of the rows `batch`."""
         g, (count, n) = self.geometry, ids.shape
-        asked = torch.full((rows, g.kv_heads, n), UNUSED, device=ids.device)
-        asked[batch] = ids[:, None]
-        found = read(asked)
-        keys = found.keys[batch].float().flatten(0, 1)  # [b G, n, D]
+        all_ids = torch.full((rows, g.kv_heads, n), UNUSED, device=ids.device)
+        all_ids[batch] = ids[:, None]
+        rows_read = read(all_ids)
+        keys = rows_read.keys[batch].float().flatten(0, 1)  # [b G, n, D]
         labels = self._labels(keys, clusters)
         centroids, sizes = kmeans.means(keys, labels, clusters)
         order = labels.sort(dim=1, stable=True).indices  # ids ascend within a cluster
         members = ids.repeat_interleave(g.kv_heads, dim=0).gather(1, order)
-        made = {"members": members.int(), "sizes": sizes.int(), "centroids": centroids.to(g.dtype)}
+        units = {"members": members.int(), "sizes": sizes.int(), "centroids": centroids.to(g.dtype)}
         if self.means_of_values:
-            values = found.values[batch].float().flatten(0, 1)
-            made["means"] = kmeans.means(values, labels, clusters)[0].to(g.dtype)
+            values = rows_read.values[batch].float().flatten(0, 1)
+            units["means"] = kmeans.means(values, labels, clusters)[0].to(g.dtype)
         shape = (count, g.kv_heads)
-        return {name: tensor.view(*shape, *tensor.shape[1:]) for name, tensor in made.items()}
+        return {name: tensor.view(*shape, *tensor.shape[1:]) for name, tensor in units.items()}
 
 
 def _joined(old: Tensor, kept: list[int], parts: list[list[Tensor]]) -> Tensor:

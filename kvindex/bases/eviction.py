@@ -1,7 +1,7 @@
-"""What policies share: indexes that keep some rows, chosen before the query is known.
+"""`EvictionIndex`: base of policies that evict rows before the query is known.
 
-A policy says which rows it keeps; a search ranks those exactly and looks at no other. With `k` of
-at least as many rows it returns all that are kept, which is what the published policies attend to.
+A policy names the rows that it retains; a search ranks those exactly and reads no other. With `k`
+of at least as many rows it returns all of them, to which the published policies attend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvindex.ops import group
 from kvindex.ops.attention import cap
 
 LOGITS = 2**24
-"""Logits held at once while shares are summed (64 MiB)."""
+"""Logits per block while shares are summed (64 MiB)."""
 
 NEVER = float("-inf")
 
@@ -27,13 +27,13 @@ NEVER = float("-inf")
 class EvictionIndex(BaseIndex):
     """Base of the policies; `Config` has the fields `budget` and `group`.
 
-    Hits' scores: what `group.agree` returns for the true `q·k` of the rows that are kept. All
-    rows stay in the store, so that `fetch` serves them and `truncate` needs no second look.
+    Hits' scores: what `group.agree` returns for the true `q·k` of the retained rows. All rows stay
+    in the store, so that `fetch` serves them and `truncate` chooses no row anew.
     """
 
     @abstractmethod
-    def _kept(self) -> Tensor:
-        """Ids of the rows that are kept, int64 `[B, G, C]`, ascending, `-1` anywhere for none."""
+    def _retained(self) -> Tensor:
+        """Ids of the retained rows, int64 `[B, G, C]`, ascending, `-1` anywhere for none."""
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         return self._learned
@@ -42,18 +42,18 @@ class EvictionIndex(BaseIndex):
         return {}
 
     def _scanned(self) -> list[Tensor]:
-        return [self._store.gather(self._kept()).keys]
+        return [self._store.gather(self._retained()).keys]
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         g, policy = self.geometry, self.config.group
-        ids = self._kept()
+        ids = self._retained()
         products = group.fold(queries, g.kv_heads, policy) @ self._store.gather(ids).keys.float().mT
         products = products.masked_fill((ids < 0)[:, :, None], NEVER)
         agreed = group.agree(products, policy, scale=g.scale, softcap=g.softcap)
         best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
-    def _from(self, first: int) -> Tensor:
+    def _ids_from(self, first: int) -> Tensor:
         """Ids of the tokens from `first` on, int64 `[B, G, n]`, `-1` where one is invalid."""
         ids = torch.arange(first, max(first, len(self)), device=self.geometry.device)
         ids = ids.expand(self._batch or 1, self.geometry.kv_heads, -1)
@@ -61,11 +61,13 @@ class EvictionIndex(BaseIndex):
 
 
 class ObservingEvictionIndex(PromptQueriesIndex, EvictionIndex):
-    """Base of the policies that choose by the prompt's queries."""
+    """Base of the policies that choose rows by the prompt's queries."""
 
 
-def joined(before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Flags bool `[B, length + T]` once keys `[B, G, T, D]` come after `length` tokens, or None.
+def joined_flags(
+    before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None
+) -> Tensor | None:
+    """Valid flags bool `[B, length + T]` once keys `[B, G, T, D]` follow `length` tokens, or None.
 
     before: bool `[B, length]`, or None where all are valid; valid: bool `[B, T]`, or None.
     """
@@ -79,10 +81,10 @@ def joined(before: Tensor | None, length: int, keys: Tensor, valid: Tensor | Non
     return torch.cat([before, valid], dim=1)
 
 
-def real(positions: Tensor, valid: Tensor | None, batch: int) -> Tensor:
-    """Which queries at positions int64 `[R]` are of real tokens, bool `[B, R]`.
+def are_valid(positions: Tensor, valid: Tensor | None, batch: int) -> Tensor:
+    """Whether queries at positions int64 `[R]` are of valid tokens, bool `[B, R]`.
 
-    valid: bool `[B, N]`, or None; a position past its end is real (padding comes first).
+    valid: bool `[B, N]`, or None; a position past its end is valid (padding comes first).
     """
     if valid is None or not valid.shape[1]:
         return torch.ones((batch, len(positions)), dtype=torch.bool, device=positions.device)
@@ -90,10 +92,10 @@ def real(positions: Tensor, valid: Tensor | None, batch: int) -> Tensor:
     return valid[:, positions.clamp_max(last)] | (positions > last)
 
 
-def attended(
+def attention_received(
     geometry: Geometry, queries: Tensor, positions: Tensor, known: Tensor, keys: Tensor, ids: Tensor
 ) -> Tensor:
-    """The attention that each row gets, summed over queries and heads: float32 `[B, G, C]`.
+    """Attention that each row receives, summed over queries and heads: float32 `[B, G, C]`.
 
     Each query's softmax is over the rows of ids no greater than its position. queries
     `[B, H, R, D]` at positions int64 `[R]`; known: bool `[B, R]`, False for a query that does not
@@ -101,14 +103,14 @@ def attended(
     """
     B, H, R, D = queries.shape
     heads = queries.reshape(B, geometry.kv_heads, -1, R, D)
-    rows, there = keys.float().mT[:, :, None], (ids >= 0)[:, :, None, None]
+    rows, present = keys.float().mT[:, :, None], (ids >= 0)[:, :, None, None]
     total = torch.zeros(ids.shape, device=ids.device)
     size = max(LOGITS // max(B * H * ids.shape[2], 1), 1)
     for start in range(0, R, size):
-        some = slice(start, start + size)
-        seen = there & (ids[:, :, None, None] <= positions[some, None])  # [B, G, 1, r, C]
-        seen = seen & known[:, None, None, some, None]
-        logits = cap(heads[..., some, :].float() @ rows, geometry.scale, geometry.softcap)
-        shares = logits.masked_fill(~seen, NEVER).softmax(-1)
-        total += shares.masked_fill(~seen, 0).sum((2, 3))
+        block = slice(start, start + size)
+        visible = present & (ids[:, :, None, None] <= positions[block, None])  # [B, G, 1, r, C]
+        visible = visible & known[:, None, None, block, None]
+        logits = cap(heads[..., block, :].float() @ rows, geometry.scale, geometry.softcap)
+        shares = logits.masked_fill(~visible, NEVER).softmax(-1)
+        total += shares.masked_fill(~visible, 0).sum((2, 3))
     return total

@@ -1,9 +1,9 @@
-"""What the FAISS indexes share: one FAISS index per row of the batch and KV head.
+"""`FaissIndex`: base of the FAISS indexes, one FAISS index per row of the batch and KV head.
 
-Douze et al., The Faiss library (2024); inner product throughout. What is trained is learned once
-and kept as tensors (`_learned`), so a FAISS index is a function of the learned parameters and the
-valid tokens in their order: it can be dropped at any time and made again from the store. FAISS
-has no batch of indexes, so making and searching them loops over rows and KV heads in Python.
+Douze et al., The Faiss library (2024); inner product throughout. Trained parameters are learned
+once and stored as tensors (`_learned`), so a FAISS index is a function of the learned parameters
+and the valid tokens in their order: it can be dropped at any time and rebuilt from the store.
+FAISS has no batch of indexes, so building and searching them loops over rows and KV heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex.bases.faiss_library import check_gpu, each, library, resources, threads
+from kvindex.bases.faiss_library import check_gpu, in_threads, library, resources, threads
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
@@ -30,16 +30,16 @@ BLOCK = 16_384
 
 PLACES = ("cpu", "gpu")
 
-_ONE_AT_A_TIME = threading.RLock()
-"""Held while an index makes FAISS's indexes."""
+_LOCK = threading.RLock()
+"""The lock of an index that builds its FAISS indexes."""
 
 LARGEST_K = 2048
-"""Rows that FAISS's selection on a GPU gives at most."""
+"""Most rows that FAISS's selection on a GPU returns."""
 
 
 @dataclass(frozen=True)
 class FaissConfig:
-    """What all FAISS indexes can be told.
+    """Configuration of all FAISS indexes.
 
     pool: each query head retrieves `pool · k` candidates.
     where: FAISS's indexes are on the "cpu" or the "gpu" (the one of the tensors; faiss-gpu).
@@ -83,29 +83,29 @@ class FaissIndex(BaseIndex):
     def _token_bytes(self) -> float:
         """Bytes per token of FAISS's index."""
 
-    def _represented(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """Keys `[B, G, C, D]`, float32, as FAISS's index has them."""
+    def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
+        """Keys `[B, G, C, D]`, float32, as FAISS reconstructs them."""
         return keys
 
     def _add(self, index: Any, keys: Tensor) -> None:
         index.add_c(len(keys), self._floats(keys))
 
-    def _wanted(self, k: int) -> int:
+    def _candidate_count(self, k: int) -> int:
         """Candidates of a query head."""
         pool: int = self.config.pool
         return pool * k
 
-    # Keeping FAISS's indexes in step
+    # Synchronizing FAISS's indexes with the valid tokens
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
     def _cleared(self) -> None:
-        self._made: list[list[Any]] = []  # [b][g], None where one is to be made
-        self._in_step = True
+        self._faiss_indexes: list[list[Any]] = []  # [b][g], None where one is to be made
+        self._synchronized = True
 
     def _after_rollback(self) -> None:
-        self._made, self._in_step = [], False  # FAISS may have stopped anywhere
+        self._faiss_indexes, self._synchronized = [], False  # FAISS may have stopped anywhere
 
     def _after_copy(self) -> None:
         super()._after_copy()
@@ -114,58 +114,58 @@ class FaissIndex(BaseIndex):
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
         """FAISS's indexes of the new rows: the same objects, copied when they are added to."""
         self._synchronize()
-        return [list(self._made[b]) for b in batch_indices.tolist()]
+        return [list(self._faiss_indexes[b]) for b in batch_indices.tolist()]
 
     def _commit(self, statistics: list[list[Any]] | None) -> None:
         if statistics is not None:
-            self._made = statistics
-        self._in_step = False
+            self._faiss_indexes = statistics
+        self._synchronized = False
         with suppress(RuntimeError, MemoryError):  # the next search tries again, or says why not
             self._synchronize()
 
     def _synchronize(self) -> None:
-        """Make FAISS's indexes hold the valid tokens; those of a failed call are given up."""
-        if self._in_step:
+        """Bring FAISS's indexes to the valid tokens; after a failure they are dropped."""
+        if self._synchronized:
             return
-        with _ONE_AT_A_TIME:  # a search may find it out of step, and so may another beside it
-            if self._in_step:
+        with _LOCK:  # two searches at once may both have to synchronize
+            if self._synchronized:
                 return
             try:
                 self._prepare()
-                while (held := self._tokens_held()) != self.counts.tolist():
-                    self._fill(held)
+                while (counts := self._token_counts()) != self.counts.tolist():
+                    self._fill(counts)
             except BaseException:
-                self._made = []  # FAISS may have stopped anywhere
+                self._faiss_indexes = []  # FAISS may have stopped anywhere
                 raise
-            self._in_step = True
+            self._synchronized = True
 
-    def _tokens_held(self) -> list[int]:
-        """Tokens that all of FAISS's indexes of a row hold."""
-        return [min(index.ntotal if index else 0 for index in rows) for rows in self._made]
+    def _token_counts(self) -> list[int]:
+        """Tokens that are in all FAISS indexes of a row."""
+        return [min(index.ntotal if index else 0 for index in rows) for rows in self._faiss_indexes]
 
     def _prepare(self) -> None:
-        """Have an index for each row and KV head that is ours alone, with no token too many."""
+        """Give each row and KV head a FAISS index of its own, with no token too many."""
         heads = self.geometry.kv_heads
-        if not self._made:
-            self._made = [[None] * heads for _ in range(len(self.counts))]
-        uses = Counter(id(index) for rows in self._made for index in rows)
-        for b, rows in enumerate(self._made):
+        if not self._faiss_indexes:
+            self._faiss_indexes = [[None] * heads for _ in range(len(self.counts))]
+        uses = Counter(id(index) for rows in self._faiss_indexes for index in rows)
+        for b, rows in enumerate(self._faiss_indexes):
             count = int(self.counts[b])
             for g, index in enumerate(rows):
                 if index is not None and index.ntotal != count:
                     uses[id(index)] -= 1
-                    if uses[id(index)]:  # another row, as it is or as it will be, has it, too
+                    if uses[id(index)]:  # another row shares it, now or after the reorder
                         index = self._copy(index)
                     if index is not None and index.ntotal > count:
                         index = self._cut(index, count)
                 if index is None and count:
-                    index = self._placed(self._new(b, g))
+                    index = self._to_device(self._new(b, g))
                 rows[g] = index
 
-    def _fill(self, held: list[int]) -> None:
-        """Add the next tokens, at most `BLOCK`, after `held[b]` valid ones of each row."""
-        g, B = self.geometry, len(held)
-        new = [self._tokens(b)[held[b] : held[b] + BLOCK] for b in range(B)]
+    def _fill(self, counts: list[int]) -> None:
+        """Add the next tokens, at most `BLOCK`, after `counts[b]` valid ones of each row."""
+        g, B = self.geometry, len(counts)
+        new = [self._tokens(b)[counts[b] : counts[b] + BLOCK] for b in range(B)]
         ids = torch.full((B, max(map(len, new))), UNUSED, device=g.device)
         for b, tokens in enumerate(new):
             ids[b, : len(tokens)] = tokens
@@ -174,13 +174,13 @@ class FaissIndex(BaseIndex):
         if self.config.where == "gpu":
             resources(g.device.index)  # follow torch's current stream
         jobs = []
-        for b, rows in enumerate(self._made):
+        for b, rows in enumerate(self._faiss_indexes):
             for head, index in enumerate(rows):
-                first = index.ntotal - held[b] if index else 0  # another head may be behind
+                first = index.ntotal - counts[b] if index else 0  # another head may be behind
                 if first < len(new[b]):
                     jobs.append((index, keys[b, head, first : len(new[b])]))
         at_once = 1 if self.config.where == "gpu" else torch.get_num_threads()
-        each(lambda job: self._add(*job), jobs, at_once)
+        in_threads(lambda job: self._add(*job), jobs, at_once)
 
     def _tokens(self, b: int) -> Tensor:
         """Ids of the valid tokens of a row, int64 `[n]`: FAISS's ids are places in it."""
@@ -192,7 +192,7 @@ class FaissIndex(BaseIndex):
         return self._faiss.clone_index(index) if self.config.where == "cpu" else None
 
     def _cut(self, index: Any, count: int) -> Any:
-        """The index without what follows the first `count` tokens, or None to make it again."""
+        """The index cut to the first `count` tokens, or None to rebuild it."""
         if not self.removes or self.config.where == "gpu":
             return None
         index.remove_ids(self._faiss.IDSelectorRange(count, index.ntotal))
@@ -204,12 +204,12 @@ class FaissIndex(BaseIndex):
         self._synchronize()
         g, policy = self.geometry, self.config.group
         folded = group.fold(queries, g.kv_heads, policy)
-        ids, keys = self._candidates(folded, min(self._wanted(k), int(self.counts.max())))
+        ids, keys = self._candidates(folded, min(self._candidate_count(k), int(self.counts.max())))
         ids, order = ids.sort(dim=-1)
         again = ids[..., 1:] == ids[..., :-1]
         ids[..., 1:] = ids[..., 1:].masked_fill(again, UNUSED)
         if keys is None:
-            keys = self._represented(self._store.gather(ids).keys.float(), ids)
+            keys = self._reconstructed(self._store.gather(ids).keys.float(), ids)
         else:
             keys = keys.gather(2, order[..., None].expand_as(keys))
         estimates = (folded @ keys.mT).masked_fill((ids < 0)[:, :, None], float("-inf"))
@@ -226,62 +226,64 @@ class FaissIndex(BaseIndex):
         on_gpu = self.config.where == "gpu"
         if on_gpu and count > LARGEST_K:
             raise ValueError(f"k: got {count} candidates, allowed with where='gpu' is {LARGEST_K}")
-        asked = self._for_faiss(queries)
-        found = torch.full((B, G, heads * count), UNUSED, device=asked.device)
-        keys = None if on_gpu else asked.new_empty((B, G, heads * count, D)).zero_()
+        inputs = self._for_faiss(queries)
+        best = torch.full((B, G, heads * count), UNUSED, device=inputs.device)
+        keys = None if on_gpu else inputs.new_empty((B, G, heads * count, D)).zero_()
         with threads(torch.get_num_threads()):
             for b, g, rows in self._searches():
                 # rows that share an index; a list of places waits for a device, a slice does not
                 row: Any = slice(b, b + 1) if rows == [b] else rows
-                some = asked[row, g].contiguous()  # [b, g, D]
-                ids, vectors = self._ask(self._made[b][g], some.flatten(0, 1), count)
-                found[row, g] = ids.view(len(rows), -1)
+                batch = inputs[row, g].contiguous()  # [b, g, D]
+                ids, vectors = self._query_faiss(
+                    self._faiss_indexes[b][g], batch.flatten(0, 1), count
+                )
+                best[row, g] = ids.view(len(rows), -1)
                 if keys is not None and vectors is not None:
                     keys[row, g] = vectors.view(len(rows), -1, D)
         device = self.geometry.device
-        found = found.to(device)
+        best = best.to(device)
         if self.valid is not None:
             for b in range(B):
-                places = self._tokens(b)
-                if len(places):
-                    found[b] = torch.where(found[b] < 0, UNUSED, places[found[b].clamp_min(0)])
-        return found, None if keys is None else keys.to(device)
+                tokens = self._tokens(b)
+                if len(tokens):
+                    best[b] = torch.where(best[b] < 0, UNUSED, tokens[best[b].clamp_min(0)])
+        return best, None if keys is None else keys.to(device)
 
     def _searches(self) -> Iterator[tuple[int, int, list[int]]]:
         """Row and head of each index of FAISS that holds a token, and all rows that share it."""
         for g in range(self.geometry.kv_heads):
             alike: dict[int, list[int]] = {}
-            for b, rows in enumerate(self._made):
+            for b, rows in enumerate(self._faiss_indexes):
                 if int(self.counts[b]):
                     alike.setdefault(id(rows[g]), []).append(b)
             for rows_alike in alike.values():
                 yield rows_alike[0], g, rows_alike
 
-    def _ask(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+    def _query_faiss(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
         """Ids int64 `[n, count]` for queries `[n, D]` and, on a CPU, keys `[n, count, D]`."""
         scores = queries.new_empty((len(queries), count))
         ids = torch.empty(scores.shape, dtype=torch.int64, device=queries.device)
         to_ids = self._faiss.cast_integer_to_idx_t_ptr(ids.data_ptr())
-        given = (len(queries), self._floats(queries), count, self._floats(scores), to_ids)
+        arguments = (len(queries), self._floats(queries), count, self._floats(scores), to_ids)
         if self.config.where == "gpu":
             resources(self.geometry.device.index)  # follow torch's current stream
-            index.search_c(*given)
+            index.search_c(*arguments)
             return ids, None
         keys = queries.new_empty((*scores.shape, queries.shape[1]))
-        index.search_and_reconstruct_c(*given, self._floats(keys))
+        index.search_and_reconstruct_c(*arguments, self._floats(keys))
         return ids, keys.masked_fill((ids < 0)[..., None], 0)
 
-    # FAISS's ways
+    # Conversions for FAISS
 
     def _for_faiss(self, tensor: Tensor) -> Tensor:
         device = self.geometry.device if self.config.where == "gpu" else torch.device("cpu")
         return tensor.to(device, torch.float32).contiguous()
 
     def _floats(self, tensor: Tensor) -> Any:
-        """Where FAISS finds a contiguous float32 tensor."""
+        """FAISS's pointer to a contiguous float32 tensor."""
         return self._faiss.cast_integer_to_float_ptr(tensor.data_ptr())
 
-    def _placed(self, index: Any) -> Any:
+    def _to_device(self, index: Any) -> Any:
         if self.config.where == "cpu":
             return index
         device = self.geometry.device.index or 0
@@ -292,13 +294,13 @@ class FaissIndex(BaseIndex):
     def nbytes(self) -> dict[str, int]:
         """As `BaseIndex.nbytes`; `codes` counts FAISS's indexes."""
         tokens = int(self.counts.sum()) * self.geometry.kv_heads
-        found = super().nbytes()
-        return {**found, "codes": found["codes"] + int(tokens * self._token_bytes())}
+        sizes = super().nbytes()
+        return {**sizes, "codes": sizes["codes"] + int(tokens * self._token_bytes())}
 
     def bytes_per_key(self) -> dict[str, float]:
         """As `BaseIndex.bytes_per_key`; `scanned` as the index's page derives it."""
-        found = super().bytes_per_key()
-        kept = found["kept"] + self._token_bytes()
+        sizes = super().bytes_per_key()
+        kept = sizes["kept"] + self._token_bytes()
         return {"kept": kept, "scanned": self._scanned_bytes()}
 
     def _scanned_bytes(self) -> float:

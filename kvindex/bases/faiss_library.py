@@ -1,4 +1,4 @@
-"""Where FAISS comes from: on a CPU faiss-cpu, on a GPU faiss-gpu and what its indexes share."""
+"""The FAISS library: its import, its threads, and its shared resources on a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 TEMPORARY_BYTES = 2**26
-"""Of device memory that FAISS may hold for its searches on one GPU; beyond, it allocates."""
+"""Device memory that FAISS reserves for searches on one GPU; beyond, it allocates."""
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """FAISS works with so many threads: one, where the order of its work shows."""
+    """Let FAISS use `count` threads: one, where the order of its work changes the result."""
     faiss = library()
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(count)
@@ -27,11 +27,11 @@ def threads(count: int) -> Iterator[None]:
         faiss.omp_set_num_threads(before)
 
 
-def each(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
-    """What `work` gives for each item, so many at once, each in one thread: always the same."""
+def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
+    """Results of `work` for all items, `at_once` at a time, one thread each: deterministic."""
 
     def alone(item: Any) -> Any:
-        with threads(1):  # FAISS counts them for each thread that calls it
+        with threads(1):  # FAISS sets them for each thread that calls it
             return work(item)
 
     if at_once == 1:
@@ -66,7 +66,7 @@ def check_gpu(faiss: Any, device: torch.device) -> None:
 
 @lru_cache
 def _shared_resources(device: int) -> Any:
-    """What all indexes of a GPU share: temporary memory, bounded, and cuBLAS's handle."""
+    """Resources of all indexes of a GPU: bounded temporary memory, and cuBLAS's handle."""
     shared = library().StandardGpuResources()
     shared.setTempMemory(TEMPORARY_BYTES)
     return shared

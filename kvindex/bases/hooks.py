@@ -1,4 +1,4 @@
-"""What an index writes: two methods, and whichever others it needs to say more.
+"""Hooks, what an index writes: two methods, and whichever others it needs to say more.
 
 `_encode` and `_search` make an index of `kvindex.bases.index.BaseIndex`. `_learn` lets it learn
 parameters, once; the `_with_…` hooks, `_commit` and `_cleared` let it keep statistics of its
@@ -14,13 +14,22 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvindex.bases.deferred import DeferredChecks
+from kvindex.core.capability import Capable
 from kvindex.core.config import NoConfig
-from kvindex.core.protocol import Codes, Hits, Rows
+from kvindex.core.protocol import (
+    AppendsAsync,
+    Codes,
+    ExpandsBatch,
+    Hits,
+    ObservesQueries,
+    Rows,
+    WeighsRows,
+)
 from kvindex.ops.coverage import check_policy
 from kvindex.storage.columns import Columns
 
 
-class Hooks(DeferredChecks, ABC, guarded=False):
+class Hooks(Capable, DeferredChecks, ABC, guarded=False):
     """What `BaseIndex` asks of an index, with what it does where nothing is said."""
 
     config: Any
@@ -29,7 +38,7 @@ class Hooks(DeferredChecks, ABC, guarded=False):
 
     Config: ClassVar[type] = NoConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    default_preset: ClassVar[str | None] = None
+    """Fields that differ from `Config`'s defaults, by name."""
     scattered: ClassVar[bool] = False
     """Whether tokens that come together may lie anywhere, not one after the other."""
     weighted: ClassVar[bool] = False
@@ -123,27 +132,24 @@ class Hooks(DeferredChecks, ABC, guarded=False):
         return 1
 
     @property
-    def supports_async_append(self) -> bool:
-        """Whether `start_append` leaves the host and other streams alone: not unless one says so.
-
-        A layer then has it run beside its steps.
-        """
-        return False
-
-    @property
     def depends_on_queries(self) -> bool:
         """Whether a search depends on the queries of other steps since the last append.
 
-        Steps of such an index cannot be searched at once (`kvindex_adapters.evaluate.parallel`).
+        Steps of such an index cannot be searched at once (`protocol.ExpandsBatch`).
         """
         return False
 
-    # Signals
+    def _offers(self, wanted: type) -> bool:
+        """Whether it has a capability whose methods it has, as it was made."""
+        if wanted is ObservesQueries:
+            return type(self).observe_queries is not Hooks.observe_queries
+        if wanted is ExpandsBatch:
+            return not self.depends_on_queries
+        if wanted is WeighsRows:
+            return self.weighted
+        return wanted is not AppendsAsync  # the first part of an append may wait for the device
 
-    @property
-    def observes_queries(self) -> bool:
-        """Whether `observe_queries` does anything; else a layer need not call it."""
-        return getattr(self.observe_queries, "__func__", None) is not Hooks.observe_queries
+    # Signals
 
     def end_prompt(self) -> None:
         """The prompt is complete. Nothing to do unless an index says so."""

@@ -1,4 +1,4 @@
-"""What all indexes share: growth, storage, fetch, housekeeping.
+"""BaseIndex, what all indexes share: append, fetch, truncate, reorder, reset, bytes in use.
 
 An index on this base writes `_encode` and `_search` (`kvindex.bases.hooks` has all that it may).
 The public methods check their arguments first (`bases/deferred.py`); one that fails all the same is
@@ -14,25 +14,27 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvindex.bases.hooks import Hooks
+from kvindex.bases.state import StatefulIndex
 from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
 from kvindex.storage.columns import Columns, Valid
-from kvindex.storage.store import PLACES, Store
+from kvindex.storage.store import RowStore, row_store
 
 
-class BaseIndex(Hooks):
+class BaseIndex(StatefulIndex):
     """Base of the indexes in `kvindex/indexes/`.
 
-    Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run); `store`
-    ("device" or "host": where rows live); `rows` ("plain": kept as they are; "int8" or "fp8": as a
-    byte per number and a scale for each key and value, and then `fetch`, and whatever else reads
-    rows, gives what these stand for); `check` (True: NaN in keys raises at once; False: it is
-    never looked for; None: at once on a CPU, and on a CUDA device, where looking would stop it, at
-    the next call that stops it anyway); `preset` and single fields of the index's own `Config`.
+    Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run; None: "cuda" for
+    tensors on a GPU that its kernels can run on); `store` ("device" or "host": where rows live; or
+    an empty `kvindex.storage.store.RowStore`, which holds them); `row_codec` ("plain": kept as they
+    are; "int8" or "fp8": as a byte per number and a scale for each key and value, and then `fetch`,
+    and whatever else reads rows, gives what these stand for); `check` (True: NaN in keys raises at
+    once; False: it is never looked for; None: at once on a CPU, and on a CUDA device, where looking
+    would stop it, at the next call that stops it anyway); `preset` and single fields of the index's
+    own `Config`.
     """
 
     parts_are_its_own = True
@@ -49,8 +51,8 @@ class BaseIndex(Hooks):
         rope: Any = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        backend: str = "torch",
-        store: str = "device",
+        backend: str | None = None,
+        store: str | RowStore = "device",
         row_codec: str = "plain",
         check: bool | None = None,
         preset: str | None = None,
@@ -69,13 +71,13 @@ class BaseIndex(Hooks):
         )
         super().__init__(geometry, check)
         self.config: Any = make_config(type(self), preset, options)
-        self.backend = backend
-        self.ops: Any = backends.resolve(backend)
-        if backend != "torch":
+        chosen = backends.choose(geometry.device) if backend is None else (backend, "as told")
+        self.backend, self._why = chosen
+        self.ops: Any = backends.resolve(self.backend)
+        if self.backend != "torch":
             self.ops.ready(self.geometry.device)
-        checks.one_of("store", store, PLACES)
-        make_store: Callable[..., Store] = getattr(self.ops, "store", Store)
-        self._store = make_store(self.geometry, store, row_codec)
+        self._store = row_store(store, self.geometry, backend=self.backend, row_codec=row_codec)
+        self.row_codec = row_codec
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
                 "rope: got None, allowed are the inverse frequencies of the keys' rotary "
@@ -116,9 +118,9 @@ class BaseIndex(Hooks):
         """The first part of an append, the long one where it can be; what is returned is the rest.
 
         In between the index is as it was, to be searched and read, and the tensors must stay as
-        they are. Where `supports_async_append`, what it grows by does not move what is there, so
-        that a CUDA stream may do the first part while another one searches (docs/cuda.md). Raises
-        as `append`; the rest raises ValueError if the index has changed.
+        they are. Of an index that offers `protocol.AppendsAsync`, what it grows by does not move
+        what is there, so that a CUDA stream may do the first part while another one searches
+        (docs/cuda.md). Raises as `append`; the rest raises ValueError if the index has changed.
         """
         g = self.geometry
         self._check_tensor("keys", keys, self._per_token(self._batch, None, g.head_dim))
@@ -296,6 +298,14 @@ class BaseIndex(Hooks):
         view._counts, view._batch = self._counts.expand(count), count
         view._commit(self._with_reordered(rows.to(self.geometry.device)))
         return view
+
+    def explain(self) -> str:
+        """Which backend, store and path of execution it has, and why, a line each."""
+        return "\n".join(self._paths())
+
+    def _paths(self) -> list[str]:
+        store = f"store: {type(self._store).__name__}, row_codec {self._store.row_codec!r}"
+        return [f"backend: {self.backend} ({self._why})", store]
 
     # Shared parts
 

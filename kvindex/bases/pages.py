@@ -1,9 +1,9 @@
-"""What indexes share whose unit is a page: so many tokens in a row, selected together.
+"""`PagedIndex`: base of indexes whose unit is a page of consecutive tokens, with a summary each.
 
-A row's pages are cut over its valid tokens, in their order: page `p` holds those of rank `pP` to
+A row's pages are cut over its valid tokens, in their order: page `p` has those of rank `pP` to
 `pP + P - 1`, so padding moves no page and only a row's last page may be partial. Each page has a
-summary made from its keys; an append, or a truncation, makes anew those of the pages that it
-changes, the old keys of which come from the store.
+summary of its keys; an append, or a truncation, recomputes those of the pages that it changes, the
+old keys of which come from the store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvindex.storage.columns import Columns
 
 
 class Tail(dict[str, Tensor]):
-    """The summaries `[B, G, pages, …]` of the pages from `start` on, the last there is included."""
+    """The summaries `[B, G, pages, …]` of all pages from `start` on."""
 
     def __init__(self, start: int, summaries: Mapping[str, Tensor]) -> None:
         super().__init__(summaries)
@@ -36,9 +36,9 @@ class PageColumns(Columns):
     """Columns of summaries: their token axis counts pages, and an append replaces a tail."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
-        """The pages from `new.start` on become those of the `Tail` `new`.
+        """Replace the pages from `new.start` on by those of the `Tail` `new`.
 
-        Pages that are shown stay as they are for whoever goes back to them: a copy changes.
+        Earlier views of the pages stay as they are, for a rollback: a copy changes.
         """
         if isinstance(new, Tail) and new.start < len(self):
             self._data = {name: tensor.clone() for name, tensor in self._data.items()}
@@ -46,14 +46,14 @@ class PageColumns(Columns):
         super().append(new)
 
     def truncate(self, length: int) -> None:
-        """Nothing: the pages that a length in tokens leaves come as a `Tail`."""
+        """Do nothing: the pages that remain after a truncation come as a `Tail`."""
 
 
 class PagedIndex(BaseIndex):
     """Base of the indexes that select pages; `Config` has the fields `page` and `group`.
 
     An index writes `_summaries_of` and `_page_scores`. `_codes` holds the summaries, `[B, G,
-    pages, …]`; of a row with fewer pages than another the last ones mean nothing.
+    pages, …]`; of a row with fewer pages than another the last ones are undefined.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -61,17 +61,17 @@ class PagedIndex(BaseIndex):
         self._codes = PageColumns()
 
     @abstractmethod
-    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
         """Summaries `[B, G, pages, …]` of pages of keys `[B, G, pages, P, D]`, zero where none is.
 
-        there: bool `[B, 1, pages, P, 1]`, which keys there are; a page may have none, and its
-        summary must be finite all the same. marks: `[B, G, pages, P, W]`, as `_marks` gave them.
+        present: bool `[B, 1, pages, P, 1]`, which keys exist; a page may have none, and its summary
+        must be finite all the same. marks: `[B, G, pages, P, W]`, as `_marks` gave them.
         """
 
     def _marks(self, keys: Tensor) -> Tensor | None:
-        """What summaries need of each new token besides its key `[B, G, T, D]`: `[B, G, T, W]`.
+        """Further inputs of summaries, `[B, G, T, W]`, of new tokens with keys `[B, G, T, D]`.
 
-        Kept with the pages, under the name `marks`; zero for invalid tokens. None for nothing.
+        Stored with the pages, under the name `marks`; zero for invalid tokens. None for nothing.
         """
         return None
 
@@ -88,8 +88,8 @@ class PagedIndex(BaseIndex):
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         """Summaries of pages that start with these keys (`append` fills an open page first)."""
-        nobody = torch.zeros(len(keys), dtype=torch.int64)
-        return self._tail(nobody, keys, None)
+        none = torch.zeros(len(keys), dtype=torch.int64)
+        return self._tail(none, keys, None)
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
         known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
@@ -98,61 +98,61 @@ class PagedIndex(BaseIndex):
         return self._learn(known, valid), self._tail(counts, known, valid)
 
     def _with_truncated(self, length: int) -> Tail:
-        gone = torch.tensor(len(self) - length)
+        removed = torch.tensor(len(self) - length)
         if self.valid is not None:
-            gone = self.valid[:, length:].sum(1).cpu()
-        return self._tail(self.counts - gone, None, None)
+            removed = self.valid[:, length:].sum(1).cpu()
+        return self._tail(self.counts - removed, None, None)
 
     def _commit(self, statistics: Any) -> None:
         if isinstance(statistics, Tail):
             self._codes.append(statistics)
 
-    def _tail(self, held: Tensor, keys: Tensor | None, valid: Tensor | None) -> Tail:
-        """The last pages, from the first on that `held` int64 `[B]` tokens of a row do not fill.
+    def _tail(self, past: Tensor, keys: Tensor | None, valid: Tensor | None) -> Tail:
+        """The last pages, from the first on that `past` int64 `[B]` tokens of a row do not fill.
 
-        The first `held` valid tokens of each row come from the store; keys `[B, G, T, D]` follow,
-        zero where `valid` bool `[B, T]` says no.
+        The first `past` valid tokens of each row come from the store; keys `[B, G, T, D]` follow,
+        zero where `valid` bool `[B, T]` is False.
         """
         device, P = self.geometry.device, int(self.config.page)
-        total = held + (0 if keys is None else keys.shape[2])
+        total = past + (0 if keys is None else keys.shape[2])
         if valid is not None:
-            total = held + valid.sum(1).cpu()
-        start = int(held.min()) // P
+            total = past + valid.sum(1).cpu()
+        start = int(past.min()) // P
         pages = -(-int(total.max()) // P) - start
         slots = torch.arange(pages * P, device=device)  # slot s: the token of rank start · P + s
-        mine = (held - start * P).to(device)[:, None]  # a row's slots that hold tokens already
-        parts = []  # keys, their marks, their slots [B, n]; a slot past the last one drops them
-        known = int(held.max()) - start * P
+        offset = (past - start * P).to(device)[:, None]  # slots of a row that have tokens already
+        parts = []  # keys, marks, slots [B, n]; tokens of the slot past the last one are dropped
+        known = int(past.max()) - start * P
         if known > 0:
-            slot = torch.where(slots[:known] < mine, slots[:known], pages * P)
-            parts.append((*self._held_part(start * P, slot < pages * P), slot))
+            slot = torch.where(slots[:known] < offset, slots[:known], pages * P)
+            parts.append((*self._stored_part(start * P, slot < pages * P), slot))
         if keys is not None:
-            slot = mine + torch.arange(keys.shape[2], device=device)
+            slot = offset + torch.arange(keys.shape[2], device=device)
             if valid is not None:
-                slot = torch.where(valid, mine + valid.cumsum(1) - 1, pages * P)
+                slot = torch.where(valid, offset + valid.cumsum(1) - 1, pages * P)
             parts.append((keys, self._marks(keys), slot))
         if not parts:
             return Tail(start, {})
-        each_keys, each_marks, each_slot = zip(*parts, strict=True)
-        paged = partial(_paged, slots=torch.cat(each_slot, 1), pages=pages, page=P)
-        marked = [marks for marks in each_marks if marks is not None]
-        marks = paged(torch.cat(marked, 2)) if marked else None
-        there = slots < (total - start * P).to(device)[:, None]
-        there = there.reshape(len(held), 1, pages, P, 1)
-        summaries = self._summaries_of(paged(torch.cat(each_keys, 2)), there, marks)
+        all_keys, all_marks, all_slots = zip(*parts, strict=True)
+        paged = partial(_paged, slots=torch.cat(all_slots, 1), pages=pages, page=P)
+        known_marks = [marks for marks in all_marks if marks is not None]
+        marks = paged(torch.cat(known_marks, 2)) if known_marks else None
+        present = slots < (total - start * P).to(device)[:, None]
+        present = present.reshape(len(past), 1, pages, P, 1)
+        summaries = self._summaries_of(paged(torch.cat(all_keys, 2)), present, marks)
         return Tail(start, summaries if marks is None else {**summaries, "marks": marks})
 
-    def _held_part(self, first: int, there: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Keys and marks `[B, G, n, …]` of the tokens of rank `first` on that are `there`.
+    def _stored_part(self, first: int, present: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Stored keys and marks `[B, G, n, …]` of the tokens of rank `first` on that are `present`.
 
-        there: bool `[B, n]`; of the others what comes means nothing.
+        present: bool `[B, n]`; entries of the others are undefined.
         """
-        ids = self._members()[:, first:][:, : there.shape[1]].masked_fill(~there, UNUSED)
+        ids = self._members()[:, first:][:, : present.shape[1]].masked_fill(~present, UNUSED)
         keys = self._store.gather(ids[:, None].expand(-1, self.geometry.kv_heads, -1)).keys
         if "marks" not in self._codes:
             return keys, None
         marks = self._codes["marks"].flatten(2, 3)[:, :, first:]
-        return keys, marks[:, :, : there.shape[1]]
+        return keys, marks[:, :, : present.shape[1]]
 
     def _members(self) -> Tensor:
         """Ids of the valid tokens in order, int64 `[B, n]`; -1 where a row has fewer."""
@@ -176,7 +176,7 @@ class PagedIndex(BaseIndex):
 
 
 def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
-    """Tokens `[B, G, n, W]` at slots int64 `[B, n]`: `[B, G, pages, P, W]`, zero where none is.
+    """Tokens `[B, G, n, W]` scattered to slots int64 `[B, n]`: `[B, G, pages, P, W]`, else zero.
 
     The slot after the last one is dropped.
     """
@@ -187,14 +187,14 @@ def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
     return rows[:, :, :-1].reshape(B, G, pages, page, W)
 
 
-def extremes(keys: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+def extremes(keys: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the largest of each coordinate, `[B, G, pages, D]`; 0 for an empty page.
 
-    keys, there: as `PagedIndex._summaries_of` gets them.
+    keys, present: as `PagedIndex._summaries_of` gets them.
     """
-    low = keys.masked_fill(~there, float("inf")).amin(3)
-    high = keys.masked_fill(~there, float("-inf")).amax(3)
-    none = ~there.any(3)  # [B, 1, pages, 1]
+    low = keys.masked_fill(~present, float("inf")).amin(3)
+    high = keys.masked_fill(~present, float("-inf")).amax(3)
+    none = ~present.any(3)  # [B, 1, pages, 1]
     return low.masked_fill(none, 0), high.masked_fill(none, 0)
 
 

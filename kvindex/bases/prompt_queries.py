@@ -1,8 +1,9 @@
-"""Some of a prompt's queries, kept as they pass by, for indexes that are built from queries."""
+"""`PromptQueries`: a sample of a prompt's queries, for indexes that are built from queries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,16 +38,16 @@ class PromptQueries:
     ) -> PromptQueries:
         """Queries `[B, H, T, D]` at positions int64 `[T]`, ascending, after those of `before`.
 
-        What was kept from the first of the new positions on belongs to a sequence that was cut,
-        and goes.
+        Queries from the first of the new positions on belong to a sequence that was truncated, and
+        are dropped.
         """
         end = int(positions[-1]) + 1
         if before is not None:
-            still = before.positions < positions[0]
-            queries = torch.cat([before.queries[:, :, still], queries], dim=2)
-            positions = torch.cat([before.positions[still], positions])
-        kept = priority(positions, choice, seed).argsort()[:most].sort().values
-        return PromptQueries(queries[:, :, kept].clone(), positions[kept], end)
+            valid = before.positions < positions[0]
+            queries = torch.cat([before.queries[:, :, valid], queries], dim=2)
+            positions = torch.cat([before.positions[valid], positions])
+        chosen = priority(positions, choice, seed).argsort()[:most].sort().values
+        return PromptQueries(queries[:, :, chosen].clone(), positions[chosen], end)
 
     def chosen(self, counts: Tensor, usable: Tensor, *, choice: str, seed: int = 0) -> Tensor:
         """The first `counts[b]` of the usable queries in `priority`, bool `[B, R]`.
@@ -63,85 +64,89 @@ class PromptQueries:
         """Row `b` is row `batch_indices[b]` of this."""
         return PromptQueries(self.queries[batch_indices], self.positions, self.end)
 
-    def held(self) -> list[Tensor]:
-        """What takes memory."""
+    def tensors(self) -> list[Tensor]:
+        """Tensors that take memory."""
         return [self.queries, self.positions]
 
 
 def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
-    """Int64 `[T]`, different for different positions below 2^32: the least are taken first.
+    """Order in which queries are sampled, int64 `[T]`: the least first, distinct below 2^32.
 
     "evenly" orders by the position's bits in reverse, so that the first of any number of them are
     spread evenly (van der Corput, 1935); "random" by a hash of 64 bits.
     """
     if choice == "last":
         return -positions
-    mixed = positions
+    order = positions
     if choice == "random":
-        mixed = mixed + (seed << 32)
+        order = order + (seed << 32)
         for odd in (-7046029254386353131, -4658895280553007687):  # of the hash splitmix64
-            mixed = mixed * odd
-            mixed = mixed ^ mixed >> 31
+            order = order * odd
+            order = order ^ order >> 31
     elif choice == "evenly":
         for shift in (16, 8, 4, 2, 1):
             mask = 0xFFFFFFFF // (2**shift + 1)  # 0x0000FFFF, 0x00FF00FF, …
-            mixed = (mixed >> shift & mask) | (mixed & mask) << shift
-    return mixed
+            order = (order >> shift & mask) | (order & mask) << shift
+    return order
 
 
 class PromptQueriesIndex(BaseIndex):
-    """Base of an index that chooses by the prompt's queries: it keeps those it may need.
+    """Base of an index that chooses rows by the prompt's queries, of which it keeps a sample.
 
-    `_seen` has them, or None; `_sealed` says whether the prompt is complete.
+    `_observed` is the sample, or None; `_sealed` says whether the prompt is complete.
     """
 
-    _seen: PromptQueries | None
+    statistics: ClassVar[tuple[str, ...]] = ("_observed", "_sealed")
+
+    _observed: PromptQueries | None
     _sealed: bool
 
-    def _signal(self, queries: Tensor, positions: Tensor) -> Tensor:
+    def _checked_queries(self, queries: Tensor, positions: Tensor) -> Tensor:
         """PromptQueries queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
 
         Raises ValueError or TypeError for a wrong tensor.
         """
-        g, seen = self.geometry, self._seen
-        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
+        g, observed = self.geometry, self._observed
+        batch = observed.queries.shape[0] if self._batch is None and observed else self._batch
         shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
         self._check_tensor("queries", queries, shape)
         check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64, g.device)
         return queries.detach().nan_to_num(0, 0, 0)
 
-    def _watch(self, queries: Tensor, positions: Tensor, most: int) -> None:
+    def _sample_queries(self, queries: Tensor, positions: Tensor, most: int) -> None:
         """Keep the last `most` queries of the prompt, these included."""
         if len(positions):
-            self._seen = PromptQueries.of(self._seen, queries, positions, most=most, choice="last")
+            self._observed = PromptQueries.of(
+                self._observed, queries, positions, most=most, choice="last"
+            )
 
     def reorder(self, batch_indices: Tensor) -> None:
         """As `BaseIndex.reorder`; queries may have been observed before the first append."""
-        if self._batch is None and self._seen:
-            check.rows("batch_indices", batch_indices, self._seen.queries.shape[0])
-            self._seen = self._seen.reordered(batch_indices.to(self.geometry.device))
+        if self._batch is None and self._observed:
+            check.rows("batch_indices", batch_indices, self._observed.queries.shape[0])
+            self._observed = self._observed.reordered(batch_indices.to(self.geometry.device))
         super().reorder(batch_indices)
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        if self._seen is not None:
-            batch = {"B": self._seen.queries.shape[0], "G": None, "N": None, "D": None}
+        if self._observed is not None:
+            batch = {"B": self._observed.queries.shape[0], "G": None, "N": None, "D": None}
             check.tensor("keys", keys, batch)
         return super()._learn(keys, valid)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> PromptQueries | None:
-        return self._seen
+        return self._observed
 
     def _with_truncated(self, length: int) -> PromptQueries | None:
-        return self._seen
+        return self._observed
 
     def _with_reordered(self, batch_indices: Tensor) -> PromptQueries | None:
-        return self._seen and self._seen.reordered(batch_indices)
+        return self._observed and self._observed.reordered(batch_indices)
 
     def _commit(self, statistics: PromptQueries | None) -> None:
-        self._seen = statistics
+        self._observed = statistics
 
     def _cleared(self) -> None:
-        self._seen, self._sealed = None, False
+        self._observed, self._sealed = None, False
 
     def _held(self) -> list[Tensor]:
-        return self._seen.held() if self._seen else []
+        return self._observed.tensors() if self._observed else []

@@ -1,8 +1,8 @@
-"""Queries as centroids, each with a list of its best keys, for indexes that search through them.
+"""`QueryLists`: queries as centroids, each with an inverted list of its best keys.
 
-What there is to keep is a mapping of tensors, for `C` centroids with `L` rows in a list:
-`centroids` `[B, G, g, C, D]`; `normalisers` float32 `[B, G, g, C]`, the logarithm of what the
-softmax of each head summed when the list was made, which stays (so that the scores of later keys
+The state is a mapping of tensors, for `C` centroids with `L` rows in a list:
+`centroids` `[B, G, g, C, D]`; `normalisers` float32 `[B, G, g, C]`, the logarithm of
+each head's softmax sum when the list was built, which is fixed (so that scores of later keys
 compare with those of earlier ones); `lists` int32 `[B, G, C, L]`, ids, best first, -1 for none;
 `list_scores` float32, theirs; `known` bool `[B, C]`, False for a centroid that a row lacks.
 """
@@ -22,10 +22,10 @@ from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops.attention import cap
 
 AXES = {"centroids": 3, "normalisers": 3, "lists": 2, "list_scores": 2, "known": 1}
-"""The axis of each that counts centroids."""
+"""Tensor -> its axis of centroids."""
 
 SCORES = 2**22
-"""Scores held at once while keys are offered (16 MiB)."""
+"""Scores per block while keys are inserted (16 MiB)."""
 
 NEVER = float("-inf")
 
@@ -35,23 +35,23 @@ Blocks: TypeAlias = Callable[[], Iterable[tuple[int, Tensor, Tensor | None]]]
 
 @dataclass(frozen=True)
 class QueryLists:
-    """Makes lists of `rows` ids each, by the largest share of any head. ops: the backend's."""
+    """Builds lists of `rows` ids each, by the largest share of any head. ops: the backend's."""
 
     geometry: Geometry
     ops: Any
     rows: int
 
-    def listed(self, queries: Tensor, blocks: Blocks) -> Codes:
-        """Queries `[B, H, C, D]` as centroids, with the best of all keys."""
+    def build(self, queries: Tensor, blocks: Blocks) -> Codes:
+        """Build lists for queries `[B, H, C, D]` as centroids, with the best of all keys."""
         g, (B, _, C, _), device = self.geometry, queries.shape, queries.device
         centroids = by_group(queries, g.kv_heads)
         totals = torch.full(centroids.shape[:-1], NEVER, device=device)
         for _, keys, valid in blocks() if g.group_size > 1 else ():
-            for some in self._chunks(totals, keys):
-                logits = self._logits(centroids[..., some, :], keys)
+            for block in self._chunks(totals, keys):
+                logits = self._logits(centroids[..., block, :], keys)
                 if valid is not None:
                     logits = logits.masked_fill(~valid[:, None, None, None], NEVER)
-                totals[..., some] = torch.logaddexp(totals[..., some], logits.logsumexp(-1))
+                totals[..., block] = torch.logaddexp(totals[..., block], logits.logsumexp(-1))
         shape = (B, g.kv_heads, C, self.rows)
         empty = {
             "centroids": centroids,
@@ -60,10 +60,10 @@ class QueryLists:
             "list_scores": torch.full(shape, NEVER, device=device),
             "known": torch.ones((B, C), dtype=torch.bool, device=device),
         }
-        return self.offered(empty, blocks)
+        return self.insert(empty, blocks)
 
-    def relisted(self, queries: Tensor, ids: Tensor, products: Tensor) -> Codes:
-        """Queries `[B, H, D]` as one centroid, with the best of the keys that a search looked at.
+    def from_search(self, queries: Tensor, ids: Tensor, products: Tensor) -> Codes:
+        """Build a list for queries `[B, H, D]` as one centroid, from the keys that a search scored.
 
         ids: int64 `[B, G, n]`, ascending, -1 for none; products: their `q·k`, `[B, G, g, n]`.
         """
@@ -82,24 +82,24 @@ class QueryLists:
             "known": torch.ones((len(queries), 1), dtype=torch.bool, device=queries.device),
         }
 
-    def offered(self, learned: Codes, blocks: Blocks) -> Codes:
-        """The same once keys took their places in the lists; `learned` stays as it was.
+    def insert(self, learned: Codes, blocks: Blocks) -> Codes:
+        """Insert keys into the lists; `learned` stays as it was.
 
         Ids in `blocks` are above those in the lists, so that equal scores go to the lower id.
         """
         lists, scores = learned["lists"].clone(), learned["list_scores"].clone()
         for start, keys, valid in blocks():
             ids = torch.arange(start, start + keys.shape[2], device=keys.device, dtype=torch.int32)
-            for some in self._chunks(learned["normalisers"], keys):
-                new = self._logits(learned["centroids"][..., some, :], keys)
-                new = self._shared(new, learned["normalisers"][..., some])
+            for block in self._chunks(learned["normalisers"], keys):
+                new = self._logits(learned["centroids"][..., block, :], keys)
+                new = self._shared(new, learned["normalisers"][..., block])
                 if valid is not None:
                     new = new.masked_fill(~valid[:, None, None], NEVER)
-                both = torch.cat([scores[:, :, some], new], dim=-1)
-                scores[:, :, some], slots = self.ops.select.top_k(both, self.rows)
-                held = torch.cat([lists[:, :, some], ids.expand(new.shape)], dim=-1)
-                held = held.gather(-1, slots.clamp_min(0))
-                lists[:, :, some] = held.masked_fill(slots < 0, UNUSED)
+                both = torch.cat([scores[:, :, block], new], dim=-1)
+                scores[:, :, block], slots = self.ops.select.top_k(both, self.rows)
+                ids_both = torch.cat([lists[:, :, block], ids.expand(new.shape)], dim=-1)
+                ids_both = ids_both.gather(-1, slots.clamp_min(0))
+                lists[:, :, block] = ids_both.masked_fill(slots < 0, UNUSED)
         return {**learned, "lists": lists, "list_scores": scores}
 
     def _logits(self, centroids: Tensor, keys: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ class QueryLists:
         return (logits - totals[..., None]).amax(2)
 
     def _chunks(self, totals: Tensor, keys: Tensor) -> Iterator[slice]:
-        """Centroids taken at a time, of those of totals `[B, G, g, C]`."""
-        each = totals[..., 0].numel() * (keys.shape[2] + self.rows)
-        step = max(SCORES // max(each, 1), 1)
+        """Blocks of the centroids of totals `[B, G, g, C]`."""
+        scores_per = totals[..., 0].numel() * (keys.shape[2] + self.rows)
+        step = max(SCORES // max(scores_per, 1), 1)
         return (slice(start, start + step) for start in range(0, totals.shape[-1], step))
 
 
@@ -127,14 +127,14 @@ def by_group(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.reshape(B, kv_heads, H // kv_heads, C, D).clone()
 
 
-def queued(learned: Codes, new: Codes, oldest: int) -> Codes:
-    """The same with centroids replaced from `oldest` on, the last followed by the first."""
+def replace_oldest(learned: Codes, new: Codes, oldest: int) -> Codes:
+    """Replace centroids from `oldest` on by new ones, the last followed by the first."""
     slots = torch.arange(new["known"].shape[1], device=new["known"].device)
     slots = (slots + oldest) % learned["known"].shape[1]
     return {name: learned[name].index_copy(axis, slots, new[name]) for name, axis in AXES.items()}
 
 
-def recalled(learned: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
+def recall(learned: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
     """Ids in the lists of the `probes` centroids nearest by angle, int64 `[B, G, probes · L]`.
 
     Ascending, each once, then -1. A centroid is as near as it is to any head of the group.

@@ -17,12 +17,11 @@ class NoConfig:
 
 
 def make_config(index: Any, preset: str | None, options: Mapping[str, Any]) -> Any:
-    """`index.Config` from a preset, with single fields overridden.
+    """`index.Config`: its defaults, or a preset's differences from them; single fields override.
 
     Raises ValueError for an unknown preset or option (with near matches), and whatever the
     configuration's own validation raises.
     """
-    preset = index.default_preset if preset is None else preset
     fields = {}
     if preset is not None:
         if check.text("preset", preset) not in index.presets:

@@ -1,4 +1,4 @@
-"""What surrounds every public call of an index, a wrapper and a layer.
+"""Guarded calls: all or nothing, the same arithmetic for every caller, threads told apart.
 
 All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
 later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the
@@ -20,7 +20,10 @@ import torch
 from kvindex.core.restore import Restorable
 
 READS = frozenset(
-    {"encode", "search", "fetch", "nbytes", "bytes_per_key", "expand_batch", "__deepcopy__"}
+    {
+        *("encode", "search", "fetch", "nbytes", "bytes_per_key", "expand_batch"),
+        *("state_dict", "__deepcopy__"),
+    }
 )
 """Calls that may run beside one another."""
 
@@ -30,6 +33,7 @@ ALONE = frozenset({"attend", "decode_step", "attend_hits", "warm_up", "reserve"}
 CHANGES = frozenset(
     {
         *("append", "start_append", "_finish_append", "truncate", "reorder", "reset"),
+        "load_state_dict",
         *("end_prompt", "observe_queries", "mark_boundary", "observe_tokens", "step", "_settle"),
     }
 )

@@ -1,4 +1,4 @@
-"""The protocol every index speaks: encode, append, search, fetch.
+"""The protocol every index speaks (encode, append, search, fetch), and its capabilities.
 
 Letters used in every signature, docstring and page:
 `B` batch, `H` query heads, `G` KV heads (`H % G == 0`), `N` tokens in the index, `D` head
@@ -15,7 +15,7 @@ Invariants (`tests/contract/test_contract.py` holds every index to them):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -154,38 +154,141 @@ class KVIndex(Protocol):
         ...
 
 
-class Attends(Protocol):
-    """What an index may offer beyond: to attend by itself, to rows where they lie.
+# Capabilities: what an index may offer beyond, asked for by `kvindex.core.capability`
 
-    Whoever calls asks for `attends` first, as a layer does, and else searches and fetches.
-    """
+
+@runtime_checkable
+class ObservesQueries(Protocol):
+    """`observe_queries` does something; else nobody need call it."""
+
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
+        """As `KVIndex.observe_queries`."""
+        ...
+
+
+@runtime_checkable
+class TellsCoverage(Protocol):
+    """It knows whether a search can tell what share of the attention its rows hold."""
+
+    def check_coverage(self, coverage: float) -> None:
+        """Raises ValueError where a search takes no such `coverage`."""
+        ...
+
+
+@runtime_checkable
+class TellsRowBytes(Protocol):
+    """It knows what a fetched row costs; else a row is as wide as its key and value."""
 
     @property
-    def attends(self) -> bool:
-        """Whether it does, as it was made."""
+    def row_bytes(self) -> int:
+        """Bytes of a token's key and value for one head, as they are stored and fetched."""
         ...
 
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
-        """Search, fetch and attend in one go: `[B, H, Dv]`, and the rows found, int32 `[B, G]`.
+
+@runtime_checkable
+class WeighsRows(Protocol):
+    """Rows that a search finds have weights of their own (`Hits.log_weight`)."""
+
+    @property
+    def weighted(self) -> bool:
+        """True."""
+        ...
+
+
+@runtime_checkable
+class RunsOps(Protocol):
+    """It computes by the ops of a backend."""
+
+    @property
+    def backend(self) -> str:
+        """The backend's name (`kvindex.core.backend`)."""
+        ...
+
+    @property
+    def ops(self) -> Any:
+        """The module of its ops, named and signed as `kvindex.ops`."""
+        ...
+
+
+@runtime_checkable
+class ExpandsBatch(Protocol):
+    """Searches do not depend on the queries of other steps: many steps can be searched at once."""
+
+    def expand_batch(self, count: int) -> KVIndex:
+        """A view of a batch of 1 as one of `count`, to search and fetch from as it stays."""
+        ...
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """All that it keeps are named tensors, to be written to a file or sent to another."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it keeps, by name (`kvindex.bases.state`)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Become what another was of the same geometry and configuration.
+
+        Raises TypeError or ValueError for anything else, and stays as it was.
+        """
+        ...
+
+
+@runtime_checkable
+class AppendsAsync(Protocol):
+    """An append leaves the host and other streams alone: a layer has it run beside its steps."""
+
+    def start_append(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Callable[[], None]:
+        """The first part of an append, the long one; what is returned is the rest."""
+        ...
+
+
+@runtime_checkable
+class Reserves(Protocol):
+    """Memory can be taken before it is needed."""
+
+    def reserve(self, tokens: int) -> None:
+        """Take now what codes and rows need until the index holds `tokens` tokens.
+
+        Raises MemoryError; what is held stays as it was.
+        """
+        ...
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """The first search makes buffers and compiles kernels."""
+
+    def warm_up(self, *, k: int, tokens: int) -> None:
+        """Do so now, for searches of `k` rows until the index holds `tokens` tokens."""
+        ...
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """It attends by itself, to rows where they lie; else search, fetch and attend."""
+
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
+        """Search, fetch and attend in one go.
 
         The attention of queries `[B, H, D]` over the best `k` rows and those that `resident` shows;
-        each head needs one at least. Raises as `search`, and ValueError where it does not attend.
+        each head needs one at least. Raises as `search`.
         """
         ...
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
-        that `resident` shows: `[B, H, Dv]`. Raises as `fetch`, and ValueError where it does not
-        attend.
+        that `resident` shows. Raises as `fetch`.
         """
         ...
 
 
+@runtime_checkable
 class DecodesStep(Attends, Protocol):
-    """What an index that attends may offer beyond: the whole of a decoded token's step.
-
-    A layer calls it where it is there, and else copies the rows and calls `attend`.
-    """
+    """It does the whole of a decoded token's step; else copy the rows and call `attend`."""
 
     def decode_step(
         self,
@@ -196,7 +299,7 @@ class DecodesStep(Attends, Protocol):
         *,
         k: int,
         graphs: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `attend`, once `resident` and a window hold the token's rows.
 
         token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape;
@@ -204,4 +307,115 @@ class DecodesStep(Attends, Protocol):
         have room. Raises as `attend`, and ValueError for rows of other shapes; what `resident` and
         the window hold of the token is then undefined.
         """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What an index holds, as its executor is told of it after every change.
+
+    codes: those of the executor, or a copy or a view of them; rows: the index's store; length: its
+    tokens; counts: valid ones of each row of the batch, int64 `[B]` on the CPU; valid: which are,
+    bool `[B, N]`, or None where all are; real_from: the token from which on all are; learned,
+    statistics: named tensors.
+    """
+
+    codes: object
+    rows: object
+    length: int
+    counts: Tensor
+    valid: Tensor | None
+    real_from: int
+    learned: Codes
+    statistics: Codes
+
+
+class Executor(Protocol):
+    """What runs an index on a device in place of its ops (`accelerate` of a backend gives it).
+
+    It owns the codes, and all that kernels read beside the rows. The index holds it, checks
+    arguments, and tells it of every change before anyone calls it again (`update`).
+    """
+
+    @property
+    def codes(self) -> Any:
+        """Where codes lie, with the interface of `kvindex.storage.columns.Columns`."""
+        ...
+
+    @property
+    def encodes(self) -> bool:
+        """Whether kernels learn of keys and encode them (`prepare`), and nothing waits for it."""
+        ...
+
+    @property
+    def attends(self) -> bool:
+        """Whether kernels read the rows where they lie, to attend to them."""
+        ...
+
+    @property
+    def length(self) -> Tensor | None:
+        """Tokens of the index on the device, int64 `[1]` at one address; None before a search."""
+        ...
+
+    def explain(self) -> str:
+        """Which path a step takes, and why."""
+        ...
+
+    def update(self, contents: Contents) -> Executor:
+        """Tokens came or went, or the batch did: gives what serves the index from here on."""
+        ...
+
+    def prepare(
+        self,
+        keys: Tensor,
+        valid: Tensor | None,
+        learned: Codes,
+        *,
+        start: int,
+        wrong: Tensor | None = None,
+    ) -> tuple[Codes, Any]:
+        """What is learned once keys `[B, G, N, D]` are appended at `start`, and their codes.
+
+        The codes are written beyond the last token, for `codes.append`. wrong: int32 `[]`, set to 1
+        where a valid key is not finite. Where `encodes` alone.
+        """
+        ...
+
+    def discard(self) -> None:
+        """What `prepare` has written is not appended."""
+        ...
+
+    def search(self, queries: Tensor, k: int) -> Hits:
+        """The best `k` rows for queries `[B, H, D]`."""
+        ...
+
+    def attend(
+        self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
+    ) -> Attended:
+        """As `Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
+        ...
+
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `Attends.attend_hits`."""
+        ...
+
+    def decode_step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        window: Rows,
+        k: int,
+        wrong: Tensor | None,
+        graphs: bool,
+    ) -> Attended:
+        """As `DecodesStep.decode_step`; wrong: as in `attend`."""
+        ...
+
+    def warm_up(self, k: int, tokens: int) -> None:
+        """Make what searches for `k` rows need until there are so many tokens."""
+        ...
+
+    def reserve(self, tokens: int) -> None:
+        """Take the memory that codes of so many tokens need."""
         ...

@@ -1,1 +1,1 @@
-"""One index per file; `kvindex.names()` lists the files."""
+"""Indexes, one per file; `kvindex.names()` lists the files."""

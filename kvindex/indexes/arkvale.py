@@ -1,4 +1,4 @@
-"""ArkVale: pages with a volume around most of their keys.
+"""ArkVale: pages scored by a bounding volume (cuboid or ball) of their keys.
 
 Chen et al., ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction
 (NeurIPS 2024): a page's digest is a center and a radius; pages are recalled by the largest product
@@ -23,7 +23,7 @@ RADII = ("mean", "max")
 
 @dataclass(frozen=True)
 class ArkValeConfig:
-    """What ArkVale can be told.
+    """Configuration of ArkVale.
 
     page: tokens of a page (published: 32).
     volume: around the center, half way between the extremes of each coordinate: a "cuboid" with a
@@ -53,22 +53,22 @@ class ArkVale(PagedIndex):
 
     Config = ArkValeConfig
 
-    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
-        low, high = extremes(keys, there)
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
+        low, high = extremes(keys, present)
         cuboid = self.config.volume == "cuboid"
         if cuboid and self.config.radius == "max":
             return {"low": low, "high": high}
         center = (low.float() + high.float()) / 2
         if not cuboid:
-            center = center.to(keys.dtype)  # what is kept, and radii are around
+            center = center.to(keys.dtype)  # as stored: radii are around it
         if self.config.volume == "center":
             return {"center": center}
         distances = keys.float() - center.float()[:, :, :, None]
         distances = distances.abs() if cuboid else distances.norm(dim=-1, keepdim=True)
-        distances = distances.masked_fill(~there, 0)
+        distances = distances.masked_fill(~present, 0)
         radius = distances.amax(3)
         if self.config.radius == "mean":
-            radius = distances.sum(3) / there.sum(3).clamp_min(1)
+            radius = distances.sum(3) / present.sum(3).clamp_min(1)
         if cuboid:
             box = {"low": center - radius, "high": center + radius}
             return {name: corner.to(keys.dtype) for name, corner in box.items()}

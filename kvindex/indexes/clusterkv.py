@@ -1,4 +1,4 @@
-"""ClusterKV: keys in clusters of like direction; whole clusters are recalled.
+"""ClusterKV: k-means clusters of keys by cosine, recalled as whole clusters.
 
 Liu et al., ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression
 (arXiv 2412.03213).
@@ -19,7 +19,7 @@ from kvindex.ops import group
 
 @dataclass(frozen=True)
 class ClusterKVConfig:
-    """What ClusterKV can be told; the defaults are the published ones.
+    """Configuration of ClusterKV; the defaults are the published ones.
 
     per_cluster: keys of the prompt per cluster, on average.
     block: later tokens that are clustered together, into `block_clusters`.
@@ -47,7 +47,7 @@ class ClusterKVConfig:
 
 
 class ClusterKV(ClusteredIndex):
-    """Ranks clusters by `q·c`, `c` the mean of their keys, and returns the rows of the best.
+    """Ranks clusters by `q·c`, `c` the mean of a cluster's keys, and returns the rows of the best.
 
     Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster.
     """

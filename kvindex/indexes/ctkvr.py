@@ -1,4 +1,4 @@
-"""CTkvr: queries of the prompt as centroids, each with a list of its best keys; then exact rerank.
+"""CTkvr: prompt queries as centroids with inverted lists of their best keys, then exact rerank.
 
 Lu et al., CTkvr: Efficient KV Cache Retrieval for Long-Context LLMs via Centroid-then-Token
 Indexing (2025), Algorithms 1 and 2.
@@ -15,20 +15,20 @@ from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
 from kvindex.bases.prompt_queries import CHOICES, PromptQueries
-from kvindex.bases.query_lists import Blocks, QueryLists, queued, recalled
+from kvindex.bases.query_lists import Blocks, QueryLists, recall, replace_oldest
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 
 BLOCK = 16_384
-"""Tokens offered to the lists at a time: bounds what a host store copies at once."""
+"""Tokens inserted into the lists at a time: bounds what a host store copies at once."""
 
 NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
 class CTkvrConfig:
-    """What CTkvr can be told.
+    """Configuration of CTkvr.
 
     most, every: a prompt of n queries gives `min(most, n / every)` centroids, at least one
       (paper: 2048, 16).
@@ -63,17 +63,19 @@ class CTkvrConfig:
 
 @dataclass(frozen=True)
 class _State:
-    """Beside what is learned. seen: the prompt's queries until they become centroids; pending: of
-    the last search, what `QueryLists.relisted` takes; oldest: the centroid to be replaced next.
+    """State beside the learned tensors.
+
+    observed: the prompt's queries until they become centroids; pending: arguments of
+    `QueryLists.from_search` from the last search; oldest: the centroid to be replaced next.
     """
 
-    seen: PromptQueries | None = None
+    observed: PromptQueries | None = None
     pending: tuple[Tensor, Tensor, Tensor] | None = None
     oldest: int = 0
 
 
 class CTkvr(BaseIndex):
-    """Looks at the keys that similar queries have liked before, and scores those exactly.
+    """Recalls the best keys of similar queries, and scores those exactly.
 
     Hits' scores: what `group.agree` returns for the true `q·k` of the recalled keys. Without
     centroids (before `end_prompt`, or if no query was observed) every key is recalled.
@@ -82,20 +84,22 @@ class CTkvr(BaseIndex):
     Config = CTkvrConfig
     presets: ClassVar = {"paper512": {"rho": 1280}, "paper1024": {"rho": 2560}}
 
+    statistics = ("_state", "_sealed")
+
     _state: _State
     _sealed: bool
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._lister = QueryLists(self.geometry, self.ops, self.config.rho)
+        self._query_lists = QueryLists(self.geometry, self.ops, self.config.rho)
 
     @property
     def depends_on_queries(self) -> bool:
-        """Where searches become centroids."""
+        """True where searches become centroids."""
         return bool(self.config.update)
 
     def _undone(self, name: str) -> bool:
-        return name == "search" or super()._undone(name)  # the last search is kept
+        return name == "search" or super()._undone(name)  # the last search is state
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
@@ -109,8 +113,8 @@ class CTkvr(BaseIndex):
         further prompt), with lists over all keys. What is not finite in a query counts as 0.
         Raises ValueError or TypeError for a wrong tensor.
         """
-        g, seen = self.geometry, self._state.seen
-        batch = seen.queries.shape[0] if self._batch is None and seen else self._batch
+        g, observed = self.geometry, self._state.observed
+        batch = observed.queries.shape[0] if self._batch is None and observed else self._batch
         shape = {"B": batch, "H": g.q_heads, "T": None, "D": g.head_dim}
         self._check_tensor("queries", queries, shape)
         T = queries.shape[2]
@@ -118,36 +122,36 @@ class CTkvr(BaseIndex):
         queries, config = queries.detach().nan_to_num(0, 0, 0), self.config
         if "lists" in self._learned:
             if self._state.pending is not None:
-                self._enqueue(self._lister.relisted(*self._state.pending))
+                self._enqueue(self._query_lists.from_search(*self._state.pending))
             if T > 1:
-                some = queries[:, :, -self._learned["lists"].shape[2] :]
-                self._enqueue(self._lister.listed(some, self._blocks))
+                newest = queries[:, :, -self._learned["lists"].shape[2] :]
+                self._enqueue(self._query_lists.build(newest, self._blocks))
         elif T > 1 or (T and not self._sealed):
-            kept = dict(most=config.most, choice=config.choice, seed=config.seed)
-            now = PromptQueries.of(seen, queries, positions, **kept)
-            self._state = replace(self._state, seen=now)
+            options = dict(most=config.most, choice=config.choice, seed=config.seed)
+            updated = PromptQueries.of(observed, queries, positions, **options)
+            self._state = replace(self._state, observed=updated)
 
     def end_prompt(self) -> None:
-        """The prompt is complete: queries become centroids (at the next append, if it is empty)."""
-        if len(self) and self._state.seen:
-            self._learned = self._built(self._state.seen, self.valid, self._blocks)
-            self._state = replace(self._state, seen=None)
+        """End the prompt: queries become centroids (at the next append, if it is empty)."""
+        if len(self) and self._state.observed:
+            self._learned = self._build(self._state.observed, self.valid, self._blocks)
+            self._state = replace(self._state, observed=None)
         self._sealed = True
 
     def reorder(self, batch_indices: Tensor) -> None:
         """As `BaseIndex.reorder`; queries may have been observed before the first append."""
-        seen = self._state.seen
-        if self._batch is None and seen:
-            rows = check.rows("batch_indices", batch_indices, seen.queries.shape[0])
-            seen = seen.reordered(rows.to(self.geometry.device))
-            self._state = replace(self._state, seen=seen)
+        observed = self._state.observed
+        if self._batch is None and observed:
+            rows = check.rows("batch_indices", batch_indices, observed.queries.shape[0])
+            observed = observed.reordered(rows.to(self.geometry.device))
+            self._state = replace(self._state, observed=observed)
         super().reorder(batch_indices)
 
     # Centroids and their lists
 
-    def _built(self, seen: PromptQueries, valid: Tensor | None, blocks: Blocks) -> Codes:
+    def _build(self, observed: PromptQueries, valid: Tensor | None, blocks: Blocks) -> Codes:
         """Chosen queries as centroids (Algorithm 1); valid: of all tokens so far."""
-        queries, positions, config = seen.queries, seen.positions, self.config
+        queries, positions, config = observed.queries, observed.positions, self.config
         usable = torch.ones_like(queries[:, 0, :, 0], dtype=torch.bool)
         padded = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
         if valid is not None:
@@ -155,85 +159,88 @@ class CTkvr(BaseIndex):
             usable = valid[:, positions.clamp_max(valid.shape[1] - 1)] | ~inside
             usable = usable | ~usable.any(1, keepdim=True)
             padded = (~valid).sum(1)
-        counts = ((seen.end - padded) // config.every).clamp(1, config.most)
-        known = seen.chosen(counts, usable, choice=config.choice, seed=config.seed)
-        some = known.any(0)  # of a row of the batch; the oldest first
-        return {**self._lister.listed(queries[:, :, some], blocks), "known": known[:, some]}
+        counts = ((observed.end - padded) // config.every).clamp(1, config.most)
+        known = observed.chosen(counts, usable, choice=config.choice, seed=config.seed)
+        columns = known.any(0)  # of a row of the batch; the oldest first
+        return {
+            **self._query_lists.build(queries[:, :, columns], blocks),
+            "known": known[:, columns],
+        }
 
     def _blocks(self, length: int | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """The keys held, up to `length`."""
+        """Blocks of the keys in the store, up to `length`."""
         length = len(self) if length is None else length
         for start, rows in self._store.blocks(BLOCK):
             keys = rows.keys[:, :, : max(length - start, 0)]
-            some = slice(start, start + keys.shape[2])
-            yield start, keys, None if self.valid is None else self.valid[:, some]
+            block = slice(start, start + keys.shape[2])
+            yield start, keys, None if self.valid is None else self.valid[:, block]
 
     # First in, first out
 
     def _enqueue(self, new: Codes) -> None:
-        """New centroids in place of the oldest."""
-        self._learned = queued(self._learned, new, self._state.oldest)
-        oldest = self._after(new["known"].shape[1])
+        """Replace the oldest centroids by new ones."""
+        self._learned = replace_oldest(self._learned, new, self._state.oldest)
+        oldest = self._oldest_after(new["known"].shape[1])
         self._state = replace(self._state, pending=None, oldest=oldest)
 
-    def _after(self, count: int) -> int:
+    def _oldest_after(self, count: int) -> int:
         return (self._state.oldest + count) % self._learned["known"].shape[1]
 
-    # What the base asks for
+    # Hooks of the base
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         start, state = len(self), self._state
-        if state.seen is not None:
-            seen = {"B": state.seen.queries.shape[0], "G": None, "N": None, "D": None}
-            check.tensor("keys", keys, seen)
+        if state.observed is not None:
+            observed = {"B": state.observed.queries.shape[0], "G": None, "N": None, "D": None}
+            check.tensor("keys", keys, observed)
         if "lists" in self._learned:
             learned, pending = self._learned, state.pending
-            if pending is not None:  # it has not seen these keys
-                late = self._lister.relisted(*pending)
-                learned = queued(learned, late, state.oldest)
+            if pending is not None:  # its list lacks these keys
+                late = self._query_lists.from_search(*pending)
+                learned = replace_oldest(learned, late, state.oldest)
             new = [(start, keys, valid)]
-            return learned if self.config.stale else self._lister.offered(learned, lambda: new)
-        if not self._sealed or state.seen is None:
+            return learned if self.config.stale else self._query_lists.insert(learned, lambda: new)
+        if not self._sealed or state.observed is None:
             return self._learned
         flags = self.valid
         if flags is not None or valid is not None:
             before = keys.new_ones((len(keys), start), dtype=torch.bool) if flags is None else flags
             after = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
             flags = torch.cat([before, after if valid is None else valid], dim=1)
-        return self._built(state.seen, flags, lambda: [*self._blocks(), (start, keys, valid)])
+        return self._build(state.observed, flags, lambda: [*self._blocks(), (start, keys, valid)])
 
     def _learned_before(self, length: int) -> Codes:
         learned = self._learned
         if "lists" not in learned or not bool((learned["lists"] >= length).any()):
             return learned
-        gone = learned["lists"] >= length
-        if not self.config.stale:  # what they have displaced is offered again
-            gone = torch.ones_like(gone)
-        lists = learned["lists"].masked_fill(gone, UNUSED)
-        left = {**learned, "lists": lists}
-        left["list_scores"] = learned["list_scores"].masked_fill(gone, NEVER)
+        removed = learned["lists"] >= length
+        if not self.config.stale:  # keys that they displaced are inserted again
+            removed = torch.ones_like(removed)
+        lists = learned["lists"].masked_fill(removed, UNUSED)
+        remaining = {**learned, "lists": lists}
+        remaining["list_scores"] = learned["list_scores"].masked_fill(removed, NEVER)
         if self.config.stale:
-            return left
-        return self._lister.offered(left, lambda: self._blocks(length))
+            return remaining
+        return self._query_lists.insert(remaining, lambda: self._blocks(length))
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _State:
         state = self._state
         if "lists" not in self._learned:
-            return replace(state, seen=None) if self._sealed else state
+            return replace(state, observed=None) if self._sealed else state
         if state.pending is None:
             return state
-        return replace(state, pending=None, oldest=self._after(1))
+        return replace(state, pending=None, oldest=self._oldest_after(1))
 
     def _with_truncated(self, length: int) -> _State:
         return replace(self._state, pending=None)
 
     def _with_reordered(self, batch_indices: Tensor) -> _State:
-        seen, pending = self._state.seen, self._state.pending
+        observed, pending = self._state.observed, self._state.pending
         if pending is not None:
             queries, ids, products = pending
             pending = queries[batch_indices], ids[batch_indices], products[batch_indices]
-        seen = seen and seen.reordered(batch_indices)
-        return replace(self._state, seen=seen, pending=pending)
+        observed = observed and observed.reordered(batch_indices)
+        return replace(self._state, observed=observed, pending=pending)
 
     def _commit(self, statistics: _State) -> None:
         self._state = statistics
@@ -242,8 +249,8 @@ class CTkvr(BaseIndex):
         self._state, self._sealed = _State(), False
 
     def _held(self) -> list[Tensor]:
-        seen, pending = self._state.seen, self._state.pending
-        return [*(seen.held() if seen else []), *(pending or ())]
+        observed, pending = self._state.observed, self._state.pending
+        return [*(observed.tensors() if observed else []), *(pending or ())]
 
     def _scanned(self) -> list[Tensor]:
         keys = [rows.keys for _, rows in self._store.blocks(BLOCK)]
@@ -258,9 +265,9 @@ class CTkvr(BaseIndex):
     def _search(self, queries: Tensor, k: int) -> Hits:
         g, config = self.geometry, self.config
         heads = group.fold(queries, g.kv_heads, "max_share")  # [B, G, g, D]
-        ids = self._everything(len(queries))
+        ids = self._all_ids(len(queries))
         if "lists" in self._learned:
-            ids = recalled(self._learned, heads, len(self), config.probes, self.ops)
+            ids = recall(self._learned, heads, len(self), config.probes, self.ops)
         products = heads @ self._store.gather(ids).keys.float().mT
         if "lists" in self._learned and config.update:
             self._state = replace(self._state, pending=(queries, ids, products))
@@ -271,7 +278,7 @@ class CTkvr(BaseIndex):
         best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
-    def _everything(self, batch: int) -> Tensor:
+    def _all_ids(self, batch: int) -> Tensor:
         """All valid ids, int64 `[B, G, N]`, -1 for the others."""
         ids = torch.arange(len(self), device=self.geometry.device)
         ids = ids.expand(batch, self.geometry.kv_heads, -1)

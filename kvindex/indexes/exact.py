@@ -1,4 +1,4 @@
-"""Exact search: the best rows by their true scores. The anchor that everything is held to."""
+"""Exact search: the best rows by their true scores, the reference of every other index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExactConfig:
 
 
 class Exact(BaseIndex):
-    """Scores every key in float32. Keeps no codes: it reads the keys from the store.
+    """Scores every key in float32, read from the store: there are no codes.
 
     Hits' scores: what `group.agree` returns for the true `q·k`.
     """

@@ -1,4 +1,4 @@
-"""FAISS flat: every key is scored, by FAISS. Each query head's best keys are the candidates.
+"""FAISS flat: brute-force search with `IndexFlatIP`, each query head's best keys as candidates.
 
 Douze et al., The Faiss library (2024), section 4: `IndexFlatIP`. Details: docs/indexes.
 """

@@ -1,4 +1,4 @@
-"""FAISS HNSW: a graph over the keys, walked from its top toward the query.
+"""FAISS HNSW: search of a hierarchical small-world graph over the keys.
 
 Malkov and Yashunin, Efficient and Robust Approximate Nearest Neighbor Search Using Hierarchical
 Navigable Small World Graphs (2016); FAISS: `IndexHNSWFlat`. Details: docs/indexes.
@@ -21,8 +21,8 @@ class FaissHNSWConfig(FaissConfig):
     """As `FaissConfig`, without a GPU (FAISS has no HNSW there), and:
 
     neighbors: links of a key, FAISS's `M` (on the lowest level twice as many).
-    ef_construction: candidates kept while a key is linked.
-    ef_search: candidates kept by a search; never fewer than it asks for.
+    ef_construction: size of the candidate list while a key is linked.
+    ef_search: size of the candidate list of a search; never below the rows it returns.
     """
 
     neighbors: int = 32
@@ -40,7 +40,7 @@ class FaissHNSWConfig(FaissConfig):
 class FaissHNSW(FaissIndex):
     """`IndexHNSWFlat` per row and KV head: a float32 copy of the keys, and their links.
 
-    Keys are linked one after the other, so that the graph does not depend on how they came.
+    Keys are linked one after the other, so that the graph does not depend on the appends.
     Hits' scores: what `group.agree` returns for `q·k` of the heads' candidates.
     """
 
@@ -58,18 +58,18 @@ class FaissHNSW(FaissIndex):
         for i in range(len(keys)):
             index.add_c(1, self._floats(keys[i]))
 
-    def _wanted(self, k: int) -> int:
-        """All that FAISS keeps track of are candidates: they cost nothing more."""
+    def _candidate_count(self, k: int) -> int:
+        """FAISS's whole candidate list, which costs nothing more."""
         least: int = self.config.ef_search
-        return max(super()._wanted(k), least)
+        return max(super()._candidate_count(k), least)
 
-    def _ask(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+    def _query_faiss(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
         # FAISS's walk stops by efSearch, however many rows are asked for
         index.hnsw.efSearch = max(self.config.ef_search, count)
-        return super()._ask(index, queries, count)
+        return super()._query_faiss(index, queries, count)
 
     def _token_bytes(self) -> float:
-        """A key, its level and where its links begin, links of the lowest level, and above.
+        """A key, its level, the offset of its links, links of the lowest level, and above.
 
         A key has another `M` links with a chance of `1/M`, once more with `1/M²`, …: as expected.
         """
@@ -77,17 +77,17 @@ class FaissHNSW(FaissIndex):
         return 4 * self.geometry.head_dim + 4 + 8 + 4 * (2 * M + M / (M - 1))
 
     def _scanned_bytes(self) -> float:
-        """Of a query head: keys compared and links read on the way to some of the first keys."""
-        row = next((row for row in self._made if row[0]), None)
+        """Keys compared and links read per query head, measured with some of the first keys."""
+        row = next((row for row in self._faiss_indexes if row[0]), None)
         if row is None:
             return 0.0
         index, stats = row[0], self._faiss.cvar.hnsw_stats
         count = min(index.ntotal, 16)
         before = stats.ndis, stats.nhops
-        asked = torch.from_numpy(index.reconstruct_n(0, count))
-        self._ask(index, asked, min(self.config.ef_search, index.ntotal))
+        queries = torch.from_numpy(index.reconstruct_n(0, count))
+        self._query_faiss(index, queries, min(self.config.ef_search, index.ntotal))
         compared, hops = stats.ndis - before[0], stats.nhops - before[1]
         links = 4 * 2 * self.config.neighbors
         read = compared * 4 * self.geometry.head_dim + hops * links
-        found: float = read / count / index.ntotal
-        return found
+        bytes_per_key: float = read / count / index.ntotal
+        return bytes_per_key

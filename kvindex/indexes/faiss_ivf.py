@@ -1,4 +1,4 @@
-"""FAISS IVF: keys in lists by their nearest centroid; the best few lists are scanned.
+"""FAISS IVF: inverted lists of keys by nearest centroid, of which a search scans the best few.
 
 Douze et al., The Faiss library (2024), section 5.1: `IndexIVFFlat`. Details: docs/indexes.
 """
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.faiss import FaissConfig, FaissIndex
-from kvindex.bases.faiss_library import each
+from kvindex.bases.faiss_library import in_threads
 from kvindex.core import check
 from kvindex.core.protocol import Codes
 
 PER_LIST = 39
-"""Keys per list at least, where `lists` is None: what FAISS asks k-means to be given."""
+"""Least keys per list where `lists` is None: the least that FAISS's k-means expects."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class FaissIVF(FaissIndex):
     Config = FaissIVFConfig
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """`lists` int64 `[B]`, how many each row has, and `centroids` float32 `[B, G, L, D]`.
+        """Learn `lists` int64 `[B]`, the count of each row, and `centroids` float32 `[B, G, L, D]`.
 
-        A row of the batch learns from the valid keys of the first append that holds one, and
+        A row of the batch learns from the valid keys of the first append that has one, and
         never again.
         """
         B, learned = len(keys), self._learned
@@ -68,21 +68,21 @@ class FaissIVF(FaissIndex):
         rows: list[Codes] = []
         for b in range(B):
             if b in missing:
-                some = keys[b] if valid is None else keys[b][:, valid[b]]
-                rows.append(self._trained(some, self._lists(counts[b])))
+                points = keys[b] if valid is None else keys[b][:, valid[b]]
+                rows.append(self._trained(points, self._lists(counts[b])))
             else:
                 rows.append({name: tensor[b] for name, tensor in learned.items()})
         return self._stacked(rows, keys.device)
 
     def _lists(self, count: int) -> int:
         """Lists for `count` keys."""
-        wanted: int | None = self.config.lists
-        if wanted is None:
-            wanted = max(min(round(4 * count**0.5), count // PER_LIST), 1)
-        return min(wanted, count)
+        lists: int | None = self.config.lists
+        if lists is None:
+            lists = max(min(round(4 * count**0.5), count // PER_LIST), 1)
+        return min(lists, count)
 
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
-        """What keys `[G, n, D]` of a row teach: `lists` int64 `[]`, `centroids` `[G, L, D]`."""
+        """Train on keys `[G, n, D]` of a row: `lists` int64 `[]`, `centroids` `[G, L, D]`."""
         faiss, D = self._faiss, self.geometry.head_dim
 
         def train(points: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class FaissIVF(FaissIndex):
             means.train(points.numpy(), faiss.IndexFlatIP(D))
             return torch.from_numpy(faiss.vector_to_array(means.centroids)).view(lists, D)
 
-        centroids = each(train, self._points(keys), torch.get_num_threads())
+        centroids = in_threads(train, self._points(keys), torch.get_num_threads())
         return {"lists": torch.tensor(lists), "centroids": torch.stack(centroids)}
 
     def _points(self, keys: Tensor) -> Tensor:
@@ -132,11 +132,11 @@ class FaissIVF(FaissIndex):
         return 4 * self.geometry.head_dim + 8  # and the id
 
     def _scanned_bytes(self) -> float:
-        """Of a query head: the lists probed, were all of one length, and all centroids."""
+        """Per query head: the probed lists, if all are of one length, and all centroids."""
         if not self._learned:
             return 0.0
         lists, tokens = self._learned["lists"].clamp_min(1), self.counts.clamp_min(1)
         share = (self.config.probes / lists).clamp_max(1).mean().item()
         centroids = (4 * self.geometry.head_dim * lists.cpu() / tokens).mean().item()
-        found: float = share * self._token_bytes() + centroids
-        return found
+        scanned: float = share * self._token_bytes() + centroids
+        return scanned

@@ -1,4 +1,4 @@
-"""FAISS IVF-PQ: inverted lists of product-quantized residuals.
+"""FAISS IVF-PQ: inverted lists with product-quantized residuals of keys.
 
 Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV; Douze et al.,
 The Faiss library (2024): `IndexIVFPQ`. Details: docs/indexes.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.bases.faiss_library import each
+from kvindex.bases.faiss_library import in_threads
 from kvindex.core import check
 from kvindex.indexes.faiss_ivf import FaissIVF, FaissIVFConfig
 from kvindex.ops.kmeans import assign
@@ -46,8 +46,8 @@ class FaissIVFPQConfig(FaissIVFConfig):
 class FaissIVFPQ(FaissIVF):
     """`IndexIVFPQ` per row and KV head, on residuals.
 
-    Hits' scores: what `group.agree` returns for the inner products of the queries with what the
-    candidates' codes stand for.
+    Hits' scores: what `group.agree` returns for the inner products of the queries with the
+    candidates' decoded keys.
     """
 
     Config = FaissIVFPQConfig
@@ -62,14 +62,16 @@ class FaissIVFPQ(FaissIVF):
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
         """As `FaissIVF._trained`, and `codebooks` float32 `[G, M, 2^bits, m]` of residuals.
 
-        Those that FAISS's product quantizer learns, to the bit; but it trains one after the other.
+        Equal to the bit to those of FAISS's product quantizer, which trains one after the other.
         """
         learned, points = super()._trained(keys, lists), self._points(keys)
         residuals = points - _nearest(points, learned["centroids"])
         G, n, D = residuals.shape
         M = self._subspaces
         parts = residuals.view(G, n, M, D // M).transpose(1, 2)  # [G, M, n, m]
-        books = each(self._codebook, parts.flatten(0, 1).contiguous(), torch.get_num_threads())
+        books = in_threads(
+            self._codebook, parts.flatten(0, 1).contiguous(), torch.get_num_threads()
+        )
         return {**learned, "codebooks": torch.stack(books).view(G, M, -1, D // M)}
 
     def _codebook(self, part: Tensor) -> Tensor:
@@ -95,23 +97,23 @@ class FaissIVFPQ(FaissIVF):
         faiss.copy_array_to_vector(books, index.pq.centroids)
         return self._ready(index)
 
-    def _represented(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """What FAISS's codes of keys `[B, G, C, D]` stand for, made again from the keys."""
+    def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
+        """Keys `[B, G, C, D]` as FAISS's codes represent them, encoded again from the keys."""
         B, G, C, _ = keys.shape
-        found = torch.empty_like(keys)
+        represented = torch.empty_like(keys)
         books = self._learned["codebooks"]  # [B, G, M, 2^bits, m]
         M, _, m = books.shape[2:]
         for b in range(B):
             lists = int(self._learned["lists"][b])
             for start in range(0, C, BLOCK):
-                some = keys[b, :, start : start + BLOCK]
-                means = _nearest(some, self._learned["centroids"][b, :, :lists])
-                parts = (some - means).view(G, -1, M, m).transpose(1, 2).flatten(0, 1)
+                block = keys[b, :, start : start + BLOCK]
+                means = _nearest(block, self._learned["centroids"][b, :, :lists])
+                parts = (block - means).view(G, -1, M, m).transpose(1, 2).flatten(0, 1)
                 book = books[b].flatten(0, 1)  # [G M, 2^bits, m]
                 label = assign(parts, book)[0][..., None].expand(-1, -1, m)
                 coded = book.gather(1, label).view(G, M, -1, m).transpose(1, 2).flatten(-2)
-                found[b, :, start : start + BLOCK] = means + coded
-        return found
+                represented[b, :, start : start + BLOCK] = means + coded
+        return represented
 
     def _token_bytes(self) -> float:
         bits: int = self._subspaces * self.config.bits

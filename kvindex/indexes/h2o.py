@@ -1,4 +1,4 @@
-"""H2O: the rows that queries have attended to most so far, and the latest ones.
+"""H2O: eviction that retains heavy hitters (most attended rows so far) and the latest rows.
 
 Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models
 (NeurIPS 2023), Algorithm 1.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, attended, real
+from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, are_valid, attention_received
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
@@ -20,11 +20,12 @@ from kvindex.ops.coarse import ceil_share
 
 @dataclass(frozen=True)
 class H2OConfig:
-    """What H2O can be told.
+    """Configuration of H2O.
 
-    budget: rows kept (published: 1024 and 1024); recent: the share of them that are the latest
+    budget: retained rows (published: 1024 and 1024); recent: the share of them that are the latest
     (published: half), the others are heavy hitters; most: queries of the prompt that count, its
-    last ones, or None for all (published); group: how query heads agree on the order of kept rows.
+    last ones, or None for all (published); group: how query heads agree on the order of retained
+    rows.
     """
 
     budget: int = 2048
@@ -41,85 +42,87 @@ class H2OConfig:
 
 
 class H2O(ObservingEvictionIndex):
-    """Drops, for good, the row that was attended to least among all but the latest.
+    """Evicts, for good, the row that was attended to least among all but the latest.
 
-    Every row is kept until the first queries after an append that has something to drop: those of
-    the prompt at `end_prompt`, then each that is observed. What is learned: `ids` int64 `[B, G,
-    C]`, kept after the last of them, ascending, -1 (first) for none; `scores` float32 `[B, G, C]`,
-    the attention that each has got. Rows from `_upto` on have got none yet.
+    Every row is retained until the first queries after an append beyond the budget: those of the
+    prompt at `end_prompt`, then each that is observed. Learned: `ids` int64 `[B, G, C]`, retained
+    after the last of them, ascending, -1 (first) for none; `scores` float32 `[B, G, C]`, the
+    attention that each has received. Rows from `_scored` on have received none yet.
     """
 
     Config = H2OConfig
 
-    _upto: int
+    statistics = ("_scored",)
+
+    _scored: int
 
     @property
     def depends_on_queries(self) -> bool:
-        """Always: what each step attends to counts for the next."""
+        """Always True: each step's attention counts for the next."""
         return True
 
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: what they attend to counts.
+        """Count the attention of the newest queries `[B, H, T, D]`, ids int64 `[T]`.
 
         Until `end_prompt` they wait for it. What is not finite in a query counts as 0. Raises
         ValueError or TypeError for a wrong tensor.
         """
-        queries = self._signal(queries, positions)
+        queries = self._checked_queries(queries, positions)
         if not self._sealed:
-            self._watch(queries, positions, self.config.most or 2**62)
+            self._sample_queries(queries, positions, self.config.most or 2**62)
         elif len(self) and len(positions):
-            self._count(queries, positions)
+            self._accumulate(queries, positions)
 
     def end_prompt(self) -> None:
-        """The prompt is complete: what its queries attend to counts, and rows are dropped."""
-        if len(self) and self._seen:
-            self._count(self._seen.queries, self._seen.positions)
-        self._seen, self._sealed = None, True
+        """End the prompt: count the attention of its queries, and evict rows."""
+        if len(self) and self._observed:
+            self._accumulate(self._observed.queries, self._observed.positions)
+        self._observed, self._sealed = None, True
 
     def truncate(self, length: int) -> None:
-        """As `BaseIndex.truncate`; what was dropped stays so, and attention that counted, too."""
+        """As `BaseIndex.truncate`; evicted rows stay evicted, and attention stays counted."""
         super().truncate(length)
-        self._upto = min(self._upto, len(self))
+        self._scored = min(self._scored, len(self))
 
     # Heavy hitters
 
-    def _count(self, queries: Tensor, positions: Tensor) -> None:
-        """Add the attention of queries `[B, H, T, D]` to that of the kept rows, and drop."""
+    def _accumulate(self, queries: Tensor, positions: Tensor) -> None:
+        """Add the attention of queries `[B, H, T, D]` to that of the retained rows, and evict."""
         ids, scores = self._rows()
-        keys, counted = self._store.gather(ids).keys, real(positions, self.valid, len(queries))
-        scores = scores + attended(self.geometry, queries, positions, counted, keys, ids)
-        ids, scores = self._dropped(ids, scores)
-        self._learned, self._upto = {"ids": ids, "scores": scores}, len(self)
+        keys, counted = self._store.gather(ids).keys, are_valid(positions, self.valid, len(queries))
+        scores = scores + attention_received(self.geometry, queries, positions, counted, keys, ids)
+        ids, scores = self._evict(ids, scores)
+        self._learned, self._scored = {"ids": ids, "scores": scores}, len(self)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
-        """Ids `[B, G, C]` of what is kept and of what came since, and their scores."""
-        new = self._from(self._upto)
+        """Ids `[B, G, C]` of retained and of newer rows, and their scores."""
+        new = self._ids_from(self._scored)
         scores = torch.zeros(new.shape, device=new.device)
         if "ids" not in self._learned:
             return new, scores
         parts = (self._learned["ids"], new), (self._learned["scores"], scores)
         return torch.cat(parts[0], dim=-1), torch.cat(parts[1], dim=-1)
 
-    def _dropped(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The `budget` rows that stay, of ascending ids `[B, G, C]` and -1."""
+    def _evict(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The `budget` rows that remain, of ascending ids `[B, G, C]` and -1, and their scores."""
         budget = self.config.budget
         if ids.shape[-1] <= budget:
             return ids, scores
-        there = ids >= 0
-        rank = there.cumsum(-1)
+        present = ids >= 0
+        rank = present.cumsum(-1)
         recent = rank > rank[..., -1:] - ceil_share(budget, self.config.recent)
-        order = scores.masked_fill(recent, float("inf")).masked_fill(~there, NEVER)
+        order = scores.masked_fill(recent, float("inf")).masked_fill(~present, NEVER)
         slots = self.ops.select.top_k(order, budget)[1].sort(-1).values
         kept, got = (t.gather(-1, slots.clamp_min(0)) for t in (ids, scores))
         return kept.masked_fill(slots < 0, UNUSED), got.masked_fill(slots < 0, 0)
 
-    def _kept(self) -> Tensor:
+    def _retained(self) -> Tensor:
         ids, scores = self._rows()
-        return self._dropped(ids, scores)[0] if "ids" in self._learned else ids
+        return self._evict(ids, scores)[0] if "ids" in self._learned else ids
 
-    # What the base asks for
+    # Hooks of the base
 
     def _scanned(self) -> list[Tensor]:
         return [*super()._scanned(), *self._learned.values()]
@@ -127,10 +130,10 @@ class H2O(ObservingEvictionIndex):
     def _learned_before(self, length: int) -> Codes:
         if "ids" not in self._learned:
             return self._learned
-        gone = self._learned["ids"] >= length
+        removed = self._learned["ids"] >= length
         ids, scores = self._learned["ids"], self._learned["scores"]
-        return {"ids": ids.masked_fill(gone, UNUSED), "scores": scores.masked_fill(gone, 0)}
+        return {"ids": ids.masked_fill(removed, UNUSED), "scores": scores.masked_fill(removed, 0)}
 
     def _cleared(self) -> None:
         super()._cleared()
-        self._upto = 0
+        self._scored = 0

@@ -1,4 +1,4 @@
-"""IceCache: pages of keys that are alike, found through a tree that grows with the tokens.
+"""IceCache: pages of similar keys, searched through anchors in a tree that grows with the tokens.
 
 Mao et al., IceCache: Memory-Efficient KV-cache Management for Long-Sequence LLMs (ICLR 2026, arXiv
 2604.10539), with the multi-level dynamic continuous indexing (M-DCI) that it rests on.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.bases.eviction import joined
+from kvindex.bases.eviction import joined_flags
 from kvindex.bases.index import BaseIndex
 from kvindex.bases.prompt_queries import priority
 from kvindex.bases.units import at, best_rows, walk
@@ -22,7 +22,7 @@ from kvindex.ops import group
 from kvindex.ops.select import compact
 
 LIKENESSES = 2**24
-"""Held at once while keys find their anchors (64 MiB)."""
+"""Likenesses per block while keys are assigned to anchors (64 MiB)."""
 
 ROWS = 16_384
 """Tokens read from the store at a time."""
@@ -32,11 +32,11 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class IceCacheConfig:
-    """What IceCache can be told; the defaults are those of the published code.
+    """Configuration of IceCache; the defaults are those of the published code.
 
     page: tokens of a page, at most. ratio: chance that a token becomes an anchor. view, view_share:
-    a search looks at the keys of so many anchors for each query head, or of that share of the
-    number of tokens, whichever is more. group: how query heads agree; seed: of the anchors and of
+    anchors whose keys a search reads for each query head, as a number, or as a share of the number
+    of tokens, whichever is more. group: how query heads agree; seed: of the anchors and of
     the direction along which pages are cut.
     """
 
@@ -88,8 +88,8 @@ class IceCache(BaseIndex):
         return {}
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learned = self._learned or _nothing(keys)
-        flags = joined(self.valid, len(self), keys, valid)
+        learned = self._learned or _empty(keys)
+        flags = joined_flags(self.valid, len(self), keys, valid)
         known = max(
             learned["parents"].shape[2] - len(self), 0
         )  # of these keys, in the tree already
@@ -103,69 +103,71 @@ class IceCache(BaseIndex):
             cut = {name: learned[name][..., :length] for name in ("parents", "likeness", "places")}
             return _paged({**learned, **cut})
         keys = torch.cat([rows.keys for _, rows in self._store.blocks(ROWS)], 2)[:, :, :length]
-        left, flags = _nothing(keys), None if self.valid is None else self.valid[:, :length]
+        remaining, flags = _empty(keys), None if self.valid is None else self.valid[:, :length]
         first = learned["first"].clamp_max(length)
         if flags is not None:
             keys = keys.masked_fill(~flags[:, None, :, None], 0)
             first = first.masked_fill(~flags.any(1), 0)
         settled = torch.arange(length, device=keys.device) < first[:, None]
         if length:
-            left["radius"] = _squares(keys).masked_fill(~settled[:, None], 0).amax(-1)
-        return self._grown({**left, "first": first}, keys, flags)
+            remaining["radius"] = _squares(keys).masked_fill(~settled[:, None], 0).amax(-1)
+        return self._grown({**remaining, "first": first}, keys, flags)
 
     def _grown(self, learned: Codes, keys: Tensor, flags: Tensor | None) -> Codes:
-        """What is learned once keys `[B, G, T, D]` come, zeros where they are invalid.
+        """The learned state once keys `[B, G, T, D]` are added, zeros where they are invalid.
 
-        flags: which tokens are valid, those that came before included, bool `[B, N + T]`, or None.
+        flags: which tokens are valid, earlier ones included, bool `[B, N + T]`, or None.
         """
-        (B, _, T, _), held = keys.shape, learned["parents"].shape[2]
+        (B, _, T, _), past = keys.shape, learned["parents"].shape[2]
         if flags is None:
-            flags = torch.ones((B, held + T), dtype=torch.bool, device=keys.device)
-        valid, rank = flags[:, held:], flags.cumsum(1)[:, held:] - 1
+            flags = torch.ones((B, past + T), dtype=torch.bool, device=keys.device)
+        valid, rank = flags[:, past:], flags.cumsum(1)[:, past:] - 1
         settles = (learned["first"] == 0) & valid.any(1)
         radius = learned["radius"]
         if bool(settles.any()):
             radius = torch.where(settles[:, None], _squares(keys).amax(-1), radius)
         grown, new = self._with_anchors(learned, keys, valid & self._promoted(rank))
-        grown |= {"radius": radius, "first": torch.where(settles, held + T, learned["first"])}
+        grown |= {"radius": radius, "first": torch.where(settles, past + T, learned["first"])}
         parents, likeness = _nearest(keys, grown["anchors"], radius, grown["anchor_ids"] >= 0)
         parents = parents.masked_fill(~valid[:, None], UNUSED)
         grown["places"] = torch.cat([learned["places"], self._places(keys, radius)], 2)
         grown["parents"] = torch.cat([learned["parents"], parents.int()], 2)
         grown["likeness"] = torch.cat([learned["likeness"], likeness], 2)
-        if held and bool(new.any()):
+        if past and bool(new.any()):
             for start, rows in self._store.blocks(ROWS):
-                some = slice(start, start + rows.keys.shape[2])
+                block = slice(start, start + rows.keys.shape[2])
                 parents, likeness = _nearest(rows.keys, grown["anchors"], radius, new)
-                moves = (likeness > grown["likeness"][..., some]) & flags[:, None, some]
-                grown["parents"][..., some][moves] = parents[moves].int()
-                grown["likeness"][..., some][moves] = likeness[moves]
+                moves = (likeness > grown["likeness"][..., block]) & flags[:, None, block]
+                grown["parents"][..., block][moves] = parents[moves].int()
+                grown["likeness"][..., block][moves] = likeness[moves]
         return _paged(grown)
 
     def _with_anchors(
         self, learned: Codes, keys: Tensor, chosen: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """With the chosen keys, bool `[B, T]`, as anchors; which are new, bool `[B, A]`."""
-        held, heads = learned["parents"].shape[2], (-1, keys.shape[1], -1)
-        places = _compact(chosen)
+        """Add the chosen keys, bool `[B, T]`, as anchors; and which are new, bool `[B, A]`."""
+        past, heads = learned["parents"].shape[2], (-1, keys.shape[1], -1)
+        positions = _compact(chosen)
         gather = self.ops.fetch.gather_rows
-        anchors = torch.cat([learned["anchors"], gather(keys, places[:, None].expand(heads))], 2)
-        ids = torch.cat([learned["anchor_ids"], torch.where(places < 0, places, places + held)], 1)
-        slots = _compact(ids >= 0)  # rows that are padded differently leave gaps
+        anchors = torch.cat([learned["anchors"], gather(keys, positions[:, None].expand(heads))], 2)
+        ids = torch.cat(
+            [learned["anchor_ids"], torch.where(positions < 0, positions, positions + past)], 1
+        )
+        slots = _compact(ids >= 0)  # rows of different padding leave gaps
         anchors = gather(anchors, slots[:, None].expand(heads))
-        made = {**learned, "anchor_ids": at(ids, slots, UNUSED), "anchors": anchors}
-        return made, slots >= learned["anchor_ids"].shape[1]
+        anchored = {**learned, "anchor_ids": at(ids, slots, UNUSED), "anchors": anchors}
+        return anchored, slots >= learned["anchor_ids"].shape[1]
 
     def _promoted(self, rank: Tensor) -> Tensor:
-        """Which tokens of a rank among a row's valid ones, int64 `[B, T]`, become anchors."""
+        """Whether tokens of a rank among a row's valid ones, int64 `[B, T]`, become anchors."""
         drawn = priority(rank.clamp_min(0), "random", self.config.seed)  # 0 to 2^63 - 1
         promoted: Tensor = (rank == 0) | (drawn <= min(int(self.config.ratio * 2**63), 2**63 - 1))
         return promoted
 
     def _places(self, keys: Tensor, radius: Tensor) -> Tensor:
-        """Where keys `[B, G, T, D]` lie on the line, float32 `[B, G, T]`."""
-        places: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
-        return places
+        """Projections of keys `[B, G, T, D]` on the line, float32 `[B, G, T]`."""
+        projections: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
+        return projections
 
     # Search
 
@@ -174,9 +176,9 @@ class IceCache(BaseIndex):
         heads = group.fold(queries, g.kv_heads, policy)  # [B, G, g, D]
         sizes, members = learned["sizes"].long(), learned["members"]
         anchor, starts, page_sizes = self._pages(sizes)
-        looked = self._viewed(heads @ learned["anchors"].float().mT, sizes, k)
-        order = compact(looked)  # anchors that some head looks at, [B, G, a]
-        slot, offset = walk(at(sizes, order, 0), int((sizes * looked).sum(-1).max()))
+        viewed = self._viewed(heads @ learned["anchors"].float().mT, sizes, k)
+        order = compact(viewed)  # anchors that some head views, [B, G, a]
+        slot, offset = walk(at(sizes, order, 0), int((sizes * viewed).sum(-1).max()))
         first = at(sizes.cumsum(-1) - sizes, at(order, slot, UNUSED), 0)
         place = (first + offset).masked_fill(slot < 0, UNUSED)  # in members, [B, G, W]
         keys = self._store.gather(at(members, place, UNUSED).long()).keys
@@ -190,32 +192,32 @@ class IceCache(BaseIndex):
         return best_rows(agreed, starts, page_sizes, members, k)
 
     def _viewed(self, products: Tensor, sizes: Tensor, k: int) -> Tensor:
-        """Which anchors a search looks at, bool `[B, G, A]`: the best of each head.
+        """Anchors whose keys a search reads, bool `[B, G, A]`: the best of each head.
 
-        products: with the anchors, float32 `[B, G, g, A]`. As many as are asked for, or as hold
-        `k` rows.
+        products: with the anchors, float32 `[B, G, g, A]`. As many as configured, or as have `k`
+        rows.
         """
         products = products.masked_fill((sizes == 0)[:, :, None], NEVER)
         order = self.ops.select.top_k(products, sizes.shape[-1])[1]  # -1 for none
-        wide = sizes[:, :, None].expand(products.shape)
-        held = at(wide, order, 0).cumsum(-1) - at(wide, order, 0)  # rows of better anchors
+        tiled = sizes[:, :, None].expand(products.shape)
+        before = at(tiled, order, 0).cumsum(-1) - at(tiled, order, 0)  # rows of better anchors
         counts = self.counts.to(sizes.device)[:, None, None, None]
         most = (counts * self.config.view_share).long().clamp_min(self.config.view)
         rank = torch.arange(order.shape[-1], device=order.device)
-        taken = (order >= 0) & ((rank < most) | (held < k))
+        taken = (order >= 0) & ((rank < most) | (before < k))
         last = order.shape[-1]  # a slot that is dropped
-        looked = torch.zeros((*order.shape[:-1], last + 1), dtype=torch.bool, device=order.device)
-        return looked.scatter_(-1, torch.where(taken, order, last), True)[..., :last].any(2)
+        viewed = torch.zeros((*order.shape[:-1], last + 1), dtype=torch.bool, device=order.device)
+        return viewed.scatter_(-1, torch.where(taken, order, last), True)[..., :last].any(2)
 
     def _pages(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each page its anchor, -1 for none, its first member and its size, int64 `[B, G, P]`.
+        """Anchor of each page, -1 for none, its first member and its size, int64 `[B, G, P]`.
 
         sizes: int64 `[B, G, A]`. The tokens of an anchor are cut evenly, in the order of places.
         """
         pages = -(-sizes // self.config.page)
         anchor, number = walk(pages, int(pages.sum(-1).max()))
-        size, of = at(sizes, anchor, 0), at(pages, anchor, 1)
-        start, stop = (-(-(n * size) // of) for n in (number, number + 1))
+        size, pages_per = at(sizes, anchor, 0), at(pages, anchor, 1)
+        start, stop = (-(-(n * size) // pages_per) for n in (number, number + 1))
         return anchor, at(sizes.cumsum(-1) - sizes, anchor, 0) + start, stop - start
 
     def _scanned(self) -> list[Tensor]:
@@ -223,14 +225,14 @@ class IceCache(BaseIndex):
         learned = self._learned
         view = max(self.config.view, int(self.config.view_share * len(self)))
         share = min(view / max(learned["sizes"].shape[2], 1), 1)
-        looked = slice(0, round(share * len(self)))
+        viewed = slice(0, round(share * len(self)))
         keys = torch.cat([rows.keys for _, rows in self._store.blocks(ROWS)], 2)
         scanned = [learned["anchors"], learned["sizes"]]
-        return [*scanned, learned["members"][:, :, looked], keys[:, :, looked]]
+        return [*scanned, learned["members"][:, :, viewed], keys[:, :, viewed]]
 
 
-def _nothing(keys: Tensor) -> dict[str, Tensor]:
-    """What is learned from no token."""
+def _empty(keys: Tensor) -> dict[str, Tensor]:
+    """The learned state of no tokens."""
     B, G, _, D = keys.shape
     per_head = keys.new_zeros((B, G, 0), dtype=torch.float32)
     return {
@@ -244,7 +246,7 @@ def _nothing(keys: Tensor) -> dict[str, Tensor]:
 
 
 def _compact(chosen: Tensor) -> Tensor:
-    """As `compact`, of no entries, too."""
+    """As `compact`, also of no entries."""
     return compact(chosen) if chosen.shape[1] else chosen.long()
 
 
@@ -253,7 +255,7 @@ def _squares(keys: Tensor) -> Tensor:
 
 
 def _lift(keys: Tensor, radius: Tensor) -> Tensor:
-    """The coordinate that takes keys `[B, G, n, D]` to one sphere, float32 `[B, G, n]`.
+    """The coordinate that lifts keys `[B, G, n, D]` to one sphere, float32 `[B, G, n]`.
 
     With it, and 0 in the query, the largest product is the least distance; a key longer than all
     that settled the radius gets 0.
@@ -267,7 +269,7 @@ def _nearest(
     """The nearest anchor of each key after the lift, int64 `[B, G, n]`, and the likeness to it.
 
     Likeness is `½ (R + ‖k‖²)`, or less, minus half the squared distance; equal ones by the first.
-    keys: `[B, G, n, D]`; anchors: `[B, G, A, D]`, those bool `[B, A]` that are allowed.
+    keys: `[B, G, n, D]`; anchors: `[B, G, A, D]`, allowed: bool `[B, A]`.
     """
     B, G, n, _ = keys.shape
     if not anchors.shape[2]:
@@ -275,18 +277,18 @@ def _nearest(
         return torch.full((B, G, n), UNUSED, device=keys.device), none
     lifted, half = _lift(anchors, radius), torch.maximum(radius[..., None], _squares(anchors)) / 2
     half = half.masked_fill(~allowed[:, None], float("inf"))
-    found = []
-    for some in torch.split(keys, max(LIKENESSES // half.numel(), 1), dim=2):
-        likeness = some.float() @ anchors.float().mT - half[:, :, None]
-        likeness += _lift(some, radius)[..., None] * lifted[:, :, None]
+    nearest = []
+    for block in torch.split(keys, max(LIKENESSES // half.numel(), 1), dim=2):
+        likeness = block.float() @ anchors.float().mT - half[:, :, None]
+        likeness += _lift(block, radius)[..., None] * lifted[:, :, None]
         slot = likeness.argmax(-1)
-        found.append((slot, likeness.gather(-1, slot[..., None])[..., 0]))
-    slots, best = zip(*found, strict=True)
+        nearest.append((slot, likeness.gather(-1, slot[..., None])[..., 0]))
+    slots, best = zip(*nearest, strict=True)
     return torch.cat(slots, 2), torch.cat(best, 2)
 
 
 def _paged(learned: Codes) -> dict[str, Tensor]:
-    """With `members` and `sizes` of `parents`: tokens by anchor, then by place, then by id."""
+    """Add `members` and `sizes` from `parents`: tokens by anchor, then by place, then by id."""
     parents, anchors = learned["parents"].long(), learned["anchor_ids"].shape[1]
     order = learned["places"].argsort(dim=-1, stable=True)
     last = parents.masked_fill(parents < 0, anchors)
@@ -295,6 +297,6 @@ def _paged(learned: Codes) -> dict[str, Tensor]:
     sizes = sizes.scatter_add_(-1, last, torch.ones_like(last))[..., :-1]
     counts = sizes.sum(-1, keepdim=True)
     width = int(counts.max()) if counts.numel() else 0
-    there = torch.arange(width, device=parents.device) < counts
-    members = order[..., :width].masked_fill(~there, UNUSED)
+    present = torch.arange(width, device=parents.device) < counts
+    members = order[..., :width].masked_fill(~present, UNUSED)
     return {**learned, "members": members.int(), "sizes": sizes.int()}

@@ -1,4 +1,4 @@
-"""InfLLM: blocks that are represented by the few keys that the queries after them attend to most.
+"""InfLLM: blocks represented by the few keys to which later queries attend most.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
 Memory (NeurIPS 2024): the representative score of a token is the mean product of its key with the
@@ -19,6 +19,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
 from kvindex.storage.columns import Columns
+from kvindex.storage.state import OnHost
 
 CHUNK = 4096
 """Keys scored at a time: bounds what is copied, not the result."""
@@ -29,9 +30,9 @@ NONE = float("-inf")
 
 @dataclass(frozen=True)
 class InfLLMConfig:
-    """What InfLLM can be told.
+    """Configuration of InfLLM.
 
-    page: tokens of a block (published: 128); representatives: keys that stand for a block, for
+    page: tokens of a block (published: 128); representatives: keys that represent a block, for
     each query head (published: 4); span: queries after a key that count (published: 4096, the
     local window); group: how query heads agree (`kvindex.ops.group`).
     """
@@ -56,8 +57,10 @@ class InfLLM(PagedIndex):
     """
 
     Config = InfLLMConfig
+    statistics = ("_queries", "_positions")
 
-    # Queries that keys to come may need: `[B, H, R, D]`, and their ids int64 `[R]` on the CPU
+    _queries: Columns  # that keys to come may need, `[B, H, R, D]`
+    _positions: OnHost  # their ids, int64 `[R]`
 
     def _cleared(self) -> None:
         self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)
@@ -65,9 +68,9 @@ class InfLLM(PagedIndex):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
 
-        Kept until the keys of those tokens are appended. What was kept from the first of these
-        ids on is forgotten: it belonged to a sequence that was cut. Raises ValueError or
-        TypeError for a wrong tensor.
+        They are stored until the keys of those tokens are appended. Earlier queries from the first
+        of these ids on are forgotten: they belonged to a sequence that was truncated. Raises
+        ValueError or TypeError for a wrong tensor.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -81,7 +84,7 @@ class InfLLM(PagedIndex):
         if len(self._queries) and self._queries["queries"].shape[0] != queries.shape[0]:
             past = kept = len(self._positions)  # of another batch
         columns = self._queries
-        if past or kept < len(columns):  # what is shown is never written to
+        if past or kept < len(columns):  # columns in use are never overwritten
             columns = columns.after(past)
             columns.truncate(kept - past)
         columns.append({"queries": queries.detach()})
@@ -95,7 +98,7 @@ class InfLLM(PagedIndex):
         self._queries.truncate(len(self._positions))
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As every index does; before the first append, what was observed is reordered alone."""
+        """As every index does; before the first append, only observed queries are reordered."""
         super().reorder(batch_indices)
         if self._batch is None and len(self._queries):
             self._queries = self._queries.reordered(batch_indices)
@@ -119,33 +122,35 @@ class InfLLM(PagedIndex):
         marks = torch.full((B, G, T, g.group_size), NONE, device=g.device)
         if not len(self._positions) or int(self._positions[-1]) <= len(self):
             return marks
-        seen = self._queries["queries"]
-        if seen.shape[0] != B:
-            raise ValueError(f"keys: got a batch of {B}, allowed is that observed, {seen.shape[0]}")
+        observed = self._queries["queries"]
+        if observed.shape[0] != B:
+            raise ValueError(
+                f"keys: got a batch of {B}, allowed is that observed, {observed.shape[0]}"
+            )
         ids = torch.arange(len(self), len(self) + T)
         first = torch.searchsorted(self._positions, ids, right=True).to(g.device)
         after = torch.searchsorted(self._positions, ids + self.config.span, right=True).to(g.device)
-        sums = pad(seen.double().cumsum(2), (0, 0, 1, 0))  # double: differences lose nothing
+        sums = pad(observed.double().cumsum(2), (0, 0, 1, 0))  # double: differences lose nothing
         sums = sums.reshape(B, G, g.group_size, -1, D)
         for start in range(0, T, CHUNK):
             part = slice(start, start + CHUNK)
             count = after[part] - first[part]
             mean = sums[:, :, :, after[part]] - sums[:, :, :, first[part]]
             mean = (mean / count.clamp_min(1)[:, None]).float()
-            found = (mean * keys[:, :, None, part].float()).sum(-1)  # [B, G, g, T]
-            marks[:, :, part] = found.masked_fill(count == 0, NONE).mT
+            products = (mean * keys[:, :, None, part].float()).sum(-1)  # [B, G, g, T]
+            marks[:, :, part] = products.masked_fill(count == 0, NONE).mT
         return marks
 
-    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
         scores = keys.float().norm(dim=-1, keepdim=True)
         if marks is not None:
-            known = ((marks > NONE) & there).any(3, keepdim=True)
+            known = ((marks > NONE) & present).any(3, keepdim=True)
             lowest = torch.finfo(torch.float32).min
             scores = torch.where(known, marks.clamp_min(lowest), scores)
-        scores = scores.masked_fill(~there, NONE)  # [B, G, pages, P, g]
+        scores = scores.masked_fill(~present, NONE)  # [B, G, pages, P, g]
         best = scores.argsort(dim=3, descending=True, stable=True)
         best = best[:, :, :, : self.config.representatives]
-        chosen = torch.zeros_like(scores).scatter_(3, best, 1.0) * there
+        chosen = torch.zeros_like(scores).scatter_(3, best, 1.0) * present
         means = chosen.mT @ keys.float() / chosen.sum(3).clamp_min(1)[..., None]
         return {"representatives": means.to(keys.dtype)}  # [B, G, pages, g, D]
 

@@ -1,7 +1,7 @@
-"""LouisKV: clusters of the prompt's keys, segments of the generated ones, whole units returned.
+"""LouisKV: clusters of the prompt's keys and segments of generated tokens, as whole units.
 
-LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026). When to search
-is the wrapper `kvindex.wrappers.Reuse`, which marks the boundaries of the segments, too.
+LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026). The wrapper
+`kvindex.wrappers.Reuse` decides when to search, and marks the boundaries of the segments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 16_384
 
 @dataclass(frozen=True)
 class LouisKVConfig:
-    """What LouisKV can be told.
+    """Configuration of LouisKV.
 
     per_cluster: keys of the prompt per cluster, on average.
     iterations: of k-means.
@@ -51,7 +51,9 @@ class LouisKVConfig:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """prompt: its tokens, None before `end_prompt`; cuts: positions where a segment begins,
+    """State of the sequence.
+
+    prompt: its tokens, None before `end_prompt`; cuts: positions where a segment begins,
     ascending; newest: position of the newest query, int64 `[1]`.
     """
 
@@ -78,6 +80,8 @@ class LouisKV(BaseIndex):
     Config = LouisKVConfig
     presets: ClassVar = {}
 
+    statistics = ("_sequence",)
+
     _sequence: _Sequence
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
@@ -86,20 +90,20 @@ class LouisKV(BaseIndex):
     # Signals
 
     def end_prompt(self) -> None:
-        """The prompt is complete: what the index holds of it is clustered. Once until `reset`."""
+        """End the prompt: cluster its keys, once until `reset`."""
         if self._sequence.prompt is None:
             if len(self):
                 self._learned = self._clustered(len(self))
             self._sequence = replace(self._sequence, prompt=len(self))
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries, ids int64 `[T]`: where the next boundary will be."""
+        """Note the position of the newest query, for the next boundary; ids int64 `[T]`."""
         check.tensor("positions", positions, {"T": None}, torch.int64)
         if len(positions):
             self._sequence = replace(self._sequence, newest=positions[-1:])
 
     def mark_boundary(self) -> None:
-        """A segment ends with the newest token: observed, or held if none was observed after it."""
+        """End a segment with the newest token, observed or appended."""
         sequence = self._sequence
         if sequence.prompt is None:
             return
@@ -164,13 +168,13 @@ class LouisKV(BaseIndex):
             points, clusters = keys.float().flatten(0, 1), -(-count // per)
             options = dict(iterations=self.config.iterations, seed=self.config.seed)
             labels = kmeans.assign(points, kmeans.kmeans(points, clusters, **options))[0]
-            labels = _by_first(labels, clusters)
-            means, held = kmeans.means(points, labels, clusters)
+            labels = _renumbered(labels, clusters)
+            means, counts_per_cluster = kmeans.means(points, labels, clusters)
             order = labels.sort(dim=1, stable=True).indices  # ids ascend within a cluster
-            wide = ids[rows].repeat_interleave(g.kv_heads, dim=0).gather(1, order)
+            token_ids = ids[rows].repeat_interleave(g.kv_heads, dim=0).gather(1, order)
             shape = (len(rows), g.kv_heads)
-            members[rows, :, :count] = wide.view(*shape, -1).int()
-            sizes[rows, :, :clusters] = held.view(*shape, -1).int()
+            members[rows, :, :count] = token_ids.view(*shape, -1).int()
+            sizes[rows, :, :clusters] = counts_per_cluster.view(*shape, -1).int()
             centroids[rows, :, :clusters] = means.view(*shape, clusters, -1).to(g.dtype)
         return {
             "members": members,
@@ -181,7 +185,7 @@ class LouisKV(BaseIndex):
         }
 
     def _segmented(self, learned: Codes, stop: int, keys: Tensor, valid: Tensor | None) -> Codes:
-        """The same with segments up to `stop`; those that end before `keys` begin stay.
+        """The learned state with segments up to `stop`; those that end before `keys` begin stay.
 
         keys `[B, G, n, D]`: of the newest tokens up to `stop`; valid: bool `[B, stop]` or None.
         """
@@ -195,21 +199,21 @@ class LouisKV(BaseIndex):
         tail = torch.arange(prompt, stop, device=device).expand(len(keys), -1)
         if valid is not None:
             inside = inside & valid[:, ids]
-            some = compact(valid[:, prompt:])
-            some = torch.where(some < 0, UNUSED, some + prompt)
-            tail = torch.nn.functional.pad(some, (0, stop - prompt - some.shape[1]), value=UNUSED)
-        found = keys[:, :, ids - first].float().masked_fill(~inside[:, None, ..., None], 0)
+            later = compact(valid[:, prompt:])
+            later = torch.where(later < 0, UNUSED, later + prompt)
+            tail = torch.nn.functional.pad(later, (0, stop - prompt - later.shape[1]), value=UNUSED)
+        segment_keys = keys[:, :, ids - first].float().masked_fill(~inside[:, None, ..., None], 0)
         counts = inside.sum(-1)
-        means = found.sum(3) / counts.clamp_min(1)[:, None, :, None]
-        wide = tail[:, None].expand(-1, keys.shape[1], -1).int()
+        means = segment_keys.sum(3) / counts.clamp_min(1)[:, None, :, None]
+        tail_ids = tail[:, None].expand(-1, keys.shape[1], -1).int()
         return {
             **learned,
-            "members": torch.cat([learned["members"][:, :, :prompt], wide], dim=2),
+            "members": torch.cat([learned["members"][:, :, :prompt], tail_ids], dim=2),
             "means": torch.cat([learned["means"][:, :, :kept], means.to(keys.dtype)], dim=2),
             "counts": torch.cat([learned["counts"][:, :kept], counts.int()], dim=1),
         }
 
-    def _open(self, length: int) -> Tensor:
+    def _open_segment(self, length: int) -> Tensor:
         """Keys of the last segment of the first `length` tokens, `[B, G, n, D]`."""
         g, starts = self.geometry, self._sequence.starts(length, self.config.longest)
         ids = torch.arange(starts[-1] if starts else length, length, device=g.device)
@@ -220,13 +224,15 @@ class LouisKV(BaseIndex):
             return self._learned
         learned, flags, stop = self._learned, self.valid, len(self) + keys.shape[2]
         if not learned:
-            return self._segmented(_nothing(keys), stop, keys, valid)
+            return self._segmented(_empty(keys), stop, keys, valid)
         if flags is not None or valid is not None:
             real = keys.new_ones((len(keys), stop), dtype=torch.bool)
             real[:, : len(self)] = True if flags is None else flags
             real[:, len(self) :] = True if valid is None else valid
             flags = real
-        return self._segmented(learned, stop, torch.cat([self._open(len(self)), keys], 2), flags)
+        return self._segmented(
+            learned, stop, torch.cat([self._open_segment(len(self)), keys], 2), flags
+        )
 
     def _learned_before(self, length: int) -> Codes:
         prompt = self._sequence.prompt
@@ -235,7 +241,7 @@ class LouisKV(BaseIndex):
         if length < prompt:
             return self._clustered(length)
         flags = None if self.valid is None else self.valid[:, :length]
-        return self._segmented(self._learned, length, self._open(length), flags)
+        return self._segmented(self._learned, length, self._open_segment(length), flags)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _Sequence:
         return self._sequence
@@ -256,9 +262,10 @@ class LouisKV(BaseIndex):
         self._sequence = _Sequence()
 
 
-def _by_first(labels: Tensor, clusters: int) -> Tensor:
-    """The same clusters, int64 `[R, n]`, numbered by their first tokens: of equal scores the
-    cluster with the lowest id is taken first.
+def _renumbered(labels: Tensor, clusters: int) -> Tensor:
+    """Number clusters by their first tokens, labels int64 `[R, n]`.
+
+    Of equal scores the cluster with the lowest id is then taken first.
     """
     R, n = labels.shape
     first = torch.full((R, clusters), n, device=labels.device)
@@ -268,8 +275,8 @@ def _by_first(labels: Tensor, clusters: int) -> Tensor:
     return rank.gather(1, labels)
 
 
-def _nothing(keys: Tensor) -> dict[str, Tensor]:
-    """What is learned of a prompt without tokens; keys `[B, G, n, D]`."""
+def _empty(keys: Tensor) -> dict[str, Tensor]:
+    """The learned state of a prompt without tokens; keys `[B, G, n, D]`."""
     B, G, _, D = keys.shape
     return {
         "members": keys.new_empty((B, G, 0), dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""MagicPIG: attention over keys that random hashes sample, corrected by how likely that was.
+"""MagicPIG: LSH sampling of keys, with attention corrected by the sampling probability.
 
 Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation (ICLR 2025). Differences from its
 published code: docs/indexes/magicpig.md.
@@ -22,26 +22,26 @@ LONGEST = 15
 """Bits of a hash: an int16 holds it."""
 
 LEAST = 2
-"""Tables in which a key must meet the query, as published."""
+"""Tables in which a key must collide with the query, as published."""
 
 BLOCK = 2**24
 """Bits hashed, or hashes compared, at a time: bounds memory, not the result."""
 
 RARE = 1e-4
-"""Expected meetings below which the chance is taken from its series: it errs by the square of
-this, where the closed form loses `2^-53 / RARE` by cancellation."""
+"""Expected collisions below which the probability is computed by its series: its error is the
+square of this, where the closed form loses `2^-53 / RARE` by cancellation."""
 
 
 @dataclass(frozen=True)
 class MagicPIGConfig:
-    """What MagicPIG can be told.
+    """Configuration of MagicPIG.
 
     bits: of a hash, one random direction each (the paper's K); 1 to 15.
     tables: hashes per key (the paper's L); at least 2.
-    sure: the first valid tokens that every search returns, as far as half of its slots go.
+    sure: the first valid tokens that every search returns, in at most half of its slots.
     seed: of the random directions, and of the draw where candidates are too many.
-    stale: tokens appended after `end_prompt` are never returned (the published code does not hash
-    them).
+    stale: whether tokens appended after `end_prompt` are never returned (the published code does
+    not hash them).
     """
 
     bits: int = 10
@@ -60,7 +60,7 @@ class MagicPIGConfig:
 
 
 class MagicPIG(BaseIndex):
-    """SimHash in many tables; a key is a candidate where it meets the query in two of them.
+    """SimHash in many tables; a key is a candidate if it collides with the query in two of them.
 
     A query head attends to its own candidates alone, with a log-weight of `-log w`, `w` the chance
     that they are candidates: over seeds, numerator and denominator of its softmax are right on
@@ -70,7 +70,9 @@ class MagicPIG(BaseIndex):
 
     Config = MagicPIGConfig
     weighted = True
-    _sealed: int | None = None  # tokens of the prompt, once it is sealed and the index is stale
+    statistics = ("_sealed",)
+
+    _sealed: int | None = None  # tokens of the prompt, once it has ended and the index is stale
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -82,13 +84,13 @@ class MagicPIG(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """`center` float32 `[B, G, D]`, the mean key, and which rows have theirs, bool `[B]`.
+        """Learn `center` float32 `[B, G, D]`, the mean key, and which rows have theirs, bool `[B]`.
 
-        A row of the batch learns it from the first append that holds a valid token of it. What it
-        adds to a query's logits is the same for all keys, so softmax does not see it.
+        A row of the batch learns it from the first append that has a valid token of it. It adds
+        the same to all of a query's logits, so softmax does not change.
         """
-        here = keys.new_ones(keys.shape[:1] + keys.shape[2:3], dtype=torch.bool)
-        counts = (here if valid is None else valid).sum(1)
+        all_valid = keys.new_ones(keys.shape[:1] + keys.shape[2:3], dtype=torch.bool)
+        counts = (all_valid if valid is None else valid).sum(1)
         center = (keys.double().sum(2) / counts.clamp_min(1)[:, None, None]).float()
         if not self._learned:
             return {"center": center, "known": counts > 0}
@@ -100,102 +102,103 @@ class MagicPIG(BaseIndex):
         return {"hashes": self._hashes(keys.float() - learned["center"][:, :, None])}
 
     def _hashes(self, vectors: Tensor) -> Tensor:
-        """One for each table, int16 `[..., N, tables]`, of vectors float32 `[..., N, D]`.
+        """Hashes, one per table, int16 `[..., N, tables]`, of vectors float32 `[..., N, D]`.
 
         A bit is 1 where the inner product with its direction is at least 0.
         """
         bits, tables = self.config.bits, self.config.tables
-        place = 2 ** torch.arange(bits, device=vectors.device, dtype=torch.float32)
+        powers = 2 ** torch.arange(bits, device=vectors.device, dtype=torch.float32)
         step = max(BLOCK // (self._directions.shape[1] * math.prod(vectors.shape[:-2])), 1)
         parts = []
-        for some in torch.split(vectors, step, dim=-2):
-            positive = (some @ self._directions >= 0).float()
-            parts.append((positive.reshape(*some.shape[:-1], tables, bits) @ place).short())
+        for block in torch.split(vectors, step, dim=-2):
+            positive = (block @ self._directions >= 0).float()
+            parts.append((positive.reshape(*block.shape[:-1], tables, bits) @ powers).short())
         return torch.cat(parts, dim=-2)
 
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         g = self.geometry
-        asked = group.fold(queries, g.kv_heads, "union")  # [B, G, g, D]
-        hashes = self._hashes(asked)
+        folded = group.fold(queries, g.kv_heads, "union")  # [B, G, g, D]
+        hashes = self._hashes(folded)
         drawn, sure = self._drawn(hashes), self._sure(k)
-        everyone = drawn.any(2) & ~sure[:, None]
+        drawn_by_any = drawn.any(2) & ~sure[:, None]
         room = k - sure.sum(-1).clamp_max(k)[:, None]  # [B, 1]
-        kept = self._thinned(everyone, room, hashes)
-        times = everyone.sum(-1).clamp_min(1) / kept.sum(-1).clamp_min(1)  # [B, G]
+        kept = self._thinned(drawn_by_any, room, hashes)
+        times = drawn_by_any.sum(-1).clamp_min(1) / kept.sum(-1).clamp_min(1)  # [B, G]
 
         ids = self.ops.select.compact(kept | sure[:, None])
         keys, unused = self._store.gather(ids).keys, (ids < 0)[:, :, None]
         at = ids.clamp_min(0)
         is_sure = sure[:, None].expand(-1, g.kv_heads, -1).gather(-1, at)[:, :, None]
-        visible = drawn.gather(-1, at[:, :, None].expand(*asked.shape[:3], -1))
-        weights = times.double().log()[..., None, None] - self._log_chances(asked, keys)
+        visible = drawn.gather(-1, at[:, :, None].expand(*folded.shape[:3], -1))
+        weights = times.double().log()[..., None, None] - self._log_chances(folded, keys)
         weights = weights.masked_fill(~visible, float("-inf")).masked_fill(is_sure, 0)
         weights = weights.masked_fill(unused, float("-inf")).float()
 
-        logits = (asked @ keys.float().mT).masked_fill(unused, float("-inf"))
+        logits = (folded @ keys.float().mT).masked_fill(unused, float("-inf"))
         agreed = group.agree(logits, "mean_share", scale=g.scale, softcap=g.softcap)
         scores, slots = self.ops.select.top_k(agreed, k)
         place = slots.clamp_min(0)
-        if not ids.shape[-1]:  # nothing was found at all
+        if not ids.shape[-1]:  # no candidate at all
             return Hits(slots, scores)
-        found = ids.gather(-1, place).masked_fill(slots < 0, UNUSED)
-        weights = weights.gather(-1, place[:, :, None].expand(*asked.shape[:3], -1))
+        best_ids = ids.gather(-1, place).masked_fill(slots < 0, UNUSED)
+        weights = weights.gather(-1, place[:, :, None].expand(*folded.shape[:3], -1))
         weights = weights.masked_fill((slots < 0)[:, :, None], float("-inf"))
-        return Hits(found, scores, weights.flatten(1, 2))
+        return Hits(best_ids, scores, weights.flatten(1, 2))
 
     def _drawn(self, hashes: Tensor) -> Tensor:
-        """The candidates of each query head, bool `[B, G, g, N]`: met in two tables or more.
+        """Candidates of each query head, bool `[B, G, g, N]`: collisions in two tables or more.
 
         hashes: of the queries, int16 `[B, G, g, tables]`.
         """
         codes, parts = self._codes["hashes"], []
         step = max(BLOCK // hashes.numel(), 1)
-        for some in torch.split(codes, step, dim=2):
-            met = some[:, :, None] == hashes[:, :, :, None]
-            parts.append(met.sum(-1, dtype=torch.int16) >= LEAST)
+        for block in torch.split(codes, step, dim=2):
+            collides = block[:, :, None] == hashes[:, :, :, None]
+            parts.append(collides.sum(-1, dtype=torch.int16) >= LEAST)
         return torch.cat(parts, dim=-1) & self._known()[:, None, None]
 
     def _known(self) -> Tensor:
-        """Which tokens may be returned, bool `[B, N]`."""
-        place = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
-        known: Tensor = place < (len(self) if self._sealed is None else self._sealed)
+        """Whether tokens may be returned, bool `[B, N]`."""
+        ids = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
+        known: Tensor = ids < (len(self) if self._sealed is None else self._sealed)
         return known if self.valid is None else known.logical_and(self.valid)
 
     def _sure(self, k: int) -> Tensor:
-        """The first of them, bool `[B, N]`: they are chosen whatever the hashes are."""
+        """The first of these, bool `[B, N]`, which every search returns."""
         known = self._known()
         return known.logical_and(known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
 
-    def _thinned(self, everyone: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
-        """As many of the candidates bool `[B, G, N]` as there is room for, `[B, 1]`, drawn alike.
+    def _thinned(self, drawn_by_any: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
+        """Draw from candidates bool `[B, G, N]` uniformly as many as there is room for, `[B, 1]`.
 
-        Ranked by a number that mixes a token's place among the valid ones with the queries'
-        hashes: another draw at every step, the same from run to run, whatever the padding.
+        Ranked by a number that mixes a token's rank among the valid ones with the queries' hashes:
+        another draw at every step, the same from run to run, whatever the padding.
         """
         valid = self._known()
         rank = valid.cumsum(-1)[:, None]  # [B, 1, N]
         flat = hashes.flatten(2).long() + 1
         odd = _mixed(torch.arange(flat.shape[-1], device=flat.device) + self.config.seed) | 1
         sign = _mixed((flat * odd).sum(-1, keepdim=True))  # [B, G, 1]
-        chance = (_mixed(rank + sign) & 2**62 - 1).masked_fill(~everyone, -1)
+        chance = (_mixed(rank + sign) & 2**62 - 1).masked_fill(~drawn_by_any, -1)
         most = min(int(room.max()), len(self))
         order = chance.topk(most, dim=-1).indices
         taken = (torch.arange(most, device=order.device) < room[..., None]).expand(order.shape)
-        drawn = torch.zeros_like(everyone).scatter_(-1, order, taken)
-        return drawn & everyone
+        drawn = torch.zeros_like(drawn_by_any).scatter_(-1, order, taken)
+        return drawn & drawn_by_any
 
     def _log_chances(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Of keys `[B, G, C, D]` for queries `[B, G, g, D]`: float64 `[B, G, g, C]`."""
-        apart = keys.float() - self._learned["center"][:, :, None]
-        asked, kept = (self.ops.transform.normalize(x)[0].double() for x in (queries, apart))
-        return log_chance(asked @ kept.mT, self.config.bits, self.config.tables)
+        """`log_chance` of keys `[B, G, C, D]` and queries `[B, G, g, D]`: `[B, G, g, C]`."""
+        centered = keys.float() - self._learned["center"][:, :, None]
+        normalize = self.ops.transform.normalize
+        heads, rows = (normalize(x)[0].double() for x in (queries, centered))
+        return log_chance(heads @ rows.mT, self.config.bits, self.config.tables)
 
-    # What stays after `end_prompt`, where the index is stale
+    # The end of the prompt, for a stale index
 
     def end_prompt(self) -> None:
-        """The prompt is complete: a stale index takes no more tokens for candidates."""
+        """End the prompt: a stale index takes no more tokens for candidates."""
         if self.config.stale and self._sealed is None:
             self._sealed = len(self)
 
@@ -219,7 +222,7 @@ class MagicPIG(BaseIndex):
 
 
 def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
-    """Logarithm of the chance to meet in two tables or more, float64 as `cosines`.
+    """Logarithm of the probability to collide in two tables or more, float64 as `cosines`.
 
     `w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)`, `p = 1 - θ/π` (paper, section 4.2).
     """
@@ -234,7 +237,7 @@ def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Int64 that look random, one for each int64 (xor-shifts and odd factors)."""
+    """A hash int64 of each int64 (xor-shifts and odd factors)."""
     for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
         numbers = (numbers ^ (numbers >> 29 & 2**35 - 1)) * factor
     return numbers ^ (numbers >> 32 & 2**32 - 1)

@@ -1,21 +1,33 @@
 """ParisKV: a coarse stage on analytic centroids, then reranking with codes of a few bits.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
-`preset="paper"` is the paper's; the others go past it (docs/indexes/pariskv.md). One file, as every
-index: what it can be told, encoding, search, and what tiers keep count of, in this order.
+`preset="paper"` is the paper's; the defaults go past it (docs/indexes/pariskv.md). One file, as
+every index: what it can be told, encoding, search, and what tiers keep count of, in this order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.core import backend, check
+from kvindex.core.protocol import (
+    UNUSED,
+    AppendsAsync,
+    Attended,
+    Attends,
+    Codes,
+    Contents,
+    DecodesStep,
+    Executor,
+    Hits,
+    Rows,
+)
 from kvindex.core.resident import ResidentRows
 from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_share
@@ -39,21 +51,22 @@ LARGEST_SEGMENT = 2**16
 
 CANDIDATES_PER = ("head", "group")
 
-PAST = dict(
-    coarse="dots",
-    beta=0.02,
-    refine_factor=4,
-    query_max=21,
-    weights="log",
-    center=256,
-    candidates_per="group",
+PAPER = dict(
+    coarse="tiers",
+    beta=None,
+    refine_factor=1,
+    query_max=127,
+    block="subspace",
+    weights="bfloat16",
+    center=0,
+    candidates_per="head",
 )
-"""What the presets past the paper share (docs/decisions/0011, 0012, 0013, 0015)."""
+"""Where the paper differs from the defaults (docs/decisions/0011, 0012, 0013, 0015)."""
 
 
 @dataclass(frozen=True)
 class ParisKVConfig:
-    """What ParisKV can be told.
+    """What ParisKV can be told; the defaults are the preset "fast".
 
     coarse: how keys become candidates: "tiers" (the paper's votes), "dots" (quantized inner
       products with the sign patterns, times the keys' weights) or "none" (all are reranked).
@@ -79,18 +92,18 @@ class ParisKVConfig:
     seed: of the rotation's signs.
     """
 
-    coarse: str = "tiers"
-    beta: float | None = None
-    refine_factor: int = 1
+    coarse: str = "dots"
+    beta: float | None = 0.02
+    refine_factor: int = 4
     single_stage_below: int = 0
     rho: float | None = None
-    query_max: int = 127
+    query_max: int = 21
     magnitude_bits: int = 3
-    block: str = "subspace"
-    weights: str = "bfloat16"
+    block: str = "key"
+    weights: str = "log"
     weight_bits: int = 16
-    center: int = 0
-    candidates_per: str = "head"
+    center: int = 256
+    candidates_per: str = "group"
     group: str = "mean_share"
     seed: int = 0
 
@@ -119,6 +132,27 @@ class ParisKVConfig:
                 "allowed is 0, or coarse='dots' with weights='log', or coarse='none'"
             )
         check.seed(self.seed)
+
+    def shares(self, n: int) -> tuple[float, float]:
+        """`(β, ρ)` for `n` keys."""
+        beta, rho = next(((b, r) for below, b, r in SCHEDULE if n < below), LONGEST)
+        return beta if self.beta is None else self.beta, rho if self.rho is None else self.rho
+
+    def candidates(self, n: int, k: int) -> int:
+        """Candidates `C` of `n` keys for `k` rows."""
+        if n <= self.single_stage_below:
+            return n
+        share, least = ceil_share(n, self.shares(n)[0]), int(self.refine_factor) * k
+        return min(max(share, least), n)
+
+    def most_candidates(self, tokens: int, k: int) -> int:
+        """The most candidates for `k` rows of up to so many keys."""
+        falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
+        return max(self.candidates(n, k) for n in (tokens, *falls))
+
+    def tier_bounds(self, n: int) -> list[int]:
+        """Keys that bound each tier of `n`."""
+        return [ceil_share(n, self.shares(n)[1], tier) for tier in TIERS]
 
 
 @dataclass(frozen=True)
@@ -150,13 +184,17 @@ class ParisKV(BaseIndex):
 
     Config = ParisKVConfig
     presets: ClassVar = {
-        "paper": {},
-        "fast": {**PAST, "block": "key"},
-        "accurate": {**PAST, "block": "subspace", "weight_bits": 8},
-        "precise": {**PAST, "block": "key", "magnitude_bits": 5},
-        "scan": {**PAST, "block": "key", "coarse": "none"},
+        "fast": {},
+        "precise": {"magnitude_bits": 5},
+        "accurate": {"block": "subspace", "weight_bits": 8},
+        "scan": {"coarse": "none"},
+        "paper": PAPER,
     }
-    default_preset = "fast"
+    statistics = ("_histogram",)
+
+    _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], which tiers need
+
+    _executor: Executor | None = None  # made once the base is
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -165,15 +203,13 @@ class ParisKV(BaseIndex):
         self._rotation = ops.transform.rotation(g.head_dim, config.seed, g.device)
         self._levels = ops.codes.levels(self._block, config.magnitude_bits, g.device)
         self._level = ops.codes.lloyd_max(self._block, 0)[0]
-        # a backend may keep the codes its own way, and search them in one go
-        fused = getattr(ops, "fused", None)
-        self._fused: Any = fused(self) if fused else None
-        if self._fused:
-            self._codes = self._fused.codes
-        writer = getattr(ops, "writer", None)
-        self._writer: Any = writer(self) if writer else None
         if config.weights == "log":
             self._factors = ops.codes.log_factors(config.weight_bits, g.device)
+        constants = {"rotation": self._rotation, "levels": self._levels}
+        self._executor = backend.accelerate(self.backend, g, config, constants)
+        if self._executor:
+            self._codes = self._executor.codes
+            self._update()
 
     # Encoding
 
@@ -189,18 +225,15 @@ class ParisKV(BaseIndex):
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
         """As `BaseIndex._prepared`; where kernels write codes, they look at keys as they learn."""
-        if not self._writer:
+        executor = self._executor
+        if not executor or not executor.encodes:
             return super()._prepared(keys, valid)
         wrong = self._wrong(keys)
-        begun = self._writer.learn(keys, valid, self._learned, start=len(self), wrong=wrong)
-        fill = self._writer.codes(keys, valid, begun, start=len(self))
-        blocks: Any = self._codes
-        blocks.reserve(fill)
-        blocks.write(fill)  # beyond the last token, where nobody looks
+        done = executor.prepare(keys, valid, self._learned, start=len(self), wrong=wrong)
         if wrong is not None and not self._defers and bool(wrong):
-            blocks.forget()
+            executor.discard()
             return super()._prepared(keys, valid)  # which says what is wrong
-        return begun.learned, fill
+        return done
 
     def _wrong(self, keys: Tensor) -> Tensor | None:
         """A flag that kernels set to 1 for a valid key that is not finite, if they are to look."""
@@ -244,29 +277,38 @@ class ParisKV(BaseIndex):
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
-        if self._fused:
-            hits: Hits = self._fused.search(self, queries, k)
-            return hits
+        if self._executor:
+            return self._executor.search(queries, k)
         return self._ranked(_Asked.of(self, queries), k)[0]
 
     def _alone(self, name: str) -> bool:
-        return bool(self._fused) or super()._alone(name)  # searches share buffers
+        return self._executor is not None or super()._alone(name)  # searches share buffers
+
+    def _offers(self, wanted: type) -> bool:
+        if wanted in (Attends, DecodesStep):
+            return self.attends
+        return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
 
     @property
     def supports_async_append(self) -> bool:
         """Whether kernels write codes where they lie, and nothing waits for them."""
-        return self._writer is not None
+        return self._executor is not None and self._executor.encodes
 
     @property
     def attends(self) -> bool:
         """Whether kernels search, fetch and attend in one go."""
-        return bool(self._fused and self._fused.attends(self._store))
+        return self._executor is not None and self._executor.attends
 
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
+    def _paths(self) -> list[str]:
+        if self._executor:
+            return [*super()._paths(), self._executor.explain()]
+        why = backend.refusal(self.backend, self.geometry, self.config)
+        return [*super()._paths(), f"executor: none, op by op ({why})"]
+
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """As `protocol.Attends.attend`, for an index that holds a token."""
-        wrong, some = self._checked_step(queries, k), queries.detach()
-        done: tuple[Tensor, Tensor] = self._fused.attend(self, some, resident, k, wrong)
-        return done
+        executor, wrong = self._checked_step(queries, k)
+        return executor.attend(queries.detach(), resident, k, wrong)
 
     def decode_step(
         self,
@@ -277,46 +319,48 @@ class ParisKV(BaseIndex):
         *,
         k: int,
         graphs: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Attended:
         """As `protocol.DecodesStep.decode_step`, for an index that holds a token."""
-        wrong, some = self._checked_step(queries, k), (queries.detach(), token, resident, window)
-        done: tuple[Tensor, Tensor] = self._fused.decode_step(self, *some, k, wrong, graphs)
-        return done
+        executor, wrong = self._checked_step(queries, k)
+        some = queries.detach(), token, resident, window
+        return executor.decode_step(*some, k, wrong, graphs)
 
-    def _checked_step(self, queries: Tensor, k: int) -> Tensor | None:
-        """A flag that kernels set to 1 for a query that is not finite, where they are to look.
+    def _checked_step(self, queries: Tensor, k: int) -> tuple[Executor, Tensor | None]:
+        """The executor, and a flag that its kernels set to 1 for a query that is not finite.
 
-        Raises as `attend`.
+        None where they are not to look. Raises as `attend`.
         """
-        self._check_attends()
+        executor = self._attending()
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
         if self._defers and self._check is not False:
-            return self._flag("queries", check.ALLOWED_NUMBER)  # kernels see the queries anyway
+            # kernels see the queries anyway
+            return executor, self._flag("queries", check.ALLOWED_NUMBER)
         self._check_finite("queries", queries)
-        return None
+        return executor, None
 
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `protocol.Attends.attend_hits`, for an index that holds a token."""
-        self._check_attends()
+        executor = self._attending()
         check.at_least("len(index)", len(self), 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
-        hits = replace(hits, ids=self._checked_ids(hits, 0, self._fused.length))
+        hits = replace(hits, ids=self._checked_ids(hits, 0, executor.length))
         if hits.log_weight is not None:
             shape = {"B": self._batch, "H": g.q_heads, "K": hits.ids.shape[-1]}
             check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)
-        output: Tensor = self._fused.attend_hits(self, queries.detach(), hits, resident)
-        return output
+        return executor.attend_hits(queries.detach(), hits, resident)
 
-    def _check_attends(self) -> None:
-        if not self.attends:
+    def _attending(self) -> Executor:
+        executor = self._executor
+        if executor is None or not executor.attends:
             raise ValueError(
                 f"attend: got an index with backend={self.backend!r} whose rows or options no "
                 "kernel attends to, allowed is one that `attends`; search and fetch serve any"
             )
+        return executor
 
     def warm_up(self, *, k: int, tokens: int) -> None:
         """Have all that searches for `k` rows need until the index holds `tokens` tokens.
@@ -329,11 +373,9 @@ class ParisKV(BaseIndex):
         check.at_least("k", k, 1)
         check.at_least("tokens", tokens, 1)
         check.at_least("len(index)", len(self), 1)
-        if not self._fused:
+        if not self._executor:
             return
-        falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
-        most = max(self._candidates_of(n, k) for n in (tokens, *falls))
-        self._fused.warm_up(self, k, most, tokens)
+        self._executor.warm_up(k, tokens)
         g, batch = self.geometry, len(self.counts)
         queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
         self.search(queries, k=k)  # kernels are compiled when they run first
@@ -350,8 +392,9 @@ class ParisKV(BaseIndex):
         the store's budget; what is held stays as it was.
         """
         check.at_least("tokens", tokens, 1)
-        if self._fused and len(self):
-            self._fused.reserve(self, tokens)
+        if self._executor and len(self):
+            self._store.reserve_tokens(tokens)  # which may be refused
+            self._executor.reserve(tokens)
 
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
         asked, g = _Asked.of(self, queries), self.geometry
@@ -451,45 +494,39 @@ class ParisKV(BaseIndex):
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
-        return self._tiers().to(self.geometry.device), torch.tensor(self._wanted(k))
-
-    def _tiers(self) -> Tensor:
-        """Keys that bound each tier, int64 `[B, tiers]` on the CPU."""
-        counts = self.counts.tolist()
-        return torch.tensor([[ceil_share(n, self._shares(n)[1], t) for t in TIERS] for n in counts])
-
-    def _wanted(self, k: int) -> list[int]:
-        """Candidates `C` of each row of the batch."""
-        return [self._candidates_of(n, k) for n in self.counts.tolist()]
-
-    def _candidates_of(self, n: int, k: int) -> int:
-        """`C` of `n` keys."""
-        if n <= self.config.single_stage_below:
-            return n
-        share, least = ceil_share(n, self._shares(n)[0]), int(self.config.refine_factor) * k
-        return min(max(share, least), n)
-
-    def _shares(self, n: int) -> tuple[float, float]:
-        """`(β, ρ)` for `n` keys."""
-        scheduled = next(((b, r) for below, b, r in SCHEDULE if n < below), LONGEST)
-        beta, rho = self.config.beta, self.config.rho
-        return scheduled[0] if beta is None else beta, scheduled[1] if rho is None else rho
+        counts: list[int] = self.counts.tolist()
+        tiers = torch.tensor([self.config.tier_bounds(n) for n in counts])
+        candidates = torch.tensor([self.config.candidates(n, k) for n in counts])
+        return tiers.to(self.geometry.device), candidates
 
     # Keys per centroid, int64 [B, G, M, 256], which tiers need
 
     def _cleared(self) -> None:
         self._histogram = torch.empty(0)
-        self._after_rollback()
+        self._update()
 
     def _after_rollback(self) -> None:
-        if getattr(self, "_fused", None):  # made when the base is
-            self._fused = self._fused.changed(self)
+        self._update()
 
     def _after_copy(self) -> None:
         super()._after_copy()
-        self._after_rollback()
-        if self._writer:
-            self._writer = self.ops.writer(self)
+        self._update()
+
+    def _update(self) -> None:
+        """Tell the executor what the index holds."""
+        if self._executor:
+            tiered = self.config.coarse == "tiers"
+            contents = Contents(
+                codes=self._codes,
+                rows=self._store,
+                length=len(self),
+                counts=self.counts,
+                valid=self.valid,
+                real_from=self._valid.all_from,
+                learned=self._learned,
+                statistics={"histogram": self._histogram} if tiered else {},
+            )
+            self._executor = self._executor.update(contents)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
         if self.config.coarse != "tiers":
@@ -511,9 +548,18 @@ class ParisKV(BaseIndex):
 
     def _commit(self, statistics: Tensor) -> None:
         self._histogram = statistics
-        if self._fused:
-            self._fused = self._fused.changed(self)
+        self._update()
 
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]
         return [*held, self._factors] if self.config.weights == "log" else held
+
+
+def _attended(output: Tensor, found: Tensor) -> Attended:
+    """What a step gives; kernels do not tell `lse` yet: it is NaN."""
+    return Attended(output, _unknown(output.device).expand(output.shape[:2]), found)
+
+
+@lru_cache
+def _unknown(device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), device=device)

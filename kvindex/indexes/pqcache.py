@@ -24,9 +24,9 @@ LARGEST = 8
 
 @dataclass(frozen=True)
 class PQCacheConfig:
-    """What PQCache can be told.
+    """Configuration of PQCache.
 
-    subspaces: into how many parts a key is cut, `M`; it divides `head_dim`.
+    subspaces: parts of a key, `M`; divides `head_dim`.
     bits: of a code; a subspace has `2^bits` centroids. 1 to 8.
     iterations: of Lloyd's algorithm; 0 leaves the starting points as they are.
     group: how query heads agree (`kvindex.ops.group`).
@@ -49,10 +49,10 @@ class PQCacheConfig:
 
 
 class PQCache(BaseIndex):
-    """A byte per subspace: the nearest of the centroids that the first append has taught.
+    """A byte per subspace: the nearest of the centroids that the first append has trained.
 
     Hits' scores: what `group.agree` returns for `Σ_b ⟨q_b, c_b⟩`, the inner product of the query
-    with what the key's code stands for (asymmetric: the query is not quantized).
+    with the decoded key (asymmetric: the query is not quantized).
     """
 
     Config = PQCacheConfig
@@ -67,9 +67,9 @@ class PQCache(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """`codebooks` float32 `[B, G, M, 2^bits, m]`, and which rows have theirs, bool `[B]`.
+        """Learn `codebooks` float32 `[B, G, M, 2^bits, m]`, and which rows have theirs, bool `[B]`.
 
-        A row of the batch learns from the valid keys of the first append that holds one, and
+        A row of the batch learns from the valid keys of the first append that has one, and
         never again.
         """
         B, counts = len(keys), [keys.shape[2]] * len(keys)
@@ -82,23 +82,25 @@ class PQCache(BaseIndex):
         parts = self._parts(keys)  # [B, G, M, N, m]
         shape = (*parts.shape[:3], 2**self.config.bits, parts.shape[-1])
         books = self._learned["codebooks"].clone() if self._learned else parts.new_zeros(shape)
-        for count in sorted({counts[b] for b in missing}):  # rows of as many keys learn together
+        for count in sorted({counts[b] for b in missing}):  # rows of equal counts learn together
             rows = [b for b in missing if counts[b] == count]
-            some = parts[rows]
+            chosen = parts[rows]
             if valid is not None:
                 # stable: the valid ones in their order, for padding must not change the outcome
                 order = (~valid[rows]).byte().argsort(dim=1, stable=True)[:, :count]
-                index = order[:, None, None, :, None].expand(*some.shape[:3], -1, some.shape[-1])
-                some = some.gather(3, index)
-            books[rows] = self._trained(some.flatten(0, 2)).view(len(rows), *shape[1:])
+                index = order[:, None, None, :, None].expand(
+                    *chosen.shape[:3], -1, chosen.shape[-1]
+                )
+                chosen = chosen.gather(3, index)
+            books[rows] = self._trained(chosen.flatten(0, 2)).view(len(rows), *shape[1:])
         flags = [known[b] or b in missing for b in range(B)]
         return {"codebooks": books, "known": torch.tensor(flags, device=keys.device)}
 
     def _trained(self, points: Tensor) -> Tensor:
         """Centroids `[P, 2^bits, m]` of points `[P, n, m]`, each row on its own.
 
-        As many points as centroids or fewer are the centroids themselves; what is left over
-        repeats the first, to which no key is nearer than to the original.
+        As many points as centroids or fewer are the centroids themselves; spare centroids repeat
+        the first, to which no key is nearer than to the original.
         """
         clusters, config = 2**self.config.bits, self.config
         if points.shape[1] > clusters:
@@ -130,7 +132,7 @@ class PQCache(BaseIndex):
         return Hits(ids, scores)
 
     def estimates(self, queries: Tensor) -> Tensor:
-        """Of `q·k` for every token, float32 `[B, G, g, N]`, `-inf` where it is invalid.
+        """Estimates of `q·k` for every token, float32 `[B, G, g, N]`, `-inf` where it is invalid.
 
         queries: float32 `[B, G, g, D]`.
         """

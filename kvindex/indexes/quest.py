@@ -1,4 +1,4 @@
-"""Quest: pages with the smallest and the largest of each coordinate of their keys.
+"""Quest: pages scored by the minimum and maximum of each coordinate of their keys.
 
 Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (ICML 2024,
 section 3): a page's score bounds the products with all its keys from above.
@@ -36,8 +36,8 @@ class Quest(PagedIndex):
 
     Config = QuestConfig
 
-    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None) -> Codes:
-        low, high = extremes(keys, there)
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
+        low, high = extremes(keys, present)
         return {"low": low, "high": high}
 
     def _page_scores(self, queries: Tensor) -> Tensor:

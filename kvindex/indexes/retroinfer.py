@@ -1,4 +1,4 @@
-"""RetroInfer: the rows of the best clusters, and one weighted row for each of the next ones.
+"""RetroInfer: rows of the best clusters, and one weighted centroid row for each of the next.
 
 Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference
 (arXiv 2505.02922): the wave index and its three zones.
@@ -18,19 +18,19 @@ from kvindex.core.protocol import UNUSED, Hits, Rows
 from kvindex.ops import group
 
 ESTIMATED = 0.446
-"""Of all rows that are read, those that stand for clusters: of published 1.8% of clusters with 16
-keys each and 23.2% with one row each, .232 / (.018 · 16 + .232)."""
+"""Share of rows read that represent clusters: of published 1.8% of clusters with 16 keys each and
+23.2% with one row each, .232 / (.018 · 16 + .232)."""
 
 
 @dataclass(frozen=True)
 class RetroInferConfig:
-    """What RetroInfer can be told; the defaults are the published ones.
+    """Configuration of RetroInfer; the defaults are the published ones.
 
     per_cluster: keys per cluster, on average.
     segment: tokens of the prompt that are clustered together.
     block: later tokens that are clustered together.
-    estimated: share of the `k` slots that stand for whole clusters, in [0, 1).
-    centered: whether the mean of what is clustered together is taken off the keys first.
+    estimated: share of the `k` slots that represent whole clusters, in [0, 1).
+    centered: whether the mean of keys that are clustered together is subtracted first.
     iterations: of k-means, at most; seed: of its starting points.
     group: how query heads agree (`kvindex.ops.group`).
     """
@@ -90,9 +90,9 @@ class RetroInfer(ClusteredIndex):
         return unit_rows.ranked(ids, unit_rows.at(best, slot, float("-inf")), weights)
 
     def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
-        """Which of the best units give all their rows: a prefix, bool `[B, G, W]`.
+        """Whether the best units return all their rows: a prefix, bool `[B, G, W]`.
 
-        sizes: of the units, best first, int64 `[B, G, W]`; units: how many there are at all
+        sizes: of the units, best first, int64 `[B, G, W]`; units: their total number
         `[B, G, 1]`. The last one may go past its share of the slots, as far as k allows: else a
         large best cluster, which holds most of the attention, would be one row. Where the others
         would leave slots unused, more are exact.

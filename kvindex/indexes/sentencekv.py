@@ -1,7 +1,7 @@
-"""SentenceKV: sentences by their mean keys, searched with the mean of the sentence's queries.
+"""SentenceKV: whole sentences by their mean keys, searched with a sentence's mean query.
 
 Zhu et al., SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching (2025,
-arXiv 2504.00970). Where sentences end the caller says, or the ids of punctuation do.
+arXiv 2504.00970). The caller marks where sentences end, or the ids of punctuation do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUERIES = ("sentence", "token")
 
 @dataclass(frozen=True)
 class SentenceKVConfig:
-    """What SentenceKV can be told.
+    """Configuration of SentenceKV.
 
     longest: tokens of a sentence; a longer one is cut into pieces. punctuation: ids of the tokens
     that end a sentence, for `observe_tokens`, integers of at least 0 (or one). query: a search
@@ -64,7 +64,9 @@ class SentenceKV(BaseIndex):
 
     Config = SentenceKVConfig
 
-    _heard: Sentences
+    statistics = ("_signals",)
+
+    _signals: Sentences
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -77,20 +79,20 @@ class SentenceKV(BaseIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """Where it searches with the mean of a sentence's queries."""
+        """True where it searches with the mean of a sentence's queries."""
         return bool(self.config.query == "sentence")
 
     # Signals
 
     def end_prompt(self) -> None:
-        """The prompt is complete: queries from here on make up sentences."""
-        self._heard = replace(self._heard, sealed=True)
+        """End the prompt: queries from here on make up sentences."""
+        self._signals = replace(self._signals, sealed=True)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
 
-        What was observed from the first of these ids on is forgotten: it belonged to a sequence
-        that was cut. Raises ValueError or TypeError for a wrong tensor.
+        Queries from the first of these ids on are forgotten: they belonged to a sequence that was
+        truncated. Raises ValueError or TypeError for a wrong tensor.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -98,24 +100,24 @@ class SentenceKV(BaseIndex):
         check.tensor("positions", positions, {"T": queries.shape[2]}, torch.int64)
         if queries.numel():
             most = self.config.longest if self.config.query == "sentence" else 1
-            self._heard = self._heard.observed(queries.detach(), positions, most)
+            self._signals = self._signals.with_queries(queries.detach(), positions, most)
 
     def mark_boundary(self) -> None:
-        """A sentence of every row ends with the newest token, the newest observed or held.
+        """End a sentence of every row with the newest token, observed or appended.
 
-        What was said of later tokens is forgotten.
+        Ends of later tokens are forgotten.
         """
-        last = max(self._heard.newest, len(self) - 1)
+        last = max(self._signals.newest, len(self) - 1)
         if last >= 0:
-            said = torch.ones((1, 1), dtype=torch.bool, device=self.geometry.device)
-            self._say(said, last)
+            ends = torch.ones((1, 1), dtype=torch.bool, device=self.geometry.device)
+            self._set_ends(ends, last)
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
         """Tokens int64 `[T]`, or `[B, T]`, with ids from `first` on: punctuation ends sentences.
 
-        They may be held already or be appended later; what was said of tokens from `first` on is
-        forgotten. Without `punctuation` nothing is read. Raises ValueError or TypeError for a
-        wrong tensor.
+        They may be in the index already or be appended later; earlier ends of tokens from `first`
+        on are forgotten. Without `punctuation` nothing is read. Raises ValueError or TypeError for
+        a wrong tensor.
         """
         check.at_least("first", first, 0)
         if isinstance(tokens, Tensor) and tokens.ndim == 2:
@@ -124,75 +126,79 @@ class SentenceKV(BaseIndex):
             tokens = check.tensor("tokens", tokens, {"T": None}, torch.int64)[None]
         if self.config.punctuation:
             tokens = tokens.to(self.geometry.device)
-            self._say(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
+            self._set_ends(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
 
-    def _say(self, said: Tensor, first: int) -> None:
-        """Sentences end where `said`, bool `[B or 1, T]`, of the tokens from `first` on."""
-        heard = self._heard.said(said, first)
+    def _set_ends(self, ends: Tensor, first: int) -> None:
+        """Set where sentences end, bool `[B or 1, T]`, of the tokens from `first` on."""
+        signals = self._signals.with_ends(ends, first)
         if first < len(self) - 1:
-            held = self._held_before(first)
-            kept = (self._sizes().cumsum(1) <= held[:, None]) & (self._sizes() > 0)
-            tail = self._tail(kept.sum(1), self._held_before(len(self)), None, None, heard)
+            past = self._held_before(first)
+            kept = (self._sizes().cumsum(1) <= past[:, None]) & (self._sizes() > 0)
+            tail = self._tail(kept.sum(1), self._held_before(len(self)), None, None, signals)
             self._codes.append(tail)
-        self._heard = heard
+        self._signals = signals
 
     def truncate(self, length: int) -> None:
-        """As every index does; what was said of the tokens from `length` on is forgotten, too."""
+        """As every index does; ends of the tokens from `length` on are forgotten, too."""
         super().truncate(length)
-        self._heard = self._heard.before(length)
+        self._signals = self._signals.truncated(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As every index does; before the first append, what was said is reordered alone."""
+        """As every index does; before the first append, only signals are reordered."""
         super().reorder(batch_indices)
         if self._batch is None:
-            self._heard = self._heard.reordered(batch_indices.to(self.geometry.device))
+            self._signals = self._signals.reordered(batch_indices.to(self.geometry.device))
 
     # Sentences
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         """Sentences that start with these keys, if no boundary ends one earlier."""
-        there = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
-        nothing, ids = Sentences.nothing(self.geometry), torch.zeros_like(there, dtype=torch.int64)
-        means, sizes = self._sentences(keys, ids, there, nothing)
+        present = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
+        none, ids = Sentences.empty(self.geometry), torch.zeros_like(present, dtype=torch.int64)
+        means, sizes = self._sentences(keys, ids, present, none)
         return {"means": means, "sizes": sizes}
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
         known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
         self._check_finite("keys", known)
-        if len(self._heard.ends) not in (1, len(keys)):
+        if len(self._signals.ends) not in (1, len(keys)):
             raise ValueError(
-                f"keys: got a batch of {len(keys)}, allowed is that read, {len(self._heard.ends)}"
+                f"keys: got a batch of {len(keys)}, allowed is that read, {len(self._signals.ends)}"
             )
         counts = self._held_before(len(self)) if len(self) else None
-        held = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
-        kept = held
+        past = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+        kept = past
         if counts is not None:
-            held, kept = counts, ((self._sizes() > 0).sum(1) - 1).clamp_min(0)
-        return self._learned, self._tail(kept, held, known, valid, self._heard)
+            past, kept = counts, ((self._sizes() > 0).sum(1) - 1).clamp_min(0)
+        return self._learned, self._tail(kept, past, known, valid, self._signals)
 
     def _with_truncated(self, length: int) -> tuple[Sentences, Tail]:
-        held, heard, sizes = self._held_before(length), self._heard.before(length), self._sizes()
-        kept = ((sizes.cumsum(1) <= held[:, None]) & (sizes > 0)).sum(1)
-        return heard, self._tail(kept, held, None, None, heard)
+        past, signals, sizes = (
+            self._held_before(length),
+            self._signals.truncated(length),
+            self._sizes(),
+        )
+        kept = ((sizes.cumsum(1) <= past[:, None]) & (sizes > 0)).sum(1)
+        return signals, self._tail(kept, past, None, None, signals)
 
     def _with_reordered(self, batch_indices: Tensor) -> tuple[Sentences, None]:
-        return self._heard.reordered(batch_indices), None
+        return self._signals.reordered(batch_indices), None
 
     def _commit(self, statistics: tuple[Sentences, Tail | None] | None) -> None:
-        if statistics is None:  # an append: what was heard since it began stays
+        if statistics is None:  # an append: signals since it began stay
             return
-        self._heard, tail = statistics
+        self._signals, tail = statistics
         if tail is not None:
             self._codes.append(tail)
 
     def _held(self) -> list[Tensor]:
-        return [self._heard.ends, self._heard.queries]
+        return [self._signals.ends, self._signals.queries]
 
     def _cleared(self) -> None:
-        self._heard = Sentences.nothing(self.geometry)
+        self._signals = Sentences.empty(self.geometry)
 
     def _sizes(self) -> Tensor:
-        """Tokens of each sentence, int64 `[B, S]`; the index has held tokens."""
+        """Tokens of each sentence, int64 `[B, S]`, of an index that has tokens."""
         return self._codes["sizes"][:, 0].long()
 
     def _held_before(self, length: int) -> Tensor:
@@ -211,35 +217,35 @@ class SentenceKV(BaseIndex):
     def _tail(
         self,
         kept: Tensor,
-        held: Tensor,
+        past: Tensor,
         keys: Tensor | None,
         valid: Tensor | None,
-        heard: Sentences,
+        signals: Sentences,
     ) -> Tail:
         """The sentences after the first `kept` int64 `[B]` of each row.
 
-        They hold what is left of a row's first `held` int64 `[B]` valid tokens, which come from
-        the store, then the new keys `[B, G, T, D]` where valid bool `[B, T]`.
+        They have the rest of a row's first `past` int64 `[B]` valid tokens, which come from the
+        store, then the new keys `[B, G, T, D]` where valid bool `[B, T]`.
         """
-        g, device, parts = self.geometry, held.device, []  # keys, ids, whether there
+        g, device, parts = self.geometry, past.device, []  # keys, ids, whether there
         start, S = int(kept.min()), 0
         if len(self):
             sizes = self._sizes()
             S = sizes.shape[1]
             passed = (sizes * (torch.arange(S, device=device) < kept[:, None])).sum(1)
-            rank = passed[:, None] + torch.arange(int((held - passed).max()), device=device)
-            there, members = rank < held[:, None], self._members()
+            rank = passed[:, None] + torch.arange(int((past - passed).max()), device=device)
+            present, members = rank < past[:, None], self._members()
             old = members.gather(1, rank.clamp_max(max(members.shape[1] - 1, 0)))
-            old = old.masked_fill(~there, UNUSED)
+            old = old.masked_fill(~present, UNUSED)
             rows = self._store.gather(old[:, None].expand(-1, g.kv_heads, -1))
-            parts.append((rows.keys, old, there))
+            parts.append((rows.keys, old, present))
         if keys is not None:
             new = (len(self) + torch.arange(keys.shape[2], device=device)).expand(len(keys), -1)
-            there = torch.ones_like(new, dtype=torch.bool) if valid is None else valid
-            parts.append((keys, new, there))
+            present = torch.ones_like(new, dtype=torch.bool) if valid is None else valid
+            parts.append((keys, new, present))
         all_keys, all_ids, all_there = zip(*parts, strict=True)
         means, sizes = self._sentences(
-            torch.cat(all_keys, 2), torch.cat(all_ids, 1), torch.cat(all_there, 1), heard
+            torch.cat(all_keys, 2), torch.cat(all_ids, 1), torch.cat(all_there, 1), signals
         )
         if not S:
             return Tail(0, {"means": means, "sizes": sizes})
@@ -248,37 +254,37 @@ class SentenceKV(BaseIndex):
         new = place - kept[:, None]  # [B, W]: its number among the new ones
         source = torch.where(new < 0, place - start, S - start + new)
         source = torch.where(new < sizes.shape[2], source, S - start + sizes.shape[2])
-        made = {}
+        replaced = {}
         for name, fresh in (("means", means), ("sizes", sizes[..., None])):
             old = self._codes[name][:, :, start:].reshape(*fresh.shape[:2], -1, fresh.shape[3])
             whole = pad(torch.cat([old, fresh], dim=2), (0, 0, 0, 1))  # the last one is none
             index = source[:, None, :, None].expand(-1, whole.shape[1], -1, whole.shape[3])
-            made[name] = whole.gather(2, index)
-        return Tail(start, {"means": made["means"], "sizes": made["sizes"][..., 0]})
+            replaced[name] = whole.gather(2, index)
+        return Tail(start, {"means": replaced["means"], "sizes": replaced["sizes"][..., 0]})
 
     def _sentences(
-        self, keys: Tensor, ids: Tensor, there: Tensor, heard: Sentences
+        self, keys: Tensor, ids: Tensor, present: Tensor, signals: Sentences
     ) -> tuple[Tensor, Tensor]:
         """Mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of the sentences of some tokens.
 
-        keys: `[B, G, n, D]`; ids: int64 `[B, n]`; there: bool `[B, n]`, which of them count.
+        keys: `[B, G, n, D]`; ids: int64 `[B, n]`; present: bool `[B, n]`, which of them count.
         """
         (B, G, n, D), longest = keys.shape, self.config.longest
         if not n:
             return keys, torch.zeros((B, 1, 0), dtype=torch.int32, device=keys.device)
-        order = compact(there)  # [B, m]
-        ended = heard.ended(ids).gather(1, order.clamp_min(0))
-        starts, sizes = split(ended, there.sum(1), longest)
+        order = compact(present)  # [B, m]
+        ended = signals.ends_at(ids).gather(1, order.clamp_min(0))
+        starts, sizes = split(ended, present.sum(1), longest)
         offset, means = torch.arange(longest, device=keys.device), [keys[:, :, :0]]
         step = max(BLOCK // longest, 1)
         for first in range(0, starts.shape[1], step):
-            some = slice(first, first + step)
-            inside = offset < sizes[:, some, None]  # [B, u, longest]
-            slot = torch.where(inside, starts[:, some, None] + offset, 0).flatten(1)
+            block = slice(first, first + step)
+            inside = offset < sizes[:, block, None]  # [B, u, longest]
+            slot = torch.where(inside, starts[:, block, None] + offset, 0).flatten(1)
             place = order.gather(1, slot).clamp_min(0)[:, None, :, None]
-            found = keys.gather(2, place.expand(-1, G, -1, D)).float()
-            found = found.reshape(B, G, -1, longest, D).masked_fill(~inside[:, None, ..., None], 0)
-            mean = found.sum(3) / sizes[:, some].clamp_min(1)[:, None, :, None]
+            rows = keys.gather(2, place.expand(-1, G, -1, D)).float()
+            rows = rows.reshape(B, G, -1, longest, D).masked_fill(~inside[:, None, ..., None], 0)
+            mean = rows.sum(3) / sizes[:, block].clamp_min(1)[:, None, :, None]
             means.append(mean.to(keys.dtype))
         return torch.cat(means, dim=2), sizes[:, None].int()
 
@@ -287,7 +293,7 @@ class SentenceKV(BaseIndex):
     def _search(self, queries: Tensor, k: int) -> Hits:
         g, policy, sizes = self.geometry, self.config.group, self._sizes()
         if self.config.query == "sentence":
-            queries = self._heard.mean_query(queries, self.config.longest)
+            queries = self._signals.mean_query(queries, self.config.longest)
         folded = group.fold(queries, g.kv_heads, policy)
         estimates = folded @ self._codes["means"].float().mT  # [B, G, g, S]
         estimates = estimates.masked_fill((sizes == 0)[:, None, None], float("-inf"))

@@ -1,4 +1,4 @@
-"""ShadowKV: chunks found by their mean key, keys rebuilt from factors of low rank.
+"""ShadowKV: chunks ranked by their mean key, with keys rebuilt from low-rank factors.
 
 Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference (ICML
 2025). Differences from its published code: docs/indexes/shadowkv.md.
@@ -26,11 +26,11 @@ BLOCK = 16_384
 
 @dataclass(frozen=True)
 class ShadowKVConfig:
-    """What ShadowKV can be told.
+    """Configuration of ShadowKV.
 
     page: tokens of a chunk.
-    outliers: chunks per KV head that every search returns, as far as half of its slots go.
-    rank: of the keys that `fetch` rebuilds once the prompt is sealed, shared by all heads; None
+    outliers: chunks per KV head that every search returns, in at most half of its slots.
+    rank: of the keys that `fetch` rebuilds once the prompt has ended, shared by all heads; None
       (or a prompt of no more tokens) leaves them as they are.
     group: how query heads agree (`kvindex.ops.group`).
     stale: tokens past the prompt's last whole chunk at `end_prompt` are never returned.
@@ -53,11 +53,11 @@ class ShadowKVConfig:
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
-    """What is kept of a sealed prompt.
+    """Low-rank keys of a prompt that has ended.
 
-    pages: whole chunks it has, int64 `[B]`. tokens `[B, n, r]` and basis `[B, G, D, r]`: factors of
-    its keys, with `r = 0` where these are kept as they are. exact: whose keys are never rebuilt,
-    bool `[B, G, n]`.
+    pages: its whole chunks, int64 `[B]`. tokens `[B, n, r]` and basis `[B, G, D, r]`: factors of
+    its keys, with `r = 0` where these stay as they are. exact: tokens whose keys are never
+    rebuilt, bool `[B, G, n]`.
     """
 
     pages: Tensor
@@ -66,7 +66,7 @@ class _Prompt:
     exact: Tensor
 
     def cut(self, length: int, pages: Tensor) -> _Prompt:
-        """What is left where tokens from `length` on are gone, and `pages` `[B]` are left."""
+        """The prompt without tokens from `length` on, of which `pages` `[B]` remain."""
         least = torch.minimum(self.pages, pages)
         return _Prompt(least, self.tokens[:, :length], self.basis, self.exact[:, :, :length])
 
@@ -84,16 +84,18 @@ class ShadowKV(PagedIndex):
     """
 
     Config = ShadowKVConfig
+    statistics = ("_prompt",)
+
     _prompt: _Prompt | None = None
 
     # Chunks
 
-    def _summaries_of(self, keys: Tensor, there: Tensor, marks: Tensor | None = None) -> Codes:
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None = None) -> Codes:
         """`landmarks`, the mean keys, and `likeness`, the least cosine between a key and them."""
-        mean = keys.float().masked_fill(~there, 0).sum(3) / there.sum(3).clamp_min(1)
+        mean = keys.float().masked_fill(~present, 0).sum(3) / present.sum(3).clamp_min(1)
         normalize = self.ops.transform.normalize
         cosines = (normalize(keys)[0] * normalize(mean)[0][:, :, :, None]).sum(-1)
-        likeness = cosines.masked_fill(~there[..., 0], 1).amin(-1)
+        likeness = cosines.masked_fill(~present[..., 0], 1).amin(-1)
         return {"landmarks": mean.to(keys.dtype), "likeness": likeness}
 
     def _page_scores(self, queries: Tensor) -> Tensor:
@@ -109,12 +111,12 @@ class ShadowKV(PagedIndex):
         return sizes[:, None].expand(-1, g.kv_heads, -1)
 
     def _outliers(self, sizes: Tensor, count: int) -> Tensor:
-        """The `count` chunks least like their landmarks, bool `[B, G, pages]`."""
+        """The `count` chunks whose keys differ most from their landmarks, bool `[B, G, pages]`."""
         unlike = (-self._codes["likeness"]).masked_fill(sizes == 0, float("-inf"))
-        found = self.ops.select.top_k(unlike, count)[1]
+        slots = self.ops.select.top_k(unlike, count)[1]
         last = sizes.shape[-1]
         flags = torch.zeros((*sizes.shape[:2], last + 1), dtype=torch.bool, device=sizes.device)
-        return flags.scatter_(-1, torch.where(found < 0, last, found), True)[..., :last]
+        return flags.scatter_(-1, torch.where(slots < 0, last, slots), True)[..., :last]
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         g, config, sizes = self.geometry, self.config, self._sizes()
@@ -129,17 +131,17 @@ class ShadowKV(PagedIndex):
         return ranked(ids, at(agreed, self._pages_of(ids), float("-inf")))
 
     def _pages_of(self, ids: Tensor) -> Tensor:
-        """The chunks of tokens int64 `[B, G, K]`, -1 for -1."""
+        """Chunks of tokens int64 `[B, G, K]`, -1 for -1."""
         rank = ids
         if self.valid is not None:
-            places = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, ids.shape[1], -1)
-            rank = at(places, ids, -1)
+            ranks = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, ids.shape[1], -1)
+            rank = at(ranks, ids, -1)
         return rank.div(self.config.page, rounding_mode="floor")
 
     # Keys of low rank
 
     def end_prompt(self) -> None:
-        """The prompt is complete: its keys are factorised, once until `reset`."""
+        """End the prompt: factorise its keys, once until `reset`."""
         if self._prompt is not None or not len(self):
             return
         g, n, rank = self.geometry, len(self), self.config.rank
@@ -164,14 +166,14 @@ class ShadowKV(PagedIndex):
         g = self.geometry
         width = g.kv_heads * g.head_dim
         gram = torch.zeros((len(self.counts), width, width), dtype=torch.float64, device=g.device)
-        for block in self._straight():
+        for block in self._unrotated():
             gram += block.double().mT @ block.double()
         vectors = torch.linalg.eigh(gram).eigenvectors[..., -min(rank, width) :].float()
-        tokens = torch.cat([block @ vectors for block in self._straight()], dim=1)
+        tokens = torch.cat([block @ vectors for block in self._unrotated()], dim=1)
         basis = vectors.reshape(-1, g.kv_heads, g.head_dim, vectors.shape[-1])
         return tokens.to(g.dtype), basis.to(g.dtype)
 
-    def _straight(self) -> Iterator[Tensor]:
+    def _unrotated(self) -> Iterator[Tensor]:
         """All keys, heads side by side and before the rotary embedding: float32 `[B, n, G D]`,
         a block at a time.
         """
@@ -179,11 +181,11 @@ class ShadowKV(PagedIndex):
             keys, stop = rows.keys.float(), start + rows.keys.shape[2]
             if self.valid is not None:
                 keys = keys.masked_fill(~self.valid[:, None, start:stop, None], 0)
-            place = torch.arange(start, stop, device=keys.device)
-            yield rotate(keys, -place, self.geometry.rope).transpose(1, 2).flatten(2)
+            positions = torch.arange(start, stop, device=keys.device)
+            yield rotate(keys, -positions, self.geometry.rope).transpose(1, 2).flatten(2)
 
     def fetch(self, hits: Hits) -> Rows:
-        """As `BaseIndex.fetch`; the prompt's keys from their factors, but for outliers."""
+        """As `BaseIndex.fetch`, with keys of the prompt rebuilt from factors, but for outliers."""
         rows, prompt = super().fetch(hits), self._prompt
         if prompt is None or not prompt.tokens.numel():
             return rows
@@ -205,9 +207,9 @@ class ShadowKV(PagedIndex):
         tail, prompt = super()._with_truncated(length), self._prompt
         if prompt is None:
             return tail, None
-        left = self.counts if self.valid is None else self.valid[:, :length].sum(1)
-        left = left.to(self.geometry.device).clamp_max(length)
-        return tail, prompt.cut(length, left // self.config.page)
+        remaining = self.counts if self.valid is None else self.valid[:, :length].sum(1)
+        remaining = remaining.to(self.geometry.device).clamp_max(length)
+        return tail, prompt.cut(length, remaining // self.config.page)
 
     def _with_reordered(self, batch_indices: Tensor) -> Any:
         return None, None if self._prompt is None else self._prompt.reordered(batch_indices)
@@ -223,7 +225,7 @@ class ShadowKV(PagedIndex):
         return [] if prompt is None else [prompt.tokens, prompt.basis, prompt.exact]
 
     def bytes_per_key(self) -> dict[str, float]:
-        """As `BaseIndex.bytes_per_key`; factors count as kept."""
-        found = super().bytes_per_key()
+        """As `BaseIndex.bytes_per_key`; factors count as `kept`."""
+        sizes = super().bytes_per_key()
         rows = len(self) * self.geometry.kv_heads * len(self.counts)
-        return {**found, "kept": found["kept"] + sum(t.nbytes for t in self._held()) / rows}
+        return {**sizes, "kept": sizes["kept"] + sum(t.nbytes for t in self._held()) / rows}

@@ -1,4 +1,4 @@
-"""Squeezed Attention: clusters whose share of the attention passes a calibrated threshold.
+"""Squeezed Attention: clusters whose share of attention exceeds a calibrated threshold.
 
 Hooper et al., Squeezed Attention: Accelerating Long Context Length LLM Inference
 (arXiv 2411.09688).
@@ -20,22 +20,22 @@ from kvindex.ops import group
 from kvindex.ops.attention import cap
 
 BINS = 4096
-"""Of the histogram of shares."""
+"""Bins of the histogram of shares."""
 
 PER_NAT = 64
-"""Bins per unit of a share's logarithm: a threshold is that exact, and shares reach to e^-64."""
+"""Bins per unit of a share's logarithm: the step of a threshold; shares reach to e^-64."""
 
 
 @dataclass(frozen=True)
 class SqueezedConfig:
-    """What Squeezed Attention can be told.
+    """Configuration of Squeezed Attention.
 
     per_cluster: keys of the prompt per cluster, on average (published: 5% of the keys, 20 each).
     block: later tokens that are clustered together, into `block / per_cluster` clusters.
     sparsity: share of the keys that the threshold leaves out, on average over heads and over the
       queries it is calibrated on, in [0, 1); 0 for no threshold.
-    calibration: how many of the prompt's last queries those are (published: 100).
-    stale: later tokens are never clustered (published); they stay clusters of one.
+    calibration: number of the prompt's last queries that calibrate it (published: 100).
+    stale: whether later tokens are never clustered (published); they stay clusters of one.
     iterations: of k-means, at most; seed: of its starting points.
     group: how query heads agree on an order (`kvindex.ops.group`).
     """
@@ -60,8 +60,8 @@ class SqueezedConfig:
 
 
 class Squeezed(PromptQueriesIndex, ClusteredIndex):
-    """Rows of the clusters of which some head of the group believes that each of their rows has
-    more than a threshold of its attention; the best `k` where they are more.
+    """Rows of the clusters for which a head of the group estimates that each row has more than a
+    threshold of its attention; the best `k` of them.
 
     Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster. Before
     `end_prompt`, or if no query was observed, there is no threshold.
@@ -98,32 +98,32 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
     # Calibration
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's last ones are kept.
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: keeps the prompt's last ones.
 
         What is not finite in a query counts as 0. Raises ValueError or TypeError for a wrong
         tensor.
         """
-        queries = self._signal(queries, positions)
+        queries = self._checked_queries(queries, positions)
         if self.config.sparsity and not self._sealed:
-            self._watch(queries, positions, self.config.calibration)
+            self._sample_queries(queries, positions, self.config.calibration)
 
     def end_prompt(self) -> None:
-        """The prompt is complete: the threshold is calibrated on its last queries."""
-        if not self._sealed and self._seen is not None and len(self):
-            self._learned = {**self._learned, "threshold": self._threshold(self._seen)}
-        self._sealed, self._seen = True, None
+        """End the prompt: calibrate the threshold on its last queries."""
+        if not self._sealed and self._observed is not None and len(self):
+            self._learned = {**self._learned, "threshold": self._threshold(self._observed)}
+        self._sealed, self._observed = True, None
 
-    def _threshold(self, seen: PromptQueries) -> Tensor:
+    def _threshold(self, observed: PromptQueries) -> Tensor:
         """Logarithm of the share that leaves out `sparsity` of the keys, float32 `[B]`."""
         units = self._units()
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)
-        for i, position in enumerate(seen.positions.tolist()):
-            shares = self._shares(self._estimates(seen.queries[:, :, i], units), units)
-            place = (-shares * PER_NAT).floor().clamp(0, BINS - 1).long()
-            rows = units.sizes[:, :, None].expand_as(place).long()
-            if self.valid is not None and position < len(self):  # a padded query asks for nothing
+        for i, position in enumerate(observed.positions.tolist()):
+            shares = self._shares(self._estimates(observed.queries[:, :, i], units), units)
+            index = (-shares * PER_NAT).floor().clamp(0, BINS - 1).long()
+            rows = units.sizes[:, :, None].expand_as(index).long()
+            if self.valid is not None and position < len(self):  # a padded query counts for nothing
                 rows = rows * self.valid[:, position, None, None, None]
-            bins.scatter_add_(1, place.flatten(1), rows.flatten(1))
-        wanted = (1 - self.config.sparsity) * bins.sum(1, keepdim=True).double()
-        kept: Tensor = (bins.cumsum(1) <= wanted).sum(1)
-        return kept.float().neg() / PER_NAT
+            bins.scatter_add_(1, index.flatten(1), rows.flatten(1))
+        target = (1 - self.config.sparsity) * bins.sum(1, keepdim=True).double()
+        passed: Tensor = (bins.cumsum(1) <= target).sum(1)
+        return passed.float().neg() / PER_NAT

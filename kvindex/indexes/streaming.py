@@ -1,4 +1,4 @@
-"""StreamingLLM: the first rows and the latest ones, nothing between.
+"""StreamingLLM: eviction that retains the first rows (sink) and the latest ones.
 
 Xiao et al., Efficient Streaming Language Models with Attention Sinks (ICLR 2024), section 3.2.
 """
@@ -18,9 +18,9 @@ from kvindex.ops.select import compact
 
 @dataclass(frozen=True)
 class StreamingConfig:
-    """What StreamingLLM can be told.
+    """Configuration of StreamingLLM.
 
-    budget: rows kept (published: 4 and 2000); sink: how many of them are the first ones
+    budget: retained rows (published: 4 and 2000); sink: number of them that are the first ones
     (published: 4), the others are the latest; group: how query heads agree on their order.
     """
 
@@ -35,11 +35,11 @@ class StreamingConfig:
 
 
 class Streaming(EvictionIndex):
-    """Keeps the first `sink` valid tokens and the latest `budget - sink`."""
+    """Retains the first `sink` valid tokens and the latest `budget - sink`."""
 
     Config = StreamingConfig
 
-    def _kept(self) -> Tensor:
+    def _retained(self) -> Tensor:
         g, n = self.geometry, len(self)
         sink, latest = self.config.sink, self.config.budget - self.config.sink
         if self.valid is None:

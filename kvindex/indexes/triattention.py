@@ -1,8 +1,8 @@
-"""TriAttention: rows that queries to come will attend to, judged by where queries are on average.
+"""TriAttention: eviction by the attention expected from future queries, from mean queries.
 
 Mao et al., TriAttention: Efficient Long Reasoning with Trigonometric KV Compression (2026, arXiv
-2604.04921). Before the rotary embedding the queries of a head lie near one center; turned to the
-places ahead, it says what they will attend to.
+2604.04921). Before the rotary embedding the queries of a head lie near one center; rotated to the
+positions ahead, it predicts to what they will attend.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, joined, real
+from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, are_valid, joined_flags
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
 
 BLOCK = 16_384
-"""Keys that are scored at a time: bounds what is held of them in float32, not the result."""
+"""Keys scored at a time: bounds their float32 copies, not the result."""
 
 LEAST = 1e-6
-"""A head whose scores spread less than this has no opinion (published)."""
+"""Least spread of a head's scores (published): below it they are not amplified."""
 
 
 @dataclass(frozen=True, eq=False)
 class Centers:
-    """Where the queries of a layer lie, by head and pair of coordinates that turn together.
+    """Mean queries of a layer, by head and pair of coordinates that rotate together.
 
     mean: complex64 `[H, D / 2]`, of the queries before the rotary embedding; size: float32, of
-    their absolute values, at least that of the mean. Pairs that do not turn come last.
+    their absolute values, at least that of the mean. Pairs that do not rotate come last.
     """
 
     mean: Tensor
@@ -39,25 +39,25 @@ class Centers:
 
     @staticmethod
     def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centers:
-        """Of queries `[B, H, R, D]` at positions int64 `[R]` where counted bool `[B, R]`, by row.
+        """Centers of queries `[B, H, R, D]` at positions int64 `[R]` where counted, bool `[B, R]`.
 
         The fields have a leading axis `B`; zeros where none counts. rope: `kvindex.core.rope`.
         """
         pairs = paired(queries.float(), rope)
         angles = positions[:, None].double() * frequencies(pairs.shape[-1], rope)
-        straight = pairs * torch.polar(torch.ones_like(angles), -angles).to(pairs.dtype)
+        unrotated = pairs * torch.polar(torch.ones_like(angles), -angles).to(pairs.dtype)
         weights = counted[:, None, :, None] / counted.sum(1).clamp_min(1)[:, None, None, None]
-        return Centers((straight * weights).sum(2), (pairs.abs() * weights).sum(2))
+        return Centers((unrotated * weights).sum(2), (pairs.abs() * weights).sum(2))
 
 
 @dataclass(frozen=True)
 class TriAttentionConfig:
-    """What TriAttention can be told.
+    """Configuration of TriAttention.
 
-    budget: rows kept (published: 2048); horizon: how far ahead queries are looked for, at
-    distances 1, 2, 4, … up to this (published: 65536); centers: of the layer, calibrated on a text
+    budget: retained rows (published: 2048); horizon: largest distance of future queries, which are
+    1, 2, 4, … positions ahead (published: 65536); centers: of the layer, calibrated on a text
     beforehand (published), or None for those of the prompt's last `most` queries; group: how query
-    heads agree on the order of kept rows.
+    heads agree on the order of retained rows.
     """
 
     budget: int = 2048
@@ -76,19 +76,21 @@ class TriAttentionConfig:
 
 
 class TriAttention(ObservingEvictionIndex):
-    """Drops, for good, the rows of the least scores once there are more than `budget`.
+    """Evicts, for good, the rows of the least scores once there are more than `budget`.
 
-    A head scores a row by the mean product with its center turned to the places ahead, and by
-    `Σ (E|q_f| - |E q_f|) |k_f|` for what of the queries is not at the center. Rows are dropped at
-    `end_prompt`, then at every append; without centers, never. What is learned: `mean`, `size` as
-    in `Centers` with a leading axis `B`; `shift` int64 `[B]`, places that ids are ahead of those
-    that the centers know; `ids` int64 `[B, G, C]`, kept, -1 for none.
+    A head scores a row by the mean product with its center rotated to the positions ahead, and by
+    `Σ (E|q_f| - |E q_f|) |k_f|` for the spread of queries around the center. Rows are evicted at
+    `end_prompt`, then at every append; without centers, never. Learned: `mean`, `size` as in
+    `Centers` with a leading axis `B`; `shift` int64 `[B]`, positions that ids are ahead of those of
+    the centers; `ids` int64 `[B, G, C]`, retained, -1 for none.
     """
 
     Config = TriAttentionConfig
     needs_rope = True
 
-    _next: Tensor | None  # the place after the newest query, int64 []
+    statistics = ("_next",)
+
+    _next: Tensor | None  # the position after the newest query, int64 []
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -103,111 +105,116 @@ class TriAttention(ObservingEvictionIndex):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centers.
 
-        After `end_prompt` only their places count. What is not finite in a query counts as 0.
+        After `end_prompt` only their positions count. What is not finite in a query counts as 0.
         Raises ValueError or TypeError for a wrong tensor.
         """
-        queries = self._signal(queries, positions)
+        queries = self._checked_queries(queries, positions)
         if len(positions):
             self._next = positions[-1] + 1
         if not self._sealed and self.config.centers is None:
-            self._watch(queries, positions, self.config.most)
+            self._sample_queries(queries, positions, self.config.most)
 
     def end_prompt(self) -> None:
-        """The prompt is complete: centers are settled (with the first append, if it is empty)."""
+        """End the prompt: fix the centers (at the first append, if it is empty), and evict rows."""
         self._sealed = True
         if len(self):
-            ids = self._kept()
+            ids = self._retained()
             keys = self._store.gather(ids).keys
-            self._learned = self._left(ids, keys, self.valid, len(self))
-            self._seen = None
+            self._learned = self._evict(ids, keys, self.valid, len(self))
+            self._observed = None
 
     def truncate(self, length: int) -> None:
-        """As `BaseIndex.truncate`; what was dropped stays so."""
+        """As `BaseIndex.truncate`; evicted rows stay evicted."""
         super().truncate(length)
         self._next = None
 
-    # What is kept
+    # Eviction
 
-    def _kept(self) -> Tensor:
-        return self._learned["ids"] if "ids" in self._learned else self._from(0)
+    def _retained(self) -> Tensor:
+        return self._learned["ids"] if "ids" in self._learned else self._ids_from(0)
 
-    def _left(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
-        """What is learned once rows `ids` int64 `[B, G, C]` with keys `[B, G, C, D]` compete.
+    def _evict(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
+        """The learned state once rows `ids` int64 `[B, G, C]` with keys `[B, G, C, D]` compete.
 
         flags: which of the first `length` tokens are valid, bool `[B, length]`, or None.
         """
-        learned = self._centered(len(keys), flags)
+        learned = self._with_centers(len(keys), flags)
         if "mean" not in learned or ids.shape[-1] <= self.config.budget:
             return {**learned, "ids": ids} if "mean" in learned else learned
         scores = self._scores(learned, keys, length)
-        there = (ids >= 0)[:, :, None]
-        count = there.sum(-1, keepdim=True).clamp_min(1)
-        mean = scores.masked_fill(~there, 0).sum(-1, keepdim=True) / count
-        apart = (scores - mean).masked_fill(~there, 0)
-        spread = (apart.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(LEAST)
-        order = (apart / spread).amax(2).masked_fill(ids < 0, NEVER)  # the heads' largest
+        present = (ids >= 0)[:, :, None]
+        count = present.sum(-1, keepdim=True).clamp_min(1)
+        mean = scores.masked_fill(~present, 0).sum(-1, keepdim=True) / count
+        deviations = (scores - mean).masked_fill(~present, 0)
+        spread = (deviations.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(LEAST)
+        order = (deviations / spread).amax(2).masked_fill(ids < 0, NEVER)  # the heads' largest
         slots = self.ops.select.top_k(order, self.config.budget)[1].sort(-1).values
-        left = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
-        return {**learned, "ids": left}
+        remaining = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
+        return {**learned, "ids": remaining}
 
-    def _centered(self, batch: int, flags: Tensor | None) -> Codes:
-        """What is learned, with centers where there are any to have."""
-        g, given, seen, learned = self.geometry, self.config.centers, self._seen, self._learned
-        if "mean" in learned or not self._sealed or (given is None and seen is None):
+    def _with_centers(self, batch: int, flags: Tensor | None) -> Codes:
+        """The learned state with centers, if any: calibrated, or of the prompt's queries."""
+        g, calibrated, observed, learned = (
+            self.geometry,
+            self.config.centers,
+            self._observed,
+            self._learned,
+        )
+        if "mean" in learned or not self._sealed or (calibrated is None and observed is None):
             return learned
         shift = torch.zeros(batch, dtype=torch.int64, device=g.device)
-        if given is not None:
+        if calibrated is not None:
             if flags is not None:  # the longest row has no padding
                 first = flags.int().argmax(1)
                 shift = first - first.min()
-            parts = {"mean": given.mean, "size": given.size}
+            parts = {"mean": calibrated.mean, "size": calibrated.size}
             own = {name: part.to(g.device).expand(batch, -1, -1) for name, part in parts.items()}
             return {**learned, **own, "shift": shift}
-        assert seen is not None
+        assert observed is not None
         assert g.rope is not None
-        counted = real(seen.positions, flags, batch)
-        found = Centers.of(seen.queries, seen.positions, counted, g.rope)
-        return {**learned, "mean": found.mean, "size": found.size, "shift": shift}
+        counted = are_valid(observed.positions, flags, batch)
+        centers = Centers.of(observed.queries, observed.positions, counted, g.rope)
+        return {**learned, "mean": centers.mean, "size": centers.size, "shift": shift}
 
     def _scores(self, learned: Codes, keys: Tensor, least: int) -> Tensor:
-        """Scores float32 `[B, G, g, C]` of keys `[B, G, C, D]` for the places from `least` on.
+        """Scores float32 `[B, G, g, C]` of keys `[B, G, C, D]` for the positions from `least` on.
 
-        As keys have been turned already, the center alone is: to `t + δ`, mean over `δ`.
+        As keys are rotated already, only the center is: to `t + δ`, mean over `δ`.
         """
         g = self.geometry
         assert g.rope is not None
-        places = -learned["shift"] + least
+        positions = -learned["shift"] + least
         if self._next is not None:
-            places = torch.maximum(places, self._next - learned["shift"])
+            positions = torch.maximum(positions, self._next - learned["shift"])
         omega = frequencies(g.head_dim // 2, g.rope)
         ahead = 2.0 ** torch.arange(self.config.horizon.bit_length(), device=g.device)
-        angles = (places[:, None] + ahead.double())[..., None] * omega  # [B, δ, D/2]
-        turns = torch.polar(torch.ones_like(angles), angles).mean(1).to(torch.complex64)
-        future = unpaired(learned["mean"] * turns[:, None], g.rope)  # [B, H, D]
-        loose = (learned["size"] - learned["mean"].abs()).clamp_min(0)
+        angles = (positions[:, None] + ahead.double())[..., None] * omega  # [B, δ, D/2]
+        rotations = torch.polar(torch.ones_like(angles), angles).mean(1).to(torch.complex64)
+        future = unpaired(learned["mean"] * rotations[:, None], g.rope)  # [B, H, D]
+        spread = (learned["size"] - learned["mean"].abs()).clamp_min(0)
         shape = (len(keys), g.kv_heads, g.group_size, -1)
-        future, loose = future.reshape(shape), loose.reshape(shape)
+        future, spread = future.reshape(shape), spread.reshape(shape)
         scores = []
-        for some in map(Tensor.float, torch.split(keys, BLOCK, dim=2)):
-            scores.append(future @ some.mT + loose @ paired(some, g.rope).abs().mT)
+        for block in map(Tensor.float, torch.split(keys, BLOCK, dim=2)):
+            scores.append(future @ block.mT + spread @ paired(block, g.rope).abs().mT)
         return torch.cat(scores, dim=-1)
 
-    # What the base asks for
+    # Hooks of the base
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         learned, first, stop = super()._learn(keys, valid), len(self), len(self) + keys.shape[2]
         if not self._sealed:
             return learned
-        flags = joined(self.valid, first, keys, valid)
+        flags = joined_flags(self.valid, first, keys, valid)
         new = torch.arange(first, stop, device=keys.device)
         new = new.expand(len(keys), keys.shape[1], -1)
         if valid is not None:
             new = new.masked_fill(~valid[:, None], UNUSED)
         if not first:
-            return self._left(new, keys, flags, stop)
-        ids = self._kept()
+            return self._evict(new, keys, flags, stop)
+        ids = self._retained()
         both = torch.cat([self._store.gather(ids).keys, keys], dim=2)
-        return self._left(torch.cat([ids, new], dim=-1), both, flags, stop)
+        return self._evict(torch.cat([ids, new], dim=-1), both, flags, stop)
 
     def _learned_before(self, length: int) -> Codes:
         if "ids" not in self._learned:
@@ -216,7 +223,7 @@ class TriAttention(ObservingEvictionIndex):
         return {**self._learned, "ids": ids.masked_fill(ids >= length, UNUSED)}
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
-        return None if self._sealed else self._seen
+        return None if self._sealed else self._observed
 
     def _scanned(self) -> list[Tensor]:
         kept = [self._learned["ids"]] if "ids" in self._learned else []
@@ -228,9 +235,9 @@ class TriAttention(ObservingEvictionIndex):
 
 
 def paired(vectors: Tensor, rope: Tensor) -> Tensor:
-    """Coordinates of vectors float32 `[…, D]` that turn together, complex64 `[…, D / 2]`.
+    """Coordinates of vectors float32 `[…, D]` that rotate together, complex64 `[…, D / 2]`.
 
-    Those that do not turn are paired, too, and come last.
+    Those that do not rotate are paired, too, and come last.
     """
     F = len(rope)
     a, b, rest = vectors[..., :F], vectors[..., F : 2 * F], vectors[..., 2 * F :]
@@ -239,11 +246,11 @@ def paired(vectors: Tensor, rope: Tensor) -> Tensor:
 
 
 def unpaired(pairs: Tensor, rope: Tensor) -> Tensor:
-    """The vectors of which `paired` gave these."""
+    """The inverse of `paired`."""
     F, (a, b) = len(rope), (pairs.real, pairs.imag)
     return torch.cat([a[..., :F], b[..., :F], a[..., F:], b[..., F:]], dim=-1)
 
 
 def frequencies(pairs: int, rope: Tensor) -> Tensor:
-    """By which so many pairs turn, float64 `[D / 2]`; 0 for those that do not."""
+    """Rotary frequencies of all pairs, float64 `[D / 2]`; 0 for those that do not rotate."""
     return pad(rope.double(), (0, pairs - len(rope)))

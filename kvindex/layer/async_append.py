@@ -1,15 +1,15 @@
-"""Rows that move from a layer's window into its index, beside the steps that still read them."""
+"""What runs when the buffer is full: an append of old rows, beside steps that still read them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvindex.core.protocol import AppendsAsync, KVIndex
 from kvindex.core.streams import side_stream
 from kvindex.layer.regions import Leaving
 
@@ -19,21 +19,21 @@ Append = Callable[[], None]
 class AsyncAppend:
     """An append of rows to an index that begins now and that `end` completes.
 
-    beside: what takes long (`BaseIndex.start_append`) is done at once, on a CUDA device by a
-    stream that all layers share, so that the current one goes on with the index as it was; else
+    beside: the index as one whose `start_append` is called at once, on a CUDA device by a stream
+    that all layers share, so that the current one goes on with the index as it was; without it
     `end` does it all. In between the index and the rows must stay as they are. Raises as `append`.
     """
 
     _done: torch.cuda.Event | None = None  # until the current stream has waited for it
 
-    def __init__(self, index: Any, leaving: Leaving, *, beside: bool) -> None:
+    def __init__(self, index: KVIndex, leaving: Leaving, *, beside: AppendsAsync | None) -> None:
         self.leaving = leaving
         self._device: torch.device = index.geometry.device
         rows, valid = leaving.rows, leaving.retrievable
-        if not beside:
+        if beside is None:
             self._rest: Append = partial(index.append, rows.keys, rows.values, valid=valid)
             return
-        begin = partial(index.start_append, rows.keys, rows.values, valid=valid)
+        begin = partial(beside.start_append, rows.keys, rows.values, valid=valid)
         if self._device.type == "cuda":
             self._rest = self._begun_beside(begin, [rows.keys, rows.values, valid])
         else:

@@ -1,4 +1,4 @@
-"""One attention layer over its regions: sink, retrieval, local, update buffer (paper, 4.2.1).
+"""What an attention layer does in a step: append, attend, move old tokens into the index.
 
 A token's id in the index is its position in the sequence. New tokens wait in the window (local,
 then buffer); when the buffer is full the newest `local` tokens stay and the older ones move to
@@ -9,21 +9,40 @@ Longer than most files: what a step does, in order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvindex.core import check
+from kvindex.core.capability import capability
 from kvindex.core.guard import Guarded
-from kvindex.core.protocol import UNUSED, DecodesStep, Hits, KVIndex, Rows
+from kvindex.core.protocol import (
+    AppendsAsync,
+    Attends,
+    DecodesStep,
+    KeepsState,
+    KVIndex,
+    ObservesQueries,
+    Rows,
+    TellsCoverage,
+)
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
-from kvindex.layer.dense import attend_densely, bias_of
+from kvindex.layer.dense import attend_densely
 from kvindex.layer.regions import Regions
+from kvindex.layer.retrieval import (
+    Retrieved,
+    attend_resident,
+    decode_step,
+    row_bytes,
+    rows_to_ask,
+    search_and_attend,
+)
 from kvindex.layer.stats import Counts, Tally, Traffic
-from kvindex.ops.attention import attend
+from kvindex.storage.state import State, above, below, check_signed, signed
 
 LAG = 4
 """Tokens that come while an update runs beside the steps, so that none waits for it
@@ -38,7 +57,7 @@ class AttentionLayer(Guarded):
     the regions in tokens; dense_below: while the sequence is shorter, attention is dense (the index
     fills all the same).
 
-    Of an index whose appends run beside searches (`supports_async_append`), updates end `LAG`
+    Of an index whose appends run beside searches (`protocol.AppendsAsync`), updates end `LAG`
     tokens after they began, and the window is so much longer; update_phase: when the length is this
     share of `update_every` past a multiple of it, they begin even so, that layers may take turns.
     graphs: on a GPU, steps that are all alike are captured in a CUDA graph and replayed, by an
@@ -69,8 +88,9 @@ class AttentionLayer(Guarded):
             raise ValueError(
                 f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
             )
-        if coverage is not None and hasattr(index, "check_coverage"):
-            index.check_coverage(coverage)
+        tells = capability(index, TellsCoverage)
+        if coverage is not None and tells is not None:
+            tells.check_coverage(coverage)
         if len(index):
             raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
         self.index = index
@@ -137,20 +157,22 @@ class AttentionLayer(Guarded):
             if not bias.is_floating_point():
                 raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
         searches = self._searches(length, T)
-        follows = searches and valid is None and bias is None and self._attends("decode_step")
-        if not follows:
+        plain = searches and valid is None and bias is None and self.coverage is None
+        decodes = capability(self.index, DecodesStep) if plain else None
+        if decodes is None:
             regions.append(len(self.index), keys, values, valid)
-        if getattr(self.index, "observes_queries", True):
+        observer = capability(self.index, ObservesQueries)
+        if observer is not None:
             positions = torch.arange(length - T, length, device=keys.device)
-            self.index.observe_queries(queries, positions)
-        if follows:
-            output = self._follow(queries[:, :, 0], Rows(keys, values))[:, :, None]
+            observer.observe_queries(queries, positions)
+        if decodes is not None:
+            output = self._decode_step(decodes, queries[:, :, 0], Rows(keys, values))[:, :, None]
         elif searches:
             some = None if bias is None else bias[:, :, 0]
             output = self._retrieve(queries[:, :, 0], some)[:, :, None]
         else:
             output = attend_densely(self.index, regions.window, queries, regions.valid, bias)
-        self._update(beside=T == 1 and getattr(self.index, "supports_async_append", False))
+        self._update(capability(self.index, AppendsAsync) if T == 1 else None)
         return output
 
     def checkpoint(self) -> Any:
@@ -184,6 +206,40 @@ class AttentionLayer(Guarded):
         if not isinstance(self.index, Restorable):
             twin.index = deepcopy(self.index, memo)
         return twin
+
+    def state_dict(self) -> State:
+        """The index's state, with names below `index`, and that of window and sink.
+
+        What is on its way into the index arrives before; `traffic` is no state. Raises ValueError
+        for an index that does not offer `protocol.KeepsState`.
+        """
+        self._settle()
+        state = above("index", self._stateful().state_dict()) | self._regions.packed()
+        return signed(self._whose(), {**state, "sealed": torch.tensor(self._sealed)})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Become what a layer of the same sizes was, around an index of the same configuration.
+
+        Raises TypeError or ValueError for anything else, and for a layer that holds tokens; it
+        stays as it was.
+        """
+        check_signed(self._whose(), state)
+        if len(self):
+            raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
+        self._stateful().load_state_dict(below("index", state))
+        self._regions.unpack(state)
+        self._sealed, self._broken = bool(state["sealed"]), None
+
+    def _stateful(self) -> KeepsState:
+        index = capability(self.index, KeepsState)
+        if index is None:
+            name = type(self.index).__name__
+            raise ValueError(f"index: got {name}, allowed is one that offers KeepsState")
+        return index
+
+    def _whose(self) -> dict[str, Any]:
+        sizes = dict(sink=self.sink, local_window=self.local_window, update_every=self.update_every)
+        return {"layer": sizes}
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
@@ -221,102 +277,47 @@ class AttentionLayer(Guarded):
 
     # Attention
 
-    @property
-    def _wanted(self) -> int:
-        """Rows to ask for: `k`, but not far above what an index can hold, a summary a token."""
-        most: int = 2 ** (2 * len(self.index) - 1).bit_length()
-        return min(self.k, most)
-
     def _searches(self, length: int, T: int) -> bool:
         """Whether `T` queries, the newest of `length` tokens, search the index."""
         return T == 1 and length >= self.dense_below and len(self.index) > 0
 
-    def _attends(self, by: str) -> bool:
-        """Whether the index attends by itself, by a method of this name."""
-        index: Any = self.index
-        return self.coverage is None and getattr(index, "attends", False) and hasattr(index, by)
-
-    def _follow(self, queries: Tensor, token: Rows) -> Tensor:
+    def _decode_step(self, index: DecodesStep, queries: Tensor, token: Rows) -> Tensor:
         """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
-        index, regions = cast(DecodesStep, self.index), self._regions
-        resident = regions.resident(len(self.index), more=1)
-        window = regions.claim(len(self.index), token.keys, token.values, None)
-        some: Any = dict(k=self._wanted, graphs=self.graphs)
-        output, found = index.decode_step(queries, token, resident, window, **some)
-        self._count(found, len(resident), resident.masked)
-        return output
+        options: Any = dict(k=rows_to_ask(self.index, self.k), graphs=self.graphs)
+        indexed = len(self.index)
+        return self._counted(decode_step(index, self._regions, indexed, queries, token, **options))
 
     def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
 
         bias: of all tokens, `[B, H, N]`.
         """
-        index: Any = self.index
-        if bias is None and self._attends("attend"):
-            resident = self._regions.resident(len(index))
-            output: Tensor
-            output, found = index.attend(queries, resident, k=self._wanted)
-            self._count(found, len(resident), resident.masked)
-            return output
-        seen = self._regions.real(len(index))
-        if seen is None:
-            seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
-            seen = seen.expand(-1, len(self._regions))
-        hits = index.search(queries, k=self._wanted, coverage=self.coverage)
-        return self._over_regions(queries, hits, index.fetch(hits), seen, bias)
+        index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
+        plain = bias is None and self.coverage is None
+        attends = capability(index, Attends) if plain else None
+        if attends is not None:
+            return self._counted(attend_resident(attends, regions, len(index), queries, k=k))
+        options: Any = dict(k=k, coverage=self.coverage, bias=bias)
+        return self._counted(search_and_attend(index, regions, queries, **options))
 
-    def _over_regions(
-        self,
-        queries: Tensor,
-        hits: Hits,
-        found: Rows,
-        seen: Tensor,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
-
-        seen: bool `[B, W]`; bias: a term of the logits, of all tokens `[B, H, N]`. Returns
-        `[B, H, Dv]`. A layer of batch 1 serves any `B` queries.
-        """
-        g, B = self.index.geometry, len(queries)
-        resident, seen = self._regions.rows(seen)
-        used = hits.ids != UNUSED
-        visible = torch.cat([used, seen[:, None].expand(*used.shape[:2], -1)], dim=2)
-        masked = (~seen).sum(1).float().mean()
-        self._count(used.sum(-1), seen.shape[1], masked, hits.coverage)
-        mask = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
-        if hits.log_weight is not None:
-            mask[..., : hits.log_weight.shape[-1]] += hits.log_weight
-        if bias is not None:
-            beside = self._regions.positions(len(self.index))[:, None]
-            places = torch.cat([hits.ids, beside.expand(-1, g.kv_heads, -1)], dim=2)
-            places = places.repeat_interleave(g.group_size, dim=1)
-            mask += bias.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
-        keys = torch.cat([found.keys, resident.keys.expand(B, -1, -1, -1)], dim=2)
-        values = torch.cat([found.values, resident.values.expand(B, -1, -1, -1)], dim=2)
-        return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=mask)
-
-    def _count(
-        self, found: Tensor, beside: int, masked: Tensor | float, coverage: Tensor | None = None
-    ) -> None:
-        """Add a step to `traffic`: rows found `[B, G]`, others, those of them not shown."""
-        g = self.index.geometry
-        plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
-        row_bytes = getattr(self.index, "row_bytes", plain)
-        full = len(self), self._regions.padded
-        self._tally.count(Counts(found, beside, masked, *full, row_bytes, coverage))
+    def _counted(self, retrieved: Retrieved) -> Tensor:
+        """The output of a step, which `traffic` counts."""
+        step, full = retrieved, (len(self), self._regions.padded)
+        read = step.attended.found, step.beside, step.masked
+        self._tally.count(Counts(*read, *full, row_bytes(self.index), step.coverage))
+        return step.attended.output
 
     # Updates
 
-    def _update(self, *, beside: bool = False) -> None:
+    def _update(self, beside: AppendsAsync | None = None) -> None:
         """When the buffer is full, all but the newest `local` tokens go into the index.
 
-        beside: while the next steps run, which attend to them where they are.
+        beside: the index, to append while the next steps run, which attend to them where they are.
         """
         regions = self._regions
-        turn = beside and len(self) % self.update_every == self._turn
+        turn = beside is not None and len(self) % self.update_every == self._turn
         if self._move is not None:
-            if beside and not turn and regions.buffer < self._lag:
+            if beside is not None and not turn and regions.buffer < self._lag:
                 return
             self._finish()
         if regions.buffer < self.update_every and not turn:
@@ -325,7 +326,7 @@ class AttentionLayer(Guarded):
         if leaving.count:
             self._move = AsyncAppend(self.index, leaving, beside=beside)
         regions.begin(leaving.count)
-        if not beside:
+        if beside is None:
             self._finish()
 
     def _finish(self) -> None:

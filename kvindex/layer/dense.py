@@ -1,4 +1,4 @@
-"""Exact causal attention to everything: the rows of an index, then those of a window."""
+"""Dense attention, exact and causal: the rows of an index, then those of the window."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attend_densely(
     valid: bool `[B, N]`, which of all tokens are real, or None where all are; bias: a term of the
     logits `[B, H, T, N]`, or None.
     """
-    g, parts = index.geometry, []
+    g = index.geometry
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
     if (
         g.softcap is None
@@ -39,13 +39,29 @@ def attend_densely(
         and len(index) * queries.shape[0] * width <= GATHERED_BYTES
     ):
         return _gathered(index, window, queries, valid)
+    return attend_by_block(index, window, queries, valid, bias)[0]
+
+
+def attend_by_block(
+    index: KVIndex,
+    window: Rows,
+    queries: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_densely`, and the logarithms of the sums of exponentials, float32 `[B, H, T]`.
+
+    Never more than a block's logits are held; a query at a padded token may see nothing (`-inf`).
+    """
+    g, parts = index.geometry, []
     N, T = len(index) + window.keys.shape[2], queries.shape[2]
     for start in range(0, T, BLOCK):
         some = queries[:, :, start : start + BLOCK]
         more = None if bias is None else bias[:, :, start : start + BLOCK]
         blocks = _causal_blocks(index, window, valid, N - T + start, some.shape[2], more)
-        parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap))
-    return torch.cat(parts, dim=2)
+        parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap, return_lse=True))
+    outputs, sums = zip(*parts, strict=True)
+    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
 
 
 def bias_of(visible: Tensor) -> Tensor:

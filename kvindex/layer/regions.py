@@ -1,7 +1,8 @@
-"""What a layer holds beside its index: the sink, and the window of leaving, local, new tokens."""
+"""The window and the sink: rows of the newest and of the first tokens, beside the index."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
 from kvindex.layer.sink import Sink, joined, joining
 from kvindex.storage.columns import Columns, Valid
+from kvindex.storage.state import NamedState, State
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class Leaving:
         return self.rows.keys.shape[2]
 
 
-class Regions(Restorable):
+class Regions(NamedState, Restorable):
     """Rows of the newest tokens, and of the first ones among those that have left for the index.
 
     sink_size, local_size: in tokens; room: tokens that the window holds while single ones come.
@@ -43,6 +45,13 @@ class Regions(Restorable):
     tokens the index holds, `N` those and the window's.
     """
 
+    statistics = ("_window", "_valid", "local", "sink")
+
+    _window: Columns  # keys, values [B, G, W, D]
+    _valid: Valid  # of all tokens, in the index and in the window
+    local: int
+    sink: Sink | None
+
     def __init__(self, geometry: Geometry, *, sink_size: int, local_size: int, room: int) -> None:
         self._geometry = geometry
         self._sink_size, self._local_size, self._room = sink_size, local_size, room
@@ -50,10 +59,8 @@ class Regions(Restorable):
 
     def reset(self) -> None:
         """Hold nothing."""
-        self._window = Columns()  # keys, values [B, G, W, D]
-        self._valid = Valid()  # of all tokens, in the index and in the window
+        self._window, self._valid, self.sink = Columns(), Valid(), None
         self.leaving = self.local = self._local_before = 0
-        self.sink: Sink | None = None
         self._resident: ResidentRows | None = (
             None  # sink and window, for an index that attends by itself
         )
@@ -77,6 +84,16 @@ class Regions(Restorable):
 
     def _after_copy(self) -> None:
         self._resident = None
+
+    def packed(self) -> State:
+        """What is held while nothing is leaving, as named tensors."""
+        return self._packed()
+
+    def unpack(self, state: Mapping[str, Tensor]) -> None:
+        """Hold what `packed` gave."""
+        self.reset()
+        self._unpack(state, self._geometry.device)
+        self._padded = None
 
     def __len__(self) -> int:
         """Tokens in the window, `W`."""

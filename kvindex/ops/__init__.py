@@ -1,21 +1,37 @@
-"""Reference implementations in plain torch, in the order data flows through them.
+"""Reference ops in plain torch, in the order data flows through them: the kernels' specification.
 
-keys -> (`learn`) -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> (`sampling`) ->
-`fetch` -> `attention`
-
-These are the specification of every kernel: the same names and signatures, on any device.
+keys -> `transform` -> `codes` (`learn`) -> `coarse` -> `select` -> `rerank` -> `group` ->
+(`coverage`, `sampling`) -> `fetch` -> `attention`; `kmeans` is for indexes that learn centroids.
+A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
 """
 
-from kvindex.ops import attention, coarse, codes, fetch, learn, rerank, sampling, select, transform
+# ruff: noqa: I001, RUF022  # in the order of the flow
+from kvindex.ops import (
+    transform,
+    codes,
+    learn,
+    coarse,
+    select,
+    rerank,
+    group,
+    coverage,
+    sampling,
+    fetch,
+    attention,
+    kmeans,
+)
 
 __all__ = [
-    "attention",
-    "coarse",
-    "codes",
-    "fetch",
-    "learn",
-    "rerank",
-    "sampling",
-    "select",
     "transform",
+    "codes",
+    "learn",
+    "coarse",
+    "select",
+    "rerank",
+    "group",
+    "coverage",
+    "sampling",
+    "fetch",
+    "attention",
+    "kmeans",
 ]

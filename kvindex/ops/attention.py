@@ -1,19 +1,51 @@
-"""Exact softmax attention over the rows it is given, in one piece or block by block."""
+"""Exact softmax attention over the rows it is given: in one piece, block by block, merged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
+from kvindex.core.protocol import Attended
+
 NEVER = float("-inf")
+
+Block: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Rows and their bias: keys `[B, G, R, D]`, values `[B, G, R, Dv]`, and a term of the logits."""
 
 
 def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
     """`scale · logits`, bounded by `softcap · tanh(· / softcap)` where there is a softcap."""
     logits = logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+@overload
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attend(
@@ -24,30 +56,82 @@ def attend(
     scale: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """One query per head over `R` rows per KV head: `[B, H, Dv]` in the queries' dtype.
 
     queries `[B, H, D]`, keys `[B, G, R, D]`, values `[B, G, R, Dv]`; bias float32, broadcast to
     `[B, H, R]`, is added to the logits and `-inf` hides a row. A query that sees no row gives 0.
-    Accumulation is float32.
+    Accumulation is float32. return_lse: give the logarithm of the sum of the logits' exponentials,
+    too, float32 `[B, H]`, `-inf` for a query that sees no row: what `merge` needs.
     """
     block = (keys, values, None if bias is None else bias[:, :, None])
-    return attend_blocks(queries[:, :, None], [block], scale=scale, softcap=softcap)[:, :, 0]
+    output, lse = _attended(queries[:, :, None], [block], scale, softcap)
+    return (output[:, :, 0], lse[:, :, 0]) if return_lse else output[:, :, 0]
+
+
+@overload
+def attend_blocks(
+    queries: Tensor,
+    blocks: Iterable[Block],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attend_blocks(
+    queries: Tensor,
+    blocks: Iterable[Block],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attend_blocks(
     queries: Tensor,
-    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    blocks: Iterable[Block],
     *,
     scale: float,
     softcap: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
 
     queries `[B, H, T, D]`; each block is keys `[B, G, R, D]`, values `[B, G, R, Dv]` and a bias
     that broadcasts to `[B, H, T, R]`, or None. As if the blocks were one (online softmax:
-    Milakov and Gimelshein, 2018), but no more than one block's logits are ever held.
+    Milakov and Gimelshein, 2018), but no more than one block's logits are ever held. return_lse:
+    as for `attend`, float32 `[B, H, T]`.
     """
+    output, lse = _attended(queries, blocks, scale, softcap)
+    return (output, lse) if return_lse else output
+
+
+def merge(parts: Sequence[Attended]) -> Attended:
+    """Attention over the rows of all parts, which share no row, from that over each.
+
+    Exact: outputs weighted by `exp(lse)`; a part that sees no row (`lse` of `-inf`) counts nothing.
+    Raises ValueError for no part at all.
+    """
+    if not parts:
+        raise ValueError("parts: got none, allowed is at least one")
+    each = torch.stack([part.lse for part in parts])
+    lse = each.logsumexp(0)  # -inf where all are
+    weights = torch.exp(each - lse.masked_fill(lse == NEVER, 0.0))[..., None]
+    outputs = torch.stack([part.output for part in parts])
+    output = (outputs.float() * weights).sum(0).to(outputs.dtype)
+    found = torch.stack([part.found for part in parts]).sum(0, dtype=torch.int32)
+    return Attended(output, lse, found)
+
+
+def _attended(
+    queries: Tensor, blocks: Iterable[Block], scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend_blocks` and its logarithms of sums."""
     B, H, T, _ = queries.shape
     peak: Tensor | None = None  # running maximum of the logits, [B, H, T, 1]
     total = output = torch.zeros((), device=queries.device)  # [B, H, T, 1], [B, H, T, Dv]
@@ -73,7 +157,8 @@ def attend_blocks(
         peak = new_peak
     if peak is None:
         raise ValueError("blocks: got no rows at all, allowed is at least one row")
-    return (output / total.masked_fill(total == 0, 1.0)).to(queries.dtype)
+    output = (output / total.masked_fill(total == 0, 1.0)).to(queries.dtype)
+    return output, (peak + total.log())[..., 0]
 
 
 def attend_causal(

@@ -1,7 +1,7 @@
 """Coarse stage: multi-tier collision voting on centroid ids (paper, B.2.1), or signed dots.
 
-A key collects points in every subspace from a table of 256 entries, one per centroid, that is
-made for the query. Votes are integers: given the same tables, every implementation agrees to the
+A key collects points in every subspace from a table of 256 entries, one per centroid, which the
+query sets. Votes are integers: given the same tables, every implementation agrees to the
 bit.
 """
 
@@ -21,7 +21,7 @@ TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
 
 def ceil_share(count: int, *shares: float) -> int:
-    """`⌈count · share · …⌉` with the shares read as the decimals they are written as.
+    """`⌈count · share · …⌉` with each share read as the decimal that it is written as.
 
     In binary floating point 100 · .07 is a little above 7 and its ceiling is 8.
     """
@@ -31,7 +31,7 @@ def ceil_share(count: int, *shares: float) -> int:
 
 @lru_cache
 def _product(*shares: float) -> Fraction:
-    """Of shares as decimals: the same few in every search."""
+    """The product of shares as decimals; cached, as every search has the same few."""
     return prod((Fraction(str(share)) for share in shares), start=Fraction(1))
 
 
@@ -63,8 +63,8 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
     signs = centroids(queries.device).sign().double()  # ±1, in float64: sums and ties are exact
     similarity = parts.double() @ signs.T  # [B, G, g, M, 256]
     order = similarity.sort(dim=-1, descending=True, stable=True).indices
-    held = histogram[:, :, None].expand_as(order).gather(-1, order)
-    better = held.cumsum(-1) - held  # keys in strictly better centroids
+    counts = histogram[:, :, None].expand_as(order).gather(-1, order)
+    better = counts.cumsum(-1) - counts  # keys in strictly better centroids
     points = (better[..., None] < limits[:, None, None, None, None]).sum(-1, dtype=torch.uint8)
     return torch.empty_like(points).scatter_(-1, order, points)
 
@@ -77,10 +77,10 @@ def rounded(queries: Tensor, query_max: int) -> Tensor:
 
     queries: rotated, float32 `[B, G, g, D]`; query_max: 1 to 127.
     """
-    wide = queries.double()
-    peak = wide.abs().amax(-1, keepdim=True)
+    exact = queries.double()
+    peak = exact.abs().amax(-1, keepdim=True)
     factor = torch.where(peak > 0, query_max / peak, 0.0)
-    return (wide * factor).round().to(torch.int8)
+    return (exact * factor).round().to(torch.int8)
 
 
 def dot_table(queries: Tensor, query_max: int) -> Tensor:
@@ -99,9 +99,9 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """What `⟨q, μ⟩` of a segment's center adds to the votes of its keys, int32 `[B, G, g, S]`.
+    """Votes that `⟨q, μ⟩` of a segment's center adds to each of its keys, int32 `[B, G, g, S]`.
 
-    A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
+    A vote with factors represents `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
     of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
 
@@ -129,13 +129,13 @@ def votes(
     int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
     """
     B, G, N, M = signs.shape
-    each = factors is not None and factors.shape[-1] > 1
+    split = factors is not None and factors.shape[-1] > 1
     total = torch.zeros((B, G, table.shape[2], N), dtype=torch.int32, device=signs.device)
     for b in range(M):
         ids = signs[..., b].long()[:, :, None].expand_as(total)
         entries = table[..., b, :].gather(-1, ids)
-        total += entries * factors[:, :, None, :, b] if each and factors is not None else entries
-    if factors is not None and not each:
+        total += entries * factors[:, :, None, :, b] if split and factors is not None else entries
+    if factors is not None and not split:
         total *= factors[:, :, None, :, 0]
     if offsets is not None:
         total += offsets.repeat_interleave(every, dim=-1)[..., :N]

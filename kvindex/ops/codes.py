@@ -16,11 +16,11 @@ from torch import Tensor
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 12
-"""Range of logarithmic weights: 4 to 5 above the largest of the first keys, for keys to
-come; 7 below it, for keys that lie close to a center far from zero."""
+"""Range of logarithmic weights: 4 to 5 octaves above the largest of the first keys, for keys to
+come; 7 below it, for keys close to a center far from zero."""
 
 FACTOR = 2**15 - 1
-"""The coarse stage's integer for a weight as large as the reference: votes of signed dots stay
+"""The coarse stage's integer for a weight as large as the weight scale: votes of signed dots stay
 below `D · 127 · FACTOR`, under 2^30 for D up to 256."""
 
 SUBSPACE = 8
@@ -126,8 +126,8 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
 def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
 
-    The largest code stands for `weight_scale` (`[..., 1, 1]`), and `2^bits / OCTAVES` codes make a
-    factor of 2. 0 is kept for the weight 0; weights outside the scale get its ends.
+    The largest code represents `weight_scale` (`[..., 1, 1]`), and `2^bits / OCTAVES` codes make a
+    factor of 2. 0 represents the weight 0; weights outside the scale get its ends.
     """
     top, steps = 2**bits - 1, 2**bits / OCTAVES
     octaves = torch.log2(weights.double() / weight_scale.double().clamp_min(TINY))
@@ -136,7 +136,7 @@ def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
 
 
 def log_weights(codes: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
-    """What the codes of `log_codes` stand for, float32 of their shape."""
+    """Weights that the codes of `log_codes` represent, float32 of their shape."""
     top, steps = 2**bits - 1, 2**bits / OCTAVES
     weights = torch.exp2((codes - top).float() / steps) * weight_scale
     return weights.masked_fill(codes == 0, 0)
@@ -163,8 +163,8 @@ def centroids(device: torch.device | str = "cpu") -> Tensor:
 
 def pack(bits: Tensor) -> Tensor:
     """Bytes uint8 `[...]` of bool `[..., 8]`, least significant bit first."""
-    place = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
-    return (bits * place).sum(-1, dtype=torch.uint8)
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+    return (bits * powers).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def _tridiagonal(
 
 @lru_cache
 def _nodes() -> tuple[np.ndarray, np.ndarray]:
-    """Of Gauss–Legendre quadrature on [-1, 1], and weights, 32 each."""
+    """Nodes and weights of Gauss–Legendre quadrature on [-1, 1], 32 each."""
     nodes, weights = np.polynomial.legendre.leggauss(32)
     return nodes, weights
 

@@ -1,8 +1,8 @@
-"""How many rows are enough: the share of attention that a ranked list of rows holds.
+"""Coverage: the share of attention of a ranked list of rows, and how many rows reach a target.
 
-Shares are over the rows of the index; a layer attends to its sink and window besides. They rest
-on estimated logits: noise of standard deviation `σ` makes the mean of `exp` larger by
-`exp(σ²/2)`, which is taken off (docs/pipeline/rerank.md).
+Shares are over the rows of the index; a layer attends to its sink and window besides. They come
+from estimated logits: noise of standard deviation `σ` makes the mean of `exp` larger by
+`exp(σ²/2)`, which is subtracted (docs/pipeline/rerank.md).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvindex.core.protocol import UNUSED, Hits
 from kvindex.ops.attention import cap
 
 SAMPLE = 512
-"""Rows of the rest that stand for all of it (`test_coverage.py` measures what that costs)."""
+"""Rows that represent all rows beside the candidates (`test_coverage.py` measures the error)."""
 
 
 def log_weights(
     estimates: Tensor, errors: Tensor | None, *, scale: float, softcap: float | None
 ) -> Tensor:
-    """Logarithms of what the rows add to the softmax's sum, float32 as `estimates`.
+    """Logarithms of the rows' terms in the softmax's sum, float32 as `estimates`.
 
     estimates: of `q·k`, `-inf` for no row; errors: their standard deviations, None where exact.
     """
@@ -35,7 +35,7 @@ def log_weights(
 
 
 def sample(flags: Tensor, count: int) -> Tensor:
-    """At most `count` of the True entries, evenly spread over them: bool as `flags` `[..., N]`."""
+    """Flag at most `count` of the True entries, evenly spread: bool as `flags` `[..., N]`."""
     rank = flags.cumsum(-1)
     total = rank[..., -1:]
     steps = rank * count // total.clamp_min(1)
@@ -47,8 +47,8 @@ def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
     """Logarithm of the softmax's sum, float32 `[B, G, g]`.
 
     known: `log_weights` of the candidates `[B, G, g, C]`; rest: of a sample of all others
-    `[B, G, g, S]`; both `-inf` where a slot is unused; left_out: int64 `[B, G]`, how many the
-    others are.
+    `[B, G, g, S]`; both `-inf` where a slot is unused; left_out: int64 `[B, G]`, the number of
+    all others.
     """
     used = (rest > float("-inf")).sum(-1)
     times = (left_out[..., None] / used.clamp_min(1)).log()
@@ -56,35 +56,35 @@ def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
 
 
 def enough(shares: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
-    """Slots that are needed, bool `[B, G, K]`, and the share they hold, float32 `[B, G, g]`.
+    """Slots that are needed, bool `[B, G, K]`, and their coverage, float32 `[B, G, g]`.
 
     shares: of ranked rows, float32 `[B, G, g, K]`, 0 where a slot is unused. The shortest prefix
-    that holds `coverage` for every head of the group, or all rows.
+    that reaches `coverage` for every head of the group, or all rows.
     """
-    held = shares.cumsum(-1)
-    short = (held < coverage).any(2)  # [B, G, K]: some head wants more after this slot
-    needed = torch.cat([torch.ones_like(short[..., :1]), short[..., :-1]], dim=-1)
+    covered = shares.cumsum(-1)
+    uncovered = (covered < coverage).any(2)  # [B, G, K]: some head wants more after this slot
+    needed = torch.cat([torch.ones_like(uncovered[..., :1]), uncovered[..., :-1]], dim=-1)
     return needed, (shares * needed[:, :, None]).sum(-1)
 
 
 def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: float) -> Hits:
-    """`hits`, cut after the rows that are enough, with the share that each head finds in them.
+    """Cut `hits` after the rows that reach `coverage`, and add the coverage of each head.
 
-    slots: where the hits are in `known`, int64 `[B, G, K]`, -1 where unused; known, total: as
+    slots: positions of the hits in `known`, int64 `[B, G, K]`, -1 where unused; known, total: as
     `log_weights` and `log_total` give them.
     """
     at = slots.clamp_min(0)[:, :, None].expand(-1, -1, known.shape[2], -1)
     shares = (known.gather(-1, at) - total[..., None]).exp().clamp_max(1)
-    needed, held = enough(shares.masked_fill((slots < 0)[:, :, None], 0), coverage)
+    needed, covered = enough(shares.masked_fill((slots < 0)[:, :, None], 0), coverage)
     return Hits(
         hits.ids.masked_fill(~needed, UNUSED),
         hits.scores.masked_fill(~needed, float("-inf")),
-        coverage=held.clamp_max(1).flatten(1),
+        coverage=covered.clamp_max(1).flatten(1),
     )
 
 
 def check_policy(policy: str) -> None:
-    """Raises ValueError for a policy that knows no query heads."""
+    """Raises ValueError for a policy without scores per query head."""
     if policy == "mean_query":
         raise ValueError(
             "coverage: got one with group='mean_query', allowed are policies that search for every "

@@ -1,4 +1,4 @@
-"""Gather rows by id (paper, B.3)."""
+"""Fetch: gather full-precision rows by id (paper, B.3)."""
 
 from __future__ import annotations
 

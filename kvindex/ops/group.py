@@ -1,10 +1,10 @@
-"""How the query heads that share a KV head agree on one list of rows.
+"""Group policy: how the query heads that share a KV head agree on one list of rows.
 
 Raw scores of different heads are never compared: each head has its own scale of logits.
-`mean_share`, `max_share`: mean or maximum over the heads of softmax(scale · estimate), taken as
-logarithms so that small shares keep their order. `union`: the heads' ranked lists are walked in
-turn. `mean_query`: the raw queries are averaged and searched once (the published code).
-A group of one head agrees with itself: every policy ranks by the estimates.
+`mean_share`, `max_share`: mean or maximum over the heads of softmax(scale · estimate), as
+logarithms so that small shares keep their order. `union`: the heads' ranked lists are
+interleaved. `mean_query`: the raw queries are averaged and searched once (the published code).
+For a group of one head every policy ranks by the estimates.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def agree(
     """The score of each row for the whole group, float32 `[B, G, C]`.
 
     estimates: of `q·k` for each head, float32 `[B, G, g, C]`, `-inf` (for all heads alike) where
-    there is no candidate; those stay `-inf`. sizes: integers `[B, G, C]`, where a candidate stands
-    for so many rows: what is returned is then the score of one of them.
+    there is no candidate; those stay `-inf`. sizes: integers `[B, G, C]`, rows that a candidate
+    represents; the result is then the score of one of them.
     """
     heads = estimates.shape[2]
     if heads == 1:
@@ -48,8 +48,8 @@ def agree(
         rank = torch.empty_like(order).scatter_(
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )
-        turn = rank * heads + torch.arange(heads, device=order.device)[:, None]
-        score = -turn.amin(2).float()  # when the walk reaches the row: at most 2^24 are exact
+        position = rank * heads + torch.arange(heads, device=order.device)[:, None]
+        score = -position.amin(2).float()  # in the interleaved list: at most 2^24 are exact
     else:
         logits = cap(estimates, scale, softcap)
         logits = logits.masked_fill(none[:, :, None], float("-inf"))  # a softcap makes it finite

@@ -1,4 +1,4 @@
-"""One batched k-means (Lloyd) for everything that needs centroids."""
+"""Batched k-means (Lloyd), deterministic, for every index that learns centroids."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from kvindex.core import check
 
 ROUNDS = 16
-"""Rounds in which the starting points are drawn: up to as many clusters, one point each."""
+"""Rounds that draw the starting points; up to this many clusters get one point a round."""
 
 BLOCK = 2**20
-"""Distances held at once on a CPU: 4 MiB, which a core keeps near."""
+"""Distances per block on a CPU: 4 MiB, which fit into a core's cache."""
 
 DEVICE_BLOCK = 2**26
-"""The same elsewhere: 256 MiB, so that a call has work for a whole GPU."""
+"""Distances per block elsewhere: 256 MiB, enough work for a whole GPU."""
 
 PIECE = 2**28
-"""Coordinates of the rows that are clustered at once: 1 GiB, and a few times that beside it."""
+"""Coordinates of the rows that are clustered at once: 1 GiB, and a few times that as scratch."""
 
 OnPass: TypeAlias = Callable[[int, int], None]
 """Called after each pass of a k-means over its points: passes done, passes in all."""
@@ -33,9 +33,9 @@ _watching: ContextVar[OnPass | None] = ContextVar("watching", default=None)
 
 @contextmanager
 def watched(on_pass: OnPass) -> Iterator[None]:
-    """Within, every k-means that is given no `on_pass` calls this one: those of indexes, say.
+    """Within the context, every k-means without an `on_pass` of its own calls this one.
 
-    What it raises, the k-means raises; an index is then as it was.
+    An error that it raises passes through the k-means; an index is then as it was.
     """
     token = _watching.set(on_pass)
     try:
@@ -57,10 +57,10 @@ def kmeans(
 
     iterations: of Lloyd's; 0 gives the starting points. seed: of those. spherical: the points'
     directions are clustered by their cosines, and centroids are directions (Dhillon and Modha,
-    2001); `assign` points' directions to them. on_pass: told of each pass over the points, of which
-    there are at most `ROUNDS + iterations` for every `PIECE` of them. The same from run to run on
-    every device: random numbers are drawn on the CPU, alike for all rows, and sums are of integers,
-    whose order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN or infinity
+    2001); `assign` points' directions to them. on_pass: called after each pass over the points, at
+    most `ROUNDS + iterations` times for every `PIECE` of them. The same from run to run on every
+    device: random numbers are drawn on the CPU, alike for all rows, and sums are of integers, whose
+    order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN or infinity
     in it, fewer points than clusters, or a number out of range.
     """
     check.tensor("points", points, {"B": None, "N": None, "D": None}, torch.float32)
@@ -72,16 +72,16 @@ def kmeans(
     check.at_least("seed", seed, 0)
     pieces = torch.split(points, _rows_at_once(points))
     passes = len(pieces) * (min(ROUNDS, clusters) + iterations)
-    told, done = on_pass or _watching.get(), 0
+    callback, done = on_pass or _watching.get(), 0
 
     def tick() -> None:
         nonlocal done
         done += 1
-        if told is not None:
-            told(done, passes)
+        if callback is not None:
+            callback(done, passes)
 
-    found = [_lloyd(piece, clusters, iterations, seed, spherical, tick) for piece in pieces]
-    return torch.cat(found)
+    centroids = [_lloyd(piece, clusters, iterations, seed, spherical, tick) for piece in pieces]
+    return torch.cat(centroids)
 
 
 def _lloyd(
@@ -131,11 +131,11 @@ def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor
     """
     step = _rows_at_once(points)
     parts = [
-        _means(*some, clusters)
-        for some in zip(torch.split(points, step), torch.split(labels, step), strict=True)
+        _means(*part, clusters)
+        for part in zip(torch.split(points, step), torch.split(labels, step), strict=True)
     ]
-    found, counts = zip(*parts, strict=True)
-    return torch.cat(found), torch.cat(counts)
+    sums, counts = zip(*parts, strict=True)
+    return torch.cat(sums), torch.cat(counts)
 
 
 def _means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
@@ -155,16 +155,16 @@ def directions(points: Tensor) -> Tensor:
 
 
 def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -> Tensor:
-    """Some of the points, drawn in rounds in proportion to the squared distance to those so far."""
+    """Draw starting points in rounds, in proportion to the squared distance to those so far."""
     generator = torch.Generator().manual_seed(seed)
     count, rounds = points.shape[1], min(ROUNDS, clusters)
     first = torch.randint(count, (1,), generator=generator).to(points.device)
     chosen = points[:, first]
     distances = assign(points, chosen)[1]
     tick()
-    for left in range(rounds - 1, 0, -1):
+    for remaining in range(rounds - 1, 0, -1):
         waits = torch.empty(count).exponential_(generator=generator).to(points.device)
-        take = math.ceil((clusters - chosen.shape[1]) / left)
+        take = math.ceil((clusters - chosen.shape[1]) / remaining)
         order = (waits / distances).argsort(dim=1, stable=True)[:, :take]  # the shortest waits
         new = _rows(points, order)
         chosen = torch.cat([chosen, new], 1)

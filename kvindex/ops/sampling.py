@@ -1,4 +1,4 @@
-"""Some of the best rows are sure, others drawn at random (docs/decisions/0010)."""
+"""Sampling: read the best rows for sure, draw others at random (docs/decisions/0010)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tensor]:
-    """Which rows are read, of `P` with logits float32 `[B, G, P]`, descending, `-inf` for none:
+    """Draw rows to read, of `P` with logits float32 `[B, G, P]`, descending, `-inf` for none:
     the best `k - drawn`, and `drawn` of the others, each with a known chance `π`.
 
     ids: int64 `[B, G, P]`: drawing is systematic along them, so that rows are spread over the
-    sequence and the same from run to run. Returns places among the `P`, int64 `[B, G, k]`,
+    sequence and the same from run to run. Returns positions among the `P`, int64 `[B, G, k]`,
     ascending, -1 for none, and the rows' log weights `-log π`, float32 `[B, G, k]`, `-inf` for none
     (Horvitz and Thompson, 1952).
     """
@@ -22,13 +22,13 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
     picked |= drawn_in_order(ids, chances.masked_fill(picked, 0))
     slots = picked.cumsum(-1) - 1
     slots = torch.where(picked & (slots < k), slots, k)
-    places = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
+    positions = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
     weights = -chances.clamp_min(torch.finfo(chances.dtype).tiny).log()
-    return _placed(places, slots, k, -1), _placed(weights, slots, k, float("-inf"))
+    return _scattered(positions, slots, k, -1), _scattered(weights, slots, k, float("-inf"))
 
 
 def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
-    """Chances to be picked, float32 `[B, G, P]`: 1 for the `sure` best, and `drawn` in all for
+    """Inclusion probabilities, float32 `[B, G, P]`: 1 for the `sure` best, and `drawn` in all for
     the others in proportion to `exp(logits)`, none above 1.
 
     logits: descending, `-inf` for no row.
@@ -44,8 +44,8 @@ def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
     total = rest.masked_fill(capped, 0).sum(-1, keepdim=True).clamp_min(TINY)
     chances = torch.where(capped, 1.0, rest * (drawn - count) / total).clamp(0, 1)
     top = (logits[..., :sure] > float("-inf")).double()
-    found = chances.masked_fill(rest == 0, 0)
-    return torch.cat([top, found], dim=-1).float()
+    others = chances.masked_fill(rest == 0, 0)
+    return torch.cat([top, others], dim=-1).float()
 
 
 def drawn_in_order(ids: Tensor, chances: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ def drawn_in_order(ids: Tensor, chances: Tensor) -> Tensor:
     )
 
 
-def _placed(values: Tensor, slots: Tensor, k: int, empty: float) -> Tensor:
-    """`values` moved to their slots, `[B, G, k]`; the slot `k` is dropped."""
+def _scattered(values: Tensor, slots: Tensor, k: int, empty: float) -> Tensor:
+    """`values` scattered to their slots, `[B, G, k]`; the slot `k` is dropped."""
     shape = (*values.shape[:-1], k + 1)
-    placed = torch.full(shape, empty, dtype=values.dtype, device=values.device)
-    return placed.scatter_(-1, slots, values)[..., :k]
+    scattered = torch.full(shape, empty, dtype=values.dtype, device=values.device)
+    return scattered.scatter_(-1, slots, values)[..., :k]

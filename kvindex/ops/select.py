@@ -1,4 +1,4 @@
-"""Selection by score, the same from run to run: equal scores go to the lower id."""
+"""Top-k selection and candidates by score, deterministic: equal scores go to the lower id."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Ids that at least one query head of a group selects, ascending, int64 `[B, G, C]`, then -1.
+    """Ids that any query head of a group selects, ascending, int64 `[B, G, C]`, then -1.
 
     Each head takes its `limits[b]` keys with the most votes, equal votes by the lower id.
 
@@ -49,13 +49,13 @@ def compact(chosen: Tensor) -> Tensor:
     rank = chosen.cumsum(-1)  # 1, 2, … at the True entries
     width = int(rank[..., -1].max()) if rank.numel() else 0
     ids = torch.full((*chosen.shape[:-1], width + 1), UNUSED, device=chosen.device)
-    slots = torch.where(chosen, rank - 1, width)  # the rest falls into a slot that is dropped
+    slots = torch.where(chosen, rank - 1, width)  # the others go to a slot that is dropped
     position = torch.arange(chosen.shape[-1], device=chosen.device).expand(chosen.shape)
     return ids.scatter_(-1, slots, position)[..., :width]
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """An int32 that orders as the float32 does; -0 equals 0."""
+    """Int32 numbers in the order of float32 scores; -0 equals 0."""
     bits = (scores.float() + 0.0).view(torch.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 

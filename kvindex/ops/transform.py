@@ -39,9 +39,9 @@ def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
     Norms are summed in float64, which no finite float32 overflows; one above `LONGEST` counts as
     `LONGEST`. A zero vector has norm 0 and direction 0.
     """
-    wide = vectors.double()
-    norms = wide.square().sum(-1).sqrt()
-    directions = wide / norms.clamp_min(torch.finfo(torch.float64).tiny)[..., None]
+    exact = vectors.double()
+    norms = exact.square().sum(-1).sqrt()
+    directions = exact / norms.clamp_min(torch.finfo(torch.float64).tiny)[..., None]
     return directions.float(), norms.clamp_max(LONGEST).float()
 
 

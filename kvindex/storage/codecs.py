@@ -1,7 +1,7 @@
-"""Row codecs: the key and the value of a token as the bytes of one row, and back.
+"""Row codecs: bytes of a cached row, which encode a token's key and value (plain, int8, fp8).
 
 A row is a multiple of 16 bytes, so that every row of an aligned block can be read 16 bytes at a
-time; what the padding holds is zero. A row of zero bytes is a key and a value of zeros.
+time; padding is zero. A row of zero bytes is a key and a value of zeros.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
 
 WORD = torch.int64
-"""What rows are copied in: a row is a multiple of it, and few large elements copy fastest."""
+"""Element of a copy: rows are multiples of it, and few large elements copy fastest."""
 
 ALIGNMENT_BYTES = 16
 """The widest load of a GPU's thread."""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""A subnormal scale has few bits, and is flushed to zero by kernels compiled so."""
+"""Smallest scale: a subnormal one has few bits, and kernels may flush it to zero."""
 
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Of a codec with scales: the type of a code and its largest value."""
+"""Codec with scales -> dtype of a code, largest value of a code."""
 
 NAMES = ("plain", *CODES)
 
 PIECE = 2**17
-"""Rows that are coded at a time: bounds the float32 copies of them."""
+"""Rows encoded at a time: bounds their float32 copies."""
 
 
 class RowCodec(Protocol):
-    """How rows become bytes."""
+    """Encodes keys and values as rows of bytes, and decodes them."""
 
     @property
     def row_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Plain:
         """Uint8 `[..., row_bytes]`."""
         rows = torch.cat(_in_words(keys.detach(), values.detach()), dim=-1).view(torch.uint8)
         padding = self.row_bytes - self._used
-        return pad(rows, (0, padding)) if padding else rows  # `pad` by nothing copies
+        return pad(rows, (0, padding)) if padding else rows  # `pad` by 0 copies
 
     def decode(self, rows: Tensor) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""
@@ -117,12 +117,12 @@ class Scaled:
         rows = torch.zeros((*outer, self.row_bytes), dtype=torch.uint8, device=keys.device)
         codes, scales = rows[..., : D + values.shape[-1]], rows[..., self.scales_at :][..., :8]
         axis = outer.index(max(outer))
-        piece = max(1, PIECE * outer[axis] // max(1, math.prod(outer)))
-        for start in range(0, outer[axis], piece):
-            some = (*[slice(None)] * axis, slice(start, start + piece))
-            parts = self._quantized(keys[some]), self._quantized(values[some])
-            codes[some].copy_(torch.cat([code for code, _ in parts], dim=-1))
-            scales[some].view(torch.float32).copy_(torch.cat([scale for _, scale in parts], dim=-1))
+        step = max(1, PIECE * outer[axis] // max(1, math.prod(outer)))
+        for start in range(0, outer[axis], step):
+            cut = (*[slice(None)] * axis, slice(start, start + step))
+            parts = self._quantized(keys[cut]), self._quantized(values[cut])
+            codes[cut].copy_(torch.cat([code for code, _ in parts], dim=-1))
+            scales[cut].view(torch.float32).copy_(torch.cat([scale for _, scale in parts], dim=-1))
         return rows
 
     def decode(self, rows: Tensor) -> Rows:
@@ -148,11 +148,11 @@ class Scaled:
 
 
 def _in_words(*parts: Tensor) -> tuple[Tensor, ...]:
-    """The same bytes in words, where all of them lie so."""
+    """The parts viewed as words, where all are aligned to words; else the parts."""
     for part in parts:
         elements = [part.shape[-1], part.storage_offset(), *part.stride()[:-1]]
-        places = [part.data_ptr(), *(count * part.element_size() for count in elements)]
-        if part.stride(-1) != 1 or any(place % WORD.itemsize for place in places):
+        offsets = [part.data_ptr(), *(count * part.element_size() for count in elements)]
+        if part.stride(-1) != 1 or any(offset % WORD.itemsize for offset in offsets):
             return parts
     return tuple(part.view(WORD) for part in parts)
 

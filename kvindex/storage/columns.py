@@ -155,6 +155,13 @@ class Valid(Restorable):
         self._touched = [0]  # of this room, tokens that ever had flags; going back leaves it
         self.all_from = 0
 
+    @staticmethod
+    def of(flags: Tensor) -> Valid:
+        """That of tokens with these flags, bool `[B, N]`."""
+        valid = Valid()
+        valid.append(valid.reserve(0, flags[:, None], flags), all_real=False)
+        return valid
+
     @property
     def flags(self) -> Tensor | None:
         """Bool `[B, N]`, or None while every token is real."""

@@ -1,12 +1,18 @@
-"""Rows of a codec: the key and the value of a token, side by side."""
+"""Where full-precision rows live: what an index asks of a store, and the store of plain torch.
+
+A row is the key and the value of a token for one head, side by side, as a codec makes them. An
+index takes its rows from any `RowStore`; kernels read those of one that has `AddressedRows`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kvindex.core import backend as backends
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
@@ -18,7 +24,173 @@ from kvindex.storage.columns import Columns
 PLACES = ("device", "host")
 
 
-class Store(Restorable):
+@runtime_checkable
+class RowStore(Protocol):
+    """The rows of an index, in append order; `store=` takes an empty one.
+
+    It is a `kvindex.core.restore.Restorable`, too: a call that fails is undone, so that what is
+    there is not written to, or `checkpoint` and `rollback` say more. Rows come in two steps: `join`
+    makes of keys and values what `reserve`, `write` and `append` of the same tokens take.
+    """
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's key and value for one head, as they are kept."""
+        ...
+
+    @property
+    def row_codec(self) -> str:
+        """How rows are kept: a name of `kvindex.storage.codecs`."""
+        ...
+
+    def __len__(self) -> int:
+        """Tokens held."""
+        ...
+
+    def join(self, keys: Tensor, values: Tensor) -> Any:
+        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]` for an append at this length."""
+        ...
+
+    def reserve(self, rows: Any) -> None:
+        """Make room for `rows`; what is held stays as it was. May run out of memory."""
+        ...
+
+    def reserve_tokens(self, tokens: int) -> None:
+        """Make room for so many tokens in all, as far as that takes long."""
+        ...
+
+    def write(self, rows: Any) -> None:
+        """Put `rows` beyond the last token, where nobody reads, if that is better done early."""
+        ...
+
+    def append(self, rows: Any) -> None:
+        """Hold `rows`, for which `reserve` has made room."""
+        ...
+
+    def gather(self, ids: Tensor) -> Rows:
+        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        ...
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
+        """All rows in order, at most `size` tokens at a time: (first id, rows)."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        ...
+
+    def reordered(self, batch_indices: Tensor) -> Self:
+        """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        ...
+
+    def expand_batch(self, count: int) -> Self:
+        """A view of a batch of 1 as one of `count`, to read."""
+        ...
+
+    def emptied(self) -> Self:
+        """The same before its first append."""
+        ...
+
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        ...
+
+
+METHODS = frozenset(name for name in vars(RowStore) if name == "__len__" or name[0] != "_")
+"""Of a `RowStore`."""
+
+
+@runtime_checkable
+class EncodedRows(Protocol):
+    """A store whose rows can be had, and given back, as the row codec made them."""
+
+    def encoded(self) -> Tensor:
+        """All rows, uint8 `[B, G, N, row_bytes]`."""
+        ...
+
+    def append_encoded(self, rows: Tensor) -> None:
+        """Append rows that `encoded` gave."""
+        ...
+
+
+@runtime_checkable
+class AddressedRows(Protocol):
+    """What kernels read of a store: pages that never move, found by a table of their addresses.
+
+    The row of token `n`, head `g` and row `b` of the batch begins at `table[b, n // page_tokens] +
+    g · head_bytes + n % page_tokens · row_bytes`, a multiple of 16: the key, then the value, as
+    `row_codec` makes them. Kernels read pages of 256 tokens with `head_bytes = 256 · row_bytes`;
+    of a store with others an index searches with kernels, and fetches by `gather`.
+    """
+
+    @property
+    def table(self) -> Tensor:
+        """Addresses of pages, int64 `[B, S]` on the compute device; 0 where there is none.
+
+        The same tensor for as long as `B` stays, with room for the longest sequence.
+        """
+        ...
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        ...
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes from one head's rows in a page to the next one's."""
+        ...
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one token's row to the next one's, a multiple of 16."""
+        ...
+
+    @property
+    def row_codec(self) -> str:
+        """A name of `kvindex.storage.codecs`."""
+        ...
+
+    @property
+    def far(self) -> bool:
+        """Whether rows are worth keeping on the device once read: those of the host are."""
+        ...
+
+    def wait(self) -> None:
+        """What the current stream runs from here on sees all rows that are held."""
+        ...
+
+
+def row_store(
+    store: object, geometry: Geometry, *, backend: str = "torch", row_codec: str = "plain"
+) -> RowStore:
+    """The store of an index: the backend's for "device" or "host", or the caller's own.
+
+    Raises ValueError or TypeError for a store that is none, holds tokens, or has another codec.
+    """
+    if isinstance(store, str) and store in PLACES:
+        if backend == "torch":
+            return TensorStore(geometry, store, row_codec)
+        made: RowStore = backends.resolve(backend).store(geometry, store, row_codec)
+        return made
+    if not isinstance(store, RowStore) or not isinstance(store, Restorable):
+        lacks = "" if isinstance(store, str) else ", ".join(sorted(METHODS - {*dir(store)}))
+        got = f"{store!r}, which lacks {lacks}" if lacks else repr(store)
+        raise ValueError(
+            f"store: got {got}, allowed is 'device', 'host' or a Restorable with the methods of "
+            "kvindex.storage.store.RowStore"
+        )
+    if len(store):
+        raise ValueError(f"store: got one that holds {len(store)} tokens, allowed is an empty one")
+    if row_codec not in ("plain", store.row_codec):
+        raise ValueError(
+            f"row_codec: got {row_codec!r} with a store of its own, allowed is its codec, "
+            f"{store.row_codec!r}"
+        )
+    return store
+
+
+class TensorStore(Restorable):
     """Rows as the bytes that a codec makes of them, on the compute device or in host memory.
 
     One row is one contiguous read. `place="device"` keeps rows beside the codes; `"host"` keeps
@@ -28,7 +200,8 @@ class Store(Restorable):
 
     def __init__(self, geometry: Geometry, place: str = "device", row_codec: str = "plain") -> None:
         check.one_of("store", place, PLACES)
-        self._geometry, self._codec = geometry, codec(row_codec, geometry)
+        self._geometry, self.row_codec = geometry, row_codec
+        self._codec = codec(row_codec, geometry)
         self._device = geometry.device if place == "device" else torch.device("cpu")
         self._columns = Columns()
 
@@ -48,6 +221,12 @@ class Store(Restorable):
         """Make room for `rows`, as `join` makes them."""
         self._columns.reserve(rows)
 
+    def reserve_tokens(self, tokens: int) -> None:
+        """Nothing: a tensor grows as tokens come."""
+
+    def write(self, rows: dict[str, Tensor]) -> None:
+        """Nothing: `append` copies."""
+
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them."""
         self._columns.append(rows)
@@ -64,23 +243,31 @@ class Store(Restorable):
         for start in range(0, len(self), size):
             yield start, self._decoded(self._columns["rows"][:, :, start : start + size])
 
+    def encoded(self) -> Tensor:
+        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""
+        return self._columns["rows"].view(torch.uint8).clone()
+
+    def append_encoded(self, rows: Tensor) -> None:
+        """Append rows as `encoded` gave them."""
+        self.append({"rows": rows.contiguous().view(WORD).to(self._device)})
+
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows."""
         self._columns.truncate(length)
 
-    def reordered(self, batch_indices: Tensor) -> Store:
+    def reordered(self, batch_indices: Tensor) -> Self:
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
         copied = self._shallow()
         copied._columns = self._columns.reordered(batch_indices)
         return copied
 
-    def expand_batch(self, count: int) -> Store:
+    def expand_batch(self, count: int) -> Self:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = self._shallow()
         view._columns = self._columns.expand_batch(count)
         return view
 
-    def emptied(self) -> Store:
+    def emptied(self) -> Self:
         """The same before its first append."""
         empty = self._shallow()
         empty._columns = self._columns.emptied()

@@ -1,23 +1,48 @@
-"""A wrapper passes every call to the index inside it; subclasses change some of them."""
+"""Wrapper: passes every call to the index inside it; subclasses change some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
+from kvindex.core.capability import Capable, P, capability
 from kvindex.core.geometry import Geometry
 from kvindex.core.guard import Guarded
-from kvindex.core.protocol import UNUSED, Codes, Hits, KVIndex, Rows
+from kvindex.core.protocol import (
+    AppendsAsync,
+    Attended,
+    Attends,
+    Codes,
+    ExpandsBatch,
+    Hits,
+    KeepsState,
+    KVIndex,
+    Reserves,
+    Rows,
+    RunsOps,
+    TellsCoverage,
+    TellsRowBytes,
+    WarmsUp,
+    WeighsRows,
+)
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
+from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
 
 
-class Wrapper(Guarded):
-    """Behaves as the index `inner`."""
+class Wrapper(Capable, NamedState, Guarded):
+    """Behaves as the index `inner`, and offers what both it and that index are able to.
+
+    A search of its own is no step of the inner index: no wrapper offers `DecodesStep`.
+    """
+
+    own: ClassVar[frozenset[type]] = frozenset()
+    """Capabilities that a subclass has whatever the inner index offers."""
+    lacks: ClassVar[frozenset[type]] = frozenset()
+    """Capabilities that a subclass has not, whatever the inner index offers."""
 
     def __init__(self, inner: KVIndex) -> None:
         self.inner = inner
@@ -50,23 +75,6 @@ class Wrapper(Guarded):
         """The inner index's configuration."""
         return self.inner.config
 
-    @property
-    def backend(self) -> str:
-        """The inner index's backend."""
-        return getattr(self.inner, "backend", "torch")
-
-    @property
-    def row_bytes(self) -> int:
-        """The inner index's, if it has one: it is not of the protocol."""
-        inner: Any = self.inner
-        found: int = inner.row_bytes
-        return found
-
-    @property
-    def depends_on_queries(self) -> bool:
-        """As the inner index does."""
-        return getattr(self.inner, "depends_on_queries", False)
-
     def encode(self, keys: Tensor) -> Codes:
         """As the inner index does."""
         return self.inner.encode(keys)
@@ -83,58 +91,9 @@ class Wrapper(Guarded):
         """As the inner index does."""
         return self.inner.fetch(hits)
 
-    # What `BaseIndex` has beyond the protocol
-
-    @property
-    def supports_async_append(self) -> bool:
-        """Whether the inner index says so."""
-        return bool(getattr(self.inner, "supports_async_append", False))
-
-    def start_append(
-        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
-    ) -> Callable[[], None]:
-        """As the inner index does, where it has it; a wrapper that appends more has both."""
-        inner: Any = self.inner
-        end: Callable[[], None] = inner.start_append(keys, values, valid=valid)
-        return end
-
-    @property
-    def attends(self) -> bool:
-        """Whether the inner index attends to rows that it is given."""
-        return bool(getattr(self.inner, "attends", False))
-
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> tuple[Tensor, Tensor]:
-        """As `protocol.Attends.attend`, over what this index's own search finds."""
-        hits = self.search(queries, k=k)
-        found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
-        return self.attend_hits(queries, hits, resident), found
-
-    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Tensor:
-        """As the inner index does."""
-        inner: Any = self.inner
-        output: Tensor = inner.attend_hits(queries, hits, resident)
-        return output
-
-    def check_coverage(self, coverage: float) -> None:
-        """As the inner index does, where it has it."""
-        checked = getattr(self.inner, "check_coverage", None)
-        if checked is not None:
-            checked(coverage)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the inner index says so."""
-        return bool(getattr(self.inner, "weighted", False))
-
     def end_prompt(self) -> None:
         """As the inner index does."""
         self.inner.end_prompt()
-
-    @property
-    def observes_queries(self) -> bool:
-        """Whether anyone does anything with `observe_queries`."""
-        mine = getattr(self.observe_queries, "__func__", None) is not Wrapper.observe_queries
-        return mine or bool(getattr(self.inner, "observes_queries", True))
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """As the inner index does."""
@@ -167,3 +126,86 @@ class Wrapper(Guarded):
     def nbytes(self) -> dict[str, int]:
         """As the inner index does."""
         return self.inner.nbytes()
+
+    # Capabilities
+
+    def _offers(self, wanted: type) -> bool:
+        own = wanted in self.own or capability(self.inner, wanted) is not None
+        return own and wanted not in self.lacks
+
+    def _inner(self, wanted: type[P]) -> P:
+        """The inner index as one with this capability. Raises TypeError where it has it not."""
+        inner = capability(self.inner, wanted)
+        if inner is None:
+            raise TypeError(
+                f"inner: got {type(self.inner).__name__}, allowed is one that offers "
+                f"{wanted.__name__}"
+            )
+        return inner
+
+    @property
+    def backend(self) -> str:
+        """The inner index's backend."""
+        return self._inner(RunsOps).backend
+
+    @property
+    def ops(self) -> Any:
+        """The inner index's ops."""
+        return self._inner(RunsOps).ops
+
+    @property
+    def row_bytes(self) -> int:
+        """The inner index's."""
+        return self._inner(TellsRowBytes).row_bytes
+
+    @property
+    def weighted(self) -> bool:
+        """As the inner index says."""
+        return self._inner(WeighsRows).weighted
+
+    def check_coverage(self, coverage: float) -> None:
+        """As the inner index does."""
+        self._inner(TellsCoverage).check_coverage(coverage)
+
+    def expand_batch(self, count: int) -> Self:
+        """This wrapper around a view of the inner index, as `BaseIndex.expand_batch`."""
+        view = self._shallow()
+        view.inner = self._inner(ExpandsBatch).expand_batch(count)
+        return view
+
+    def state_dict(self) -> State:
+        """The inner index's state, with names below `inner`, and the wrapper's own."""
+        inner = above("inner", self._inner(KeepsState).state_dict())
+        return signed({"wrapper": type(self).__name__}, {**inner, **self._own_state()})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """As the inner index does; options of the wrapper stay its own."""
+        check_signed({"wrapper": type(self).__name__}, state)
+        self._inner(KeepsState).load_state_dict(below("inner", state))
+        self._unpack(state, self.geometry.device)
+
+    def _own_state(self) -> State:
+        """What the wrapper keeps beside the inner index."""
+        return self._packed()
+
+    def start_append(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Callable[[], None]:
+        """As the inner index does; a wrapper that appends more has both."""
+        return self._inner(AppendsAsync).start_append(keys, values, valid=valid)
+
+    def reserve(self, tokens: int) -> None:
+        """As the inner index does."""
+        self._inner(Reserves).reserve(tokens)
+
+    def warm_up(self, *, k: int, tokens: int) -> None:
+        """As the inner index does."""
+        self._inner(WarmsUp).warm_up(k=k, tokens=tokens)
+
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
+        """As `protocol.Attends.attend`, over what this index's own search finds."""
+        return self.attend_hits(queries, self.search(queries, k=k), resident)
+
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As the inner index does."""
+        return self._inner(Attends).attend_hits(queries, hits, resident)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from kvindex.core.protocol import UNUSED, Hits, KVIndex
+from kvindex.core.protocol import UNUSED, AppendsAsync, ExpandsBatch, Hits, KVIndex
 from kvindex.indexes.exact import Exact, ExactConfig
 from kvindex.ops import group
+from kvindex.storage.state import State, above, below
 from kvindex.wrappers.base import Wrapper
 
 
@@ -17,6 +20,13 @@ class MeasureRecall(Wrapper):
     reaches with the same number of rows and the same policy of the group. Keeps a second copy of
     all rows, in an `exact` index.
     """
+
+    statistics = ("_found", "_reachable", "_wanted")
+    lacks = frozenset({AppendsAsync, ExpandsBatch})  # two appends are one change; a view is not
+
+    _found: int
+    _reachable: int
+    _wanted: int
 
     def __init__(self, inner: KVIndex) -> None:
         super().__init__(inner)
@@ -52,15 +62,18 @@ class MeasureRecall(Wrapper):
             self._reachable += _shared(true, self._exact.search(queries, k=most).ids)
         return hits
 
-    @property
-    def supports_async_append(self) -> bool:
-        """No: the two appends are one change."""
-        return False
-
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """As the inner index does, or neither."""
         self.inner.append(keys, values, valid=valid)
         self._exact.append(keys, values, valid=valid)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """As every wrapper does; the exact index, too."""
+        super().load_state_dict(state)
+        self._exact.load_state_dict(below("truth", state))
+
+    def _own_state(self) -> State:
+        return super()._own_state() | above("truth", self._exact.state_dict())
 
     def truncate(self, length: int) -> None:
         """As the inner index does; what was counted stays."""

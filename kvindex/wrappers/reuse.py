@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvindex.core import check
-from kvindex.core.protocol import Hits, KVIndex
+from kvindex.core.protocol import ExpandsBatch, Hits, KVIndex, ObservesQueries
 from kvindex.wrappers.base import Wrapper
 
 
@@ -29,10 +29,10 @@ class Reuse(Wrapper):
     the last hits.
 
     They differ where the mean over the heads of `cos(q_{t-1}, q_t)` is below `tau` (0.7 in the
-    paper, for Qwen3-8B; `kvindex_adapters.evaluate.tau` finds one for a model): above 1 every
-    step searches, below -1 none after the first. Each row of a batch is judged on its own: one
-    that stays similar keeps its hits while another searches. Where a row differs, the inner index
-    is told that a segment ends before the step (`mark_boundary`), which is for all rows.
+    paper, for Qwen3-8B; `kvindex_adapters.evaluate.reuse_threshold` finds one for a model): above
+    1 every step searches, below -1 none after the first. Each row of a batch is judged on its
+    own: one that stays similar keeps its hits while another searches. Where a row differs, the
+    inner index is told that a segment ends before the step (`mark_boundary`), for all rows.
 
     Reused hits have the scores and weights of the query that searched, and know no token that the
     index got since; but what slots without a token (unused ones, clusters) stand for may have
@@ -43,6 +43,12 @@ class Reuse(Wrapper):
     Raises ValueError for a tau that is no number.
     """
 
+    statistics = ("steps", "searches", "_before", "_differs", "_last")
+    own = frozenset({ObservesQueries})
+    lacks = frozenset({ExpandsBatch})  # what a step finds may be the hits of the one before
+
+    steps: int
+    searches: int
     _before: Tensor | None  # directions of the step before, [B, H, D]
     _differs: Tensor | None  # what `observe_queries` found for the next search, bool [B]
     _last: _Last | None
@@ -53,11 +59,6 @@ class Reuse(Wrapper):
             raise ValueError(f"tau: got {tau!r}, allowed is a number")
         self.tau = float(tau)
         self._forget()
-
-    @property
-    def depends_on_queries(self) -> bool:
-        """Always: what a step finds may be the hits of the one before."""
-        return True
 
     def rate(self) -> float | None:
         """Share of the steps that searched, or None before the first."""

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from kvindex import ops
 from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Hits, KVIndex
+from kvindex.core.capability import capability
+from kvindex.core.protocol import (
+    UNUSED,
+    Attends,
+    Hits,
+    KVIndex,
+    RunsOps,
+    TellsCoverage,
+    WeighsRows,
+)
 from kvindex.core.resident import ResidentRows
 from kvindex.ops.attention import cap
 from kvindex.wrappers.base import Wrapper
@@ -36,11 +45,14 @@ class Sample(Wrapper):
     (`group` other than `mean_share` and `max_share`, unless groups have one head).
     """
 
+    own = frozenset({TellsCoverage, WeighsRows})
+    weighted = True
+
     def __init__(self, inner: KVIndex, *, share: float = 0.5, pool: int = 8) -> None:
         super().__init__(inner)
         self.share = check.within("share", share, 0, 1)
         self.pool = check.at_least("pool", pool, 2)
-        self._check_weights(getattr(inner, "weighted", False))
+        self._check_weights(capability(inner, WeighsRows) is not None)
         policy = getattr(inner.config, "group", None)
         if inner.geometry.group_size > 1 and policy not in POLICIES:
             raise ValueError(f"inner: got one with group={policy!r}, allowed is {list(POLICIES)}")
@@ -51,19 +63,12 @@ class Sample(Wrapper):
             f"coverage: got {coverage}, allowed is None where rows are drawn at random"
         )
 
-    def expand_batch(self, count: int) -> Sample:
-        """As `BaseIndex.expand_batch`."""
-        view = self._shallow()
-        inner: Any = self.inner  # not of the protocol: what `BaseIndex` has is passed on
-        view.inner = inner.expand_batch(count)
-        return view
-
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """As `ParisKV.warm_up`, for an inner index that has it."""
+        """As the inner index does, for the rows that this one draws from."""
         g = self.geometry
-        inner: Any = self.inner
-        inner.warm_up(k=k * self.pool, tokens=tokens)
-        if self.attends:
+        super().warm_up(k=k * self.pool, tokens=tokens)
+        if self.capability(Attends) is not None:
+            inner: Any = self.inner
             batch = len(inner.counts)
             queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
             self.attend(queries, ResidentRows(g, batch, 1), k=k)
@@ -82,9 +87,9 @@ class Sample(Wrapper):
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
         logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
-        places, weights = getattr(self.inner, "ops", ops).sampling.draw(
-            logits, hits.ids, most, drawn
-        )
+        runs = capability(self.inner, RunsOps)
+        drawing = ops if runs is None else runs.ops
+        places, weights = drawing.sampling.draw(logits, hits.ids, most, drawn)
         unused, at = places < 0, places.clamp_min(0)
         found = Hits(
             hits.ids.gather(-1, at).masked_fill(unused, UNUSED),

@@ -46,6 +46,8 @@ class PinnedSlab:
 class PinnedAllocator:
     """Slabs by `cudaHostAlloc`, for a CUDA device. Raises as `launch.checked`, or ValueError."""
 
+    far = True
+
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or device.index is None:
             raise ValueError(f"device: got {device}, allowed is a CUDA device: rows are pinned")

@@ -1,4 +1,4 @@
-"""Full-precision rows in pinned host memory, which kernels read through unified addresses."""
+"""Full-precision rows in blocks that kernels read: in pinned host memory, or on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
 from kvindex.core.restore import Restorable
 from kvindex.storage.codecs import codec
-from kvindex_cuda.memory.async_copy import Offload, PinnedAllocator
+from kvindex_cuda.memory.async_copy import Offload
 from kvindex_cuda.memory.block_table import BlockTable, spans
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.memory.slab_pool import Allocator, Budget, Pool, shared_budget
@@ -28,36 +28,38 @@ FEW = BLOCK
 """Tokens: an update of the local window. Copies of so few cost the host more than a launch."""
 
 
-class HostStore(Restorable):
+class BlockStore(Restorable):
     """Rows as bytes in blocks `[G, 256, row_bytes]` of one batch row each; nothing ever moves.
 
-    A token's key and value are one contiguous row (`storage/codecs.py`). Row `n` of head `g` of
-    batch row `b` is for kernels at `table[b, n // 256] + (g · 256 + n % 256) · row_bytes`.
-    Interface of `kvindex.storage.store.Store`; to be used by one thread at a time.
+    A `kvindex.storage.store.RowStore` with `AddressedRows`, whose pages are the blocks; to be used
+    by one thread at a time.
 
-    row_codec: "plain", "int8" or "fp8". max_tokens: what the table has room for. slab_bytes: pinned
-    at a time, rounded down to blocks, at least one. budget: the process's unless given.
+    allocator: of pinned memory or of the device's (`async_copy.PinnedAllocator`,
+    `slab_pool.DeviceAllocator`). row_codec: "plain", "int8" or "fp8". max_tokens: what the table
+    has room for. slab_bytes: allocated at a time, rounded down to blocks, at least one. budget:
+    unless given, the process's of host memory, and none but the device's own.
     """
 
-    far = True
-    """Whether rows are worth keeping on the device once fetched."""
+    page_tokens = BLOCK
 
     def __init__(
         self,
         geometry: Geometry,
+        allocator: Allocator,
         *,
         row_codec: str = "plain",
         max_tokens: int = MAX_TOKENS,
         slab_bytes: int = SLAB_BYTES,
-        allocator: Allocator | None = None,
         budget: Budget | None = None,
     ) -> None:
         self._geometry, self.row_codec = geometry, row_codec
         self._codec = codec(row_codec, geometry)
         self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
         self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)
-        self._allocator = PinnedAllocator(geometry.device) if allocator is None else allocator
-        self._budget = shared_budget() if budget is None else budget
+        self._allocator = allocator
+        if budget is None:
+            budget = shared_budget() if allocator.far else Budget()
+        self._budget = budget
         self._open()
 
     def _open(self) -> None:
@@ -66,7 +68,7 @@ class HostStore(Restorable):
         self._close = weakref.finalize(self, self._pool.close)
         self._offload = Offload(self._geometry.device)
         self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
-        self._lent_by: HostStore | None = None  # whose rows a view reads
+        self._lent_by: BlockStore | None = None  # whose rows a view reads
         self._length = 0
         self._written: dict[str, Tensor] | None = None  # after the last row, not yet counted
         self._writing: torch.cuda.Event | None = None  # tells that those are there
@@ -82,9 +84,19 @@ class HostStore(Restorable):
         return self._codec.row_bytes
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of a head's rows in a block, `256 · row_bytes`."""
+        return BLOCK * self.row_bytes
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block, `G · 256 · row_bytes`."""
-        return self._geometry.kv_heads * BLOCK * self.row_bytes
+        return self._geometry.kv_heads * self.head_bytes
+
+    @property
+    def far(self) -> bool:
+        """Whether rows are worth keeping on the device once fetched: those of host memory are."""
+        return self._allocator.far
 
     @property
     def table(self) -> Tensor:
@@ -176,14 +188,30 @@ class HostStore(Restorable):
 
     def gather(self, ids: Tensor) -> Rows:
         """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        return self._codec.decode(self._gathered(ids))
+
+    def _gathered(self, ids: Tensor) -> Tensor:
+        """As `gather`, encoded: uint8 `[B, G, K, row_bytes]`."""
         if self._geometry.device.type == "cuda" and len(self):
             self.wait()
             sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
-            return self._codec.decode(gather_blocks(self.table, ids, tokens=len(self), **sizes))
+            return gather_blocks(self.table, ids, tokens=len(self), **sizes)
         where = ids.cpu()
         self._offload.synchronize()
-        rows = self._table.read(where)
-        return self._codec.decode(rows.to(self._geometry.device))
+        return self._table.read(where).to(self._geometry.device)
+
+    def encoded(self) -> Tensor:
+        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""
+        ids = torch.arange(len(self), device=self._geometry.device)
+        return self._gathered(ids.expand(self._table.batch, self._geometry.kv_heads, -1))
+
+    def append_encoded(self, rows: Tensor) -> None:
+        """Append rows as `encoded` gave them; raises as `reserve`."""
+        rows, start = rows.to(self._geometry.device), self._length
+        for first, last in spans(start, start + rows.shape[2]):
+            some = rows[:, :, first - start : last - start].contiguous()
+            whole = not (last - first) % BLOCK
+            self.append({"blocks": _in_blocks(some).contiguous()} if whole else {"rows": some})
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""
@@ -197,7 +225,7 @@ class HostStore(Restorable):
         """Keep the first `length` rows; the blocks of the others wait for new ones."""
         self._length, self._written = min(self._length, length), None
 
-    def reordered(self, batch_indices: Tensor) -> HostStore:
+    def reordered(self, batch_indices: Tensor) -> BlockStore:
         """A copy, in its own blocks, in which row `b` of the batch is row `batch_indices[b]`.
 
         Raises as `reserve`.
@@ -216,20 +244,20 @@ class HostStore(Restorable):
         copied._length = self._length
         return copied
 
-    def expand_batch(self, count: int) -> HostStore:
+    def expand_batch(self, count: int) -> BlockStore:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = self._shallow()
         view._lent_by = self
         view._table = self._table.expand_batch(count)
         return view
 
-    def emptied(self) -> HostStore:
+    def emptied(self) -> BlockStore:
         """The same before its first append; this one's memory goes with it."""
         empty = self._shallow()
         empty._open()
         return empty
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
         """A copy, in blocks of its own; of a view, rows of its own."""
         return self.reordered(torch.arange(self._table.batch))
 

@@ -10,9 +10,10 @@ import ctypes
 import threading
 from collections import deque
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -43,9 +44,47 @@ class Slab(Protocol):
 class Allocator(Protocol):
     """Where slabs come from; called from several threads."""
 
+    @property
+    def far(self) -> bool:
+        """Whether a GPU reads them over a bus: memory of the host, of which there is a budget."""
+        ...
+
     def allocate(self, nbytes: int) -> Slab:
         """A slab of `nbytes`, whatever it holds. May raise anything."""
         ...
+
+
+@dataclass(frozen=True)
+class DeviceSlab:
+    """Memory that torch gives, uint8 `[bytes]`; a `Slab`."""
+
+    memory: Tensor
+
+    @property
+    def device_address(self) -> int:
+        """Where kernels find it."""
+        return self.memory.data_ptr()
+
+    def view(self, nbytes: int) -> Tensor:
+        """Its bytes, uint8 `[nbytes]`."""
+        return self.memory[:nbytes]
+
+    def free(self) -> None:
+        """Wait for kernels and copies in flight: torch gives it to others with the last view."""
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
+
+
+@dataclass(frozen=True)
+class DeviceAllocator:
+    """Slabs of a compute device; an `Allocator`."""
+
+    device: torch.device
+    far: ClassVar[bool] = False
+
+    def allocate(self, nbytes: int) -> DeviceSlab:
+        """A slab of `nbytes`. Raises torch.OutOfMemoryError."""
+        return DeviceSlab(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
 
 def host_view(address: int, nbytes: int) -> Tensor:

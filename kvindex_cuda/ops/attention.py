@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvindex.ops import attention as reference
-from kvindex.ops.attention import cap
+from kvindex.ops.attention import Block, cap, merge
 from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, steps, strides
 from kvindex_cuda.runtime.launch import launch
 
-__all__ = ["attend", "attend_blocks", "attend_causal", "cap"]
+__all__ = ["attend", "attend_blocks", "attend_causal", "cap", "merge"]
 
 THREADS, WARPS = 256, 8
 
@@ -135,17 +135,19 @@ def attend(
 
 def attend_blocks(
     queries: Tensor,
-    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    blocks: Iterable[Block],
     *,
     scale: float,
     softcap: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
 
     The reference as it is: products of large matrices in a prefill, which torch gives to the
     matrix units. Arguments as `kvindex.ops.attention.attend_blocks`.
     """
-    return reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap)
+    parts = reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap, return_lse=True)
+    return parts if return_lse else parts[0]
 
 
 def attend_causal(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex_cuda.memory.code_blocks import Fill
-from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.ops.learn import answer, flags_of, shared_bytes, windows
 from kvindex_cuda.pariskv.encode import WIDEST, Encoder, Fresh
 from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_type, strides, wide
@@ -34,14 +34,19 @@ class Begun:
 class Writer:
     """Learns of keys and encodes them, for a `ParisKV` whose codes lie in `CodeBlocks`.
 
+    centered: whether segments have centers.
+
     Codes are those of `ParisKV._encode` but for rounding (`Encoder`).
     """
 
-    def __init__(self, index: Any) -> None:
-        self._encode = Encoder(index._fused.codes.layout, index._rotation, index._levels)
-        self._centered = bool(index.config.center)
+    def __init__(self, encoder: Encoder, *, centered: bool) -> None:
+        self._encode, self._centered = encoder, centered
         self._room: Tensor | None = None  # for centers, bfloat16 [B, G, capacity, D]
-        self._unread = torch.zeros(1, dtype=torch.int32, device=index.geometry.device)
+        self._unread = torch.zeros(1, dtype=torch.int32, device=encoder.device)
+
+    def fresh(self) -> Writer:
+        """The same for another index, whose centers grow elsewhere."""
+        return Writer(self._encode, centered=self._centered)
 
     def learn(
         self,
@@ -138,10 +143,13 @@ class Writer:
         return self._room
 
 
-def writer(index: Any) -> Writer | None:
+def writer(
+    config: ParisKVConfig, layout: Layout, rotation: Tensor, levels: Tensor
+) -> Writer | None:
     """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it."""
-    served = index._fused and index.config.block == "key"
-    return Writer(index) if served and index.geometry.head_dim <= WIDEST else None
+    if config.block != "key" or layout.head_dim > WIDEST:
+        return None
+    return Writer(Encoder(layout, rotation, levels), centered=bool(config.center))
 
 
 def _row(centers: Tensor | None) -> int:

@@ -1,9 +1,12 @@
-"""Which fused step serves a configuration of ParisKV, over which codes."""
+"""Which fused step serves a configuration of ParisKV, over which codes and rows; and why not."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvindex.core.geometry import Geometry
+from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.pariskv.base_step import MOST_HEADS, BaseStep
 from kvindex_cuda.pariskv.step import PLANES, Step
@@ -20,37 +23,74 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What a kind serves."""
 
+POLICIES = "mean_share", "max_share"
+
 WIDEST = 256
 """Head dimension of steps by look-ups: points of tiers fit a byte, tables fit shared memory."""
 
 
-def kind_of(index: Any) -> str | None:
-    """The kind of step for a ParisKV, or None where its ops run one by one."""
-    config, g = index.config, index.geometry
-    served = (
-        config.group in ("mean_share", "max_share")
-        and config.center in (0, BLOCK)
-        and config.single_stage_below == 0
-        and g.group_size <= MOST_HEADS
-        and g.head_dim % 8 == 0
+def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
+    """The kind of step for a ParisKV, or None where its ops run one by one (`refusal`)."""
+    if refusal(config, geometry) is not None:
+        return None
+    return next(kind for kind in OPTIONS if not _unlike(config, kind))
+
+
+def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
+    """Why no fused step serves a ParisKV, by its first option in the way; None where one does."""
+    kind = min(OPTIONS, key=lambda kind: len(_unlike(config, kind)))
+    for name in _unlike(config, kind):
+        return _said(name, getattr(config, name), f"{OPTIONS[kind][name]!r} for {kind!r}")
+    query_max = min(config.query_max, 2**15 // geometry.head_dim)
+    most, widest = max(PLANES.values()), f"up to {WIDEST} for {kind!r}"
+    limits = [
+        ("group", config.group, config.group in POLICIES, " or ".join(map(repr, POLICIES))),
+        ("center", config.center, config.center in (0, BLOCK), f"0 or {BLOCK}"),
+        ("single_stage_below", config.single_stage_below, not config.single_stage_below, "0"),
+        ("q_heads", geometry.group_size, geometry.group_size <= MOST_HEADS, f"{MOST_HEADS} a head"),
+        ("head_dim", geometry.head_dim, geometry.head_dim % 8 == 0, "a multiple of 8"),
+    ]
+    if kind == "votes":
+        limits.append(("query_max", query_max, query_max <= most, f"up to {most}"))
+    else:
+        limits.append(("head_dim", geometry.head_dim, geometry.head_dim <= WIDEST, widest))
+    return next(
+        (_said(name, got, allowed) for name, got, fits, allowed in limits if not fits), None
     )
-    fits = {
-        "votes": min(config.query_max, 2**15 // g.head_dim) <= max(PLANES.values()),
-        "tiers": g.head_dim <= WIDEST,
-    }
-    for kind, options in OPTIONS.items():
-        if all(getattr(config, name) == value for name, value in options.items()):
-            return kind if served and fits[kind] else None
+
+
+def _unlike(config: ParisKVConfig, kind: str) -> list[str]:
+    """Options of a kind that a configuration has otherwise."""
+    return [name for name, value in OPTIONS[kind].items() if getattr(config, name) != value]
+
+
+def _said(name: str, got: object, allowed: str) -> str:
+    return f"{name}: got {got!r}, allowed is {allowed}"
+
+
+def unreadable(rows: object, geometry: Geometry) -> str | None:
+    """Why kernels do not attend to the rows of a store, None where they do.
+
+    They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements.
+    """
+    if geometry.value_dim % 8:
+        return _said("value_dim", geometry.value_dim, "a multiple of 8")
+    if not isinstance(rows, AddressedRows):
+        return _said("store", type(rows).__name__, "one that has AddressedRows")
+    strides = rows.page_tokens, rows.head_bytes, rows.row_bytes
+    if strides[:2] != (BLOCK, BLOCK * rows.row_bytes):
+        allowed = BLOCK, BLOCK * rows.row_bytes, rows.row_bytes
+        return _said("store (tokens of a page, bytes of a head, of a row)", strides, str(allowed))
     return None
 
 
-def layout_of(index: Any) -> Layout:
+def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
     """How the codes of such an index lie."""
-    layout = SubspaceLayout if index.config.block == "subspace" else Layout
-    return layout(index.geometry.head_dim, index.config.magnitude_bits)
+    layout = SubspaceLayout if config.block == "subspace" else Layout
+    return layout(geometry.head_dim, config.magnitude_bits)
 
 
-def options_of(kind: str, config: Any) -> dict[str, Any]:
+def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
     """What a step of a kind is told of a `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
     if kind == "votes":

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.core.protocol import UNUSED, Hits, Rows
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.ops.coarse import TIERS
-from kvindex_cuda.memory.block_store import HostStore
-from kvindex_cuda.memory.code_blocks import CodeBlocks
+from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.storage.store import AddressedRows
+from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.base_step import State, words_of
-from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of
+from kvindex_cuda.pariskv.append import Writer, writer
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.device_state import opened, put, put_tiers, put_valid
+from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadable
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared
 from kvindex_cuda.pariskv.stage_token import stage_token
@@ -32,11 +35,6 @@ HEADROOM = 2**16
 """Room over what is needed, and no more than as much again: buffers are made anew past it."""
 
 LAST = torch.iinfo(torch.int64).min
-
-
-def serves(index: Any) -> bool:
-    """Whether fused kernels serve this ParisKV; else its ops run one by one."""
-    return kind_of(index) is not None
 
 
 @dataclass
@@ -69,30 +67,55 @@ class _Use:
         return self.need > self.step.most
 
 
-class Fused:
-    """What `ParisKV` keeps beside its codes when its kernels are fused.
+class ParisKVExecutor:
+    """`ParisKV` on its kernels: a `kvindex.core.protocol.Executor`.
 
-    codes: blocks that take the place of the index's `Columns`, new ones unless given. cache: of
-    rows that `attend` fetched from the host; `search` fetches none.
+    codes: blocks that take the place of the index's columns; writer: append's kernels, where they
+    serve it; kind: of the step (`dispatch.STEPS`). cache: of rows that `attend` fetched from the
+    host; `search` fetches none.
     """
 
-    def __init__(self, index: Any, codes: CodeBlocks | None = None) -> None:
-        self._geometry, self._config = index.geometry, index.config
-        self._layout, self._kind = layout_of(index), kind_of(index) or ""
-        if codes is None:
-            codes = CodeBlocks(self._layout, index.geometry.kv_heads, index.geometry.device)
-        self.codes = codes
+    _contents: Contents  # since the first `update`
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        config: ParisKVConfig,
+        kind: str,
+        codes: CodeBlocks,
+        writer: Writer | None,
+    ) -> None:
+        self._geometry, self._config, self._kind = geometry, config, kind
+        self.codes, self._layout, self._writer = codes, codes.layout, writer
+        self._store: object = None
+        self._rows: AddressedRows | None = None  # the store's, where kernels read them
         self.cleared()
         self._length = len(codes)  # with their centers
 
     @property
     def length(self) -> Tensor | None:
-        """Tokens of the index on the device, int64 `[1]` at one address; None before a step."""
+        """As `Executor.length`."""
         return None if self._state is None else self._state.length
 
-    def attends(self, store: Any) -> bool:
-        """Whether `attend` reads this store's rows: in whole chunks of 8 elements."""
-        return isinstance(store, HostStore) and self._geometry.value_dim % 8 == 0
+    @property
+    def encodes(self) -> bool:
+        """As `Executor.encodes`."""
+        return self._writer is not None
+
+    @property
+    def attends(self) -> bool:
+        """As `Executor.attends`."""
+        return self._rows is not None
+
+    def explain(self) -> str:
+        """As `Executor.explain`."""
+        return "\n".join(
+            [
+                f"executor: fused {self._kind}",
+                f"append: {'kernels write codes' if self._writer else 'codes are made op by op'}",
+                f"attend: {unreadable(self._contents.rows, self._geometry) or 'in one go'}",
+            ]
+        )
 
     def cleared(self) -> None:
         """Everything was forgotten."""
@@ -102,40 +125,76 @@ class Fused:
         self._length = 0
         self._replays = Replays(self._geometry.device)
 
-    def changed(self, index: Any) -> Fused:
-        """Tokens came or went, or the batch did: what serves the index from here on."""
-        if index._codes is not self.codes:  # reordered or repeated
-            return Fused(index, index._codes).changed(index)
-        first = min(self._length, len(index)) // BLOCK
-        if self.cache is not None and len(index) < self._length:
+    def update(self, contents: Contents) -> ParisKVExecutor:
+        """As `Executor.update`."""
+        if contents.codes is not self.codes:
+            return self._over(contents.codes).update(contents)
+        self._contents = contents
+        if contents.rows is not self._store:
+            self._adopt(contents.rows)
+        first = min(self._length, contents.length) // BLOCK
+        if self.cache is not None and contents.length < self._length:
             self.cache.forget()
-        self._length = len(index)
-        if "centers" in index._learned and self._length:
-            index._codes.put_centers(index._learned["centers"], first)
+        self._length = contents.length
+        if "centers" in contents.learned and self._length:
+            self.codes.put_centers(contents.learned["centers"], first)
         if self._state is not None:
             if self._state.codes is not self.codes.table:  # another batch has begun
                 self.cleared()
-                return self.changed(index)
-            self._update(index, self._state, first)
-            if any(use.captured for use in self._uses):
-                index._store.wait()  # nobody does when a graph is replayed
+                return self.update(contents)
+            self._update(self._state, first)
+            if self._rows is not None and any(use.captured for use in self._uses):
+                self._rows.wait()  # nobody does when a graph is replayed
         return self
 
-    def warm_up(self, index: Any, k: int, most: int, tokens: int) -> None:
-        """Have a step for `k` rows with room for `most` candidates of so many tokens."""
+    def _adopt(self, store: object) -> None:
+        self._store, self._rows = store, None
+        if isinstance(store, AddressedRows) and unreadable(store, self._geometry) is None:
+            self._rows = store
+
+    def _over(self, codes: object) -> ParisKVExecutor:
+        """The same, of codes that were reordered, expanded or copied."""
+        if not isinstance(codes, CodeBlocks):
+            raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
+        writer = self._writer.fresh() if self._writer else None
+        return ParisKVExecutor(self._geometry, self._config, self._kind, codes, writer)
+
+    def prepare(
+        self,
+        keys: Tensor,
+        valid: Tensor | None,
+        learned: Codes,
+        *,
+        start: int,
+        wrong: Tensor | None = None,
+    ) -> tuple[Codes, Fill]:
+        """As `Executor.prepare`. Raises RuntimeError unless it `encodes`."""
+        if self._writer is None:
+            raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
+        begun = self._writer.learn(keys, valid, learned, start=start, wrong=wrong)
+        fill = self._writer.codes(keys, valid, begun, start=start)
+        self.codes.reserve(fill)
+        self.codes.write(fill)  # beyond the last token, where nobody looks
+        return begun.learned, fill
+
+    def discard(self) -> None:
+        """As `Executor.discard`."""
+        self.codes.forget()
+
+    def warm_up(self, k: int, tokens: int) -> None:
+        """As `Executor.warm_up`."""
+        most = self._config.most_candidates(tokens, k)
         room, use = room_of(self._kind, tokens, most), self._newest(k)
         if use is None or use.step.most < room:
-            self._begin(index, k, room)
+            self._begin(k, room)
 
-    def reserve(self, index: Any, tokens: int) -> None:
-        """As `ParisKV.reserve`: of rows, which may be refused, then of codes."""
-        if hasattr(index._store, "reserve_tokens"):
-            index._store.reserve_tokens(tokens)
+    def reserve(self, tokens: int) -> None:
+        """As `Executor.reserve`."""
         self.codes.reserve_tokens(tokens)
 
-    def search(self, index: Any, queries: Tensor, k: int) -> Hits:
-        """As `ParisKV.search`: the group's candidates, reranked, the best `k`."""
-        use, state = self._ready(index, k)
+    def search(self, queries: Tensor, k: int) -> Hits:
+        """The group's candidates, reranked, the best `k`."""
+        use, state = self._ready(k)
         step = use.step
         step.select(queries.contiguous(), state)
         # scores descending, then ids ascending, as one integer
@@ -150,21 +209,16 @@ class Fused:
         return Hits(ids.view(shape), scores.view(shape))
 
     def attend(
-        self,
-        index: Any,
-        queries: Tensor,
-        resident: ResidentRows,
-        k: int,
-        wrong: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `protocol.Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
-        use, state = self._ready(index, k, resident, wrong)
-        output = use.step(queries.contiguous(), state)
-        return output, use.step.found.view(len(queries), -1)
+        self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
+    ) -> Attended:
+        """As `Executor.attend`."""
+        use, state = self._ready(k, resident, wrong)
+        step = use.step
+        output = step(queries.contiguous(), state)
+        return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def decode_step(
         self,
-        index: Any,
         queries: Tensor,
         token: Rows,
         resident: ResidentRows,
@@ -172,48 +226,48 @@ class Fused:
         k: int,
         wrong: Tensor | None,
         graphs: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """As `ParisKV.decode_step`; wrong: as in `attend`.
+    ) -> Attended:
+        """As `Executor.decode_step`.
 
         What is the same for the third time is captured, if it may be, and replayed from then on.
         """
-        if graphs and (replay := self._replay_of(index, resident, k, wrong)):
-            index._store.wait()
+        if graphs and (replay := self._replay_of(resident, k, wrong)):
+            assert self._rows is not None
+            self._rows.wait()
             replay.acquire()
             stage_token(resident, token, window, queries, replay.asked)
-            output, _, found = replay()
-            return output, found
+            return Attended(*replay())
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a layer's step, which puts a token where the host says it is; allowed "
                 "is index.attend, beside rows that are added between the replays (docs/cuda.md)"
             )
         stage_token(resident, token, window, queries)
-        return self.attend(index, queries, resident, k, wrong)
+        return self.attend(queries, resident, k, wrong)
 
-    def attend_hits(
-        self, index: Any, queries: Tensor, hits: Hits, resident: ResidentRows
-    ) -> Tensor:
-        """As `protocol.Attends.attend_hits`, with the buffers of any step."""
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `Executor.attend_hits`, with the buffers of any step."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
-        use, state = self._ready(index, k, resident)
-        return use.step.attend(queries.contiguous(), state, hits)
+        use, state = self._ready(k, resident)
+        output = use.step.attend(queries.contiguous(), state, hits)
+        found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
+        return Attended(output, use.step.lse, found)
 
     # What a search reads
 
-    def _replay_of(
-        self, index: Any, resident: ResidentRows, k: int, wrong: Tensor | None
-    ) -> Replay | None:
+    def _replay_of(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> Replay | None:
         """The graph of a step that reads the same as those before it, if there is one by now."""
         device, use = self._geometry.device, self._newest(k)
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
-        return self._replays.of(use.step, self._reads(index, use, resident, wrong))
+        return self._replays.of(use.step, self._reads(use, resident, wrong))
 
-    def _reads(self, index: Any, use: _Use, resident: ResidentRows, wrong: Tensor | None) -> State:
+    def _reads(self, use: _Use, resident: ResidentRows, wrong: Tensor | None) -> State:
         """What a step reads: the same object for as long as that stays the same."""
-        store = index._store
-        made_of = self._state, resident, wrong, store.table, self.cache
+        rows = self._rows
+        assert rows is not None
+        table = rows.table
+        made_of = self._state, resident, wrong, table, self.cache
         if use.reads is None or any(
             old is not new for old, new in zip(use.reads[0], made_of, strict=True)
         ):
@@ -221,9 +275,9 @@ class Fused:
             state = replace(
                 self._state,
                 wanted=use.wanted,
-                rows=store.table.contiguous(),  # a view's is not
-                row_bytes=store.row_bytes,
-                codec=store.row_codec,
+                rows=table.contiguous(),  # a view's is not
+                row_bytes=rows.row_bytes,
+                codec=rows.row_codec,
                 cache=self.cache,
                 resident=resident.rows,
                 resident_mask=resident.mask,
@@ -234,7 +288,7 @@ class Fused:
         return use.reads[1]
 
     def _ready(
-        self, index: Any, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
+        self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
     ) -> tuple[_Use, State]:
         """A step with room enough, its turn, and what it reads, to attend if there is a `resident`.
 
@@ -247,108 +301,82 @@ class Fused:
                     f"graph: got a first search for k = {k} rows, or one for more candidates than "
                     "there are buffers for; allowed is one after warm_up() or a search like it"
                 )
-            need = self._need(index, k)
-            use = self._begin(index, k, need + min(need, HEADROOM))
+            need = self._need(k)
+            use = self._begin(k, need + min(need, HEADROOM))
         assert self._state is not None
         use.captured |= captured
         if not captured:
-            index._store.wait()
+            if self._rows is not None:
+                self._rows.wait()
             use.step.acquire()
         use.step.renew()
         if resident is not None:
-            return use, self._reads(index, use, resident, wrong)
-        store, wanted = index._store, use.wanted
-        rows = store.table.contiguous()  # a view's is not
-        return use, replace(self._state, wanted=wanted, rows=rows, row_bytes=store.row_bytes)
+            return use, self._reads(use, resident, wrong)
+        return use, replace(self._state, wanted=use.wanted)
 
-    def _begin(self, index: Any, k: int, most: int) -> _Use:
+    def _begin(self, k: int, most: int) -> _Use:
         """A step for `k` rows with room for `most`, from here on the newest."""
         if self._state is None:
-            self._state = self._opened(index)
-            self._update(index, self._state, 0)
-            store, batch = index._store, len(self.codes.table)
-            if store.far:
+            histogram = self._contents.statistics.get("histogram")
+            self._state = opened(self._geometry, self.codes.table, histogram)
+            self._update(self._state, 0)
+            rows, batch = self._rows, len(self.codes.table)
+            if rows is not None and rows.far:
                 groups, device = batch * self._geometry.kv_heads, self._geometry.device
-                self.cache = RowCache(groups, store.row_bytes, device)
+                self.cache = RowCache(groups, rows.row_bytes, device)
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
         sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
         step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
         use = _Use(step, wanted, torch.arange(k, device=device))
-        put(wanted, use.want(index._wanted(k), self._need(index, k)))
+        put(wanted, use.want(self._candidates(k), self._need(k)))
         self._uses = [*(u for u in self._uses if u.captured or u.step.k != k), use]
         return use
 
-    def _need(self, index: Any, k: int) -> int:
+    def _candidates(self, k: int) -> list[int]:
+        """`C` of each row of the batch."""
+        return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
+
+    def _need(self, k: int) -> int:
         """What a step for `k` rows must have room for now."""
-        return room_of(self._kind, len(index), max(index._wanted(k)))
+        return room_of(self._kind, self._length, max(self._candidates(k)))
 
     def _newest(self, k: int) -> _Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
-    def _opened(self, index: Any) -> State:
-        """Room for all that the table of blocks has room for."""
-        g, device, table = self._geometry, self._geometry.device, self.codes.table
-        batch, blocks = table.shape
-
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        none, tiers = ints(0), self._kind == "tiers"
-        return State(
-            codes=table,
-            rows=none,
-            valid=ints(batch, blocks, 8),
-            length=ints(1, dtype=torch.int64),
-            wanted=none,
-            counted=ints(batch),
-            weight_scale=torch.zeros((batch, g.kv_heads), device=device),
-            resident=none,
-            resident_mask=none,
-            resident_count=none,
-            row_bytes=0,
-            histogram=torch.zeros_like(index._histogram).contiguous() if tiers else None,
-            tiers=ints(batch, len(TIERS), dtype=torch.int64) if tiers else None,
-        )
-
-    def _update(self, index: Any, state: State, first: int) -> None:
+    def _update(self, state: State, first: int) -> None:
         """What has changed from block `first` on, in place: in one launch where rows are alike."""
-        start, tokens, counts = first * BLOCK, len(index), index.counts.tolist()
-        real = index.valid is None or start >= index._valid.all_from
+        contents, valid = self._contents, self._contents.valid
+        start, tokens, counts = first * BLOCK, contents.length, contents.counts.tolist()
+        real = valid is None or start >= contents.real_from
         together: dict[str, Any] = {"first": first if real else None}
         if alike := len(set(counts)) == 1:
             together["count"] = counts[0]
         else:
             put(state.counted, counts)
         for use in self._uses:
-            candidates = index._wanted(use.step.k)
+            candidates = [self._config.candidates(n, use.step.k) for n in counts]
             asked = use.want(candidates, room_of(self._kind, tokens, max(candidates)))
             if alike and use is self._uses[-1]:
                 together |= dict(wanted=use.wanted, candidates=asked[0])
             else:
                 put(use.wanted, asked)
-        update_state(state, tokens, weight_scale=index._learned.get("weight_scale"), **together)
-        if not real:
-            last = -(-tokens // BLOCK)
-            bits = words_of(index.valid[:, start:], last - first)
-            state.valid[:, first:last].copy_(bits)
-        if state.histogram is not None and state.tiers is not None:
-            state.histogram.copy_(index._histogram)
-            for tier, bounds in enumerate(index._tiers().T.tolist()):
-                put(state.tiers[:, tier], bounds)
+        update_state(state, tokens, weight_scale=contents.learned.get("weight_scale"), **together)
+        if valid is not None and not real:
+            put_valid(state, valid, first, -(-tokens // BLOCK))
+        if "histogram" in contents.statistics:
+            bounds = [self._config.tier_bounds(n) for n in counts]
+            put_tiers(state, contents.statistics["histogram"], bounds)
 
 
-def put(target: Tensor, values: list[int]) -> None:
-    """Copy numbers, one for each row, into `target` `[B]` without waiting for its device."""
-    if len(set(values)) == 1:
-        target.fill_(values[0])  # no memory is pinned for what is the same in all rows
-        return
-    staged = torch.tensor(values, dtype=target.dtype)
-    if target.device.type == "cuda":
-        staged = staged.pin_memory()
-    target.copy_(staged, non_blocking=True)
-
-
-def fused(index: Any) -> Fused | None:
-    """The fused kernels for a ParisKV, where they serve it."""
-    return Fused(index) if serves(index) else None
+def executor_of(
+    geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
+) -> ParisKVExecutor | None:
+    """The executor of a ParisKV, where a fused step serves it."""
+    kind = kind_of(config, geometry)
+    if kind is None:
+        return None
+    layout = layout_of(config, geometry)
+    codes = CodeBlocks(layout, geometry.kv_heads, geometry.device)
+    append = writer(config, layout, rotation, levels)
+    return ParisKVExecutor(geometry, config, kind, codes, append)

@@ -1,6 +1,6 @@
 import pytest
 
-from kvindex_adapters.models import load, smollm2
+from kvindex_adapters.hf.load_model import load, smollm2
 
 
 @pytest.fixture(scope="session")

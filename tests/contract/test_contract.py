@@ -4,22 +4,18 @@ import pytest
 import torch
 
 import kvindex
+from kvindex.testing import contract
+from kvindex.testing.cases import CASES, Case
+from kvindex.testing.contract.common import K, N, filled, searched
 from tests.contract import CHECKS
-from tests.contract.common import K, N, filled, searched
-from tests.support.helpers import Case
 
-CASES = [
-    Case(q_heads=2, kv_heads=2, head_dim=8, value_dim=8),
-    Case(q_heads=3, kv_heads=1, head_dim=64, value_dim=24, batch=3),
-    Case(q_heads=8, kv_heads=2, head_dim=80, value_dim=80, dtype=torch.float16, batch=2),
-    Case(q_heads=3, kv_heads=3, head_dim=96, value_dim=128, dtype=torch.bfloat16, batch=2),
-    Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, softcap=1.0, batch=2),
-]
 SPECS = [
     spec
     for name in kvindex.names()
-    for spec in [name, *(f"{name}:preset={preset}" for preset in kvindex.get(name).presets)]
-    if not spec.endswith(f"={kvindex.get(name).default_preset}")  # what the name alone gives
+    for spec in [
+        name,
+        *(f"{name}:preset={p}" for p, changed in kvindex.get(name).presets.items() if changed),
+    ]
 ]
 ON_GPU = Case(6, 2, 64, 64, torch.bfloat16, device="cuda", batch=2)
 
@@ -41,7 +37,7 @@ def test_index_keeps_the_contract(check, name, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_index_keeps_the_contract_in_every_shape(check, name):
     for case in CASES:
         check(lambda case=case, **options: case.index(name, **options), case)

@@ -11,8 +11,11 @@ from kvindex.core.guard import Guarded
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from kvindex.testing import fail_at, interrupt_at, lines_of, operations_of
+from kvindex.testing.contract.faults import (
+    check_memory_that_runs_out_anywhere_changes_nothing,
+    points,
+)
 from kvindex.wrappers import MeasureRecall, Wrapper
-from tests.contract.faults import check_memory_that_runs_out_anywhere_changes_nothing, points
 from tests.contract.test_contract import SPECS
 from tests.support.beside import Beside
 from tests.support.helpers import Case, left_padding

@@ -1,15 +1,21 @@
 """Numbers too large, rows too many, threads in each other's way: refused, or right."""
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from kvindex import BaseIndex
-from kvindex.core.check import LARGEST, MOST_ROWS
+from kvindex.core.check import MOST_ROWS
 from kvindex.layer import AttentionLayer
+from kvindex.testing.contract.limits import (
+    check_numbers_beyond_are_refused_by_name,
+    check_the_largest_numbers_give_scores,
+)
 from tests.contract.test_contract import SPECS
 from tests.contract.test_faults import WRAPPED
 from tests.support.helpers import Case, assert_well_formed, left_padding
@@ -23,35 +29,13 @@ ALL = [*SPECS, *WRAPPED]
 @pytest.mark.parametrize("spec", ALL)
 def test_the_largest_numbers_give_scores(spec, dtype):
     """Up to `LARGEST`, keys and queries alike; half of them cancel."""
-    case = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2, dtype=dtype, softcap=None)
-    keys, values = case.tokens(40)
-    signs, queries = keys.sign() * LARGEST, case.queries().sign() * LARGEST
-    signs[:, :, ::3] = keys[:, :, ::3]
-    index = case.index(spec)
-    index.append(signs, values)
-    index.observe_queries(queries[:, :, None], torch.tensor([39]))
-    index.end_prompt()
-    index.append(*case.tokens(5, seed=1))
-    hits = index.search(queries, k=9)
-    assert_well_formed(hits, index, 2, 9)
-    assert hits.scores[hits.ids >= 0].isfinite().all()
+    case = dataclasses.replace(CASE, dtype=dtype)
+    check_the_largest_numbers_give_scores(partial(case.index, spec), case)
 
 
-@pytest.mark.parametrize("number", [2 * LARGEST, 1e20, 3e38, float("inf"), float("nan")])
 @pytest.mark.parametrize("spec", ALL)
-def test_numbers_beyond_are_refused_by_name(spec, number):
-    index = CASE.index(spec)
-    keys, values = CASE.tokens(40)
-    index.append(keys, values)
-    wrong, query = keys.clone(), CASE.queries()
-    wrong[1, 0, 7, 3], query[1, 2, 5] = -number, number
-    with pytest.raises(
-        ValueError, match=r"keys: got .*allowed is a finite number of at most 2\^48"
-    ):
-        index.append(wrong, values)
-    with pytest.raises(ValueError, match="queries: got"):
-        index.search(query, k=3)
-    assert len(index) == 40
+def test_numbers_beyond_are_refused_by_name(spec):
+    check_numbers_beyond_are_refused_by_name(partial(CASE.index, spec), CASE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

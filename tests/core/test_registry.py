@@ -1,10 +1,13 @@
 import dataclasses
+import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
 
 import kvindex
 from kvindex.core.config import parse_spec
+from kvindex.registry import refused
 from kvindex.wrappers import MeasureRecall, Sample
 
 GEOMETRY = dict(q_heads=4, kv_heads=2, head_dim=16)
@@ -24,7 +27,8 @@ def test_spec_gives_options_and_keywords_override_them():
 
 def test_preset_is_overridden_field_by_field():
     index = kvindex.create("pariskv", **GEOMETRY, preset="paper", group="union")
-    assert index.config == dataclasses.replace(kvindex.get("pariskv").Config(), group="union")
+    paris = kvindex.get("pariskv")
+    assert index.config == paris.Config(**paris.presets["paper"], group="union")
 
 
 @pytest.mark.parametrize("name", kvindex.names())
@@ -50,7 +54,8 @@ def test_wrappers_follow_after_a_plus():
     both = kvindex.create("pariskv+sample+recall", **GEOMETRY, preset="paper")
     assert isinstance(both, MeasureRecall)
     assert isinstance(both.inner, Sample)
-    assert both.config == kvindex.get("pariskv").Config()
+    paris = kvindex.get("pariskv")
+    assert both.config == paris.Config(**paris.presets["paper"])
 
 
 @pytest.mark.parametrize(
@@ -67,3 +72,91 @@ def test_wrappers_follow_after_a_plus():
 def test_bad_wrappers_are_named(spec, match):
     with pytest.raises(ValueError, match=match):
         kvindex.create(spec, **GEOMETRY)
+
+
+# Installed indexes
+
+SOURCE = """
+from kvindex.indexes.exact import Exact
+
+class Mine(Exact):
+    presets = {"all": {"group": "max_share"}}
+
+number = 3
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """A function that installs a package of one module: its folder and `.dist-info` on the path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(package, *, source=SOURCE, **names):
+        module = package.replace("-", "_")
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{name.replace('_', '-')} = {module}:{value}" for name, value in names.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[kvindex.indexes]", *lines]))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    yield install
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def test_an_installed_index_is_known_by_its_entry_points_name(install):
+    before = kvindex.names()
+    install("their-package", their_index="Mine")
+    assert kvindex.names() == sorted([*before, "their-index"])
+    assert "their_package" not in sys.modules, "names imports nothing"
+    index = kvindex.create("their-index:preset=all+sample", **GEOMETRY)
+    assert type(index.inner) is kvindex.get("their-index")
+    assert index.config.group == "max_share"
+    with pytest.raises(ValueError, match="did you mean 'their-index'"):
+        kvindex.create("their-indx", **GEOMETRY)
+
+
+def test_a_name_of_the_folder_stays_its_own(install):
+    before = kvindex.names()
+    install("their-package", exact="Mine")
+    with pytest.warns(UserWarning, match=r"'exact' from their-package \(their_package:Mine\), al"):
+        assert kvindex.names() == before
+    assert kvindex.get("exact").__module__ == "kvindex.indexes.exact"
+    assert list(refused()) == ["exact"]
+
+
+def test_a_name_of_two_packages_is_refused(install):
+    install("one", same="Mine")
+    install("other", same="Mine", fine="Mine")
+    says = r"'same' from \w+ \(\w+:Mine\) and \w+ \(\w+:Mine\), allowed is one package"
+    with pytest.raises(ValueError, match=says):
+        kvindex.create("same", **GEOMETRY)
+    with pytest.warns(UserWarning, match=says):
+        known = kvindex.names()
+    assert "same" not in known
+    assert "fine" in known
+
+
+def test_a_name_that_a_line_cannot_hold_is_left_out(monkeypatch):
+    points = [EntryPoint("a+b", "there:Mine", "kvindex.indexes")]
+    monkeypatch.setattr("kvindex.registry.entry_points", lambda group: points)
+    assert "a+b' from an unknown package (there:Mine), allowed is" in refused()["a+b"]
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "says"),
+    [
+        ("import no_such_thing", "Mine", r"ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("1 / 0", "Mine", "ZeroDivisionError"),
+        (SOURCE, "Theirs", "AttributeError.*Theirs"),
+        (SOURCE, "number", "which is 3; allowed is a class on BaseIndex"),
+    ],
+)
+def test_a_broken_entry_point_is_named_when_it_is_asked_for(install, source, value, says):
+    install("their-package", source=source, broken=value)
+    assert "broken" in kvindex.names()
+    with pytest.raises(ImportError, match=rf"'broken' from their-package \(.*{value}\).*{says}"):
+        kvindex.get("broken")
+    assert kvindex.create("exact", **GEOMETRY) is not None

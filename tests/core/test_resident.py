@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvindex.core.protocol import Attended
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
@@ -14,11 +15,11 @@ from tests.support.sequences import SIZES, Sequence, steps_of
 class Attending(Exact):
     """Attends as an index with kernels would: reads no more of `resident` than it holds."""
 
-    attends = True
-
     def attend(self, queries, resident, *, k):
+        return self.attend_hits(queries, self.search(queries, k=k), resident)
+
+    def attend_hits(self, queries, hits, resident):
         g, held = self.geometry, int(resident.count)
-        hits = self.search(queries, k=k)
         found = self.fetch(hits)
         rows = resident.rows[:, :, :held].tensor_split([g.head_dim], dim=-1)
         mask = resident.mask[:, None, :held].expand(-1, g.kv_heads, -1)
@@ -27,8 +28,9 @@ class Attending(Exact):
         keys, values = (
             torch.cat(pair, dim=2) for pair in zip((found.keys, found.values), rows, strict=True)
         )
-        output = attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
-        return output, (hits.ids >= 0).sum(-1).int()
+        options = dict(scale=g.scale, softcap=g.softcap, bias=bias, return_lse=True)
+        parts = attend(queries, keys, values, **options)
+        return Attended(*parts, (hits.ids >= 0).sum(-1).int())
 
 
 def layer_of(case, **sizes):
@@ -108,7 +110,7 @@ def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):
     for start, stop in steps_of(25, *[1] * 5):
         sequence.feed(layer, start, stop)
     with monkeypatch.context() as context:
-        context.setattr(layer, "_update", lambda **_: 1 / 0)
+        context.setattr(layer, "_update", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sequence.feed(layer, 30, 31)
     sequence.assert_equals(sequence.feed(layer, 30, 32), sequence.dense(), 30)

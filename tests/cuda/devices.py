@@ -1,10 +1,16 @@
 """Where tests of kernels run: on a CPU by emulation, on a GPU as they are."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import kvindex_cuda
+from kvindex import ops
+from kvindex.core import backend
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
+from kvindex_cuda.pariskv import executor
 from tests.cuda import emulator
 
 DEVICES = [
@@ -30,3 +36,16 @@ def poisoned(monkeypatch):
         "empty",
         lambda *size, **how: empty(*size, **how).view(torch.uint8).fill_(0xA5).view(how["dtype"]),
     )
+
+
+def torch_ops_and_an_executor(monkeypatch, *, far, **others):
+    """`backend="cuda"` is an executor over codes of the torch ops: searches are alike to the bit.
+
+    far: whether rows of a device go to a cache; others: ops in place of those of torch.
+    """
+    doors = {name: getattr(kvindex_cuda, name) for name in ("accelerate", "refusal", "store")}
+    both = {name: getattr(ops, name) for name in ops.__all__} | doors | others
+    both, resolve = SimpleNamespace(**both, ready=lambda device: None), backend.resolve
+    monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
+    monkeypatch.setattr(executor, "writer", lambda *given: None)
+    monkeypatch.setattr(DeviceAllocator, "far", far)

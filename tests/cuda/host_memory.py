@@ -1,4 +1,4 @@
-"""Host stores on fake memory, for the tests of `HostStore` and its parts."""
+"""Host stores on fake memory, for the tests of `BlockStore` and its parts."""
 
 import ctypes
 import threading
@@ -6,7 +6,7 @@ import threading
 import torch
 
 from kvindex.core.geometry import Geometry
-from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.slab_pool import Budget, host_view
 
 GEOMETRY = Geometry.of(q_heads=4, kv_heads=2, head_dim=8, value_dim=3)
@@ -37,7 +37,7 @@ class FakeSlab:
 class FakeAllocator:
     """Counts; fails at those allocations (from 0); pins only while `gate` is open."""
 
-    shift = 1 << 50
+    shift, far = 1 << 50, True
 
     def __init__(self, fails=(), error=MemoryError):
         self.fails, self.error = fails, error
@@ -65,7 +65,7 @@ def tokens(count, seed=0, batch=2, geometry=GEOMETRY):
 
 def host_store(allocator=None, **options):
     options = {"slab_bytes": SLAB, "budget": Budget(), "max_tokens": 4096, **options}
-    return HostStore(GEOMETRY, allocator=allocator or FakeAllocator(), **options)
+    return BlockStore(GEOMETRY, allocator or FakeAllocator(), **options)
 
 
 def settled(store):

@@ -54,9 +54,10 @@ def run(device: str) -> Iterator[str]:
             assert torch.equal(window.keys, token.keys)
             for seed in (0, 0, 1):
                 queries = case.queries(seed=seed).to(device)
-                output, found = index.attend(queries, resident, k=K)
-                assert output.isfinite().all()
-                assert (found == K).all()
+                attended = index.attend(queries, resident, k=K)
+                assert attended.output.isfinite().all()
+                assert attended.lse.isfinite().all()
+                assert (attended.found == K).all()
             yield f"{case} {name}: {stop} tokens"
         index.truncate(300)
         hits = index.search(case.queries().to(device), k=K)

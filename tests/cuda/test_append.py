@@ -39,8 +39,8 @@ def tokens_of(case, count, device, seed=0):
 
 def assert_same(mine, theirs):
     """The same tokens, learned values to the bit, and codes but for some at an edge."""
-    assert mine._writer
-    assert not theirs._writer
+    assert mine._executor.encodes
+    assert theirs._executor is None
     assert len(mine) == len(theirs)
     assert mine._learned.keys() == theirs._learned.keys()
     for name, learned in theirs._learned.items():

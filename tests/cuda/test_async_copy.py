@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvindex.core.geometry import Geometry
-from kvindex.storage.store import Store
+from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory import async_copy
-from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.slab_pool import Budget
 from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_store, settled, tokens
 
@@ -76,7 +76,7 @@ def runtime(monkeypatch):
 @pytest.mark.parametrize("max_pitch", [2**31 - 1, 100])
 def test_pieces_are_copied_by_their_pitches(start, count, max_pitch, runtime, monkeypatch):
     monkeypatch.setattr(async_copy, "MAX_PITCH_BYTES", max_pitch)
-    reference = append(Store(GEOMETRY), tokens(start), tokens(count, 1))
+    reference = append(TensorStore(GEOMETRY), tokens(start), tokens(count, 1))
     store = append(host_store(), tokens(start))
     rows = store.join(*tokens(count, 1))
     store.reserve(rows)
@@ -114,13 +114,19 @@ def test_pinning_that_fails_holds_nothing(fails, runtime):
 
 def test_pinned_memory_needs_a_gpu():
     with pytest.raises(ValueError, match="device: got cpu, allowed is a CUDA device"):
-        HostStore(GEOMETRY)
+        async_copy.PinnedAllocator(GEOMETRY.device)
 
 
 def on_gpu(dtype=torch.bfloat16, **options):
     sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 128}
     geometry = Geometry.of(**sizes, dtype=dtype, device="cuda")
-    return geometry, HostStore(geometry, slab_bytes=2**20, budget=Budget(), **options)
+    return geometry, BlockStore(
+        geometry,
+        async_copy.PinnedAllocator(geometry.device),
+        slab_bytes=2**20,
+        budget=Budget(),
+        **options,
+    )
 
 
 @pytest.mark.gpu

@@ -12,9 +12,10 @@ from kvindex.core.protocol import Hits
 from kvindex.core.resident import ResidentRows
 from kvindex.ops.attention import cap
 from kvindex.storage.codecs import CODES, NAMES, codec
-from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator
@@ -46,7 +47,8 @@ class Attending:
     def __init__(self, case, name, device):
         self.geometry = g = case.index("exact", device=device).geometry
         keys, values = (part.to(device) for part in case.tokens(TOKENS))
-        self.store = DeviceStore(g, row_codec=name, max_tokens=1024)
+        allocator = DeviceAllocator(g.device)
+        self.store = BlockStore(g, allocator, row_codec=name, max_tokens=1024)
         self.store.append(self.store.join(keys, values))
         self.store.wait()
         self.bytes = codec(name, g).encode(keys, values)

@@ -5,7 +5,8 @@ import torch
 
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
-from kvindex_cuda.memory.block_store import HostStore
+from kvindex_cuda.memory.async_copy import PinnedAllocator
+from kvindex_cuda.memory.block_store import BlockStore
 from tests.cuda.host_memory import FakeAllocator
 from tests.support.beside import alone
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
@@ -61,14 +62,15 @@ def test_every_preset_searches_as_in_torch(spec, device):
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
     """Rows go into both indexes at the same steps, beside them where kernels write the codes."""
     indexes = pair(spec, device)
+    if pinned:
+        place = indexes[0].geometry
+        allocator = FakeAllocator() if device == "cpu" else PinnedAllocator(place.device)
+        if device == "cpu":
+            allocator.shift = 0  # the emulated kernels read where the host writes
+        store = BlockStore(place, allocator)
+        indexes[0] = CASE.index(spec, backend="cuda", device=device, store=store)
     moves = [not index.supports_async_append for index in indexes]
     monkeypatch.setattr(ParisKV, "supports_async_append", True)
-    if pinned:
-        allocator = None
-        if device == "cpu":
-            allocator = FakeAllocator()
-            allocator.shift = 0  # the emulated kernels read where the host writes
-        indexes[0]._store = HostStore(indexes[0].geometry, allocator=allocator)
     sizes = dict(k=20, sink=4, local_window=16, update_every=8, dense_below=64)
     layers = [
         AttentionLayer(alone(index) if moving else index, **sizes)

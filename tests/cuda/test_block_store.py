@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvindex
-from kvindex.storage.store import Store
+from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory.block_table import runs, spans
 from kvindex_cuda.memory.slab_pool import Budget
 from tests.cuda.host_memory import (
@@ -29,7 +29,7 @@ from tests.cuda.host_memory import (
 @pytest.mark.parametrize("second", [0, 1, 255, 256, 257, 1100])
 def test_appends_across_the_borders_of_blocks_and_slabs(first, second):
     pieces = [tokens(first), tokens(second, 1), tokens(3, 2)]
-    store, reference = append(host_store(), *pieces), append(Store(GEOMETRY), *pieces)
+    store, reference = append(host_store(), *pieces), append(TensorStore(GEOMETRY), *pieces)
     assert_same(store, reference)
     assert store.nbytes() == 2 * 2 * (first + second + 3) * ROW
 
@@ -49,7 +49,7 @@ operations = st.lists(
 def test_any_history_agrees_with_the_store_of_the_core(history, slab_bytes):
     allocator, budget = FakeAllocator(), Budget()
     store = host_store(allocator, slab_bytes=slab_bytes, budget=budget, max_tokens=2**20)
-    reference, batch = Store(GEOMETRY), 2
+    reference, batch = TensorStore(GEOMETRY), 2
     for seed, (what, how) in enumerate(history):
         if what == "append":
             piece = tokens(how, seed, batch)
@@ -74,7 +74,7 @@ def test_any_history_agrees_with_the_store_of_the_core(history, slab_bytes):
 def test_truncated_blocks_are_filled_again():
     allocator = FakeAllocator()
     store = append(host_store(allocator), tokens(700))
-    reference = append(Store(GEOMETRY), tokens(700))
+    reference = append(TensorStore(GEOMETRY), tokens(700))
     table, pinned = store.table.clone(), settled(store).pinned_bytes
     for part in (store, reference):
         part.truncate(300)
@@ -130,7 +130,7 @@ def test_rows_may_be_coded(rows):
 
 
 def test_blocks_go_where_they_were_joined_for():
-    store, reference = append(host_store(), tokens(100)), append(Store(GEOMETRY), tokens(100))
+    store, reference = append(host_store(), tokens(100)), append(TensorStore(GEOMETRY), tokens(100))
     joined = store.join(*tokens(700, 1))
     assert list(joined) == ["begin", "blocks", "end"]
     append(store, tokens(10, 2)), append(reference, tokens(10, 2))
@@ -150,7 +150,10 @@ def test_an_empty_store_gives_zeros():
 
 def test_rows_are_copies():
     keys, values = tokens(4)
-    store, reference = append(host_store(), (keys, values)), append(Store(GEOMETRY), (keys, values))
+    store, reference = (
+        append(host_store(), (keys, values)),
+        append(TensorStore(GEOMETRY), (keys, values)),
+    )
     fetched = store.gather(torch.zeros((2, 2, 1), dtype=torch.int64))
     keys.zero_(), fetched.keys.zero_()
     ((_, rows),) = store.blocks(10)
@@ -163,7 +166,7 @@ def test_a_repeated_view_reads_and_keeps_the_rows_but_takes_none():
     one = tokens(300, batch=1)
     view = append(host_store(allocator), one).expand_batch(3)
     gc.collect()
-    assert_same(view, append(Store(GEOMETRY), one).expand_batch(3), 3)
+    assert_same(view, append(TensorStore(GEOMETRY), one).expand_batch(3), 3)
     assert view.table.shape == (3, 16)
     with pytest.raises(RuntimeError, match="a repeated view cannot be appended to"):
         append(view, tokens(1, batch=3))
@@ -246,7 +249,7 @@ def test_rows_that_are_only_written_are_not_waited_for(monkeypatch):
 
 def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
     allocator = FakeAllocator()
-    store, reference = host_store(allocator), Store(GEOMETRY)
+    store, reference = host_store(allocator), TensorStore(GEOMETRY)
     store.reserve_tokens(2000)
     assert allocator.calls == 0  # for a batch that is not known
     first = tokens(300)

@@ -27,7 +27,7 @@ class Replayed:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.outputs = [index.attend(queries, resident, k=K)[0] for index in indexes]
+            self.outputs = [index.attend(queries, resident, k=K).output for index in indexes]
             self.hits = [index.search(queries, k=K) for index in indexes]
 
     def __call__(self):
@@ -61,7 +61,7 @@ def near_rows(count=ROOM - 10, seed=9):
 def assert_eager(index, reference, replay, queries, resident):
     """A replay gives what a call gives; and what the reference's rows give, where they agree."""
     (output,), (ids,) = replay()
-    eager, hits = index.attend(queries, resident, k=K)[0], index.search(queries, k=K)
+    eager, hits = index.attend(queries, resident, k=K).output, index.search(queries, k=K)
     assert torch.equal(ids, hits.ids)
     torch.testing.assert_close(output, eager)
     assert_found(index, reference, queries, K)
@@ -137,7 +137,7 @@ def test_layers_that_share_buffers_follow_one_another_in_a_graph():
     outputs, ids = replay()
     for index, output, found in zip(indexes, outputs, ids, strict=True):
         assert torch.equal(found, index.search(queries, k=K).ids)
-        torch.testing.assert_close(output, index.attend(queries, resident, k=K)[0])
+        torch.testing.assert_close(output, index.attend(queries, resident, k=K).output)
 
 
 def test_a_graph_outlives_the_buffers_that_others_have_outgrown():
@@ -159,7 +159,7 @@ def test_on_a_side_stream_under_load(graph):
     index, reference, tokens = made(3000)
     (queries,), resident = cuda(CASE.queries()), near_rows()
     replay = Replayed([index], queries, resident) if graph else None
-    want = index.attend(queries, resident, k=K)[0], index.search(queries, k=K).ids
+    want = index.attend(queries, resident, k=K).output, index.search(queries, k=K).ids
     new = part(tokens, 3000, 3500)
     reference.append(*new)
     load, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
@@ -172,7 +172,7 @@ def test_on_a_side_stream_under_load(graph):
                 (output,), (ids,) = replay()
             else:
                 output, ids = (
-                    index.attend(queries, resident, k=K)[0],
+                    index.attend(queries, resident, k=K).output,
                     index.search(queries, k=K).ids,
                 )
             assert torch.equal(ids, want[1])
@@ -279,7 +279,7 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
         (output,), (ids,) = replay()
         hits = index.search(queries, k=K)
         assert torch.equal(ids, hits.ids)
-        torch.testing.assert_close(output, index.attend(queries, resident, k=K)[0])
+        torch.testing.assert_close(output, index.attend(queries, resident, k=K).output)
         want = attention(index, queries, hits, resident)
         torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-2)
         close = plain.search(queries, k=K).ids

@@ -5,20 +5,22 @@ import torch
 
 import kvindex_cuda
 from kvindex.core.geometry import Geometry
-from kvindex.storage.store import Store
-from kvindex_cuda.memory.block_store import HostStore
-from kvindex_cuda.memory.device_store import DeviceStore
+from kvindex.storage.store import TensorStore
+from kvindex_cuda.memory.async_copy import PinnedAllocator
+from kvindex_cuda.memory.block_store import BlockStore
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from tests.cuda.host_memory import GEOMETRY, SLAB, append, assert_same, tokens
 
 
 def made(**options):
-    return DeviceStore(GEOMETRY, slab_bytes=SLAB, **{"max_tokens": 4096, **options})
+    allocator = DeviceAllocator(GEOMETRY.device)
+    return BlockStore(GEOMETRY, allocator, slab_bytes=SLAB, **{"max_tokens": 4096, **options})
 
 
 @pytest.mark.parametrize("pieces", [(1,), (256, 256), (300, 1, 500, 255), (3000,)], ids=str)
 def test_it_holds_what_a_tensor_holds(pieces):
     parts = [tokens(count, seed=i) for i, count in enumerate(pieces)]
-    store, reference = append(made(), *parts), append(Store(GEOMETRY), *parts)
+    store, reference = append(made(), *parts), append(TensorStore(GEOMETRY), *parts)
     assert_same(store, reference)
     for both in (store, reference):
         both.truncate(sum(pieces) // 2)
@@ -43,12 +45,13 @@ def test_reset_gives_the_memory_back_and_begins_anew():
     store.reset()
     assert (len(store), store.pinned_bytes) == (0, 0)
     one = tokens(40, batch=1)
-    assert_same(append(store, one), append(Store(GEOMETRY), one), batch=1)
+    assert_same(append(store, one), append(TensorStore(GEOMETRY), one), batch=1)
 
 
 def test_the_backend_keeps_rows_in_blocks():
     stores = [kvindex_cuda.store(GEOMETRY, place) for place in ("device", "host")]
-    assert [type(store) for store in stores] == [DeviceStore, DeviceStore]  # the host is the CPU
+    assert [type(store) for store in stores] == [BlockStore, BlockStore]
+    assert not any(store.far for store in stores)  # the host is the CPU
 
 
 @pytest.mark.gpu
@@ -56,8 +59,8 @@ def test_the_backend_keeps_rows_in_blocks():
 def test_on_a_gpu(place):
     sizes = dict(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     geometry = Geometry.of(**sizes)
-    store, reference = kvindex_cuda.store(geometry, place), Store(geometry)
-    assert type(store) is (HostStore if place == "host" else DeviceStore)
+    store, reference = kvindex_cuda.store(geometry, place), TensorStore(geometry)
+    assert store.far == (place == "host")
     for i, count in enumerate((3000, 1, 40_000)):
         part = [piece.to("cuda") for piece in tokens(count, i, geometry=geometry)]
         for both in (store, reference):
@@ -75,4 +78,5 @@ def test_on_a_gpu(place):
 
 def test_its_rows_need_no_cache_on_the_device():
     assert not made().far
-    assert HostStore.far
+    assert PinnedAllocator.far
+    assert made()._budget.limit_bytes is None

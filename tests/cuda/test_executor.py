@@ -7,25 +7,21 @@ import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvindex
-from kvindex import ops
-from kvindex.core import backend
+from kvindex.core.protocol import Attends
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
-from kvindex_cuda import store
-from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.pariskv import shared_step
-from kvindex_cuda.pariskv.executor import fused, put
+from kvindex_cuda.pariskv.device_state import put
 from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator, sanitize
-from tests.cuda.devices import DEVICES
+from tests.cuda.devices import DEVICES, torch_ops_and_an_executor
 from tests.cuda.launches import Launches
 from tests.support.beside import alone
 from tests.support.helpers import (
@@ -44,12 +40,8 @@ OPTIONS = dict(preset="fast", candidates_per="group")
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     """The torch ops with the fused search beside them; the kernels emulated on a CPU."""
-    names = {name: getattr(ops, name) for name in ops.__all__}
-    resolve = backend.resolve
-    both = SimpleNamespace(**names, fused=fused, store=store, ready=lambda device: None)
-    monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
-    if request.param == "cpu":  # whose only store is this one: with a cache of its rows
-        monkeypatch.setattr(DeviceStore, "far", True)
+    # of a CPU the only store is of its memory: with a cache of its rows
+    torch_ops_and_an_executor(monkeypatch, far=request.param == "cpu")
     with emulator.emulated() if request.param == "cpu" else nullcontext():
         yield request.param
 
@@ -65,8 +57,8 @@ def moved(tokens, device):
 
 
 def assert_same(mine, theirs, queries, k=20):
-    assert mine._fused
-    assert not theirs._fused
+    assert mine._executor
+    assert not theirs._executor
     for name in theirs._codes:
         assert torch.equal(mine._codes[name], theirs._codes[name]), name
     assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
@@ -154,17 +146,17 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
 )
 def test_what_is_not_fused_runs_op_by_op(device, options):
     index = pair(device, **options)[0]
-    assert index._fused is None
+    assert index._executor is None
 
 
 def test_the_plain_index_knows_nothing_of_it():
-    assert kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64)._fused is None
+    assert kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64)._executor is None
 
 
 def addresses(index):
     """Of all tensors that a search of the index reads or writes, but those of its results."""
-    state, step = index._fused._state, index._fused._uses[-1].step
-    kept = {**vars(state), **vars(step), "asked": index._fused._uses[-1].wanted}
+    state, step = index._executor._state, index._executor._uses[-1].step
+    kept = {**vars(state), **vars(step), "asked": index._executor._uses[-1].wanted}
     for result in ("output", "found"):
         del kept[result]
     return [part.data_ptr() for part in kept.values() if isinstance(part, torch.Tensor)]
@@ -211,8 +203,8 @@ def test_indexes_of_a_shape_share_buffers_for_as_long_as_they_live(device):
     for index in (first, second, other):
         index.append(*tokens)
         index.search(queries, k=7)
-    assert first._fused._uses[-1].step is second._fused._uses[-1].step
-    assert first._fused._uses[-1].step is not other._fused._uses[-1].step
+    assert first._executor._uses[-1].step is second._executor._uses[-1].step
+    assert first._executor._uses[-1].step is not other._executor._uses[-1].step
     del first, second, other, index
     gc.collect()
     assert not shared_step._alive
@@ -224,17 +216,17 @@ def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
     for index in indexes:
         index.append(*part(tokens, 0, 60))
         index.search(queries, k=10)
-    small = indexes[0]._fused._uses[-1].step
+    small = indexes[0]._executor._uses[-1].step
     assert small.most == 80  # twice what pool · k asks for
     for index in indexes:
         index.append(*part(tokens, 60, 900))
         index.search(queries, k=50)
         index.search(queries, k=10)
-        assert index._fused._newest(10).step is small
+        assert index._executor._newest(10).step is small
     for index in indexes:
         index.warm_up(k=10, tokens=10_000)
-        assert [use.step.most for use in index._fused._uses if use.step.k == 10] == [200]
-    steps_of = [index._fused._newest(10).step for index in indexes]
+        assert [use.step.most for use in index._executor._uses if use.step.k == 10] == [200]
+    steps_of = [index._executor._newest(10).step for index in indexes]
     assert steps_of[0] is steps_of[1] is not small
 
 
@@ -252,14 +244,14 @@ def test_what_a_graph_holds_stays_and_asks_for_no_more_than_it_has_room_for(devi
     with monkeypatch.context() as context:
         context.setattr(fusing, "capturing", lambda device: True)
         mine.search(queries, k=5)
-    (held,) = mine._fused._uses
+    (held,) = mine._executor._uses
     for index in (mine, theirs):
         index.append(*part(tokens, 60, 1100))
     assert_same(mine, theirs, queries, k=5)
-    assert mine._fused._uses[0] is held
-    assert mine._fused._newest(5) is not held
+    assert mine._executor._uses[0] is held
+    assert mine._executor._newest(5) is not held
     assert held.wanted.tolist() == [20, 20]
-    assert mine._fused._newest(5).wanted.tolist() == [22, 22]
+    assert mine._executor._newest(5).wanted.tolist() == [22, 22]
 
 
 def test_attention_reads_no_more_near_rows_than_there_are(device):
@@ -269,11 +261,37 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
     resident = ResidentRows(mine.geometry, 2, 50)
     resident.rows.fill_(float("nan"))
     resident.add(*moved(CASE.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
-    output, found = mine.attend(CASE.queries().to(device), resident, k=20)
-    assert output.isfinite().all()
-    assert found.tolist() == [[20, 20], [20, 20]]
+    attended = mine.attend(CASE.queries().to(device), resident, k=20)
+    assert attended.output.isfinite().all()
+    assert attended.found.tolist() == [[20, 20], [20, 20]]
     with pytest.raises(ValueError, match="attend: got an index with backend="):
         theirs.attend(CASE.queries().to(device), resident, k=20)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["attend", "attend_hits"])
+def test_what_attention_gives_can_be_merged(device, given):
+    """The logarithm of what the softmax divides by, and how many rows the search found."""
+    case = replace(CASE, softcap=5.0)
+    index = pair(device, case)[0]
+    index.append(*moved(case.tokens(300), device))
+    (resident, queries), k = (ResidentRows(index.geometry, 2, 7), case.queries().to(device)), 20
+    resident.add(*moved(case.tokens(7, seed=3), device), left_padding([0, 3], 7).to(device))
+    hits = index.search(queries, k=k)
+    if given:
+        hits.ids[:, 1, 15:] = -1
+    found = (
+        index.attend_hits(queries, hits, resident)
+        if given
+        else index.attend(queries, resident, k=k)
+    )
+    keys = torch.cat([index.fetch(hits).keys, resident.rows[..., :64]], dim=2)
+    logits = queries.unflatten(1, (2, 2)) @ keys.mT * index.geometry.scale
+    hidden = torch.cat([hits.ids < 0, (resident.mask == 0)[:, None].expand(-1, 2, -1)], dim=2)
+    logits = (5 * (logits / 5).tanh()).masked_fill(hidden[:, :, None], -torch.inf)
+    torch.testing.assert_close(found.lse, logits.logsumexp(-1).flatten(1), rtol=1e-4, atol=1e-4)
+    assert found.lse.dtype is torch.float32
+    assert found.found.dtype is torch.int32
+    assert found.found.tolist() == [[k, 15 if given else k]] * 2
 
 
 def spoiled(queries):
@@ -295,9 +313,9 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     """Where looking would stop the device: as on a GPU."""
     monkeypatch.setattr(ParisKV, "_defers", True)
     index, resident, queries = attending(device)
-    want = index.attend(queries, resident, k=20)[0]
+    want = index.attend(queries, resident, k=20).output
     index.raise_pending()
-    got = index.attend(spoiled(queries), resident, k=20)[0]
+    got = index.attend(spoiled(queries), resident, k=20).output
     torch.testing.assert_close(got[0], want[0])
     index.attend(queries, resident, k=20)
     message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
@@ -314,7 +332,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
 @pytest.mark.parametrize("check", [None, True, False])
 def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
     index, resident, queries = attending(device, check=check)
-    before = index.attend(queries, resident, k=20)[0]
+    before = index.attend(queries, resident, k=20).output
     at_once = check or (check is None and device == "cpu")
     with (
         pytest.raises(ValueError, match="queries: got nan, allowed is a finite number")
@@ -322,7 +340,7 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
         else nullcontext()
     ):
         index.attend(spoiled(queries), resident, k=20)
-    torch.testing.assert_close(index.attend(queries, resident, k=20)[0], before)
+    torch.testing.assert_close(index.attend(queries, resident, k=20).output, before)
     if check is False:
         index.raise_pending()
 
@@ -330,16 +348,19 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
 def test_results_are_the_callers_though_layers_share_buffers(device):
     (first, resident, queries), (second, *_) = attending(device), attending(device)
     other = CASE.queries(seed=1).to(device)
-    output, found = first.attend(queries, resident, k=20)
-    given = first.attend_hits(queries, first.search(queries, k=20), resident)
-    kept = output.clone(), found.clone(), given.clone()
+    results = [
+        first.attend(queries, resident, k=20),
+        first.attend_hits(queries, first.search(queries, k=20), resident),
+    ]
+    results = [part for one in results for part in (one.output, one.lse, one.found)]
+    kept = [part.clone() for part in results]
     for index in (second, first):
-        later = index.attend(other, resident, k=20)[0]
+        later = index.attend(other, resident, k=20).output
         hits = index.search(other, k=20)
         index.attend_hits(other, hits, resident)
-        assert not torch.equal(later, output)
-    assert first._fused._newest(20).step is second._fused._newest(20).step
-    for result, copy in zip((output, found, given), kept, strict=True):
+        assert not torch.equal(later, results[0])
+    assert first._executor._newest(20).step is second._executor._newest(20).step
+    for result, copy in zip(results, kept, strict=True):
         assert torch.equal(result, copy)
 
 
@@ -398,8 +419,8 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     )
     name, options = "pariskv" + wrapper, OPTIONS | dict(row_codec=rows, device=device)
     indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]
-    assert indexes[0].attends == (value_dim == 64)
-    assert not indexes[1].attends
+    assert (indexes[0].capability(Attends) is not None) == (value_dim == 64)
+    assert indexes[1].capability(Attends) is None
     (got, mine), (want, theirs) = layers_of(device, case, indexes)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     replayed = torch.device(device).type == "cuda" and not wrapper  # after two and a captured one
@@ -434,7 +455,7 @@ def test_hits_to_attend_to_are_checked(device):
         with pytest.raises(ValueError, match=r"hits\.ids: got 300, allowed is -1 to 299"):
             index.attend_hits(queries, hits, resident)
     else:
-        assert index.attend_hits(queries, hits, resident).isfinite().all()
+        assert index.attend_hits(queries, hits, resident).output.isfinite().all()
         with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 299"):
             index.raise_pending()
 
@@ -466,8 +487,8 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     index = CASE.index("pariskv" + wrapper, **options)
     index.append(*moved(CASE.tokens(300), device))
     resident, queries = ResidentRows(index.geometry, 2, 1), CASE.queries().to(device)
-    first = index.attend(queries, resident, k=20)[0]
-    cache, store = index.inner._fused.cache, index.inner._store
+    first = index.attend(queries, resident, k=20).output
+    cache, store = index.inner._executor.cache, index.inner._store
     asked, found = cache.counts.sum(0).tolist()
     assert (asked, found) == (4 * 20, 0)
     assert (cache.tags >= 0).sum(1).tolist() == [20] * 4  # no two ids below 300 share a set
@@ -475,7 +496,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
         torch.cuda.synchronize()
     for block in range(4):
         store._table._block(block).fill_(0xFF)
-    assert torch.equal(index.attend(queries, resident, k=20)[0], first)
+    assert torch.equal(index.attend(queries, resident, k=20).output, first)
     assert cache.hit_rate() == 0.5
     hits = index.search(queries, k=20)
     hits.ids[:, :, ::2] = -1

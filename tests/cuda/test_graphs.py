@@ -257,26 +257,28 @@ def test_candidates_that_outgrow_their_buffers(device, graphs):
     """More than twice those of the first search: new buffers, and a graph that has them."""
     pair = two(device, k=2, beta=0.2)
     assert graphs.made == 1
-    before = pair.layers[0].index._fused._newest(2).step
+    before = pair.layers[0].index._executor._newest(2).step
     more = CASE.tokens(500, seed=7)
     for layer in pair.layers:
         layer._finish()  # of an update that is under way
         layer.index.append(*(one.to(device) for one in more))
     mine, theirs = pair.layers
-    assert mine.index._fused._newest(2).outgrown
+    assert mine.index._executor._newest(2).outgrown
     parts = [one.to(device) for one in pair.sequence.parts(280, 281)]
     for _ in range(WARM + 3):
         assert torch.equal(mine.step(*parts), theirs.step(*parts))
-    assert mine.index._fused._newest(2).step is not before
+    assert mine.index._executor._newest(2).step is not before
     assert graphs.made == 2
-    assert mine.index._fused._replays.replay.reads.wanted is mine.index._fused._newest(2).wanted
+    assert (
+        mine.index._executor._replays.replay.reads.wanted is mine.index._executor._newest(2).wanted
+    )
 
 
 def test_a_step_that_fails_after_a_replay_is_undone(device, graphs, monkeypatch):
     pair = two(device)
     traffic = float(pair.layers[0].traffic.rows_read)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.layers[0], "_update", lambda **_: 1 / 0)
+        patch.setattr(pair.layers[0], "_update", lambda _: 1 / 0)
         parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
         with pytest.raises(ZeroDivisionError):
             pair.layers[0].step(*parts)
@@ -307,7 +309,7 @@ def test_layers_share_a_steps_buffers_and_what_graphs_read_and_write(device, gra
     for _ in range(3):
         for pair in pairs:
             pair.feed()
-    replays = [pair.layers[0].index._fused._replays.replay for pair in pairs]
+    replays = [pair.layers[0].index._executor._replays.replay for pair in pairs]
     assert graphs.made == 2
     assert len({replay.asked.data_ptr() for replay in replays}) == 1
     assert len({replay._answer.data_ptr() for replay in replays}) == 1
@@ -379,7 +381,7 @@ def test_an_index_that_is_used_between_the_steps(device, graphs):
 
 def test_it_ends_with_the_index(device, graphs):
     pair = two(device)
-    replay = weakref.ref(pair.layers[0].index._fused._replays.replay)
+    replay = weakref.ref(pair.layers[0].index._executor._replays.replay)
     pair.each(lambda layer: layer.reset())
     assert replay() is None
 

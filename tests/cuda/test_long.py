@@ -1,4 +1,4 @@
-"""As many tokens as an index may hold, and as many rows as a search may want (issue 4)."""
+"""As many tokens as an index may hold, and as many rows as a search may want."""
 
 from contextlib import nullcontext
 
@@ -96,10 +96,10 @@ def test_from_no_tokens_to_four_million(preset, store, heads):
     if index.attends:
         resident = ResidentRows(index.geometry, 1, 100)
         resident.add(drawn(9, 1, heads, 100, 128), drawn(10, 1, heads, 100, 128), None)
-        output, found = index.attend(queries, resident, k=K)
-        assert (found == K).all()
+        attended = index.attend(queries, resident, k=K)
+        assert (attended.found == K).all()
         want = attention(index, queries, hits, resident)
-        torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(attended.output, want, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.gpu

@@ -1,25 +1,20 @@
 """The step of `paper`: by stages, as an index, and in a graph; `test_step.py` has the setting."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvindex import ops
-from kvindex.core import backend
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex.ops import coarse, select
-from kvindex_cuda import store, writer
 from kvindex_cuda.memory.code_blocks import CodeBlocks
-from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.memory.layout import SubspaceLayout
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of
-from kvindex_cuda.pariskv.executor import fused
 from tests.cuda import emulator
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import on, on_devices, torch_ops_and_an_executor
 from tests.cuda.launches import Launches
 from tests.cuda.test_capture import CASE as LARGE
 from tests.cuda.test_capture import TOKENS, K, Replayed, assert_eager, near_rows
@@ -145,7 +140,7 @@ def test_neither_the_order_of_threads_nor_of_blocks_changes_ids():
 
 def stepped(index, layout, state, queries, k, device):
     """A step that has run, to look into."""
-    kind, count = kind_of(index), int(state.length)
+    kind, count = kind_of(index.config, index.geometry), int(state.length)
     options = options_of(kind, index.config) | dict(batch=len(queries), k=k, multiprocessors=4)
     step = STEPS[kind](index.geometry, layout, most=count, **options)
     with on(device):
@@ -219,13 +214,8 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 
 @pytest.fixture
 def blocks(device, monkeypatch):
-    """The torch ops with the fused search beside them."""
-    names, resolve = {name: getattr(ops, name) for name in ops.__all__}, backend.resolve
-    names |= dict(fused=fused, store=store, ready=lambda device: None)
-    both = SimpleNamespace(**names)
-    monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
-    if device == "cpu":
-        monkeypatch.setattr(DeviceStore, "far", True)
+    """The torch ops with the executor beside them."""
+    torch_ops_and_an_executor(monkeypatch, far=device == "cpu")
     return device
 
 
@@ -239,7 +229,7 @@ def moved(tokens, device):
 
 
 def assert_same(mine, theirs, queries, k=20):
-    assert mine._fused
+    assert mine._executor
     for name in theirs._codes:
         assert torch.equal(mine._codes[name], theirs._codes[name]), name
     assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
@@ -281,7 +271,7 @@ def test_nothing_that_a_search_reads_or_writes_moves(blocks, monkeypatch):
     assert launches.names == NAMES
 
     def addresses():
-        state, step = mine._fused._state, mine._fused._uses[-1].step
+        state, step = mine._executor._state, mine._executor._uses[-1].step
         kept = {**vars(state), **vars(step)}
         del kept["output"], kept["lse"], kept["found"]
         return [part.data_ptr() for part in kept.values() if isinstance(part, torch.Tensor)]
@@ -303,7 +293,7 @@ def test_a_step_sees_no_more_tokens_than_it_has_room_for(blocks):
     for index in (mine, theirs):
         index.append(*part(tokens, 0, 300))
     mine.warm_up(k=20, tokens=300)
-    use, state = mine._fused._ready(mine, 20)
+    use, state = mine._executor._ready(20)
     mine.append(*part(tokens, 300, 1300))
     theirs.append(*part(tokens, 300, 1300))
     use.step.select(queries, replace(state, wanted=use.wanted))
@@ -311,11 +301,12 @@ def test_a_step_sees_no_more_tokens_than_it_has_room_for(blocks):
     assert int(use.step.ids[:, :20].max()) < 300
     assert int(use.step.ids[:, :20].min()) >= 0
     assert_same(mine, theirs, queries)
-    assert mine._fused._newest(20).step.most == 2600
+    assert mine._executor._newest(20).step.most == 2600
 
 
-def test_no_kernel_appends_its_codes(blocks):
-    assert writer(pair(blocks)[0]) is None
+def test_no_kernel_appends_its_codes(device):
+    mine = CASE.index("pariskv", preset="paper", backend="cuda", device=device)
+    assert not mine._executor.encodes
 
 
 @pytest.mark.parametrize("counts", [[1], [300, 0, 900], [256, 600]], ids=str)
@@ -355,7 +346,8 @@ def test_codes_with_a_weight_for_each_subspace_are_what_was_appended(counts):
     ids=str,
 )
 def test_what_no_step_serves(options):
-    assert kind_of(CASE.index("pariskv", **options)) is None
+    index = CASE.index("pariskv", **options)
+    assert kind_of(index.config, index.geometry) is None
 
 
 # In a graph

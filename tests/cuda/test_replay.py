@@ -3,21 +3,16 @@
 `test_capture.py` captures them in real graphs, on a GPU.
 """
 
-from importlib import import_module
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from kvindex import ops
 from kvindex.bases.deferred import DeferredChecks
-from kvindex.core import backend
 from kvindex.core.resident import ResidentRows
-from kvindex_cuda import store
-from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.ops import sampling
-from kvindex_cuda.pariskv.executor import Fused
+from kvindex_cuda.pariskv import executor
+from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from tests.cuda import emulator
+from tests.cuda.devices import torch_ops_and_an_executor
 from tests.cuda.recorder import Recorded
 from tests.support.helpers import Case, left_padding, part
 
@@ -30,12 +25,7 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emul
 @pytest.fixture
 def setup(monkeypatch):
     """An index of 300 tokens by name, and what was recorded of it."""
-    resolve, names = backend.resolve, {name: getattr(ops, name) for name in ops.__all__}
-    fused = import_module("kvindex_cuda.pariskv.executor")
-    kernels = dict(fused=fused.fused, store=store, draw=sampling, ready=lambda device: None)
-    both = SimpleNamespace(**names | kernels)
-    monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
-    monkeypatch.setattr(DeviceStore, "far", True)  # with a cache of its rows
+    torch_ops_and_an_executor(monkeypatch, far=True, sampling=sampling)
 
     def make(name):
         index, tokens = CASE.index(name, backend="cuda"), CASE.tokens(700)
@@ -43,11 +33,11 @@ def setup(monkeypatch):
         resident = ResidentRows(index.geometry, 1, 12)
         resident.add(*CASE.tokens(10, seed=9), left_padding([3], 10))
         index.warm_up(k=K, tokens=700)
-        monkeypatch.setattr(fused, "capturing", lambda device: True)
+        monkeypatch.setattr(executor, "capturing", lambda device: True)
         with Recorded() as recorded:
-            output = index.attend(queries := CASE.queries(), resident, k=K)[0]
+            output = index.attend(queries := CASE.queries(), resident, k=K).output
             hits = index.search(queries, k=K)
-        monkeypatch.setattr(fused, "capturing", lambda device: False)
+        monkeypatch.setattr(executor, "capturing", lambda device: False)
         return index, tokens, resident, queries, recorded, output, hits
 
     with emulator.emulated():
@@ -67,7 +57,7 @@ def assert_replayed(setup, name):
         ) < resident.room else resident.clear()
         recorded.replay()
         assert torch.equal(hits.ids, index.search(queries, k=K).ids)
-        torch.testing.assert_close(output, index.attend(queries, resident, k=K)[0])
+        torch.testing.assert_close(output, index.attend(queries, resident, k=K).output)
 
 
 @pytest.mark.parametrize("name", ["pariskv", "pariskv+sample"])
@@ -80,12 +70,14 @@ def test_ids_that_a_graph_would_hold_to_the_hosts_length_are_refused(setup, monk
     monkeypatch.setattr(DeferredChecks, "_captured", lambda self: True)
     with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
         index.fetch(hits)
-    monkeypatch.setattr(Fused, "length", None)
+    monkeypatch.setattr(ParisKVExecutor, "length", None)
     with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
         index.attend_hits(CASE.queries(), hits, ResidentRows(index.geometry, 1, 1))
 
 
 def test_a_length_that_stays_as_it_was_recorded_is_seen(setup, monkeypatch):
-    monkeypatch.setattr(Fused, "length", None)  # ids are held to the tokens that the host knows
+    monkeypatch.setattr(
+        ParisKVExecutor, "length", None
+    )  # ids are held to the tokens that the host knows
     with pytest.raises(AssertionError):
         assert_replayed(setup, "pariskv+sample")

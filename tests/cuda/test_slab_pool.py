@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from kvindex.storage.store import Store
+from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory.slab_pool import Budget, available_bytes, shared_budget
 from tests.cuda.host_memory import (
     GEOMETRY,
@@ -50,7 +50,7 @@ def test_an_error_of_the_worker_surfaces_where_memory_is_needed(error, kind):
     allocator, budget = FakeAllocator(fails=[1], error=error), Budget()
     store = settled(append(host_store(allocator, budget=budget), tokens(10)))
     append(store, tokens(20, 1))  # fits
-    reference = append(Store(GEOMETRY), tokens(10), tokens(20, 1))
+    reference = append(TensorStore(GEOMETRY), tokens(10), tokens(20, 1))
     more = store.join(*tokens(600, 2))
     with pytest.raises(kind, match="host store: cannot pin 73728 bytes: none left"):
         store.reserve(more)
@@ -63,7 +63,7 @@ def test_an_error_of_the_worker_surfaces_where_memory_is_needed(error, kind):
 @pytest.mark.parametrize("fails", [0, 2, 3])
 def test_a_slab_that_cannot_be_pinned_leaves_the_store_as_it_was(fails):
     allocator, budget = FakeAllocator(fails=[fails]), Budget()
-    store, reference = host_store(allocator, budget=budget), Store(GEOMETRY)
+    store, reference = host_store(allocator, budget=budget), TensorStore(GEOMETRY)
     if fails:
         settled(append(store, tokens(10))), append(reference, tokens(10))  # slabs 0 and 1
     held, table = store.pinned_bytes, store.table.clone()
@@ -95,7 +95,7 @@ def test_the_budget_is_one_for_all_stores_that_share_it():
     first = settled(append(host_store(allocator, budget=budget), tokens(10)))
     second = settled(append(host_store(allocator, budget=budget), tokens(10)))
     assert budget.used_bytes == 4 * SLAB
-    reference = append(Store(GEOMETRY), tokens(10))
+    reference = append(TensorStore(GEOMETRY), tokens(10))
     message = f"needs {SLAB} bytes more, {4 * SLAB} are in use, the limit is {4 * SLAB}"
     with pytest.raises(MemoryError, match=message):
         append(first, tokens(800, 1))
@@ -119,7 +119,7 @@ def test_reordering_beyond_the_budget_leaves_the_store():
     store = settled(append(host_store(allocator, budget=budget), tokens(10)))
     with pytest.raises(MemoryError, match="the limit is"):
         store.reordered(torch.tensor([0, 1, 1, 0]))
-    assert_same(store, append(Store(GEOMETRY), tokens(10)))
+    assert_same(store, append(TensorStore(GEOMETRY), tokens(10)))
     assert budget.used_bytes == store.pinned_bytes == len(allocator.live) * SLAB
 
 
@@ -142,7 +142,7 @@ def test_a_first_append_that_failed_may_come_again_in_another_batch():
     store.reserve(store.join(*tokens(300)))
     store.reserve(store.join(*tokens(300, batch=3)))
     store.append(store.join(*tokens(20, batch=1)))
-    assert_same(store, append(Store(GEOMETRY), tokens(20, batch=1)), batch=1)
+    assert_same(store, append(TensorStore(GEOMETRY), tokens(20, batch=1)), batch=1)
     assert store._pool.pinned_bytes <= 3 * SLAB
     with pytest.raises(ValueError, match="rows: got a batch of 2, allowed is 1"):
         append(store, tokens(2))
@@ -174,7 +174,7 @@ def test_memory_goes_with_reset_and_comes_back_with_the_next_append():
     store.reset()
     assert (len(allocator.live), budget.used_bytes, store.pinned_bytes) == (0, 0, 0)
     assert (len(store), store.nbytes(), store.table.shape) == (0, 0, (0, 16))
-    assert_same(append(store, tokens(7, 1)), append(Store(GEOMETRY), tokens(7, 1)))
+    assert_same(append(store, tokens(7, 1)), append(TensorStore(GEOMETRY), tokens(7, 1)))
 
 
 def test_memory_goes_with_the_owner_of_an_exception():
@@ -225,4 +225,4 @@ def test_one_slab_that_cannot_be_freed_keeps_no_other():
         store.reset()
     assert allocator.live == {stuck}
     assert budget.used_bytes == 0
-    assert_same(append(store, tokens(7)), append(Store(GEOMETRY), tokens(7)))
+    assert_same(append(store, tokens(7)), append(TensorStore(GEOMETRY), tokens(7)))

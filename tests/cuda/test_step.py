@@ -29,7 +29,7 @@ def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, 
     options = dict(preset="fast", candidates_per="group", device=device) | options
     index = case.index("pariskv", **options)
     index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
-    layout, kind = layout_of(index), kind_of(index)
+    layout, kind = layout_of(index.config, index.geometry), kind_of(index.config, index.geometry)
     centers = index._learned.get("centers")
     blocks = layout.pack({name: index._codes[name] for name in index._codes}, centers)
     S, rows = blocks.shape[1], torch.cat([keys, values], dim=-1)
@@ -115,7 +115,7 @@ def run(
 
     votes: definitions for the kernels that vote; look: is given the step when it is done.
     """
-    kind = kind_of(index)
+    kind = kind_of(index.config, index.geometry)
     sizes = dict(batch=len(queries), k=k, multiprocessors=multiprocessors)
     most = room_of(kind, int(state.length), max(1, int(state.wanted.max())))
     options = options_of(kind, index.config) | sizes

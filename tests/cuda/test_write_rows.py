@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvindex.core.geometry import Geometry
-from kvindex.storage.store import Store
+from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory import block_store, write_rows
-from kvindex_cuda.memory.device_store import DeviceStore
 from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.memory.write_rows import fits
 from kvindex_cuda.memory.write_rows import write_rows as kept
 from kvindex_cuda.ops import fetch
@@ -59,8 +59,10 @@ def test_a_store_keeps_few_rows_by_it_and_others_by_copies(device, value_dim, ro
     sizes = dict(q_heads=4, kv_heads=2, head_dim=8, value_dim=value_dim)
     geometry = Geometry.of(**sizes, device=device)
     store, reference = (
-        DeviceStore(geometry, slab_bytes=SLAB, row_codec=rows),
-        Store(geometry, row_codec=rows),
+        block_store.BlockStore(
+            geometry, DeviceAllocator(geometry.device), slab_bytes=SLAB, row_codec=rows
+        ),
+        TensorStore(geometry, row_codec=rows),
     )
     store._launched, names = True, []  # as on a GPU
     monkeypatch.setattr(block_store, "write_rows", lambda *given: names.append(kept(*given)))

@@ -33,7 +33,7 @@ def test_one_head_per_group_is_exact(k, dtype):
 def test_a_group_whose_heads_retrieve_all_keys_is_exact(group):
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     tokens = GROUPS.tokens(120)
-    got = searched(GROUPS, "faiss-flat", tokens, k=12, refine_factor=10, group=group)
+    got = searched(GROUPS, "faiss-flat", tokens, k=12, pool=10, group=group)
     want = searched(GROUPS, "exact", tokens, k=12, group=group)
     assert_same_hits(got, want, close=1e-5)
 
@@ -59,10 +59,10 @@ def test_rows_that_share_an_index_are_copied_when_they_part():
     for each in (index, want):
         each.append(*tokens)
         each.reorder(rows)
-    assert index._made[0][0] is index._made[1][0]
+    assert index._faiss_indexes[0][0] is index._faiss_indexes[1][0]
     for each in (index, want):
         each.append(*more)
-    assert index._made[0][0] is not index._made[1][0]
+    assert index._faiss_indexes[0][0] is not index._faiss_indexes[1][0]
     queries = ONE.queries(batch=3)
     assert_same_hits(index.search(queries, k=9), want.search(queries, k=9), close=1e-5)
 
@@ -77,7 +77,7 @@ def test_rows_that_share_an_index_part_where_one_gets_more(name, pads):
     index.append(*tokens)
     index.reorder(torch.tensor([0, 0]))
     index.append(*more, valid=valid)
-    assert index._tokens_held() == [80 - pad for pad in pads]
+    assert index._token_counts() == [80 - pad for pad in pads]
     hits = index.search(ONE.queries(), k=9)
     shown = torch.cat([torch.ones(2, 50, dtype=torch.bool), valid], 1)
     assert shown[:, None].expand(-1, 2, -1).gather(2, hits.ids.clamp_min(0)).all()
@@ -95,13 +95,13 @@ def test_many_queries_of_one_sequence_are_one_search(monkeypatch):
     index, calls = case.index("faiss-flat"), []
     index.append(*case.tokens(100))
     view, queries = index.expand_batch(8), case.queries(batch=8)
-    ask = faiss.FaissIndex._ask
+    ask = faiss.FaissIndex._query_faiss
 
     def spy(*given):
         calls.append(1)
         return ask(*given)
 
-    monkeypatch.setattr(faiss.FaissIndex, "_ask", spy)
+    monkeypatch.setattr(faiss.FaissIndex, "_query_faiss", spy)
     got = view.search(queries, k=5)
     assert len(calls) == 2  # one for each KV head
     for b in range(8):
@@ -181,7 +181,7 @@ def test_a_gpu_index_is_refused_where_there_is_none():
     with pytest.raises(ValueError, match="where: got 'tpu', allowed is one of"):
         ONE.index("faiss-flat", where="tpu")
     with pytest.raises(ValueError, match="pool: got 0, allowed is an integer of at least 1"):
-        ONE.index("faiss-flat", refine_factor=0)
+        ONE.index("faiss-flat", pool=0)
 
 
 def test_faiss_without_a_gpu_part_is_named():
@@ -198,7 +198,7 @@ def test_the_way_of_a_gpu_finds_the_same(spec, monkeypatch):
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     monkeypatch.setattr(faiss, "check_gpu", lambda faiss, device: None)
     monkeypatch.setattr(faiss, "resources", lambda device: None)
-    monkeypatch.setattr(faiss.FaissIndex, "_placed", lambda self, index: index)
+    monkeypatch.setattr(faiss.FaissIndex, "_to_device", lambda self, index: index)
     index = assert_both_ways_find_the_same(GROUPS, spec)
     with pytest.raises(ValueError, match="k: got 3000 candidates, allowed with where='gpu'"):
         index._candidates(GROUPS.queries(batch=3).unflatten(1, (2, 3)), 3000)

@@ -45,7 +45,10 @@ def test_its_graph_does_not_depend_on_how_keys_came(cuts):
     whole.append(*tokens)
     for start, stop in pairwise(cuts):
         pieces.append(*part(tokens, start, stop))
-    links = [faiss.vector_to_array(index._made[1][1].hnsw.neighbors) for index in (whole, pieces)]
+    links = [
+        faiss.vector_to_array(index._faiss_indexes[1][1].hnsw.neighbors)
+        for index in (whole, pieces)
+    ]
     assert (links[0] == links[1]).all()
     queries = CASE.queries()
     assert_same_hits(pieces.search(queries, k=20), whole.search(queries, k=20))
@@ -69,7 +72,7 @@ def test_more_rows_than_ef_search_are_found():
 def test_bytes_are_what_faiss_holds():
     index = ONE.index("faiss-hnsw")
     index.append(*ONE.tokens(3000))
-    graph = index._made[0][0].hnsw
+    graph = index._faiss_indexes[0][0].hnsw
     held = 3000 * 64 + 4 * graph.neighbors.size() + 4 * graph.levels.size()
     held += 8 * graph.offsets.size()
     assert index.nbytes()["codes"] == pytest.approx(held, rel=0.01)

@@ -23,7 +23,7 @@ def test_with_every_list_probed_it_is_flat(k, group):
     index = made("faiss-ivf", tokens, valid, lists=12, probes=12, group=group)
     want = made("faiss-flat", tokens, valid, group=group).search(CASE.queries(), k=k)
     assert_same_hits(index.search(CASE.queries(), k=k), want, close=1e-5)
-    assert index._made[0][0].nlist == 12
+    assert index._faiss_indexes[0][0].nlist == 12
 
 
 def test_with_fewer_lists_probed_it_is_not_flat():
@@ -56,7 +56,7 @@ def test_later_keys_move_no_centroid():
     before = index._learned["centroids"].clone()
     index.append(*part(tokens, 200, 300))
     assert torch.equal(index._learned["centroids"], before)
-    assert index._made[0][0].ntotal == 300
+    assert index._faiss_indexes[0][0].ntotal == 300
 
 
 def test_rows_learn_when_their_first_token_comes():

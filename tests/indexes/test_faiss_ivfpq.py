@@ -44,7 +44,7 @@ def test_scores_are_those_that_faiss_gives():
     keys, queries = clustered(2000, 20, 0.5)
     index = ONE.index("faiss-ivfpq", lists=20, probes=20, subspaces=4)
     index.append(keys, keys[..., :8])
-    scores, ids = index._made[0][0].search(queries.numpy(), 10)
+    scores, ids = index._faiss_indexes[0][0].search(queries.numpy(), 10)
     hits = index.expand_batch(32).search(queries[:, None], k=10)
     close = dict(rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(hits.scores[:, 0], torch.from_numpy(scores), **close)
@@ -59,7 +59,7 @@ def test_codes_made_again_from_keys_stand_for_what_faiss_reconstructs():
     queries = CASE.queries().unflatten(1, (2, 2))
     ids, keys = index._candidates(queries, 40)
     gathered = index._store.gather(ids).keys.float()
-    same = (index._represented(gathered, ids) - keys).abs().amax(-1) < 1e-4
+    same = (index._reconstructed(gathered, ids) - keys).abs().amax(-1) < 1e-4
     assert same.float().mean() > 0.99  # a key between two centroids may go to either
 
 

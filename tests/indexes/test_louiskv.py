@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kvindex.testing.contract.common import N
 from tests import contract
-from tests.contract.common import N
 from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
 from tests.support.helpers import Case, assert_same_hits, left_padding, part
 

@@ -92,9 +92,9 @@ def test_the_comparison_with_the_spec_can_fail(broken):
 )
 def test_schedule_as_published(n, beta, rho):
     index = Case().index("pariskv:preset=paper", preset="paper")
-    assert index._shares(n) == literal.schedule(n) == (beta, rho)
-    assert Case().index("pariskv:preset=paper", beta=0.03)._shares(n) == (0.03, rho)
-    assert Case().index("pariskv:preset=paper", rho=0.03)._shares(n) == (beta, 0.03)
+    assert index.config.shares(n) == literal.schedule(n) == (beta, rho)
+    assert Case().index("pariskv:preset=paper", beta=0.03).config.shares(n) == (0.03, rho)
+    assert Case().index("pariskv:preset=paper", rho=0.03).config.shares(n) == (beta, 0.03)
 
 
 @pytest.mark.parametrize("n", [4_999, 5_000])
@@ -225,7 +225,9 @@ def test_recall_never_falls_as_the_ratio_grows_if_reranking_is_exact(heads, monk
     monkeypatch.setattr(index.ops.select, "candidates", remembered)
     recalls = []
     for beta in (0.01, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0):
-        index.config = pariskv.ParisKVConfig(beta=beta, rho=0.3, group="mean_query")
+        index.config = pariskv.ParisKVConfig(
+            **{**pariskv.PAPER, "beta": beta}, rho=0.3, group="mean_query"
+        )
         recalls.append(recalled(index.search(case.queries(), k=20), true))
     assert recalls == sorted(recalls)
     assert recalls[-1] == 1

@@ -26,9 +26,8 @@ def filled(preset, keys, values, **options):
     return index
 
 
-def test_the_default_is_a_preset_and_the_paper_is_the_bare_configuration():
-    assert CASE.index("pariskv").config == made("fast").config
-    assert made("paper").config == ParisKVConfig()
+def test_the_defaults_are_a_preset():
+    assert CASE.index("pariskv").config == made("fast").config == ParisKVConfig()
 
 
 @pytest.mark.parametrize("preset", PAST)

@@ -226,7 +226,7 @@ def test_a_sentence_of_queries_is_no_longer_than_one_of_keys():
     index.append(*CASE.tokens(40))
     queries = CASE.tensor(5, 2, 6, 20, 16)
     spoken(index, queries)
-    assert len(index._heard.positions) == 4
+    assert len(index._signals.positions) == 4
     alone = CASE.index("sentencekv", longest=4, query="token")
     alone.append(*CASE.tokens(40))
     want = alone.search(queries[:, :, 16:].mean(2), k=20)
@@ -264,7 +264,7 @@ def test_in_a_layer_the_searched_query_counts_once():
     index.observe_tokens(torch.full((60,), STOP), first=0)
     index.observe_tokens(torch.zeros(29, dtype=torch.int64), first=31)
     search = index._search
-    index._search = lambda q, k: (seen.append(index._heard.mean_query(q, 64)), search(q, k))[1]
+    index._search = lambda q, k: (seen.append(index._signals.mean_query(q, 64)), search(q, k))[1]
     for some in (slice(0, 30), *(slice(i, i + 1) for i in range(30, 60))):
         layer.step(*(t[:, :, some] for t in (queries, keys, values)))
     assert len(seen) == 30
@@ -296,7 +296,7 @@ def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch()
     tokens = tokens[[1, 0, 1]]
     assert_as_in_words(index, rows[0], tokens, torch.ones_like(tokens, dtype=torch.bool))
     index.reset()
-    assert index._heard.ends.shape == (1, 0)
+    assert index._signals.ends.shape == (1, 0)
     index.mark_boundary()  # of nothing
 
 
@@ -318,8 +318,8 @@ def test_what_is_heard_while_an_append_is_under_way_stays():
     index.observe_queries(queries, torch.tensor([30, 31]))
     index.mark_boundary()
     end()
-    assert index._heard.positions.tolist() == [30, 31]
-    assert index._heard.ends[0].nonzero()[:, 0].tolist() == [31]
+    assert index._signals.positions.tolist() == [30, 31]
+    assert index._signals.ends[0].nonzero()[:, 0].tolist() == [31]
 
 
 def test_a_view_of_many_rows_has_what_was_heard():

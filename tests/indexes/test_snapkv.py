@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.contract.housekeeping import check_truncated_ids_never_return
+from kvindex.testing.contract.housekeeping import check_truncated_ids_never_return
 from tests.support import literal
 from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
 from tests.support.helpers import (
@@ -170,7 +170,7 @@ def voting(case):
         plain = index.append
 
         def append(keys, values, **flags):
-            if index._seen is None and keys.numel():
+            if index._observed is None and keys.numel():
                 index.observe_queries(queries.expand(len(keys), -1, -1, -1), torch.arange(4, 13))
                 index.end_prompt()
             plain(keys, values, **flags)

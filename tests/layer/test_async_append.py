@@ -82,7 +82,7 @@ BEGUN = [
 
 
 def test_the_side_stream_begins_after_the_step_and_the_end_comes_after_it(notes):
-    move = AsyncAppend(index_of(notes), leaving(notes), beside=True)
+    move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
     assert notes == [*BEGUN, "back", "event of side"]
     notes.clear()
     move.end()
@@ -91,7 +91,7 @@ def test_the_side_stream_begins_after_the_step_and_the_end_comes_after_it(notes)
 
 
 def test_what_is_given_up_is_waited_for(notes):
-    move = AsyncAppend(index_of(notes), leaving(notes), beside=True)
+    move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
     notes.clear()
     move.wait()
     assert notes == ["steps waits for that of side"]
@@ -99,7 +99,7 @@ def test_what_is_given_up_is_waited_for(notes):
 
 def test_what_is_let_go_of_is_waited_for(notes):
     """The memory that is written to may be another's after it."""
-    move = AsyncAppend(index_of(notes), leaving(notes), beside=True)
+    move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
     notes.clear()
     del move
     gc.collect()
@@ -108,14 +108,14 @@ def test_what_is_let_go_of_is_waited_for(notes):
 
 def test_what_fails_to_begin_is_waited_for(notes):
     with pytest.raises(MemoryError):
-        AsyncAppend(index_of(notes, fails=True), leaving(notes), beside=True)
+        AsyncAppend(index := index_of(notes, fails=True), leaving(notes), beside=index)
     assert notes == [*BEGUN, "steps waits for side"]
 
 
 def test_an_append_that_is_not_beside_knows_no_streams(notes):
     index = index_of(notes)
     index.append = lambda keys, values, *, valid: notes.append("append")
-    move = AsyncAppend(index, leaving(notes), beside=False)
+    move = AsyncAppend(index, leaving(notes), beside=None)
     assert notes == []
     move.end()
     assert notes == ["append"]

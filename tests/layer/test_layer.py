@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from kvindex.core.protocol import ObservesQueries
+from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer, dense
+from kvindex.ops.attention import cap
 from kvindex.wrappers import Wrapper
 from tests.support.helpers import Case, Operations
 from tests.support.sequences import Sequence, layer_of, steps_of
@@ -199,18 +202,20 @@ def test_only_an_index_that_observes_is_told_positions(monkeypatch):
     index = Case().index("exact")
     layer, tokens = AttentionLayer(index), Case().tokens(3)
     queries = Case().tensor(1, 1, 2, 3, 16)
-    assert not index.observes_queries
-    assert not Wrapper(index).observes_queries
+    assert index.capability(ObservesQueries) is None
+    assert Wrapper(index).capability(ObservesQueries) is None
     with Operations() as operations:
         layer.step(queries, *tokens)
     assert "aten.arange.start" not in operations.names
     told = []
-    monkeypatch.setattr(index, "observe_queries", lambda queries, positions: told.append(positions))
-    assert index.observes_queries
-    assert Wrapper(index).observes_queries
+    monkeypatch.setattr(
+        Exact, "observe_queries", lambda self, queries, positions: told.append(positions)
+    )
+    assert index.capability(ObservesQueries) is index
+    assert isinstance(Wrapper(index).capability(ObservesQueries), Wrapper)
     layer.step(queries, *tokens)
     assert [positions.tolist() for positions in told] == [[3, 4, 5]]
-    assert Case().index("h2o").observes_queries
+    assert Case().index("h2o").capability(ObservesQueries) is not None
 
 
 @pytest.mark.parametrize("pads", [None, [3, 0]])
@@ -234,3 +239,19 @@ def test_a_bias_of_the_logits_is_added_for_the_rows_that_are_read(pads, group):
     with pytest.raises(ValueError, match=r"bias: got shape \[2, 4, 1, 40\], allowed is"):
         layer.step(*sequence.parts(38, 39), bias=bias[:, :, 38:39])
     assert len(layer) == 38
+
+
+def test_dense_attention_tells_its_log_sum_exp():
+    case = CASES["padded softcap"][0]
+    sequence, layer = Sequence.of(case, 40, [5, 0, 12]), layer_of(case)
+    sequence.feed(layer, 0, 33)
+    assert 0 < len(layer.index) < 33
+    g, queries = layer.index.geometry, sequence.queries[:, :, 28:33]
+    given = layer.index, layer._regions.window, queries, layer.valid
+    output, lse = dense.attend_by_block(*given)
+    assert torch.equal(output, dense.attend_densely(*given))
+    keys = sequence.keys[:, :, :33].double().repeat_interleave(g.group_size, dim=1)
+    logits = cap(queries.double() @ keys.mT, g.scale, g.softcap)
+    seen = torch.ones(33, 33, dtype=torch.bool).tril()[28:] & sequence.valid[:, None, None, :33]
+    want = logits.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.ops.attention import attend, attend_blocks, attend_causal, cap
+from kvindex.core.protocol import Attended
+from kvindex.ops.attention import attend, attend_blocks, attend_causal, cap, merge
 
 NEVER = float("-inf")
 seeds = st.integers(0, 2**31)
@@ -135,3 +136,45 @@ def test_the_comparison_with_float64_can_fail():
     ):
         with pytest.raises(AssertionError):
             assert_close(wrong, want)
+
+
+@given(seeds, groups, caps, st.lists(st.integers(0, 12), max_size=5), st.booleans())
+def test_any_split_of_the_rows_merges_to_attention_over_all(seed, group, softcap, cuts, masked):
+    queries, keys, values, bias = problem(seed, group, T=1)
+    queries, bias = queries[:, :, 0], bias[:, :, 0] if masked else None
+    options, found = dict(scale=0.3, softcap=softcap), torch.ones((2, 2), dtype=torch.int32)
+    parts = []
+    for some, rows, term in cut(keys, values, bias, cuts):
+        if some.shape[2]:
+            parts.append(attend(queries, some, rows, bias=term, return_lse=True, **options))
+    hidden = torch.full((*queries.shape[:2], 3), NEVER)
+    nothing = torch.full_like(keys[:, :, :3], 7.0), torch.full_like(values[:, :, :3], 7.0)
+    parts.insert(seed % 3, attend(queries, *nothing, bias=hidden, return_lse=True, **options))
+    merged = merge([Attended(*part, found) for part in parts])
+    whole, lse = attend(queries, keys, values, bias=bias, return_lse=True, **options)
+    torch.testing.assert_close(merged.output, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged.lse, lse, rtol=1e-5, atol=1e-5)
+    assert (merged.found == len(parts)).all()
+    assert merged.found.dtype == torch.int32
+    assert torch.equal(whole, attend(queries, keys, values, bias=bias, **options))
+
+
+@given(seeds, caps, st.lists(st.integers(0, 12), max_size=3))
+def test_the_log_sum_exp_is_that_of_the_logits(seed, softcap, cuts):
+    queries, keys, values, bias = problem(seed)
+    bias[:, :, 0] = NEVER  # a query that sees nothing
+    blocks = cut(keys, values, bias, cuts)
+    got = attend_blocks(queries, blocks, scale=0.3, softcap=softcap, return_lse=True)[1]
+    logits = cap(queries.double() @ keys.double().repeat_interleave(3, dim=1).mT, 0.3, softcap)
+    want = (logits + bias.double()).logsumexp(-1)
+    assert (got.dtype, bool((got[:, :, 0] == NEVER).all())) == (torch.float32, True)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_that_see_nothing_merge_to_nothing():
+    none = Attended(torch.zeros(1, 2, 4), torch.full((1, 2), NEVER), torch.zeros(1, 1).int())
+    merged = merge([none, none])
+    assert (merged.output == 0).all()
+    assert (merged.lse == NEVER).all()
+    with pytest.raises(ValueError, match="parts: got none, allowed is at least one"):
+        merge([])

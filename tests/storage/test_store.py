@@ -4,7 +4,7 @@ import torch
 from kvindex.core.geometry import Geometry
 from kvindex.layer import AttentionLayer
 from kvindex.storage.codecs import NAMES, codec
-from kvindex.storage.store import Store
+from kvindex.storage.store import TensorStore
 from tests.support.helpers import Case, all_rows, hits_of, left_padding
 
 GEOMETRY = Geometry.of(q_heads=2, kv_heads=2, head_dim=8, value_dim=3)
@@ -17,7 +17,7 @@ def tokens(count, seed=0, batch=2):
 
 
 def filled(place, *pieces):
-    store = Store(GEOMETRY, place)
+    store = TensorStore(GEOMETRY, place)
     for piece in pieces:
         store.append(store.join(*piece))
     return store
@@ -55,7 +55,7 @@ def test_unused_slots_are_zero_and_an_empty_store_gives_only_those(place):
     rows = filled(place, tokens(3)).gather(ids)
     assert not rows.keys[:, 0, 1].any()
     assert not rows.values[:, 1, 0].any()
-    empty = Store(GEOMETRY, place).gather(torch.full((2, 2, 4), -1))
+    empty = TensorStore(GEOMETRY, place).gather(torch.full((2, 2, 4), -1))
     assert (empty.keys.shape, empty.values.shape) == ((2, 2, 4, 8), (2, 2, 4, 3))
     assert not empty.keys.any()
 
@@ -102,9 +102,9 @@ def test_running_out_of_memory_in_reserve_leaves_the_rows(place, monkeypatch):
 
 def test_unknown_places_and_codecs_are_refused():
     with pytest.raises(ValueError, match="store: got 'disk', allowed is one of"):
-        Store(GEOMETRY, "disk")
+        TensorStore(GEOMETRY, "disk")
     with pytest.raises(ValueError, match="row_codec: got 'int4', allowed is one of"):
-        Store(GEOMETRY, row_codec="int4")
+        TensorStore(GEOMETRY, row_codec="int4")
 
 
 # Rows of an index

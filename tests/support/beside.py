@@ -2,6 +2,7 @@
 
 import torch
 
+from kvindex.core.protocol import AppendsAsync
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from tests.support.helpers import Case
@@ -11,7 +12,10 @@ from tests.support.sequences import SIZES, Sequence
 class Beside(Exact):
     """Exact search whose appends a layer lets run beside its steps; keeps its last hits."""
 
-    supports_async_append, hits = True, None
+    hits = None
+
+    def _offers(self, wanted):
+        return wanted is AppendsAsync or super()._offers(wanted)
 
     def _search(self, queries, k):
         self.hits = super()._search(queries, k)

@@ -1,4 +1,4 @@
-"""A slow, literal reading of specs/pariskv.md in Python's own numbers: what the ops must agree
+"""A slow, literal reading of the paper in Python's own numbers: what the ops must agree
 with. Lists, dictionaries and sorting; nothing of `kvindex` is used."""
 
 from __future__ import annotations

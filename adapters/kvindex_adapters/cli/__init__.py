@@ -1,4 +1,4 @@
-"""The command `kvindex`."""
+"""The command line `kvindex`."""
 
 from kvindex_adapters.cli.app import app, main
 

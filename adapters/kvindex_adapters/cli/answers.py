@@ -1,4 +1,4 @@
-"""What `kvindex generate` does once a model is loaded: one answer, or one to each question."""
+"""Answers of `kvindex generate` from a loaded model: one to a prompt, or one to each question."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from kvindex_adapters.cli.progress import Bars, bars, console
+from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.conversation import check_follows
 from kvindex_adapters.hf.generate import Generation, generate
-from kvindex_adapters.hf.reading import Progress, encode_prompt, read
+from kvindex_adapters.hf.prefill import Progress, encode_prompt, read
 from kvindex_adapters.hf.tokenizer import punctuated
-from kvindex_adapters.machine import describe
 
 
 @dataclass(frozen=True)
 class Request:
-    """How to answer.
+    """Settings of an answer.
 
     index: a line, or None for full attention; k, regions: as `attach` takes them; chat: whether to
     use the chat template; max_new_tokens: of an answer; options: passed to `model.generate`.
@@ -45,53 +45,53 @@ def answer(
     """The answer to a text, or to each question about it; tokens are printed as they come."""
     with bars() as progress:
         if questions:
-            return _several(model, tokenizer, text, questions, request, progress)
+            return _answer_all(model, tokenizer, text, questions, request, progress)
         ids = _ids(tokenizer, text, request)
         options = _index(request)
         if request.index is not None:
             options["attach_options"] = request.regions
-        found = _one(model, tokenizer, ids, request, progress, **options)
-        return [(None, found)]
+        generation = _answer_one(model, tokenizer, ids, request, progress, **options)
+        return [(None, generation)]
 
 
 def shared_length(prompts: Sequence[Tensor]) -> int:
-    """How many ids `[N]` all prompts begin with, but for two that each keeps to itself.
+    """Length of the prefix that all prompts `[N]` share, leaving at least two tokens of each.
 
-    A rest of one token would be a searching step, which need not be exact.
+    A remainder of one token would be a searching step, which need not be exact.
     """
-    same = 0
+    length = 0
     for column in zip(*(prompt.tolist() for prompt in prompts), strict=False):
         if len(set(column)) > 1:
             break
-        same += 1
-    return max(min(same, min(map(len, prompts)) - 2), 0)
+        length += 1
+    return max(min(length, min(map(len, prompts)) - 2), 0)
 
 
-def described(answers: Answers, request: Request, model: str, device: str) -> dict[str, Any]:
-    """What `--json` writes."""
-    written: dict[str, Any] = {"model": model, "index": request.index or "none", "k": request.k}
-    written |= {"regions": request.regions, "options": request.options}
-    told = [_told(question, found) for question, found in answers]
+def to_json(answers: Answers, request: Request, model: str, device: str) -> dict[str, Any]:
+    """The result that `--json` writes."""
+    result: dict[str, Any] = {"model": model, "index": request.index or "none", "k": request.k}
+    result |= {"regions": request.regions, "options": request.options}
+    entries = [_entry(question, generation) for question, generation in answers]
     if answers[0][0] is None:
-        written |= told[0]
+        result |= entries[0]
     else:
-        written["answers"] = told
+        result["answers"] = entries
     if answers[0][1].report:
-        written["backend"] = answers[0][1].backend
-    return {**written, "machine": describe(device)}
+        result["backend"] = answers[0][1].backend
+    return {**result, "machine": describe(device)}
 
 
-def _told(question: str | None, found: Generation) -> dict[str, Any]:
-    told: dict[str, Any] = {} if question is None else {"question": question}
-    told |= {"prompt_tokens": len(found.prompt_ids), "answer": found.text}
-    told |= {"prefill_s": found.prefill_s, "token_s": found.token_s}
-    if found.report:
-        told["rows_read_fraction"] = found.report.rows_read_fraction
-        told["nbytes"] = found.report.nbytes
-    return told
+def _entry(question: str | None, generation: Generation) -> dict[str, Any]:
+    entry: dict[str, Any] = {} if question is None else {"question": question}
+    entry |= {"prompt_tokens": len(generation.prompt_ids), "answer": generation.text}
+    entry |= {"prefill_s": generation.prefill_s, "token_s": generation.token_s}
+    if generation.report:
+        entry["rows_read_fraction"] = generation.report.rows_read_fraction
+        entry["nbytes"] = generation.report.nbytes
+    return entry
 
 
-def _several(
+def _answer_all(
     model: Any,
     tokenizer: Any,
     text: str,
@@ -99,74 +99,81 @@ def _several(
     request: Request,
     progress: Bars,
 ) -> Answers:
-    """Read once what all prompts begin with; each question is a branch of that."""
+    """Read the shared prefix of all prompts once; each question is a branch of it."""
     prompts = [_ids(tokenizer, f"{text}\n\n{question}", request) for question in questions]
-    named = list(zip(enumerate(questions, start=1), prompts, strict=True))
+    numbered = list(zip(enumerate(questions, start=1), prompts, strict=True))
     if request.index is None:  # transformers' own cache has no way back: the text is read anew
         return [
-            (asked[1], _one(model, tokenizer, ids, request, progress, asked, index=None))
-            for asked, ids in named
+            (
+                question[1],
+                _answer_one(model, tokenizer, ids, request, progress, question, index=None),
+            )
+            for question, ids in numbered
         ]
     options, length = punctuated(request.index, tokenizer, request.regions), shared_length(prompts)
     answers: Answers = []
     with attach(model, **_index(request), **options) as cache:
         check_follows(cache, "branch")
         if length:
-            shown = _shown(progress, "the prompt")
-            read(model, tokenizer, prompts[0][:length], cache=cache, on_progress=shown)
-        for asked, ids in named:
+            callback = _callback(progress, "the prompt")
+            read(model, tokenizer, prompts[0][:length], cache=cache, on_progress=callback)
+        for question, ids in numbered:
             branch: Any = dict(cache=cache, used="branch")
-            found = _one(model, tokenizer, ids[length:], request, progress, asked, **branch)
-            answers.append((asked[1], found))
+            generation = _answer_one(
+                model, tokenizer, ids[length:], request, progress, question, **branch
+            )
+            answers.append((question[1], generation))
     return answers
 
 
-def _one(
+def _answer_one(
     model: Any,
     tokenizer: Any,
     ids: Tensor,
     request: Request,
     progress: Bars,
-    asked: tuple[int, str] | None = None,
+    question: tuple[int, str] | None = None,
     **options: Any,
 ) -> Generation:
-    """Answer ids `[N]`; asked: number and text of the question, which is printed above."""
-    what, heading = ("the prompt", None) if asked is None else (f"question {asked[0]}", asked[1])
-    found = generate(
+    """Answer ids `[N]`; question: its number and its text, which is printed above."""
+    name, heading = "the prompt", None
+    if question is not None:
+        name, heading = f"question {question[0]}", question[1]
+    generation = generate(
         model,
         tokenizer,
         ids,
         max_new_tokens=request.max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        on_progress=_shown(progress, what, heading),
+        on_progress=_callback(progress, name, heading),
         **options,
         **request.options,
     )
     console.print(
-        f"{len(found.prompt_ids)} tokens of {what} in {found.prefill_s:.1f} s, then "
-        f"{found.token_s * 1000:.0f} ms per token. {found.report or 'Full attention.'}"
+        f"{len(generation.prompt_ids)} tokens of {name} in {generation.prefill_s:.1f} s, then "
+        f"{generation.token_s * 1000:.0f} ms per token. {generation.report or 'Full attention.'}"
     )
-    return found
+    return generation
 
 
-def _shown(progress: Bars, what: str, heading: str | None = None) -> Progress:
-    """Bars of reading and, where the answer does not itself show on a terminal, of answering.
+def _callback(progress: Bars, name: str, heading: str | None = None) -> Progress:
+    """Progress of prefill as a bar, and of the answer unless a terminal shows it as it comes.
 
-    heading: printed above the answer.
+    name: of the prompt; heading: printed above the answer.
     """
     live = sys.stdout.isatty()
 
-    def shown(phase: str, done: int, total: int) -> None:
+    def update(phase: str, done: int, total: int) -> None:
         if phase == "prefill":
-            progress.update(f"reading {what}", done, total)
+            progress.update(f"reading {name}", done, total)
             if done == total and live:  # the answer follows, which must not meet the bars
                 progress.stop()
             if done == total and heading is not None:
                 print(f"> {heading}", flush=True)
         elif not live:
-            progress.update(f"answering {what}", done, total)
+            progress.update(f"answering {name}", done, total)
 
-    return shown
+    return update
 
 
 def _index(request: Request) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The commands of `kvindex`; each lives in a file of its own.
+"""The `kvindex` command: registers its subcommands, and exits with status 2 on a mistake.
 
-They import torch and transformers where they begin to work: help and version do without.
+Subcommands import torch and transformers when they run: help and version do without.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ app.command()(generate)
 app.command()(indexes)
 
 
-def _version(asked: bool) -> None:
-    if not asked:
+def _version(requested: bool) -> None:
+    if not requested:
         return
     try:
         typer.echo(f"kvindex {version('kvindex-torch')}")

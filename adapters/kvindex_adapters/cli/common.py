@@ -1,4 +1,4 @@
-"""Checks that need no model, so that a mistake shows before one is loaded."""
+"""Checks of command-line arguments that run before a model is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvindex_adapters.hf.attach import check_index
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 MOST = check.MOST_ROWS
-"""Rows or tokens that an option may ask for: more than any prompt has, less than memory."""
+"""Largest number of rows or tokens of an option: more than any prompt has, less than memory."""
 
 
 def check_dtype(dtype: str) -> torch.dtype:
@@ -42,9 +42,9 @@ def check_search(index: str, k: int, device: str, regions: Mapping[str, Any] | N
     for name in regions.keys() & {"sink", "local_window", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
     check_index(index)
-    rope = torch.ones(4, device=device)  # the model's own comes later
-    made = kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
-    AttentionLayer(made, k=k, **regions)
+    rope = torch.ones(4, device=device)  # the model gives its own later
+    trial = kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
+    AttentionLayer(trial, k=k, **regions)
 
 
 def sampling(
@@ -56,23 +56,23 @@ def sampling(
     min_p: float | None,
     repetition_penalty: float | None,
 ) -> dict[str, Any]:
-    """Options of `model.generate`; one of how to sample means to sample.
+    """Options of `model.generate`; any option of sampling turns sampling on.
 
     Raises ValueError for a value out of range.
     """
-    drawn: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if temperature is not None:
-        drawn["temperature"] = check.positive("temperature", temperature)
+        options["temperature"] = check.positive("temperature", temperature)
     if top_p is not None:
-        drawn["top_p"] = check.within("top_p", top_p, 0, 1)
+        options["top_p"] = check.within("top_p", top_p, 0, 1)
     if top_k is not None:
-        drawn["top_k"] = check.at_least("top_k", top_k, 1)
+        options["top_k"] = check.at_least("top_k", top_k, 1)
     if min_p is not None:
-        drawn["min_p"] = check.within("min_p", min_p, 0, 1)
-    chosen = {"do_sample": sample or bool(drawn), **drawn}
+        options["min_p"] = check.within("min_p", min_p, 0, 1)
+    options = {"do_sample": sample or bool(options), **options}
     if repetition_penalty is not None:
-        chosen["repetition_penalty"] = check.positive("repetition_penalty", repetition_penalty)
-    return chosen
+        options["repetition_penalty"] = check.positive("repetition_penalty", repetition_penalty)
+    return options
 
 
 def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
@@ -85,12 +85,12 @@ def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is not None:
         return read_text(prompt_file)
     assert prompt is not None
-    return _some("prompt", prompt)
+    return _not_blank("prompt", prompt)
 
 
 def check_questions(questions: Sequence[str] | None) -> list[str]:
     """The questions, each with some text. Raises ValueError."""
-    return [_some("ask", question) for question in questions or ()]
+    return [_not_blank("ask", question) for question in questions or ()]
 
 
 def read_text(path: Path) -> str:
@@ -115,7 +115,7 @@ def read_text(path: Path) -> str:
     return text
 
 
-def _some(name: str, text: str) -> str:
+def _not_blank(name: str, text: str) -> str:
     if not text.strip():
         raise ValueError(f"{name}: got {text!r}, allowed is some text")
     return text

@@ -1,4 +1,4 @@
-"""`kvindex demo`: a needle in a long prompt, with full attention and through an index."""
+"""`kvindex demo`: find a needle in a long prompt, with full attention and through an index."""
 
 from __future__ import annotations
 
@@ -50,31 +50,32 @@ def demo(
 ) -> None:
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
     from kvindex.core import check
-    from kvindex_adapters import files, models
     from kvindex_adapters.cli import common
     from kvindex_adapters.cli.progress import bars, console
     from kvindex_adapters.evaluate.fidelity import teacher_forced
+    from kvindex_adapters.evaluate.machine import describe
+    from kvindex_adapters.evaluate.output_files import check_output, write_json
     from kvindex_adapters.evaluate.tasks import hide
     from kvindex_adapters.evaluate.texts import paragraphs, python_reference
+    from kvindex_adapters.hf import load_model
     from kvindex_adapters.hf.tokenizer import punctuated
-    from kvindex_adapters.machine import describe
 
     number = common.check_dtype(dtype)
-    models.check_device(device)
+    load_model.check_device(device)
     regions = dict(
         sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
     )
     common.check_search(index, k, device, regions)
     check.seed(seed)
-    files.check_output("json", json_file)
+    check_output("json", json_file)
     text = paragraphs(common.read_text(prompt_file)) if prompt_file else python_reference()
-    folder, file = models.smollm2()
+    folder, file = load_model.smollm2()
     console.print("loading the model")  # transformers shows bars of its own
-    model, tokenizer = models.load(folder, gguf_file=file, dtype=number, device=device)
+    model, tokenizer = load_model.load(folder, gguf_file=file, dtype=number, device=device)
     with bars() as progress:
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
         full = _answer(progress, "full attention", model, tokenizer, needle, index=None)
-        found = _answer(
+        indexed = _answer(
             progress,
             index.partition(":")[0],
             model,
@@ -93,11 +94,11 @@ def demo(
             attach_options=punctuated(index, tokenizer, regions),
             on_progress=lambda done, total: progress.update("comparing step by step", done, total),
         )
-    result = _result(needle, index, k, full, found, fidelity)
+    result = _result(needle, index, k, full, indexed, fidelity)
     result |= {"model": MODEL.format(dtype=dtype), "machine": describe(device)}
     _show(result)
     if json_file:
-        files.write_json(json_file, result, indent=2)
+        write_json(json_file, result, indent=2)
 
 
 def _answer(
@@ -119,10 +120,10 @@ def _answer(
 
 
 def _result(
-    needle: Needle, index: str, k: int, full: Generation, found: Generation, fidelity: Fidelity
+    needle: Needle, index: str, k: int, full: Generation, indexed: Generation, fidelity: Fidelity
 ) -> dict[str, Any]:
-    """What `--json` writes."""
-    assert found.report is not None
+    """The result that `--json` writes."""
+    assert indexed.report is not None
     return {
         "prompt_tokens": len(needle.ids),
         "needle": needle.value,
@@ -134,20 +135,20 @@ def _result(
         },
         "index": {
             "name": index.partition(":")[0],
-            "backend": found.backend,
-            "config": dataclasses.asdict(found.config),
+            "backend": indexed.backend,
+            "config": dataclasses.asdict(indexed.config),
             "k": k,
-            "answer": found.text,
-            "found": needle.found(found.text),
-            "prefill_s": found.prefill_s,
-            "token_s": found.token_s,
-            "read": found.report.read,
-            "rows_read_fraction": found.report.rows_read_fraction,
+            "answer": indexed.text,
+            "found": needle.found(indexed.text),
+            "prefill_s": indexed.prefill_s,
+            "token_s": indexed.token_s,
+            "read": indexed.report.read,
+            "rows_read_fraction": indexed.report.rows_read_fraction,
             "recall_at_k": fidelity.recall_at_k,
             "recall_limit": fidelity.recall_limit,
             "kl_mean": fidelity.kl_mean,
             "agreement": fidelity.agreement,
-            "nbytes": found.report.nbytes,
+            "nbytes": indexed.report.nbytes,
         },
         "steps_compared": fidelity.steps,
     }

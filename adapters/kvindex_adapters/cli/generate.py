@@ -1,4 +1,4 @@
-"""`kvindex generate`: a user's own model answers a user's own text through an index."""
+"""`kvindex generate`: answer a prompt from a model of one's own, through an index."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def generate(
     import torch
 
     from kvindex.core import check
-    from kvindex_adapters import files, models
     from kvindex_adapters.cli import answers, common
     from kvindex_adapters.cli.progress import console
+    from kvindex_adapters.evaluate.output_files import check_output, write_json
+    from kvindex_adapters.hf import load_model
 
     number = common.check_dtype(dtype)
-    models.check_device(device)
+    load_model.check_device(device)
     regions = dict(
         sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
     )
@@ -92,12 +93,12 @@ def generate(
         ),
     )
     check.seed(seed)
-    files.check_output("json", json_file)
+    check_output("json", json_file)
     questions = common.check_questions(ask)
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
-    loaded, tokenizer = models.load(model, gguf_file=gguf_file, dtype=number, device=device)
+    loaded, tokenizer = load_model.load(model, gguf_file=gguf_file, dtype=number, device=device)
     torch.manual_seed(seed)
     result = answers.answer(loaded, tokenizer, text, questions, request)
     if json_file:
-        files.write_json(json_file, answers.described(result, request, model, device), indent=2)
+        write_json(json_file, answers.to_json(result, request, model, device), indent=2)

@@ -1,4 +1,4 @@
-"""`kvindex indexes`: what there is to choose from."""
+"""`kvindex indexes`: list indexes with their options, presets and wrappers."""
 
 from __future__ import annotations
 
@@ -8,48 +8,56 @@ from typing import Any
 
 def indexes() -> None:
     """List the indexes, their options, their presets, and the wrappers around them."""
+    import warnings
+
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     import kvindex
     from kvindex.core.backend import BACKENDS
-    from kvindex.registry import wrapper_options
+    from kvindex.registry import installed, refused, wrapper_options
     from kvindex.storage.codecs import NAMES
     from kvindex.storage.store import PLACES
 
-    table = Table("index", "options (what one gets)", "other presets, and what they change")
-    for name in kvindex.names():
-        options = [f"{option} ({value!r})" for option, value in defaults(name).items()]
-        others = [
-            f"{preset}: {', '.join(f'{o} ({v!r})' for o, v in changed.items()) or 'nothing'}"
-            for preset, changed in presets(name).items()
-        ]
-        preset = kvindex.get(name).default_preset
-        called = name if preset is None else f"{name}\npreset {preset}"
-        table.add_row(called, ", ".join(options) or "-", "\n".join(others) or "-")
-    shared = {"backend": BACKENDS, "store": PLACES, "rows": NAMES}
+    table = Table("index", "options (what one gets)", "presets, and what they change")
+    brought, left_out = installed(), refused()
+    with warnings.catch_warnings(action="ignore"):  # `left_out` is printed
+        names = kvindex.names()
+    for name in names:
+        owner = brought[name].dist if name in brought else None
+        called = name if owner is None else f"{name}\nof {owner.name} {owner.version}"
+        try:
+            given, others = _written(defaults(name)), presets(name)
+        except ImportError as error:
+            table.add_row(called, Text(str(error)), "-")
+            continue
+        lines = [f"{preset}: {_written(changed, 'nothing')}" for preset, changed in others.items()]
+        table.add_row(called, given, "\n".join(lines) or "-")
+    shared = {"backend": BACKENDS, "store": PLACES, "row_codec": NAMES}
     told = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
     table.add_row("every index", "; ".join(told), "-")
-    for name, given in wrapper_options().items():
-        options = [f"{option} ({default!r})" for option, default in given.items()]
-        table.add_row(f"…+{name}", ", ".join(options) or "-", "-")
-    Console().print(table)
+    for name, options in wrapper_options().items():
+        table.add_row(f"…+{name}", _written(options), "-")
+    console = Console()
+    console.print(table)
+    for reason in left_out.values():
+        console.print(reason, markup=False)
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """The options of an index as `kvindex.create` fills them in: those of its default preset."""
+    """The options of an index as `kvindex.create` fills them in."""
     return _options(name, None)
 
 
 def presets(name: str) -> dict[str, dict[str, Any]]:
-    """What each preset but the default one changes of `defaults`: option -> value."""
+    """What each preset changes of `defaults`: option -> value."""
     import kvindex
 
-    index, usual = kvindex.get(name), defaults(name)
+    usual = defaults(name)
     return {
         preset: {o: v for o, v in _options(name, preset).items() if v != usual[o]}
-        for preset in index.presets
-        if preset != index.default_preset
+        for preset in kvindex.get(name).presets
     }
 
 
@@ -59,3 +67,7 @@ def _options(name: str, preset: str | None) -> dict[str, Any]:
 
     config = make_config(kvindex.get(name), preset, {})
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _written(options: dict[str, Any], none: str = "-") -> str:
+    return ", ".join(f"{option} ({value!r})" for option, value in options.items()) or none

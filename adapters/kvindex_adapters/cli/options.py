@@ -1,4 +1,4 @@
-"""Options that several commands share. Nothing here imports torch, so that help is quick."""
+"""Command-line options that several commands share; imports no torch, so that help is quick."""
 
 from __future__ import annotations
 

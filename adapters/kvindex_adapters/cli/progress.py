@@ -1,4 +1,4 @@
-"""Progress bars for reading the prompt, for decoding, and for what indexes learn on the way."""
+"""Progress bars of prefill, decoding and k-means."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Bars:
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
     def clustering(self, done: int, total: int) -> None:
-        """Pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`); the bar is of all."""
+        """Pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`); one bar shows all."""
         self._passes += 1
         self.update("clustering keys", self._passes, self._passes + total - done)
 
@@ -54,8 +54,8 @@ def bars() -> Iterator[Bars]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # what a command prints is its result: it must not be taken for a part of the display
+    # what a command prints is its result, not a part of the display
     progress = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
-    shown = Bars(progress)
-    with progress, watched(shown.clustering):
-        yield shown
+    phases = Bars(progress)
+    with progress, watched(phases.clustering):
+        yield phases

@@ -1,1 +1,1 @@
-"""Judge an index by a model's answers and by its distance from full attention."""
+"""Evaluation of indexes on real models: captured keys, recall, KL from full attention, tasks."""

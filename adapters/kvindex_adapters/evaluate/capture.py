@@ -1,4 +1,4 @@
-"""Keys and queries of a real model, as it reads a text."""
+"""Capture the keys and queries of a real model as it reads a text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvindex.core import check
 from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.reading import Progress, prefill
+from kvindex_adapters.hf.prefill import Progress, prefill
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One full-attention layer: keys `[G, N, D]`, queries `[H, T, D]` of the newest `T` tokens.
+    """A captured full-attention layer: keys `[G, N, D]`, queries `[H, T, D]` of the newest `T`.
 
     scale, softcap: of the layer's logits. As attention sees them, after rotary embedding.
     """
@@ -32,7 +32,7 @@ class Captured:
 
 
 class _Recorder(Wrapper):
-    """Keeps the queries of the tokens from position `start` on."""
+    """Records the queries of the tokens from position `start` on."""
 
     def __init__(self, inner: KVIndex, start: int) -> None:
         super().__init__(inner)
@@ -58,9 +58,9 @@ def capture(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> list[Captured]:
-    """What each full-attention layer held and asked after reading ids int64 `[N]`.
+    """Keys and queries of each full-attention layer after reading ids int64 `[N]`.
 
-    queries: how many of the newest tokens' queries are kept. Attention is dense. Raises
+    queries: number of newest tokens whose queries are recorded. Attention is dense. Raises
     ValueError for sizes out of range, and what `attach` raises.
     """
     check.tensor("ids", ids, {"N": None}, torch.int64)

@@ -1,4 +1,4 @@
-"""How far a model that reads through an index is from the same model with full attention."""
+"""Fidelity to full attention: KL divergence, agreement and recall of teacher-forced steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.place import placed
-from kvindex_adapters.hf.reading import prefill
+from kvindex_adapters.hf.placement import default_placement
+from kvindex_adapters.hf.prefill import prefill
 
-PIECE = 128
+BLOCK = 128
 """Steps that run at once: bounds the rows gathered for them."""
 
 
@@ -60,28 +60,28 @@ def teacher_forced(
     check.tensor("continuation", continuation, {"T": None}, torch.int64)
     steps = check.at_least("continuation.shape[0]", len(continuation), 1)
     ids = torch.cat([prompt, continuation]).to(model.device)
-    divergence, agreed = 0.0, 0
+    divergence, same = 0.0, 0
 
     def measured(**geometry: Any) -> KVIndex:
-        place = placed(geometry.get("device"), index)
-        return MeasureRecall(kvindex.create(index, **{**place, **geometry}))
+        placement = default_placement(geometry.get("device"), index)
+        return MeasureRecall(kvindex.create(index, **{**placement, **geometry}))
 
     with torch.no_grad():
         full = model(input_ids=ids[None], logits_to_keep=steps, use_cache=False).logits[0]
         with attach(model, index=measured, k=k, **(attach_options or {})) as cache:
             prefill(model, ids, cache, stop=len(prompt), chunk=chunk)
             for step in range(steps):
-                here = ids[None, len(prompt) + step : len(prompt) + step + 1]
-                logits = model(input_ids=here, past_key_values=cache).logits[0, -1]
+                token = ids[None, len(prompt) + step : len(prompt) + step + 1]
+                logits = model(input_ids=token, past_key_values=cache).logits[0, -1]
                 divergence += kl(full[step], logits)
-                agreed += int(full[step].argmax() == logits.argmax())
+                same += int(full[step].argmax() == logits.argmax())
                 if on_progress:
                     on_progress(step + 1, steps)
             layers = [layer for layer in cache.indexes() if isinstance(layer, MeasureRecall)]
     return Fidelity(
         steps=steps,
         kl_mean=divergence / steps,
-        agreement=agreed / steps,
+        agreement=same / steps,
         recall_at_k=_mean([layer.recall() for layer in layers]),
         recall_limit=_mean([layer.limit() for layer in layers]),
     )
@@ -106,19 +106,19 @@ def divergences(
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
     options: dict[str, Any] = {"dense_below": 0, **(attach_options or {})}
-    found: list[Tensor] = []
+    divergence: list[Tensor] = []
     with torch.no_grad(), attach(model, index=index, k=k, layer=ParallelLayer, **options) as cache:
         prefill(model, ids, cache, stop=len(prompt), chunk=chunk)
         for layer in cache.attention_layers():
             assert isinstance(layer, ParallelLayer)
             layer.begin()
-        for start in range(len(prompt), len(ids), PIECE):
-            here = ids[None, start : start + PIECE]
-            logits = model(input_ids=here, past_key_values=cache).logits[0]
+        for start in range(len(prompt), len(ids), BLOCK):
+            block = ids[None, start : start + BLOCK]
+            logits = model(input_ids=block, past_key_values=cache).logits[0]
             p = full[start - len(prompt) :][: len(logits)].double().log_softmax(-1)
             q = logits.double().log_softmax(-1)
-            found.append((p.exp() * (p - q)).sum(-1).cpu())
-    return torch.cat(found)
+            divergence.append((p.exp() * (p - q)).sum(-1).cpu())
+    return torch.cat(divergence)
 
 
 def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) -> Tensor:
@@ -128,13 +128,13 @@ def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) ->
     would hold all logits of attention at once.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
-    cache, found = DynamicCache(config=model.config), []
+    cache, logits = DynamicCache(config=model.config), []
     with torch.no_grad():
         prefill(model, ids, cache, stop=len(prompt), chunk=1024)
         for start in range(len(prompt), len(ids), 1024):
-            here = ids[None, start : start + 1024]
-            found.append(model(input_ids=here, past_key_values=cache).logits[0])
-    return torch.cat(found)
+            block = ids[None, start : start + 1024]
+            logits.append(model(input_ids=block, past_key_values=cache).logits[0])
+    return torch.cat(logits)
 
 
 def _mean(values: list[float | None]) -> float | None:

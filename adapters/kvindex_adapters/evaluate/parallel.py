@@ -1,4 +1,4 @@
-"""Many teacher-forced steps in one forward: the same attention, batched over the steps."""
+"""Teacher-forced decoding steps in parallel: one forward, batched over the steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.core.protocol import KVIndex
+from kvindex.core.capability import capability
+from kvindex.core.protocol import ExpandsBatch, KVIndex
 from kvindex.layer import AttentionLayer
+from kvindex.layer.retrieval import attend_over, rows_to_ask
 
 
 class ParallelLayer(AttentionLayer):
@@ -16,25 +18,17 @@ class ParallelLayer(AttentionLayer):
 
     Between two updates an index does not change, so all steps between them can search it at once,
     and it hears of their queries one by one before the update. For a batch of 1 without padding.
-    Raises ValueError for an index that follows the steps (`depends_on_queries`), and for one, a
-    wrapper say, that does not serve many queries at once (`expand_batch`).
+    Raises ValueError for an index whose steps cannot be searched at once (`ExpandsBatch`).
     """
 
     _begun = False
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
         super().__init__(index, **options)
-        name = type(index).__name__
-        if getattr(index, "depends_on_queries", False):
-            raise ValueError(
-                f"index: got {name}, whose search depends on the steps before it; allowed is one "
-                "whose steps can be searched at once, or a layer that makes them one by one"
-            )
-        if not hasattr(index, "expand_batch"):
-            raise ValueError(f"index: got {name}, allowed is one that has `expand_batch`")
+        self._expanding()
 
     def begin(self) -> None:
-        """The prompt is complete: what comes now are steps."""
+        """End the prompt: tokens that follow are steps."""
         self.index.end_prompt()
         self._sealed = self._begun = True
 
@@ -47,7 +41,7 @@ class ParallelLayer(AttentionLayer):
         valid: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """As `AttentionLayer.step` does for each token in turn: `[1, H, T, Dv]`.
+        """The output of `AttentionLayer.step` for each token one by one: `[1, H, T, Dv]`.
 
         Raises ValueError for a bias.
         """
@@ -59,9 +53,9 @@ class ParallelLayer(AttentionLayer):
         done, outputs = 0, []
         while done < queries.shape[2]:
             room = max(self.update_every - self._regions.buffer, 1)
-            some = slice(done, done + room)
+            block = slice(done, done + room)
             done += room
-            parts = queries[:, :, some], keys[:, :, some], values[:, :, some]
+            parts = queries[:, :, block], keys[:, :, block], values[:, :, block]
             # with an empty index every step is exact
             outputs.append(self._steps(*parts) if len(self.index) else super().step(*parts))
         return torch.cat(outputs, dim=2)
@@ -71,14 +65,25 @@ class ParallelLayer(AttentionLayer):
         T, held = queries.shape[2], len(self._regions)
         self._regions.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
-        inner: Any = self.index  # not of the protocol: `BaseIndex` and wrappers around it have it
-        index: KVIndex = inner.expand_batch(T)
-        hits = index.search(each, k=self._wanted, coverage=self.coverage)
+        index = self._expanding().expand_batch(T)
+        hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
-        output = self._over_regions(each, hits, index.fetch(hits), seen)
+        read = attend_over(self.index, self._regions, each, hits, index.fetch(hits), seen)
+        output = self._counted(read)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])
         self._update()
         return output.transpose(0, 1)[None]
+
+    def _expanding(self) -> ExpandsBatch:
+        """The index as one that serves many steps at once. Raises ValueError for another."""
+        index = capability(self.index, ExpandsBatch)
+        if index is None:
+            raise ValueError(
+                f"index: got {type(self.index).__name__}, whose searches depend on the steps "
+                "before them or serve one at a time; allowed is one whose steps can be searched "
+                "at once (`ExpandsBatch`), or a layer that makes them one by one"
+            )
+        return index

@@ -1,4 +1,4 @@
-"""Product quantization with trained codebooks: the contrast to codes that cannot go stale."""
+"""Product quantization with trained codebooks, the baseline for analytic codes under drift."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class PQ:
         if check.at_least("clusters", clusters, 1) > 256:
             raise ValueError(f"clusters: got {clusters}, allowed is 1 to 256")
         parts = _parts(keys, subspace)
-        found = kmeans(parts, clusters, iterations=iterations, seed=seed)
-        return cls(found.view(len(keys), -1, *found.shape[1:]))
+        centroids = kmeans(parts, clusters, iterations=iterations, seed=seed)
+        return cls(centroids.view(len(keys), -1, *centroids.shape[1:]))
 
     def encode(self, keys: Tensor) -> Tensor:
         """Codes uint8 `[G, N, M]` of keys `[G, N, D]`: the nearest centroid of each subspace."""
@@ -96,8 +96,8 @@ class Quantized:
         """
         if self._pq is None:
             raise ValueError("keys: got none, allowed is a search after the first `add`")
-        asked = queries.reshape(len(self._codes), -1, queries.shape[2])  # [G, H/G · T, D]
-        best = top_k(self._pq.scores(asked, self._codes), k)[1]
+        grouped = queries.reshape(len(self._codes), -1, queries.shape[2])  # [G, H/G · T, D]
+        best = top_k(self._pq.scores(grouped, self._codes), k)[1]
         return best.view(*queries.shape[:2], k)
 
     def bytes(self) -> dict[str, float]:
@@ -106,6 +106,6 @@ class Quantized:
 
 
 def _parts(keys: Tensor, subspace: int) -> Tensor:
-    """Keys `[G, N, D]` by subspace, float32 `[G · M, N, m]`."""
+    """Split keys `[G, N, D]` into subspaces, float32 `[G · M, N, m]`."""
     parts = keys.float().reshape(*keys.shape[:2], keys.shape[2] // subspace, subspace)
     return parts.transpose(1, 2).flatten(0, 1)

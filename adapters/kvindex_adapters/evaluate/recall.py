@@ -1,6 +1,4 @@
-"""How much of the true top `k`, and of its attention coverage, an index finds on captured keys; and
-whether the share of attention that it believes to hold is the true one.
-"""
+"""Recall and attention coverage of an index on captured keys, and whether its estimates hold."""
 
 from __future__ import annotations
 
@@ -17,18 +15,18 @@ from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
 
 SINK = 64
-"""Tokens left out at the start: a layer always attends to them."""
+"""First tokens, left out: a layer always attends to them."""
 
 TOKENS = 4096
-"""What tokens share is shared by so many where bytes per key are counted."""
+"""Tokens that share per-index bytes where bytes per key are counted."""
 
 
 @dataclass(frozen=True)
 class Recall:
     """Per layer and query head, float64 `[L, H]`, means over queries.
 
-    recall: share of the true top `k` rows by `q·k`; coverage: softmax coverage that the hits hold,
-    and mass_true: that the true top `k` hold, over the rows of the index.
+    recall: share of the true top `k` rows by `q·k`; coverage: softmax coverage of the hits over
+    the rows of the index, and mass_true: of the true top `k`.
     """
 
     recall: Tensor
@@ -38,10 +36,10 @@ class Recall:
 
 @dataclass(frozen=True)
 class Certified:
-    """Per layer, query head and query, float64 `[L, H, T]`: of searches with a `coverage`.
+    """Searches with a `coverage`, per layer, query head and query, float64 `[L, H, T]`.
 
     believed: `Hits.coverage`; true: the softmax coverage of the hits over the rows of the index;
-    rows: how many the hits are.
+    rows: number of hits.
     """
 
     believed: Tensor
@@ -57,51 +55,51 @@ def measure(
     The queries are those captured after the first `prompt` tokens. first: tokens of the first
     append (what an index learns from); all of them by default.
     """
-    found = []
+    measured = []
     for layer in layers:
-        searched, queries, scores = _prepared(layer, index, prompt, first)
-        hits = searched.search(queries, k=k)
+        expanded, queries, scores = _prepare(layer, index, prompt, first)
+        hits = expanded.search(queries, k=k)
         true = top_k(scores, k)[1]
         share = (scores.double() * layer.scale).softmax(-1)
-        mine = _flags(hits.ids, scores)
+        retrieved = _flags(hits.ids, scores)
         parts = (
-            mine.gather(-1, true).double().mean(-1),
-            (share * mine).sum(-1),
+            retrieved.gather(-1, true).double().mean(-1),
+            (share * retrieved).sum(-1),
             share.gather(-1, true).sum(-1),
         )
-        found.append([part.mean(0).cpu() for part in parts])
-    return Recall(*(torch.stack(part) for part in zip(*found, strict=True)))
+        measured.append([part.mean(0).cpu() for part in parts])
+    return Recall(*(torch.stack(part) for part in zip(*measured, strict=True)))
 
 
 def certify(
     layers: Sequence[Captured], index: str, *, k: int, coverage: float, prompt: int
 ) -> Certified:
-    """As `measure`, with searches that stop where they believe to hold `coverage`."""
-    found = []
+    """As `measure`, with searches that stop at an estimated `coverage`."""
+    measured = []
     for layer in layers:
-        searched, queries, scores = _prepared(layer, index, prompt, None)
-        hits = searched.search(queries, k=k, coverage=coverage)
+        expanded, queries, scores = _prepare(layer, index, prompt, None)
+        hits = expanded.search(queries, k=k, coverage=coverage)
         assert hits.coverage is not None
         share = (scores.double() * layer.scale).softmax(-1)
         true = (share * _flags(hits.ids, scores)).sum(-1)
         rows = (hits.ids >= 0).sum(-1)
-        found.append([part.double().mT.cpu() for part in (hits.coverage, true, rows)])
-    return Certified(*(torch.stack(part) for part in zip(*found, strict=True)))
+        measured.append([part.double().mT.cpu() for part in (hits.coverage, true, rows)])
+    return Certified(*(torch.stack(part) for part in zip(*measured, strict=True)))
 
 
 def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
     """`BaseIndex.bytes_per_key` of keys in bfloat16."""
     options: dict[str, Any] = dict(q_heads=1, kv_heads=1, head_dim=head_dim, rope=torch.ones(1))
-    made = kvindex.create(index, dtype=torch.bfloat16, **options)
-    assert isinstance(made, BaseIndex)
-    made.append(*torch.ones(2, 1, 1, TOKENS, head_dim, dtype=torch.bfloat16))
-    return made.bytes_per_key()
+    trial = kvindex.create(index, dtype=torch.bfloat16, **options)
+    assert isinstance(trial, BaseIndex)
+    trial.append(*torch.ones(2, 1, 1, TOKENS, head_dim, dtype=torch.bfloat16))
+    return trial.bytes_per_key()
 
 
-def _prepared(
+def _prepare(
     layer: Captured, spec: str, prompt: int, first: int | None
 ) -> tuple[BaseIndex, Tensor, Tensor]:
-    """An index that serves `T` rows, their queries `[T, H, D]`, and true `q·k` `[T, H, N]`."""
+    """An index expanded to `T` rows, their queries `[T, H, D]`, and true `q·k` `[T, H, N]`."""
     H, T, D = layer.queries.shape
     keys = layer.keys[None, :, SINK:prompt].repeat_interleave(H // len(layer.keys), dim=1)
     index: Any = kvindex.create(
@@ -123,7 +121,7 @@ def _prepared(
 
 
 def _flags(ids: Tensor, scores: Tensor) -> Tensor:
-    """Which rows `ids` names, bool as `scores`."""
+    """Flags of the rows in `ids`, bool in the shape of `scores`."""
     width = scores.shape[-1]
     flags = torch.zeros((*scores.shape[:-1], width + 1), dtype=torch.bool, device=scores.device)
     return flags.scatter_(-1, torch.where(ids < 0, width, ids), True)[..., :width]

@@ -1,4 +1,4 @@
-"""A needle in real text: one fact hidden in a long prompt, and a question about it.
+"""Needle task: one fact hidden in a long text, and a question about it.
 
 After the single-needle task of RULER (Hsieh et al., 2024), in words that SmolLM2-135M answers
 with full attention; the haystack is the caller's.
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvindex_adapters.hf.reading import encode_prompt
+from kvindex_adapters.hf.prefill import encode_prompt
 
 KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier", "compass")
 
@@ -27,7 +27,7 @@ class Needle:
     value: str
 
     def found(self, answer: str) -> bool:
-        """Whether the answer holds the value."""
+        """Whether the answer contains the value."""
         return self.value in answer
 
 

@@ -1,4 +1,4 @@
-"""Real text that every Python carries: the prose of its reference, the code of its library."""
+"""Real texts that every Python installation has: prose of its reference, code of its library."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ def python_reference() -> list[str]:
     """Paragraphs of prose from `pydoc_data.topics` (the Python documentation; PSF licence)."""
     from pydoc_data.topics import topics
 
-    kept: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
             if paragraph.startswith((" ", "\t", "*", "+", "-", "|")) or "::=" in paragraph:
                 continue  # lists, tables, code and grammar
             plain = re.sub(r"[*`\"]", "", re.sub(r"\s+", " ", paragraph)).strip()
             if len(plain) >= 120:
-                kept[plain] = None
-    return list(kept)
+                texts[plain] = None
+    return list(texts)
 
 
 def paragraphs(text: str) -> list[str]:
@@ -30,14 +30,14 @@ def paragraphs(text: str) -> list[str]:
 
 
 def python_source() -> str:
-    """Source code that every Python carries: the modules of its standard library, by name."""
+    """Source code of the modules of the standard library, by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
     return "\n\n".join(f"# {path.name}\n{path.read_text(errors='ignore')}" for path in files)
 
 
 def main() -> None:
-    """Write prose.txt and code.txt, up to 400,000 characters each, to the folder that is named."""
+    """Write prose.txt and code.txt, up to 400,000 characters each, to the folder in argv."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     prose = python_reference()

@@ -1,4 +1,4 @@
-"""Any index in any decoder of transformers.
+"""The transformers adapter: any index in any decoder.
 
 import kvindex_adapters.hf as kvhf
 with kvhf.attach(model, index="pariskv", k=100) as cache:
@@ -9,7 +9,7 @@ print(cache.report())
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generate import Generation, generate
-from kvindex_adapters.hf.reading import read
+from kvindex_adapters.hf.prefill import read
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.tokenizer import sentence_ends
 from kvindex_adapters.hf.unsupported import UnsupportedError

@@ -1,14 +1,12 @@
-"""`attach`: a context in which a model's attention runs through indexes."""
+"""`attach`: route a transformers model's attention through indexes while a context lasts."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 import kvindex
@@ -20,10 +18,11 @@ from kvindex_adapters.hf.attachment import claimed
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
-from kvindex_adapters.hf.place import placed
-from kvindex_adapters.hf.restored import own_configurations, subclassed
-from kvindex_adapters.hf.rope import rotary
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, layer_configs
+from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
+from kvindex_adapters.hf.model_patch import private_configurations, subclassed
+from kvindex_adapters.hf.placement import default_placement
+from kvindex_adapters.hf.rotary import rotary_frequencies
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_model
 
 IndexFactory = Callable[..., KVIndex]
 """Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
@@ -56,7 +55,7 @@ def attach(
     dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
     for the index (`preset`, `store`, …), but not its geometry, which the model decides;
     layer_options: the same for single layers, by number. An index by name runs on the kernels where
-    the model is on a GPU that can (`place.placed`).
+    the model is on a GPU that can (`default_placement`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
     steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`). Afterwards
     the model is as it was, and as it was changed meanwhile (hooks, options of its configuration).
@@ -67,55 +66,55 @@ def attach(
     """
     config = check_model(model)
     _check_options(index, index_options, layer_options)
-    decoder, options = _decoder(model), dict(index_options or {})
+    decoder, shared = find_decoder(model), dict(index_options or {})
 
     def make(number: int, **geometry: Any) -> AttentionLayer:
-        own, rope = {**options, **(layer_options or {}).get(number, {})}, ropes[number]
+        options, rope = {**shared, **(layer_options or {}).get(number, {})}, ropes[number]
         if rope is not None:
             geometry["rope"] = rope.to(geometry.get("device", "cpu"))
         if isinstance(index, str):
-            place = placed(geometry.get("device"), index, own)
-            made: KVIndex = kvindex.create(index, **{**place, **geometry, **own})
+            placement = default_placement(geometry.get("device"), index, options)
+            layer_index: KVIndex = kvindex.create(index, **{**placement, **geometry, **options})
         else:
-            made = index(**{**geometry, **own})
-        turn = cache.indexed.index(number) / len(cache.indexed)
+            layer_index = index(**{**geometry, **options})
+        phase = cache.indexed.index(number) / len(cache.indexed)
         sizes = dict(sink=sink, local_window=local_window, update_every=update_every)
         sizes |= dict(k=k, dense_below=dense_below)
-        return layer(made, coverage=coverage, update_phase=turn, graphs=graphs, **sizes)
+        return layer(layer_index, coverage=coverage, update_phase=phase, graphs=graphs, **sizes)
 
     with claimed(model) as attachment:
         cache = IndexCache(config, make, dense_layers, attachment)
-        ropes = {number: rotary(decoder, number) for number in cache.indexed}
+        ropes = {number: rotary_frequencies(decoder, number) for number in cache.indexed}
         # bad arguments raise here, not in the first forward
-        for number in _telling(ropes, layer_options):
-            make(number, **_geometry(config, number))
-        with own_configurations(model, NAME):
-            model.set_attn_implementation(_request(model))
+        for number in _probe_layers(ropes, layer_options):
+            make(number, **layer_geometry(config, number))
+        with private_configurations(model, NAME):
+            model.set_attn_implementation(attention_request(model, NAME))
             if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
                 raise UnsupportedError(
                     f"model: got {type(model).__name__}, whose attention does not go through "
                     "transformers' AttentionInterface"
                 )
             generates = hasattr(model, "generate")
-            asked = subclassed(model, GuardedModel) if generates else nullcontext()
-            with subclassed(decoder, GuardedDecoder), asked:
+            guarded = subclassed(model, GuardedModel) if generates else nullcontext()
+            with subclassed(decoder, GuardedDecoder), guarded:
                 attachment.decoder = decoder
                 yield cache
 
 
-def _telling(ropes: dict[int, Any], layer_options: Mapping[int, Any] | None) -> set[int]:
-    """Layers for which an index is made to see whether it can be. Raises ValueError."""
-    given = set(layer_options or {})
-    if not given <= ropes.keys():
+def _probe_layers(ropes: dict[int, Any], layer_options: Mapping[int, Any] | None) -> set[int]:
+    """Layers whose index is created at attach, so that bad options raise there."""
+    configured = set(layer_options or {})
+    if not configured <= ropes.keys():
         raise ValueError(
-            f"layer_options: got {sorted(given - ropes.keys(), key=str)}, allowed are layers with "
-            f"an index, {sorted(ropes)}"
+            f"layer_options: got {sorted(configured - ropes.keys(), key=str)}, allowed are layers "
+            f"with an index, {sorted(ropes)}"
         )
-    return {min(ropes, key=lambda number: ropes[number] is not None), *given}
+    return {min(ropes, key=lambda number: ropes[number] is not None), *configured}
 
 
 def _check_options(index: object, index_options: object, layer_options: object) -> None:
-    """Raises ValueError for what names no index, and for options that do not fit."""
+    """Raises ValueError for what is no index, and for options that are no mapping."""
     if not isinstance(layer_options, Mapping | None):
         raise ValueError(
             f"layer_options: got {layer_options!r}, allowed is a mapping from a layer's number to "
@@ -129,61 +128,17 @@ def _check_options(index: object, index_options: object, layer_options: object) 
 
 
 def check_index(index: object, index_options: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError for what names no index, and for options that the model decides."""
-    given = set(index_options or {})
+    """Raises ValueError for what is no index, and for options that the model decides."""
+    names = set(index_options or {})
     if isinstance(index, str):
-        given |= set(parse_spec(index.partition("+")[0])[1])
+        names |= set(parse_spec(index.partition("+")[0])[1])
     elif not callable(index):
         raise ValueError(
             f"index: got {index!r}, allowed is a name, a line name:option=value:… or a factory"
         )
-    decided = given & {field.name for field in dataclasses.fields(Geometry)}
+    decided = names & {field.name for field in dataclasses.fields(Geometry)}
     if decided:
         raise ValueError(
             f"index_options: got {', '.join(sorted(decided))}, which the model decides; allowed "
-            "are the index's own options, preset, store, rows, backend and check"
+            "are the index's own options, preset, store, row_codec, backend and check"
         )
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The module whose forward takes `past_key_values` and runs the layers.
-
-    Raises UnsupportedError for a model without.
-    """
-    for module in (model.get_decoder(), model.base_model, model):
-        if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
-            return module
-    raise UnsupportedError(
-        f"model: got {type(model).__name__}, whose forward takes no past_key_values; allowed are "
-        "decoders with a cache of keys and values"
-    )
-
-
-def _parameters(module: nn.Module) -> Collection[str]:
-    return inspect.signature(type(module).forward).parameters
-
-
-def _geometry(config: Any, number: int) -> dict[str, Any]:
-    """The geometry that a configuration shows of a layer, as far as it does."""
-    layers = layer_configs(config)
-    config = layers[number] if len(layers) > 1 else config
-    heads = getattr(config, "num_attention_heads", 1)
-    per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {
-        "q_heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": per_head,
-    }
-
-
-def _request(model: PreTrainedModel) -> dict[str, str]:
-    """What to ask of `set_attn_implementation` so that only the decoder changes."""
-    config = model.config.get_text_config(decoder=True)
-    if config is model.config:
-        return {"": NAME}
-    for name in model.config.sub_configs:
-        if getattr(model.config, name) is config:
-            return {name: NAME}
-    raise UnsupportedError(
-        f"model: got {type(model).__name__}, whose decoder's configuration is nested too deeply"
-    )

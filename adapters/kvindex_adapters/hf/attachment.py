@@ -1,4 +1,4 @@
-"""What one `attach` shares with the modules of its model, and which modules have an attachment."""
+"""The state of one `attach`, by module of its model: pending layer, lock, whether it is closed."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ attached: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
 """The attachment of every module of an attached model."""
 
 _claims = threading.Lock()
-"""Held while it is looked up and entered whether modules are attached."""
+"""The lock of `attached`."""
 
 
 @contextmanager
 def claimed(model: nn.Module) -> Iterator[Attachment]:
-    """An attachment that all modules of a model belong to while the context lasts.
+    """Give all modules of a model one attachment while the context lasts.
 
     Raises ValueError for a model of which a module is attached already, by any thread.
     """
-    modules, mine = list(model.modules()), Attachment()
+    modules, attachment = list(model.modules()), Attachment()
     try:
         with _claims:
             if any(module in attached for module in modules):
                 raise ValueError(
                     "model: got one that is attached already, allowed is one attach() a time"
                 )
-            attached.update((module, mine) for module in modules)
-        yield mine
+            attached.update((module, attachment) for module in modules)
+        yield attachment
     finally:
-        mine.closed = True
+        attachment.closed = True
         for module in modules:
-            if attached.get(module) is mine:
+            if attached.get(module) is attachment:
                 del attached[module]

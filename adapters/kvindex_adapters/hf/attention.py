@@ -1,4 +1,4 @@
-"""The attention function and the mask function that transformers calls, under one name."""
+"""The attention and mask functions that transformers calls by the name `kvindex`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_attention
 
 NAME = "kvindex"
-"""What the attention implementation is called in a model's configuration."""
+"""Name of the attention implementation in a model's configuration."""
 
 QUERIES = 1024
-"""Queries of a dense layer taken at a time: bounds the logits held, not the result."""
+"""Queries of a dense layer per block: bounds the memory of logits, not the result."""
 
 
 def attention(
@@ -48,9 +48,9 @@ def attention(
     cache, layer = pending
     check_attention(name, module, query.shape[2], dropout, kwargs)
     with torch.no_grad():
-        given: Any = dict(mask=attention_mask, scaling=scaling, softcap=softcap)
-        given |= dict(bias=kwargs.get("position_bias"))
-        output = _attended(cache, layer, query, key, value, **given)
+        options: Any = dict(mask=attention_mask, scaling=scaling, softcap=softcap)
+        options |= dict(bias=kwargs.get("position_bias"))
+        output = _attend(cache, layer, query, key, value, **options)
     output = output.to(query.dtype).transpose(1, 2).contiguous()
     if torch.is_grad_enabled() and query.requires_grad:
         apply: Callable[..., Tensor] = _NoGradient.apply  # torch leaves it untyped
@@ -59,7 +59,7 @@ def attention(
 
 
 @in_plain_torch
-def _attended(
+def _attend(
     cache: Any,
     layer: Any,
     query: Tensor,
@@ -71,18 +71,18 @@ def _attended(
     softcap: float | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """`[B, H, T, Dv]`, whatever autocast and other defaults are, by an index or densely."""
+    """Attention `[B, H, T, Dv]` by an index or densely, whatever torch's defaults are."""
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _dense(query, key, value, mask, scaling, softcap, bias)
+        return _attend_dense(query, key, value, mask, scaling, softcap, bias)
     if mask is not None and mask.ndim != 2:
         raise UnsupportedError(
             f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
             "allowed is causal attention with left padding [B, N]"
         )
     padding = None if mask is None else mask.bool()
-    told: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias)
-    return layer.attend(query, key, value, padding, **told)
+    options: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias)
+    return layer.attend(query, key, value, padding, **options)
 
 
 def mask(
@@ -126,7 +126,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
 
 
-def _dense(
+def _attend_dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,7 +135,7 @@ def _dense(
     softcap: float | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A layer without an index: `T` queries, the newest of `N` tokens, over all of them.
+    """Attention of the newest `T` of `N` tokens over all of them, for a layer without an index.
 
     mask: bool `[B, 1, T, N]`; `[B, N]`, padding beside causal order; or None for causal order.
     bias: a term of the logits `[B, H, T, N]`, or None.
@@ -143,12 +143,12 @@ def _dense(
     T, N = query.shape[2], key.shape[2]
     parts = []
     for start in range(0, T, QUERIES):
-        some = query[:, :, start : start + QUERIES]
+        block = query[:, :, start : start + QUERIES]
         if mask is not None and mask.ndim == 4:
             visible = mask[:, :, start : start + QUERIES, :N]
         else:
             rows = torch.arange(N, device=query.device)
-            newest = rows[N - T + start : N - T + start + some.shape[2]]
+            newest = rows[N - T + start : N - T + start + block.shape[2]]
             visible = (rows <= newest[:, None])[None, None]
             if mask is not None:
                 visible = visible & mask[:, None, None, :N]
@@ -158,12 +158,12 @@ def _dense(
             )
         if bias is not None:
             visible = visible + bias[:, :, start : start + QUERIES, :N].float()
-        parts.append(attend_blocks(some, [(key, value, visible)], scale=scale, softcap=softcap))
+        parts.append(attend_blocks(block, [(key, value, visible)], scale=scale, softcap=softcap))
     return torch.cat(parts, dim=2)
 
 
 class _NoGradient(torch.autograd.Function):
-    """Identity that refuses to go backward: rows in an index have no gradient."""
+    """Identity whose backward pass raises: rows in an index have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""A transformers cache whose full-attention layers keep their tokens in an index.
+"""`IndexCache`: a transformers cache whose full-attention layers keep their tokens in an index.
 
 `update()` receives keys and values after rotary embedding, the attention function sees the
-queries. They meet through the cache: `update()` leaves the layer as pending and returns the new
-tokens alone; the attention function that runs next takes it and appends the keys and values that
-reach it, whatever the model's class did to them in between (`indexed.IndexedLayer.attend`).
+queries. They meet through the cache: `update()` marks the layer as pending and returns the new
+tokens alone; the attention function that runs next takes the pending layer and appends the keys
+and values that reach it, whatever the model's class did to them in between
+(`cache_layer.IndexedLayer.attend`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers import DynamicCache
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import Attachment
-from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop, in_place_of
+from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop, indexed_layer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
@@ -47,16 +48,16 @@ class IndexCache(DynamicCache):
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
         self.attachment = attachment
-        """Of the model whose calls take this cache."""
+        """State of the `attach` whose model takes this cache."""
         self.padding = Padding()
-        """Of the step that is under way."""
+        """Padding of the current step."""
         self.ids: Tensor | None = None
-        """Ids int64 `[N]` of all that it holds, where `read` and `generate` put it there."""
+        """Ids int64 `[N]` of all tokens in the cache, if `read` and `generate` put them there."""
         self.tokens: Tensor | None = None
-        """Ids int64 `[B, T]` of the tokens of the step that is under way, if they are known."""
+        """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
         self._config, self._make = config, make
         self._broken: str | None = None
-        self.layers = self._fresh()
+        self.layers = self._empty_layers()
 
     def update(
         self,
@@ -66,14 +67,14 @@ class IndexCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """As transformers calls it; the layer is then pending for the attention function."""
+        """Transformers' hook; marks the layer as pending for the attention function."""
         self.check_usable()
-        self.check_taken()
+        self.check_attended()
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.attachment.set_pending(self, self.layers[layer_idx])
         return states
 
-    def check_taken(self) -> None:
+    def check_attended(self) -> None:
         """Raises UnsupportedError if an `update` never met the attention function."""
         if self.attachment.take_pending() is not None:
             raise UnsupportedError(
@@ -91,27 +92,27 @@ class IndexCache(DynamicCache):
             raise RuntimeError(f"past_key_values: {self._broken}; call reset() first")
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The layers that have an index and have seen a token."""
+        """The attention layers that have an index and at least one token."""
         return [layer.attention for layer in self._indexed() if layer.attention]
 
     def indexes(self) -> list[KVIndex]:
-        """Their indexes."""
+        """The indexes of those layers."""
         return [layer.index for layer in self.attention_layers()]
 
     def report(self) -> Report:
-        """What the searching steps have read so far, and what the cache holds."""
+        """Rows and bytes that the searching steps have read so far, and memory of the cache."""
         layers = self.attention_layers()
         traffic = [layer.traffic for layer in layers]
         steps = sum(part.steps for part in traffic)
-        asked = steps > 0 and any(layer.coverage is not None for layer in layers)
+        covered = steps > 0 and any(layer.coverage is not None for layer in layers)
         nbytes: dict[str, int] = {}
         for layer in layers:
             for tier, size in layer.nbytes().items():
                 nbytes[tier] = nbytes.get(tier, 0) + size
         others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
-        held = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
+        rows = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
         if others:
-            nbytes["other"] = sum(tensor.nbytes for tensor in held if tensor is not None)
+            nbytes["other"] = sum(tensor.nbytes for tensor in rows if tensor is not None)
         return Report(
             tokens=max((len(layer) for layer in layers), default=0),
             layers=len(self._indexed()),
@@ -122,7 +123,7 @@ class IndexCache(DynamicCache):
             bytes_fetched=int(sum(float(part.bytes_fetched) for part in traffic)),
             nbytes=nbytes,
             coverage=float(sum(float(part.coverage) for part in traffic)) / steps
-            if asked
+            if covered
             else None,
         )
 
@@ -133,58 +134,58 @@ class IndexCache(DynamicCache):
         RuntimeError where a sliding window has lost the rows to go back to.
         """
         removed = check_crop(tokens_to_remove)
-        self._every(lambda layer: layer.crop(removed))
+        self._change_all(lambda layer: layer.crop(removed))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `b` of the batch becomes what row `beam_idx[b]` was."""
-        self._every(lambda layer: layer.reorder_cache(beam_idx))
+        self._change_all(lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch `repeats` times in a row."""
-        self._every(lambda layer: layer.batch_repeat_interleave(repeats))
+        self._change_all(lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        self._every(lambda layer: layer.batch_select_indices(indices))
+        self._change_all(lambda layer: layer.batch_select_indices(indices))
 
     def reset(self) -> None:
         """Forget all tokens; the cache can be used again."""
         with self.attachment.exclusive():
-            self.layers = self._fresh()
+            self.layers = self._empty_layers()
             self.attachment.take_pending()
             self.ids = self._broken = None
 
     def lengths(self) -> list[int]:
-        """Tokens that each indexed layer holds."""
+        """Token count of each indexed layer."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
     def checkpoint(self) -> list[Any]:
-        """Where each layer is now. Keeps the rows of layers without an index alive."""
+        """The state of each layer, for `rollback`. Keeps rows of layers without an index alive."""
         return [
-            layer.checkpoint() if isinstance(layer, IndexedLayer) else _held(layer)
+            layer.checkpoint() if isinstance(layer, IndexedLayer) else _attributes(layer)
             for layer in self.layers
         ]
 
     def rollback(self, checkpoint: list[Any]) -> None:
-        """Be again what `checkpoint` says, or stay unusable until `reset()`."""
+        """Restore the state of `checkpoint`, or stay unusable until `reset()`."""
         self.attachment.take_pending()
         self._broken = "a step failed half way and could not be undone"
-        for layer, mark in zip(self.layers, checkpoint, strict=True):
+        for layer, before in zip(self.layers, checkpoint, strict=True):
             if isinstance(layer, IndexedLayer):
-                layer.rollback(mark)
+                layer.rollback(before)
             else:
-                vars(layer).update(mark)
+                vars(layer).update(before)
         # all layers make new tensors, but linear attention overwrites its state
         if not any(hasattr(layer, "recurrent_states") for layer in self.layers):
             self._broken = None
 
-    def _every(self, change: Callable[[Any], None]) -> None:
-        """`change` for every layer, or for none if a layer refuses it or it is interrupted."""
+    def _change_all(self, change: Callable[[Any], None]) -> None:
+        """Apply `change` to every layer, or to none if a layer refuses it or it is interrupted."""
         before: list[tuple[Any, dict[str, Any], Any]] = []
         ids = self.ids
         try:
             with self.attachment.exclusive():
-                before = [(layer, _held(layer), _checkpoint(layer)) for layer in self.layers]
+                before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
                 self.ids = None
                 # those without an index first: they may refuse, and make new tensors
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
@@ -192,18 +193,18 @@ class IndexCache(DynamicCache):
         except BaseException:
             if before:
                 self._broken = "a change of the cache failed half way"
-                for layer, held, checkpoint in before:
-                    vars(layer).update(held)
+                for layer, attributes, checkpoint in before:
+                    vars(layer).update(attributes)
                     if isinstance(layer, IndexedLayer):
                         layer.rollback(checkpoint)
                 self._broken, self.ids = None, ids
             raise
 
-    def _fresh(self) -> list[Any]:
-        """Layers without a token; transformers' own `reset` zeroes what they hold."""
+    def _empty_layers(self) -> list[Any]:
+        """New layers without a token; transformers' own `reset` zeroes tensors in place."""
         layers = DynamicCache(config=self._config).layers
         for i in self.indexed:
-            layers[i] = in_place_of(layers[i], partial(self._make, i), self.padding)
+            layers[i] = indexed_layer(layers[i], partial(self._make, i), self.padding)
         return layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
@@ -246,12 +247,12 @@ def _check_dense(dense_layers: Any, layers: int, full: list[int]) -> None:
 
 
 def _checkpoint(layer: Any) -> Any:
-    """Of a layer that has an index; None for others."""
+    """The checkpoint of a layer that has an index; None for others."""
     return layer.checkpoint() if isinstance(layer, IndexedLayer) else None
 
 
-def _held(layer: Any) -> dict[str, Any]:
-    """What a layer of transformers holds: as long as it makes new tensors, a copy of it."""
+def _attributes(layer: Any) -> dict[str, Any]:
+    """Attributes of a layer of transformers: a copy as long as it makes new tensors."""
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in vars(layer).items()

@@ -1,4 +1,4 @@
-"""Layers of a transformers cache whose tokens are in an index."""
+"""`IndexedLayer`: a layer of a transformers cache whose tokens are in an index."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from transformers.cache_utils import (
 
 from kvindex.core import check
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.model_info import DescribedRows
 from kvindex_adapters.hf.padding import Padding
+from kvindex_adapters.hf.tensor_spec import TensorSpec
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
 LayerFactory = Callable[..., AttentionLayer]
-"""Makes a layer from its number and the geometry that its first call shows."""
+"""Creates an attention layer from the geometry that the first call shows."""
 
 
 class IndexedLayer(CacheLayerMixin):
-    """A layer of the cache around a `kvindex.AttentionLayer`; padding: of all layers."""
+    """A layer of the cache around a `kvindex.AttentionLayer`; padding: shared by all layers."""
 
     is_sliding = False
     is_compileable = False
@@ -36,7 +36,7 @@ class IndexedLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` leaves no trace."""
+        """Whether `crop` restores the state before the tokens that it removes."""
         return True
 
     @property
@@ -45,26 +45,26 @@ class IndexedLayer(CacheLayerMixin):
         return self.attention is not None
 
     @property
-    def keys(self) -> DescribedRows | None:
+    def keys(self) -> TensorSpec | None:
         """Shape `[B, G, N, D]`, dtype and device of the keys; None before the first token."""
-        return self._described("head_dim")
+        return self._spec("head_dim")
 
     @property
-    def values(self) -> DescribedRows | None:
+    def values(self) -> TensorSpec | None:
         """Shape `[B, G, N, Dv]`, dtype and device of the values; None before the first token."""
-        return self._described("value_dim")
+        return self._spec("value_dim")
 
-    def _described(self, width: str) -> DescribedRows | None:
+    def _spec(self, width: str) -> TensorSpec | None:
         if self.attention is None:
             return None
-        g, held = self.attention.index.geometry, len(self.attention)
-        shape = torch.Size((self._batch, g.kv_heads, held, getattr(g, width)))
-        return DescribedRows(shape, g.dtype, g.device)
+        g, length = self.attention.index.geometry, len(self.attention)
+        shape = torch.Size((self._batch, g.kv_heads, length, getattr(g, width)))
+        return TensorSpec(shape, g.dtype, g.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new tokens as they are; `attend` appends them."""
+        """Return the new tokens unchanged; `attend` appends them."""
         return key_states, value_states
 
     def attend(
@@ -79,7 +79,7 @@ class IndexedLayer(CacheLayerMixin):
         tokens: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Append and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
+        """Append tokens and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
 
         tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown;
         bias: as of `AttentionLayer.step`.
@@ -108,7 +108,7 @@ class IndexedLayer(CacheLayerMixin):
         return output
 
     def _check_same(self, scale: float, softcap: float | None) -> None:
-        """The index was made for one scale and one softcap."""
+        """Raises UnsupportedError unless scale and softcap are those of the index."""
         assert self.attention is not None
         g = self.attention.index.geometry
         if (scale, softcap) != (g.scale, g.softcap):
@@ -118,7 +118,7 @@ class IndexedLayer(CacheLayerMixin):
             )
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
+        """Count of tokens."""
         return 0 if self.attention is None else len(self.attention)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -137,11 +137,11 @@ class IndexedLayer(CacheLayerMixin):
         self.attention = None
 
     def checkpoint(self) -> Any:
-        """Where the layer is now; None before its first step."""
+        """The state of the layer, for `rollback`; None before its first step."""
         return None if self.attention is None else (self.attention, self.attention.checkpoint())
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says."""
+        """Restore the state of `checkpoint`."""
         self.attention = None
         if checkpoint is not None:
             attention, before = checkpoint
@@ -174,7 +174,7 @@ class IndexedLayer(CacheLayerMixin):
         self.attention.reorder(indices)
 
     def offload(self) -> None:
-        """Refused: where rows live is the index's own choice (`store`)."""
+        """Raises UnsupportedError: the index itself decides where rows are stored (`store`)."""
         raise UnsupportedError('offloading: got True; allowed is index_options={"store": "host"}')
 
     prefetch = offload
@@ -185,9 +185,9 @@ class IndexedLayer(CacheLayerMixin):
 
 
 class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
-    """A layer with linear attention beside full attention, whose tokens are in an index.
+    """A cache layer with linear attention beside full attention, whose tokens are in an index.
 
-    states: how many the linear attention has.
+    states: number of states of the linear attention.
     """
 
     def __init__(self, make: LayerFactory, padding: Padding, states: int) -> None:
@@ -200,7 +200,7 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
         return bool(super(IndexedLayer, self).is_croppable)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of the linear attention, which names what it passes."""
+        """Initialize the linear attention, which passes its tensors by name."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
@@ -210,7 +210,7 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
         IndexedLayer.reset(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As both do; linear attention cannot, mostly, and raises RuntimeError."""
+        """Crop both parts; linear attention mostly cannot, and raises RuntimeError."""
         LinearAttentionLayer.crop(self, check_crop(tokens_to_remove))
         IndexedLayer.crop(self, tokens_to_remove)
 
@@ -227,15 +227,15 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
             LinearAttentionLayer.reorder_cache(self, rows)
 
 
-def in_place_of(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
-    """What stands in for a layer of transformers that `has_full_attention`."""
+def indexed_layer(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
+    """The indexed layer that replaces a layer of transformers that `has_full_attention`."""
     if isinstance(layer, LinearAttentionAndFullAttentionLayer):
         return HybridLayer(make, padding, layer.number_of_states)
     return IndexedLayer(make, padding)
 
 
 def check_crop(tokens_to_remove: Any) -> int:
-    """As an int: transformers 5.17 passes a tensor of no dimensions. Raises ValueError above 0."""
+    """The argument as an int; transformers 5.17 passes a tensor. Raises ValueError above 0."""
     removed = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
     if not isinstance(removed, int) or isinstance(removed, bool) or removed > 0:
         raise ValueError(

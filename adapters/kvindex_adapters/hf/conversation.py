@@ -1,4 +1,4 @@
-"""A prompt that meets a cache of the caller's: refused, continued, or a branch that is undone."""
+"""Prompts that continue a conversation in a cache with tokens, or branch from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
 USED = ("refuse", "continue", "branch")
-"""What may happen to a cache that holds tokens already."""
+"""What `generate` may do with a cache that holds tokens."""
 
-OF_THE_PAST: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
-"""Options of `model.generate` that look at ids before the prompt, and where they do nothing."""
+HISTORY_OPTIONS: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
+"""Options of `model.generate` that look at ids before the prompt -> value without effect."""
 
 
 def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
@@ -29,12 +29,12 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
         )
     check.one_of("used", used, allowed)
     cache.check_usable()
-    held = cache.get_seq_length()
-    if held and used == "refuse":
+    length = cache.get_seq_length()
+    if length and used == "refuse":
         others = " or ".join(f'used="{name}"' for name in allowed if name != "refuse")
         raise ValueError(
-            f"cache: got one that holds {held} tokens, allowed is an empty one; for a prompt that "
-            f"follows them say {others}, to begin anew cache.reset()"
+            f"cache: got one that holds {length} tokens, allowed is an empty one; for a prompt "
+            f"that follows them say {others}, to begin anew cache.reset()"
         )
     batch = max((layer.batch_size for layer in cache.attention_layers()), default=1)
     if batch > 1:
@@ -49,7 +49,7 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
 
 @contextmanager
 def following(cache: IndexCache, used: str) -> Iterator[IndexCache]:
-    """The cache, which is as it was after a failure, and after a branch."""
+    """Give the cache, and roll it back after a failure or a branch."""
     before, ids, done = cache.checkpoint(), cache.ids, False
     try:
         yield cache
@@ -61,21 +61,21 @@ def following(cache: IndexCache, used: str) -> Iterator[IndexCache]:
 
 
 def past_ids(cache: Any) -> Tensor | None:
-    """Ids int64 `[N]` of what the cache holds, or None where others put tokens there."""
+    """Ids int64 `[N]` of the cache's tokens, or None where others put tokens there."""
     if not cache.get_seq_length():
         return torch.empty(0, dtype=torch.int64)
     return getattr(cache, "ids", None)
 
 
 def remember(cache: IndexCache, past: Tensor | None, ids: Tensor) -> None:
-    """The cache holds ids `[N]` after the past."""
+    """Record that the cache holds ids `[N]` after the past."""
     if past is not None:
         cache.ids = torch.cat([past.to(ids), ids])
 
 
 def check_past_known(config: Any, options: dict[str, Any]) -> None:
-    """Raises ValueError for options that look at a past whose ids nobody knows."""
-    for name, unused in OF_THE_PAST.items():
+    """Raises ValueError for options that look at past ids, which are unknown."""
+    for name, unused in HISTORY_OPTIONS.items():
         value = options.get(name, getattr(config, name, None))
         if value is not None and value != unused:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""One call from a prompt to an answer, with or without an index."""
+"""`generate`: one call from a prompt to an answer, with or without an index."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvindex.core import check
+from kvindex.core.capability import capability
+from kvindex.core.protocol import Reserves, RunsOps
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.clock import Clock
 from kvindex_adapters.hf.conversation import (
     check_follows,
     check_past_known,
@@ -22,28 +23,29 @@ from kvindex_adapters.hf.conversation import (
     past_ids,
     remember,
 )
-from kvindex_adapters.hf.reading import Progress, Prompt, check_prompt, encode_prompt, prefill
+from kvindex_adapters.hf.prefill import Progress, Prompt, check_prompt, encode_prompt, prefill
 from kvindex_adapters.hf.report import Report
+from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
 from kvindex_adapters.hf.unsupported import assisted
 
 INDEX, K = "pariskv", 100
-"""What `generate` attaches unless it is told."""
+"""Defaults of `generate`."""
 
 ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
-"""What `generate` insists on, whatever the model's own generation configuration says."""
+"""Options that `generate` fixes, whatever the model's own generation configuration says."""
 
-OURS = {"inputs", "input_ids", "attention_mask", "past_key_values"}
+RESERVED = {"inputs", "input_ids", "attention_mask", "past_key_values"}
 """Options of `model.generate` that `generate` sets itself."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer and what it took.
+    """An answer, its time and its traffic.
 
     text: the answer; prompt_ids, answer_ids: int64 `[N]`; prefill_s: seconds until the first
-    token of the answer; token_s: seconds per token after it; report: what was read and held,
-    config: the index's configuration, backend: whose ops it ran; all None for full attention.
+    token of the answer; token_s: seconds per token after it; report: rows read and memory,
+    config: the index's configuration, backend: of its ops; all None for full attention.
     """
 
     text: str
@@ -93,10 +95,10 @@ def generate(
     check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     _check_cache(cache, used, index, k, attach_options)
-    held = 0 if cache is None else cache.get_seq_length()
-    ids = encode_prompt(tokenizer, prompt, follows=held > 0).to(model.device)
+    past_length = 0 if cache is None else cache.get_seq_length()
+    ids = encode_prompt(tokenizer, prompt, follows=past_length > 0).to(model.device)
     check_prompt(ids)
-    clock = Clock(streamer, on_progress, ids, max_new_tokens)
+    timer = TokenTimer(streamer, on_progress, ids, max_new_tokens)
     options = {**ONE_ANSWER, "do_sample": False, **generate_options}
     if cache is not None:
         context: Any = following(cache, used)
@@ -106,50 +108,51 @@ def generate(
         context = attach(model, index=index, k=k, **punctuated(index, tokenizer, attach_options))
     with context as holder, torch.no_grad():
         past = past_ids(holder)
-        whole = _check_past(model, options, held, past)
+        whole = _check_past(model, options, past_length, past)
         # generate() reads the last chunk: several queries, so the first answer token is exact
         stop = 0 if whole else max(len(ids) - chunk, 0)
         prefill(model, ids, holder, stop=stop, chunk=chunk, report=on_progress)
-        length = held + len(ids)
+        length = past_length + len(ids)
         if index is not None:
             _make_room(holder, length + max_new_tokens)
-        # all ids, of which it slices off what is held; or the new ones alone under a longer mask
-        given = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
+        # all ids, of which it slices off the cache's; or the new ones alone under a longer mask
+        input_ids = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
-            input_ids=given[None],
-            attention_mask=given.new_ones(1, length),
+            input_ids=input_ids[None],
+            attention_mask=input_ids.new_ones(1, length),
             past_key_values=holder,
             max_new_tokens=max_new_tokens,
-            streamer=clock,
+            streamer=timer,
             **options,
         )
-        answer = sequence[0, len(given) :]
+        answer = sequence[0, len(input_ids) :]
         if cache is not None and used != "branch":
-            _keep_answer(model, cache, answer, length + len(answer))
+            _append_answer(model, cache, answer, length + len(answer))
             remember(cache, past, torch.cat([ids, answer]))
         report = None if index is None else holder.report()
         made = None if index is None else holder.indexes()[0]
+        runs = None if made is None else capability(made, RunsOps)
     return Generation(
         text=tokenizer.decode(answer, skip_special_tokens=True),
         prompt_ids=ids,
         answer_ids=answer,
-        prefill_s=clock.first - clock.start,
-        token_s=(clock.last - clock.first) / max(len(answer) - 1, 1),
+        prefill_s=timer.first - timer.start,
+        token_s=(timer.last - timer.first) / max(len(answer) - 1, 1),
         report=report,
         config=None if made is None else made.config,
-        backend=None if made is None else getattr(made, "backend", "torch"),
+        backend=None if runs is None else runs.backend,
     )
 
 
 def _check_past(
-    model: PreTrainedModel, options: dict[str, Any], held: int, past: Tensor | None
+    model: PreTrainedModel, options: dict[str, Any], past_length: int, past: Tensor | None
 ) -> bool:
     """Whether `model.generate` must read the whole prompt. Raises ValueError where it cannot."""
     config = options.get("generation_config") or model.generation_config
     if past is None:
         check_past_known(config, options)
     name = assisted(config, options)
-    if name and held:
+    if name and past_length:
         raise ValueError(
             f"{name}: got a value, allowed is none with a cache that holds tokens: assisted "
             "decoding of transformers would read them once more"
@@ -157,42 +160,41 @@ def _check_past(
     return name is not None
 
 
-def _keep_answer(model: PreTrainedModel, cache: IndexCache, answer: Tensor, length: int) -> None:
-    """Read the end of an answer, which no step has read, so that the cache holds `length`."""
+def _append_answer(model: PreTrainedModel, cache: IndexCache, answer: Tensor, length: int) -> None:
+    """Read the end of an answer, which no step has read, so that the cache has `length` tokens."""
     if missing := length - cache.get_seq_length():
         prefill(model, answer[-missing:], cache, stop=missing, chunk=missing + 1)
 
 
 def _check_cache(cache: Any, used: str, index: Any, k: int, attach_options: Any) -> None:
-    """Raises ValueError for a cache that cannot be used so, or options that it has already."""
+    """Raises ValueError for a cache that cannot be used so, or options that `attach` decided."""
     if cache is None:
         if used != "refuse":
             raise ValueError(f'used: got {used!r}, allowed is "refuse" without cache=')
         return
     check_follows(cache, used)
-    given = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
-    for name in (name for name, changed in given.items() if changed):
+    passed = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
+    for name in (name for name, changed in passed.items() if changed):
         raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
 
 
 def _make_room(cache: Any, tokens: int) -> None:
     """Memory for the whole answer, before its first token, where there is as much."""
     for made in cache.indexes():
-        while hasattr(made, "inner"):  # what wrappers are around has the memory
-            made = made.inner
-        if hasattr(made, "reserve"):
+        reserves = capability(made, Reserves)
+        if reserves is not None:
             with suppress(MemoryError):  # the answer may be shorter
-                made.reserve(tokens)
+                reserves.reserve(tokens)
 
 
 def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:
     for name in sorted({"index", "k"} & set(attach_options or {})):
         raise ValueError(f"attach_options: got {name}, allowed is {name} as an argument of its own")
-    for name in sorted(OURS & set(generate_options)):
+    for name in sorted(RESERVED & set(generate_options)):
         raise ValueError(f"{name}: got a value, allowed is none: the prompt decides it")
-    for name, only in ONE_ANSWER.items():
-        if generate_options.get(name, only) != only:
+    for name, fixed in ONE_ANSWER.items():
+        if generate_options.get(name, fixed) != fixed:
             raise ValueError(
-                f"{name}: got {generate_options[name]}, allowed is {only}; for more call "
+                f"{name}: got {generate_options[name]}, allowed is {fixed}; for more call "
                 "attach() and model.generate"
             )

@@ -1,4 +1,4 @@
-"""What stands around the calls of an attached model: refusals, one thread at a time, undoing."""
+"""Guards around calls of an attached model: refuse, admit one thread, roll back failed steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvindex_adapters.hf.unsupported import UnsupportedError, check_generate
 
 
 class GuardedDecoder(nn.Module):
-    """A decoder whose calls are steps of the cache that they are given."""
+    """A decoder whose calls are steps of the cache in `past_key_values`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the decoder's class does, with the cache in `past_key_values`."""
+        """Run the decoder's own call, guarded."""
         attachment = attached.get(self)
         if attachment is None or attachment.decoder is not self:
             return super().__call__(*args, **kwargs)
@@ -25,20 +25,20 @@ class GuardedDecoder(nn.Module):
 
 
 class GuardedModel(nn.Module):
-    """A model that refuses ways to generate before it begins."""
+    """A model that refuses unsupported ways to generate before it begins."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's class does."""
+        """Run the model's own `generate`, after its checks."""
         if self in attached:
             check_generate(self, kwargs)
-        above: Any = super()
-        return above.generate(*args, **kwargs)
+        parent: Any = super()
+        return parent.generate(*args, **kwargs)
 
 
 def _step(
     forward: Callable[..., Any], attachment: Attachment, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """A decoder's call that refuses other caches and undoes a step that fails half way."""
+    """Call a decoder: refuse other caches, and roll back a step that fails half way."""
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
     cache = kwargs.get("past_key_values")
@@ -51,14 +51,14 @@ def _step(
         cache.check_usable()
         before = cache.checkpoint()
         ids = args[0] if args else kwargs.get("input_ids")
-        cache.ids, known = None, cache.ids  # who knows better says so afterwards
+        cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
         cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
         try:
             output = forward(*args, **kwargs)
-            cache.check_taken()
+            cache.check_attended()
         except BaseException:  # an interrupt, too, leaves layers of different lengths
             cache.rollback(before)
-            cache.ids = known
+            cache.ids = past_ids
             raise
         finally:
             cache.tokens = None

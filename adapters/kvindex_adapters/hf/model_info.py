@@ -1,62 +1,59 @@
-"""Shape, dtype and device of rows that are in an index, for code that asks a cache for them."""
+"""Decoder, layer geometry and attention setting of a transformers model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+import inspect
+from collections.abc import Collection
+from typing import Any
 
-import torch
+from torch import nn
+from transformers import PreTrainedModel
 
-from kvindex_adapters.hf.unsupported import UnsupportedError
-
-WHY = "the rows are in the index's store and in the window"
+from kvindex_adapters.hf.unsupported import UnsupportedError, layer_configs
 
 
-@dataclass(frozen=True, eq=False)
-class DescribedRows:
-    """What `layer.keys` and `layer.values` are: a tensor's description without its numbers."""
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The module whose forward takes `past_key_values` and runs the layers.
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    Raises UnsupportedError for a model without.
+    """
+    for module in (model.get_decoder(), model.base_model, model):
+        if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
+            return module
+    raise UnsupportedError(
+        f"model: got {type(model).__name__}, whose forward takes no past_key_values; allowed are "
+        "decoders with a cache of keys and values"
+    )
 
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a tensor of this shape and dtype takes."""
-        return self.numel() * self.dtype.itemsize
+def _parameters(module: nn.Module) -> Collection[str]:
+    return inspect.signature(type(module).forward).parameters
 
-    def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size of it."""
-        return self.shape if dim is None else self.shape[dim]
 
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return self.ndim
+def layer_geometry(config: Any, number: int) -> dict[str, Any]:
+    """Head counts and head dimension of a layer, as its configuration states them."""
+    layers = layer_configs(config)
+    config = layers[number] if len(layers) > 1 else config
+    heads = getattr(config, "num_attention_heads", 1)
+    per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "q_heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": per_head,
+    }
 
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.shape.numel()
 
-    def __len__(self) -> int:
-        return self.shape[0]
+def attention_request(model: PreTrainedModel, name: str) -> dict[str, str]:
+    """The argument of `set_attn_implementation` that gives the decoder alone attention `name`.
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"keys, values: got .{name}, allowed are shape, dtype, device: {WHY}")
-
-    def __getitem__(self, index: object) -> NoReturn:
-        raise UnsupportedError(
-            f"keys, values: got an index, allowed are shape, dtype, device: {WHY}"
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> NoReturn:
-        name = getattr(function, "__name__", function)
-        raise UnsupportedError(f"keys, values: got {name}, allowed are shape, dtype, device: {WHY}")
+    Raises UnsupportedError for a decoder whose configuration is not in the model's.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config is model.config:
+        return {"": name}
+    for part in model.config.sub_configs:
+        if getattr(model.config, part) is config:
+            return {part: name}
+    raise UnsupportedError(
+        f"model: got {type(model).__name__}, whose decoder's configuration is nested too deeply"
+    )

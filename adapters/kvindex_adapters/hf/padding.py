@@ -1,4 +1,4 @@
-"""What the mask of a step says of its tokens: asked of the device once, for all layers."""
+"""Left padding of a step, read from its attention mask once for all layers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvindex_adapters.hf.unsupported import UnsupportedError
 
 
 class Padding:
-    """The mask of the step that is under way, which all layers of a model get."""
+    """The attention mask of the current step, which all layers of a model get."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget the mask at the end of its step."""
         self._mask: Tensor | None = None
         self._length = 0
         self._new: Tensor | None = None
@@ -24,9 +24,8 @@ class Padding:
     def of_new(self, layer: AttentionLayer, mask: Tensor | None, count: int) -> Tensor | None:
         """Which of the `count` new tokens are real, bool `[B, count]`, or None where all are.
 
-        mask: bool `[B, N + count]`, or None for no padding. Raises UnsupportedError where it does
-        not say of the past what it said when the tokens came, ValueError for padding that is not
-        on the left.
+        mask: bool `[B, N + count]`, or None for no padding. Raises UnsupportedError where it
+        changes the padding of past tokens, ValueError for padding that is not on the left.
         """
         if mask is not None and mask is self._mask and len(layer) == self._length:
             return self._new
@@ -40,25 +39,26 @@ class Padding:
 
 def _check_left(mask: Tensor) -> None:
     """Raises ValueError where a padded token comes after a real one."""
-    wrong = (mask[:, :-1] & ~mask[:, 1:]).nonzero()[:1].tolist()
-    if wrong:
-        row, place = wrong[0]
+    misplaced = (mask[:, :-1] & ~mask[:, 1:]).nonzero()[:1].tolist()
+    if misplaced:
+        row, position = misplaced[0]
         raise ValueError(
             f"attention_mask: got a padded token after a real one in row {row}, at position "
-            f"{place + 1}; allowed is padding on the left (tokenizer.padding_side = 'left')"
+            f"{position + 1}; allowed is padding on the left (tokenizer.padding_side = 'left')"
         )
 
 
 def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:
-    length, was = len(layer), layer.valid
+    """Raises UnsupportedError where the mask differs from the padding of past tokens."""
+    length, before = len(layer), layer.valid
     if length == 0:
         return
     now = None if mask is None else mask[:, :length]
-    if was is None or now is None:
-        some = now if was is None else was
-        same = some is None or bool(some.all())
+    if before is None or now is None:
+        known = now if before is None else before
+        same = known is None or bool(known.all())
     else:
-        same = torch.equal(now, was)
+        same = torch.equal(now, before)
     if not same:
         raise UnsupportedError(
             "attention_mask: got one that hides tokens of the past which were visible before "

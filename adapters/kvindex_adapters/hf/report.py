@@ -1,4 +1,4 @@
-"""What a cache has read and what it holds."""
+"""`Report`: rows read, bytes fetched and memory per tier of a cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def read(self) -> str:
-        """What the searching steps have read, or why none has searched."""
+        """One line on what the searching steps have read, or why none has searched."""
         if self.steps:
             return (
                 f"{self.steps} searching steps read {self.rows_read:.0f} of {self.rows_full:.0f} "

@@ -1,4 +1,4 @@
-"""Where sentences end, as a tokenizer writes it: for indexes that read the text (`sentencekv`)."""
+"""Tokens that end a sentence, from a tokenizer: for indexes that read the text (`sentencekv`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import kvindex
 from kvindex.core.config import parse_spec
 
 ENDS = ".!?…。！？؟।\n"
-"""What ends a sentence: also a new line, for texts in which no stop does (code, lists)."""
+"""Characters that end a sentence; a new line for texts without stops (code, lists)."""
 
 CLOSES = "\"'”’»)]"
-"""What may follow a stop and still belong to the sentence."""
+"""Characters that may follow a stop and still belong to the sentence."""
 
 
 def sentence_ends(tokenizer: Any) -> tuple[int, ...]:
@@ -39,9 +39,9 @@ def punctuated(
     options = dict(attach_options or {})
     if not isinstance(index, str):
         return options
-    name, given = parse_spec(index.partition("+")[0])
+    name, named = parse_spec(index.partition("+")[0])
     more = dict(options.get("index_options") or {})
     fields = {field.name for field in dataclasses.fields(kvindex.get(name).Config)}
-    if "punctuation" in fields - given.keys() - more.keys():
+    if "punctuation" in fields - named.keys() - more.keys():
         options["index_options"] = {**more, "punctuation": sentence_ends(tokenizer)}
     return options

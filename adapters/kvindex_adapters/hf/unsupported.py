@@ -1,4 +1,4 @@
-"""What the adapter does not serve, refused in words rather than served wrongly."""
+"""Unsupported models and calls, refused with a reason rather than served wrongly."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ class UnsupportedError(ValueError):
     """A model or a call that the adapter does not serve."""
 
 
-UNKNOWN = (
+UNKNOWN_TERMS = (
     *("s_aux", "sinks", "alibi"),  # terms of the softmax
     *("indices", "block_indices", "cache"),  # rows that the model chooses itself
     *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
 )
-"""What a model's class may hand to attention that changes its result."""
-
+"""Arguments of a model's attention call that change its result and that no index knows."""
 
 TERMS = {
     "sinks": "learned sinks in the softmax",
@@ -33,17 +32,15 @@ TERMS = {
 }
 """Attributes of attention modules -> what they add to the softmax over rows."""
 
-
 OWN_CACHES = ("minimax",)
 """Types of models that take no cache but one of a class of their own."""
-
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options of `model.generate` for assisted decoding."""
 
 
 def has_full_attention(layer: Any) -> bool:
-    """Whether a cache's layer, as transformers makes it, holds every token's key and value."""
+    """Whether a layer of transformers' cache holds every token's key and value."""
     return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
 
@@ -113,18 +110,18 @@ def _shares_rows(config: Any) -> bool:
 
 
 def _values(config: Any, name: str) -> list[Any]:
-    """What a configuration, or those of its layers, say under a name; without None."""
-    found = [getattr(layer, name, None) for layer in layer_configs(config)]
-    return [value for value in found if value is not None]
+    """Values of a field in a configuration, or in those of its layers; without None."""
+    values = [getattr(layer, name, None) for layer in layer_configs(config)]
+    return [value for value in values if value is not None]
 
 
 def assisted(config: Any, options: dict[str, Any]) -> str | None:
-    """The option that asks for assisted decoding, if any does.
+    """The option that turns on assisted decoding, if any does.
 
     transformers then reads all ids in the first step, whatever the cache holds.
     """
-    given = {name: options.get(name, getattr(config, name, None)) for name in ASSISTED}
-    return next((name for name, value in given.items() if value not in (None, False)), None)
+    values = {name: options.get(name, getattr(config, name, None)) for name in ASSISTED}
+    return next((name for name, value in values.items() if value not in (None, False)), None)
 
 
 def check_generate(model: Any, options: dict[str, Any]) -> None:
@@ -154,11 +151,11 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
 
 
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:
-    """Refuse an attention call that asks for what the exact softmax over rows does not do.
+    """Refuse an attention call that needs more than the exact softmax over rows.
 
-    extra: keyword arguments of the call that the adapter has no use for. Raises UnsupportedError.
+    extra: further keyword arguments of the call. Raises UnsupportedError.
     """
-    for key in UNKNOWN:
+    for key in UNKNOWN_TERMS:
         if extra.get(key) is not None:
             raise UnsupportedError(
                 f"{name}: got {key} in its attention, which the index does not know"

@@ -1,0 +1,73 @@
+"""Mean queries of each layer of a model over a text: calibrates `triattention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvindex
+from kvindex.core import check
+from kvindex.core.protocol import KVIndex
+from kvindex.indexes.triattention import Centers
+from kvindex.wrappers import Wrapper
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.prefill import Progress, prefill
+
+
+class _Averager(Wrapper):
+    """Averages the observed queries and counts them."""
+
+    def __init__(self, inner: KVIndex) -> None:
+        super().__init__(inner)
+        self.count = 0
+        self.centers: Centers | None = None
+
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
+        rope, count = self.geometry.rope, len(positions)
+        assert rope is not None
+        valid = torch.ones((1, count), dtype=torch.bool, device=queries.device)
+        new, share = Centers.of(queries, positions, valid, rope), count / (self.count + count)
+        mean, size = new.mean[0], new.size[0]
+        if self.centers is not None:
+            mean = torch.lerp(self.centers.mean, mean, share)
+            size = torch.lerp(self.centers.size, size, share)
+        self.centers, self.count = Centers(mean, size), self.count + count
+        super().observe_queries(queries, positions)
+
+
+def calibrate_centers(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    chunk: int = 1024,
+    on_progress: Progress | None = None,
+) -> dict[int, dict[str, Centers]]:
+    """The centers of each full-attention layer over a text, for `attach(layer_options=…)`.
+
+    The model reads ids int64 `[N]` densely. Raises ValueError for a tensor of another shape or
+    fewer than two tokens, a model of unknown rotary frequencies, and what `attach` raises.
+    """
+    check.tensor("ids", ids, {"N": None}, torch.int64)
+    check.at_least("ids.shape[0]", len(ids), 2)
+
+    def averager(**geometry: Any) -> KVIndex:
+        if geometry.get("rope") is None:
+            raise ValueError(
+                "model: got one whose rotary embedding cannot be told, allowed is one of fixed "
+                "frequencies whose coordinates turn in two halves"
+            )
+        return _Averager(kvindex.create("exact", **geometry))
+
+    # no window: every token is in the index when its step ends; and never long enough to search
+    regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
+    with attach(model, index=averager, **regions) as cache, torch.no_grad():
+        prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)
+        layers = zip(cache.indexed, cache.indexes(), strict=True)
+        return {
+            number: {"centers": index.centers}
+            for number, index in layers
+            if isinstance(index, _Averager) and index.centers is not None
+        }

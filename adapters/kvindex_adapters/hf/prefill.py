@@ -1,0 +1,101 @@
+"""Prefill: encode a prompt and read it into a cache, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvindex.core import check
+from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.conversation import check_follows, following, past_ids, remember
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
+
+Prompt = str | list[dict[str, str]] | Tensor
+"""Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`."""
+
+
+def read(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    cache: IndexCache,
+    used: str = "refuse",
+    chunk: int = 1024,
+    on_progress: Progress | None = None,
+) -> None:
+    """Read a prompt into the cache that `attach` gave, without answering.
+
+    prompt, chunk: as `generate` takes them, but messages get no cue to answer; used: "refuse" a
+    cache that holds tokens, or "continue": the prompt follows them. A call that fails leaves the
+    cache as it was.
+
+    Raises ValueError for an empty prompt, sizes out of range or a used cache, and what `attach`
+    raises.
+    """
+    check.at_least("chunk", chunk, 2)
+    check_follows(cache, used, allowed=("refuse", "continue"))
+    follows = cache.get_seq_length() > 0
+    ids = encode_prompt(tokenizer, prompt, follows=follows, cue=False).to(model.device)
+    check_prompt(ids)
+    past = past_ids(cache)
+    with following(cache, used), torch.no_grad():
+        prefill(model, ids, cache, stop=len(ids), chunk=chunk, report=on_progress)
+        remember(cache, past, ids)
+
+
+def check_prompt(ids: Tensor) -> None:
+    """Raises ValueError for a prompt without tokens."""
+    if len(ids) == 0:
+        raise ValueError("prompt: got no tokens, allowed is at least one")
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: Prompt, *, follows: bool = False, cue: bool = True
+) -> Tensor:
+    """Ids int64 `[N]` of a text, of chat messages, or as given.
+
+    follows: other tokens come before, so a text gets no token that begins a sequence; cue: messages
+    end with the cue to answer.
+    """
+    if isinstance(prompt, Tensor):
+        return check.tensor("prompt", prompt, {"N": None}, torch.int64)
+    if isinstance(prompt, str):
+        encoded = tokenizer(prompt, add_special_tokens=False) if follows else tokenizer(prompt)
+        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=cue)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def prefill(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: Any,
+    *,
+    stop: int,
+    chunk: int,
+    report: Progress | None = None,
+) -> None:
+    """Read the first `stop` of ids int64 `[N]` into a cache, about `chunk` at a time.
+
+    A chunk of one token would be a searching step, so the last chunk takes what would be left.
+    """
+    start = 0
+    while start < stop:
+        end = start + chunk if stop - start - chunk > 1 else stop
+        model(
+            input_ids=ids[None, start:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        start = end
+        if report:
+            report("prefill", start, len(ids))

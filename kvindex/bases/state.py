@@ -1,0 +1,100 @@
+"""An index as named tensors: `state_dict` and `load_state_dict` of every index.
+
+Names: `length` and `batch` (numbers), `rows` uint8 `[B, G, N, row_bytes]` as the row codec made
+them, `valid` bool `[B, N]` where a token is not, `codes.…` (`Codes`), `learned.…` (`_learn`),
+`statistics.…` (the attributes that a class names in `statistics`), `about`. Objects of a library
+are no state: they are made again from the rows (`_after_rollback`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.hooks import Hooks
+from kvindex.core.protocol import Codes
+from kvindex.storage.columns import Columns, Valid
+from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
+from kvindex.storage.store import EncodedRows, RowStore
+
+
+class StatefulIndex(NamedState, Hooks):
+    """What `BaseIndex` keeps, as tensors, and back."""
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+
+    row_codec: str
+    _codes: Columns
+    _store: RowStore
+    _valid: Valid
+    _learned: Codes
+    _counts: Tensor
+
+    def state_dict(self) -> State:
+        """All that this index keeps, as named tensors: copies, or tensors that nobody writes to.
+
+        Raises what a check on a CUDA device has found since the last call.
+        """
+        self.raise_pending()
+        state: State = {"length": torch.tensor(self._length)}
+        if self._batch is not None:
+            state["batch"] = torch.tensor(self._batch)
+        if self._length:
+            state["rows"] = self._encoded_rows().encoded()
+            state |= {f"codes.{name}": self._codes[name].clone() for name in self._codes}
+            if self._valid.flags is not None:
+                state["valid"] = self._valid.flags.clone()
+        state |= {f"learned.{name}": part.contiguous() for name, part in self._learned.items()}
+        return signed(self._whose(), {**state, **above("statistics", self._packed())})
+
+    def _encoded_rows(self) -> EncodedRows:
+        """The store. Raises TypeError for one of others that does not give its rows as bytes."""
+        if not isinstance(self._store, EncodedRows):
+            raise TypeError(
+                f"store: got a {type(self._store).__name__}, allowed for a state is one with "
+                "encoded() and append_encoded() (kvindex.storage.store.EncodedRows)"
+            )
+        return self._store
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Become what `state_dict` of an index of the same geometry and configuration was.
+
+        On any device and backend. Raises TypeError or ValueError, in words, for anything else, and
+        for an index that holds tokens; the index stays as it was.
+        """
+        check_signed(self._whose(), state)
+        if self._batch is not None:
+            raise ValueError(
+                f"state: got an index that holds {self._length} tokens of a batch of "
+                f"{self._batch}, allowed is a new one, or reset() before"
+            )
+        device, length = self.geometry.device, int(state["length"])
+        if length:
+            rows = state["rows"]
+            self._encoded_rows().append_encoded(rows)
+            codes = {name: part.to(device) for name, part in below("codes", state).items()}
+            self._codes.append(codes)
+            self._counts = torch.full((len(rows),), length)
+            if "valid" in state:
+                self._valid = Valid.of(state["valid"].to(device))
+                self._counts = state["valid"].sum(1).cpu()
+        self._learned = {name: part.to(device) for name, part in below("learned", state).items()}
+        self._length, self._batch = length, int(state["batch"]) if "batch" in state else None
+        if self._batch is not None and not length:
+            self._counts = torch.zeros(self._batch, dtype=torch.int64)
+        self._unpack(below("statistics", state), device)
+        self._after_rollback()
+
+    def _whose(self) -> dict[str, Any]:
+        """What an index must agree in to take the state of this one."""
+        geometry = self.geometry.options()
+        geometry.pop("device")
+        return {
+            "index": type(self).__name__,
+            "row_codec": self.row_codec,
+            "geometry": geometry,
+            "config": self.config,
+        }

@@ -1,0 +1,201 @@
+"""State as named tensors: what an object keeps, by flat names with dots, and back again.
+
+Numbers are tensors without dimensions, and None is a name that is not there. `about` is text, JSON
+in uint8: whose state it is, and the type and shape of each tensor, so that another's is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import torch
+from torch import Tensor
+
+from kvindex.storage.columns import Columns, Valid
+
+State: TypeAlias = dict[str, Tensor]
+
+OnHost: TypeAlias = Annotated[Tensor, "host"]
+"""A tensor that is on the CPU wherever the index is."""
+
+ABOUT = "about"
+
+
+class NamedState:
+    """An object of which some attributes are state: tensors, numbers, and what is made of them.
+
+    Their annotations say what they are: `Tensor`, `OnHost`, `bool`, `int`, `float`, tuples,
+    dataclasses, `Columns`, `Valid`, and each of these or None.
+    """
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Names of the attributes that this class adds to those of its bases."""
+
+    def _packed(self) -> State:
+        """The attributes, without the underscore that their names begin with."""
+        state: State = {}
+        for name in self._names():
+            state |= packed(name.lstrip("_"), vars(self)[name])
+        return state
+
+    def _unpack(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """The attributes become what `_packed` gave."""
+        hints = get_type_hints(type(self), include_extras=True)
+        for name in self._names():
+            setattr(self, name, unpacked(name.lstrip("_"), hints[name], state, device))
+
+    def _names(self) -> list[str]:
+        kinds = reversed(type(self).__mro__)
+        return [name for kind in kinds for name in vars(kind).get("statistics", ())]
+
+
+def packed(name: str, value: Any) -> State:
+    """The tensors of a value, named `name` and `name.part`."""
+    if value is None:
+        return {}
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, Valid):
+        return packed(name, None if value.flags is None else value.flags.clone())
+    if isinstance(value, bool | int | float):
+        return {name: torch.tensor(value, dtype=torch.float64 if type(value) is float else None)}
+    if isinstance(value, tuple) and all(isinstance(part, int) for part in value):
+        return {name: torch.tensor(value, dtype=torch.int64)}
+    state: State = {}
+    for part, one in _parts(value):
+        state |= packed(f"{name}.{part}", one)
+    return state
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Columns):
+        return [(part, value[part].clone()) for part in value]  # room beyond it is written to
+    if isinstance(value, tuple):
+        return [(str(place), one) for place, one in enumerate(value)]
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+
+
+def unpacked(name: str, hint: Any, state: Mapping[str, Tensor], device: torch.device) -> Any:
+    """The value of type `hint` of which `packed` gave these tensors."""
+    origin, inner = get_origin(hint), get_args(hint)
+    parts = below(name, state)
+    if NoneType in inner:  # X | None
+        if name not in state and not parts:
+            return None
+        (hint,) = (one for one in inner if one is not NoneType)
+        return unpacked(name, hint, state, device)
+    if origin is Annotated:
+        return state[name].cpu()
+    if hint is Tensor:
+        return state[name].to(device)
+    if hint in (bool, int, float):
+        return hint(state[name].item())
+    if hint is Valid:
+        return Valid.of(state[name].to(device)) if name in state else Valid()
+    if hint is Columns:
+        columns = Columns()
+        columns.append({part: tensor.to(device) for part, tensor in parts.items()})
+        return columns
+    if origin is tuple and inner[-1] is Ellipsis:
+        return tuple(state[name].tolist())
+    if origin is tuple:
+        each = enumerate(inner)
+        return tuple(unpacked(f"{name}.{place}", one, state, device) for place, one in each)
+    hints = get_type_hints(hint, include_extras=True)
+    fields = {
+        field.name: unpacked(f"{name}.{field.name}", hints[field.name], state, device)
+        for field in dataclasses.fields(hint)
+    }
+    return hint(**fields)
+
+
+def above(name: str, state: Mapping[str, Tensor]) -> State:
+    """The same tensors with names below `name`."""
+    return {f"{name}.{part}": tensor for part, tensor in state.items()}
+
+
+def below(name: str, state: Mapping[str, Tensor]) -> State:
+    """The tensors with names below `name`, without it."""
+    return {
+        part.removeprefix(f"{name}."): tensor
+        for part, tensor in state.items()
+        if part.startswith(f"{name}.")
+    }
+
+
+# Whose it is
+
+
+def signed(whose: Mapping[str, Any], state: State) -> State:
+    """With `about`: whose state it is, and what each tensor is like."""
+    text = json.dumps({"whose": _plain(whose), "tensors": _likes(state)}, sort_keys=True)
+    return {**state, ABOUT: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def check_signed(whose: Mapping[str, Any], state: Any) -> None:
+    """Raises TypeError or ValueError for what is no state of `whose`, complete as it was made."""
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+    ):
+        raise TypeError(f"state: got {type(state).__name__}, allowed is a dict of named tensors")
+    try:
+        about = json.loads(bytes(state[ABOUT].cpu().tolist()))
+        owner, likes = about["whose"], about["tensors"]
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"state: got no {ABOUT!r} that tells whose it is, allowed is what state_dict() gave"
+        ) from error
+    got, want = _flat(owner), _flat(_plain(whose))
+    for name in dict.fromkeys([*want, *got]):
+        if got.get(name) != want.get(name):
+            raise ValueError(
+                f"state: got one with {name} = {got.get(name)!r}, allowed is {want.get(name)!r}"
+            )
+    found = _likes({name: tensor for name, tensor in state.items() if name != ABOUT})
+    for name in sorted(found.keys() | likes.keys()):
+        if found.get(name) != likes.get(name):
+            raise ValueError(
+                f"state[{name!r}]: got {found.get(name, 'none')}, allowed is "
+                f"{likes.get(name, 'none')}, as it was saved"
+            )
+
+
+def _likes(state: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; a tensor by a digest."""
+    if isinstance(value, Tensor):
+        words = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(words).hexdigest()[:16]}"
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, bool | int | float | str | NoneType) else str(value)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for part, one in value.items():
+        flat |= _flat(one, f"{name}.{part}" if name else part)
+    return flat

@@ -1,0 +1,102 @@
+"""Cases: shapes of attention layers that an index is held to, and tensors that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.index import BaseIndex
+from kvindex.registry import create, get
+
+Tokens: TypeAlias = tuple[Tensor, Tensor]
+"""Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention layer's shape, and the tensors that go with it."""
+
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+    device: str = "cpu"
+    batch: int = 1
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        shape = f"H{self.q_heads}-G{self.kv_heads}-D{self.head_dim}-Dv{self.value_dim}"
+        cap = "" if self.softcap is None else "-softcap"
+        device = "" if self.device == "cpu" else f"-{self.device}"
+        return f"{dtype}-B{self.batch}-{shape}{cap}{device}"
+
+    def geometry(self) -> dict[str, Any]:
+        """The keywords of an index for such a layer, `rope` apart."""
+        return {key: value for key, value in asdict(self).items() if key != "batch"}
+
+    def index(self, name: str, **options: object) -> Any:
+        """A new index by its name or line, as `kvindex.create` makes it."""
+        geometry = self.geometry()
+        if get(name.partition("+")[0].partition(":")[0]).needs_rope:
+            geometry["rope"] = rope(self.head_dim, self.device)
+        # the reference, on a GPU, too, unless a test says otherwise
+        return create(name, **{**geometry, "backend": "torch", **options})
+
+    def made(self, make: Callable[..., BaseIndex], **options: object) -> BaseIndex:
+        """A new index of a class, or of a function that takes the keywords of one."""
+        geometry = self.geometry() | {"rope": rope(self.head_dim, self.device)}
+        return make(**{**geometry, **options})
+
+    def tensor(self, seed: int, *shape: int) -> Tensor:
+        """Normal entries, the same for a seed whatever the dtype and device."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+    def tokens(self, count: int, seed: int = 0, batch: int | None = None) -> Tokens:
+        """Keys `[B, G, count, D]` and values `[B, G, count, Dv]`."""
+        batch = self.batch if batch is None else batch
+        keys = self.tensor(2 * seed, batch, self.kv_heads, count, self.head_dim)
+        values = self.tensor(2 * seed + 1, batch, self.kv_heads, count, self.value_dim)
+        return keys, values
+
+    def queries(self, seed: int = 0, batch: int | None = None) -> Tensor:
+        """Queries `[B, H, D]`."""
+        batch = self.batch if batch is None else batch
+        return self.tensor(10_000 + seed, batch, self.q_heads, self.head_dim)
+
+
+CASES = (
+    Case(q_heads=2, kv_heads=2, head_dim=8, value_dim=8),
+    Case(q_heads=3, kv_heads=1, head_dim=64, value_dim=24, batch=3),
+    Case(q_heads=8, kv_heads=2, head_dim=80, value_dim=80, dtype=torch.float16, batch=2),
+    Case(q_heads=3, kv_heads=3, head_dim=96, value_dim=128, dtype=torch.bfloat16, batch=2),
+    Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, softcap=1.0, batch=2),
+)
+"""What `check_index` runs every check in."""
+
+
+def rope(head_dim: int, device: str | torch.device = "cpu") -> Tensor:
+    """Inverse frequencies `[D / 2]` as most models have them."""
+    return 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
+
+
+def left_padding(pads: list[int], count: int, device: str = "cpu") -> Tensor:
+    """Valid flags bool `[B, count]`: row `b` starts with `pads[b]` padded tokens."""
+    return torch.arange(count, device=device) >= torch.tensor(pads, device=device)[:, None]
+
+
+def part(tokens: Tokens, start: int, stop: int) -> Tokens:
+    """The tokens from `start` to `stop`."""
+    return tokens[0][:, :, start:stop], tokens[1][:, :, start:stop]
+
+
+def join(*pieces: Tokens) -> Tokens:
+    """Pieces of tokens one after the other."""
+    keys, values = zip(*pieces, strict=True)
+    return torch.cat(keys, dim=2), torch.cat(values, dim=2)

@@ -1,0 +1,100 @@
+"""What append, encode and fetch promise."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from kvindex.core.protocol import Hits
+from kvindex.testing.cases import Case, left_padding, part
+from kvindex.testing.compare import (
+    ROUNDED,
+    all_rows,
+    assert_same_hits,
+    assert_same_snapshot,
+    hits_of,
+    snapshot,
+)
+from kvindex.testing.contract.common import K, Make, N, filled, searched
+
+
+def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
+    """`fetch` gives the rows as they were appended; unused slots are zero."""
+    tokens = case.tokens(N)
+    for store in ("device", "host"):
+        index = filled(make, part(tokens, 0, 23), part(tokens, 23, 24), store=store)
+        index.append(*part(tokens, 24, N))
+        rows = all_rows(index, case.batch)
+        assert torch.equal(rows.keys, tokens[0])
+        assert torch.equal(rows.values, tokens[1])
+        generator = torch.Generator().manual_seed(1)
+        shape = (case.batch, case.kv_heads, 11)
+        ids = torch.randint(-1, N, shape, generator=generator).to(case.device)
+        ids[..., 3] = -1
+        rows = index.fetch(hits_of(ids))
+        assert (rows.keys.dtype, rows.keys.device) == (case.dtype, index.geometry.device)
+        for got, table in ((rows.keys, tokens[0]), (rows.values, tokens[1])):
+            row = ids.clamp_min(0)[..., None].expand(-1, -1, -1, table.shape[-1])
+            want = table.gather(2, row).masked_fill((ids < 0)[..., None], 0)
+            assert torch.equal(got, want)
+
+
+def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) -> None:
+    """`encode` gives the same codes each time, those that `append` keeps, and changes nothing."""
+    tokens = case.tokens(N)
+    index = filled(make, tokens)
+    before = snapshot(index, case.queries())
+    first, second = index.encode(tokens[0]), index.encode(tokens[0])
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name])
+        if name in index._codes:
+            assert torch.equal(first[name], index._codes[name]), "append keeps what encode gives"
+    assert_same_snapshot(snapshot(index, case.queries()), before)
+
+
+def check_append_in_chunks_equals_one_piece(make: Make, case: Case) -> None:
+    """Tokens appended in pieces are found as in one piece."""
+    tokens = case.tokens(N)
+    whole = filled(make, part(tokens, 0, 5), part(tokens, 5, N))
+    cuts = [0, 5, 6, 7, 20, N]
+    pieces = [part(tokens, start, stop) for start, stop in pairwise(cuts)]
+    chunks = filled(make, *pieces)
+    assert len(chunks) == len(whole) == N
+    assert chunks.nbytes() == whole.nbytes()
+    assert_same_hits(searched(chunks, case), searched(whole, case), close=ROUNDED)
+
+
+def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
+    """Left padding is never found, and tokens behind it are as without, their ids apart."""
+    pads = [4 * (b + 1) for b in range(case.batch)]
+    keys, values = case.tokens(N)
+    hole = left_padding(pads, N, case.device)
+    keys = keys.masked_fill(~hole[:, None, :, None], float("nan"))
+    index = make()
+    index.append(keys[:, :, :30], values[:, :, :30], valid=hole[:, :30])
+    index.append(keys[:, :, 30:], values[:, :, 30:])
+    assert len(index) == N
+    for k in (K, N):
+        hits = searched(index, case, k=k)
+        rows = index.fetch(hits)
+        assert not rows.keys.isnan().any(), "padding is never returned"
+        for b, pad in enumerate(pads):
+            alone = make()
+            alone.append(keys[b : b + 1, :, pad:30], values[b : b + 1, :, pad:30])
+            alone.append(keys[b : b + 1, :, 30:], values[b : b + 1, :, 30:])
+            want = alone.search(case.queries()[b : b + 1], k=k)
+            got = Hits(hits.ids[b : b + 1], hits.scores[b : b + 1])
+            assert_same_hits(got, want, close=ROUNDED, shift=pad)
+
+
+def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> None:
+    """An index of padding alone finds nothing, and the first real token afterwards."""
+    keys, values = case.tokens(N)
+    index = make()
+    index.append(keys, values, valid=left_padding([N] * case.batch, N, case.device))
+    assert len(index) == N
+    assert (searched(index, case).ids == -1).all()
+    index.append(keys[:, :, :1], values[:, :, :1])
+    assert (searched(index, case).ids[..., 0] == N).all()

@@ -1,0 +1,86 @@
+"""A call that raises leaves the index as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from kvindex.testing.cases import Case, left_padding
+from kvindex.testing.compare import (
+    all_rows,
+    assert_same_hits,
+    assert_same_snapshot,
+    raises,
+    snapshot,
+)
+from kvindex.testing.contract.common import Make, N, filled, searched
+
+
+def check_a_refused_append_changes_nothing(make: Make, case: Case) -> None:
+    """An append that is refused leaves the index as it was."""
+    keys, values = case.tokens(N)
+    bad = keys.clone()
+    bad[0, 0, 5, 3] = float("nan")
+    for start in ([], [(keys, values)]):
+        index = filled(make, *start, check=True)
+        before = snapshot(index, case.queries())
+        with raises(ValueError, says=("keys",)):
+            index.append(bad, values)
+        with raises(ValueError, says=("values",)):
+            index.append(keys, values[:, :, 1:])
+        assert_same_snapshot(snapshot(index, case.queries()), before)
+
+
+def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Case) -> None:
+    """`append` fails at its first, second, … allocation, until it succeeds, and leaves no trace."""
+    tokens, more = case.tokens(16), case.tokens(64, seed=1)
+    for start in ([], [tokens]):
+        for allowed in range(20):
+            index = filled(make, *start)
+            before = snapshot(index, case.queries())
+            if not _fail_after(allowed, partial(index.append, *more), torch, "zeros"):
+                break
+            assert_same_snapshot(snapshot(index, case.queries()), before)
+            other = case.tokens(9, seed=2, batch=case.batch if start else case.batch + 1)
+            index.append(*other)  # and the next call finds it as it was
+            fresh = filled(make, *start, other)
+            batch = len(other[0])
+            assert_same_hits(searched(index, case, batch=batch), searched(fresh, case, batch=batch))
+        assert allowed, "no allocation was made to fail"
+
+
+def check_a_reorder_that_runs_out_of_memory_changes_nothing(make: Make, case: Case) -> None:
+    """`reorder` fails at its first, second, … allocation, and leaves no trace."""
+    keys, values = case.tokens(16)
+    rows = torch.tensor([0, 0], device=case.device)
+    for allowed in range(20):
+        index = make()
+        index.append(keys, values, valid=left_padding([3] * case.batch, 16, case.device))
+        before = snapshot(index, case.queries())
+        if not _fail_after(allowed, partial(index.reorder, rows), torch.Tensor, "index_select"):
+            break
+        assert len(all_rows(index, case.batch).keys) == case.batch
+        assert_same_snapshot(snapshot(index, case.queries()), before)
+    assert allowed, "no allocation was made to fail"
+
+
+def _fail_after(allowed: int, call: Callable[[], None], owner: object, name: str) -> bool:
+    """Whether `call` ran out of memory when that function works only `allowed` times."""
+    right, left = getattr(owner, name), [allowed]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("no memory left")
+        return right(*args, **options)
+
+    with mock.patch.object(owner, name, failing):
+        try:
+            call()
+        except torch.OutOfMemoryError:
+            return True
+    return False

@@ -1,0 +1,100 @@
+"""Whatever fails in a public call, and wherever it does, the index is as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from kvindex.bases.index import BaseIndex
+from kvindex.core.protocol import Hits
+from kvindex.testing.cases import Case, left_padding
+from kvindex.testing.compare import assert_same_hits, assert_same_snapshot, snapshot
+from kvindex.testing.contract.common import Make, searched
+from kvindex.testing.faults import fail_at, operations_of
+
+HELD = 30
+POINTS = 6
+"""Operations of a call that fail in turn, half of them the last ones, where calls commit."""
+
+Change: TypeAlias = Callable[[BaseIndex], object]
+Seen: TypeAlias = tuple[tuple[object, ...], Hits]
+
+
+def changes(case: Case) -> Iterator[tuple[str, Change]]:
+    """Every public call that an index of `HELD` tokens can be changed by."""
+    B, device = case.batch, case.device
+    tokens, more = case.tokens(19, seed=5), case.tokens(3, seed=6)
+    queries, at = case.queries(3)[:, :, None], torch.tensor([HELD - 1], device=device)
+    order = torch.tensor([B - 1, 0], device=device)
+    pads = left_padding([2] * B, 3, device)
+    text = torch.arange(HELD, device=device).expand(B, -1)
+    yield "append", lambda index: index.append(*tokens)
+    yield "append padded", lambda index: index.append(*more, valid=pads)
+    yield "truncate", lambda index: index.truncate(11)
+    yield "reorder", lambda index: index.reorder(order)
+    yield "reset", lambda index: index.reset()
+    yield "end_prompt", lambda index: index.end_prompt()
+    yield "observe_queries", lambda index: index.observe_queries(queries, at)
+    yield "mark_boundary", lambda index: index.mark_boundary()
+    yield "observe_tokens", lambda index: index.observe_tokens(text, first=0)
+    yield "search", lambda index: index.search(case.queries(4), k=5)
+
+
+def points(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`: the last ones, and others evenly."""
+    if count <= most:
+        return list(range(count))
+    late = range(count - most // 2, count)
+    early = (place * (count - most // 2) // (most - most // 2) for place in range(most // 2))
+    return sorted({*early, *late})
+
+
+def check_memory_that_runs_out_anywhere_changes_nothing(
+    make: Make, case: Case, most: int = POINTS
+) -> None:
+    """Whichever operation of a public call runs out of memory, the index is as it was."""
+    for sealed in (False, True):
+        index = make()
+        index.append(*case.tokens(HELD), valid=left_padding([3] * case.batch, HELD, case.device))
+        index.observe_queries(
+            case.queries(2)[:, :, None], torch.tensor([HELD - 1], device=case.device)
+        )
+        if sealed:
+            index.end_prompt()
+        searched(index, case)
+        before = seen(index, case)
+        for name, change in changes(case):
+            if not sealed and name not in ("append", "end_prompt"):
+                continue  # as after `end_prompt`, or nothing yet
+            whole = copy.deepcopy(index)
+            count = operations_of(partial(change, whole))
+            for point in points(count, most):
+                broken = copy.deepcopy(index)
+                if fail_at(partial(change, broken), point):
+                    assert_as_it_was(broken, before, case, f"{name}, operation {point}")
+
+
+def seen(index: BaseIndex, case: Case) -> Seen:
+    """What can be seen of a copy of an index, now and after another append."""
+    return snapshot(copy.deepcopy(index), case.queries()), later(index, case)
+
+
+def later(index: BaseIndex, case: Case) -> Hits:
+    """What a copy finds after another append."""
+    index = copy.deepcopy(index)
+    index.append(*case.tokens(7, seed=8))
+    return searched(index, case)
+
+
+def assert_as_it_was(index: BaseIndex, before: Seen, case: Case, where: str) -> None:
+    """Raises AssertionError that says where, unless the index is as it was before."""
+    try:
+        now, then = seen(index, case)
+        assert_same_snapshot(now, before[0])
+        assert_same_hits(then, before[1])
+    except Exception as error:
+        raise AssertionError(f"{where}: {error}") from error

@@ -1,0 +1,100 @@
+"""What a search promises."""
+
+from __future__ import annotations
+
+import torch
+
+from kvindex.testing.cases import Case
+from kvindex.testing.compare import assert_same_hits, assert_well_formed
+from kvindex.testing.contract.common import K, Make, N, filled, searched
+
+
+def check_slots_are_exactly_k(make: Make, case: Case) -> None:
+    """A search gives exactly `k` slots and finds something, whatever `k` is."""
+    index = filled(make, case.tokens(N))
+    for k in (1, K, N, N + 7):
+        hits = searched(index, case, k=k)
+        assert (hits.ids[..., 0] >= 0).all(), "a search finds something"
+        assert ((hits.ids >= 0).sum(-1) <= N).all()
+
+
+def check_a_needle_is_found(make: Make, case: Case) -> None:
+    """A key that is the query is found among keys that are far from it."""
+    unit = make().unit  # what comes with a row, and is found with it
+    count, k = (N, K) if unit == 1 else ((17 // unit + 3) * unit, unit)
+    keys, values = case.tokens(count)
+    queries = case.queries().reshape(case.batch, case.kv_heads, -1, case.head_dim)
+    keys = keys / 16
+    keys[:, :, 17] = queries[:, :, 0]
+    if unit > 1:
+        keys[:, :, -unit:] -= queries[:, :, :1] / 2  # a unit that the opposite prefers
+    index = filled(make, (keys, values))
+    same = queries[:, :, :1].expand_as(queries).flatten(1, 2)
+    hits = index.search(same, k=k)
+    assert (hits.ids == 17).any(-1).all()
+    if not index.scattered:
+        assert (index.search(-same, k=k).ids != 17).all(), "and not by its opposite"
+
+
+def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
+    """Of equal scores the lower id comes first."""
+    keys, values = case.tokens(N)
+    index = filled(make, (keys[:, :, :1].expand_as(keys), values))
+    searched(index, case)
+    zeros = filled(make, (torch.zeros_like(keys), values))
+    hits = zeros.search(case.queries(), k=K)
+    used = hits.ids >= 0
+    assert (hits.scores.amax(-1) == hits.scores[used].min()).all(), "all alike"
+    assert torch.equal(hits.ids[used], torch.arange(K, device=used.device).expand_as(used)[used])
+
+
+def check_searches_are_deterministic(make: Make, case: Case) -> None:
+    """The same tokens and queries give the same hits, to the bit."""
+    tokens = case.tokens(N)
+    keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key twice
+    first, second = filled(make, (keys, tokens[1])), filled(make, (keys, tokens[1]))
+    hits = searched(first, case)
+    assert_same_hits(searched(first, case), hits)
+    assert_same_hits(searched(second, case), hits)
+
+
+def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
+    """Zeros as keys or queries give finite scores."""
+    keys, values = case.tokens(N)
+    keys[:, :, ::3] = 0
+    keys[:, :, 1::3, :8] = 0
+    index = filled(make, (keys, values))
+    searched(index, case)
+    hits = index.search(torch.zeros_like(case.queries()), k=K)
+    assert_well_formed(hits, index, case.batch, K)
+    used = hits.scores[hits.ids >= 0]
+    assert used.isfinite().all()
+
+
+def check_empty_index(make: Make, case: Case) -> None:
+    """An index without tokens finds nothing and takes every call."""
+    index = make()
+    assert len(index) == 0
+    hits = searched(index, case, k=3)
+    assert (hits.ids == -1).all()
+    rows = index.fetch(hits)
+    assert rows.keys.shape == (case.batch, case.kv_heads, 3, case.head_dim)
+    assert rows.values.shape == (case.batch, case.kv_heads, 3, case.value_dim)
+    assert not rows.keys.any()
+    assert not rows.values.any()
+    index.truncate(0)
+    index.reset()
+    keys, values = case.tokens(0)
+    index.append(keys, values)
+    assert len(index) == 0
+
+
+def check_one_token(make: Make, case: Case) -> None:
+    """One token is found, and every other slot is unused."""
+    tokens = case.tokens(1)
+    index = filled(make, tokens)
+    hits = searched(index, case, k=3)
+    assert (hits.ids == torch.tensor([0, -1, -1], device=hits.ids.device)).all()
+    rows = index.fetch(hits)
+    assert torch.equal(rows.keys[:, :, :1], tokens[0])
+    assert not rows.keys[:, :, 1:].any()

@@ -1,0 +1,108 @@
+"""A device that is not there: tensors on it refuse to meet the CPU's, as a GPU's would.
+
+They are tensors of the CPU in a wrapper that says it is on torch's device `meta`. So code that
+makes a tensor without naming its device, or reads one as numpy, is found without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+PLACE = torch.device("meta")
+ATEN = torch.ops.aten
+COPIES = {ATEN._to_copy.default, ATEN.copy_.default}
+INDEXED = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
+"""What may read tensors of the CPU on a GPU, too: copies, and indices of what is there."""
+
+
+class Elsewhere(Tensor):
+    """A tensor on the device that is not there; `held` is what it holds."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Elsewhere:
+        """The tensor's shape and strides, at `PLACE`."""
+        place: Any = dict(strides=held.stride(), storage_offset=held.storage_offset(), device=PLACE)
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, **place)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's option is its own
+        return f"Elsewhere({self.held!r})"
+
+    def tolist(self) -> Any:
+        """As lists of numbers."""
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch says less than it calls with
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The operation on what the tensors hold. Raises RuntimeError where devices meet."""
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    away = [one for one in tensors if isinstance(one, Elsewhere)]
+    here = [one for one in tensors if not isinstance(one, Elsewhere) and one.dim()]
+    indices = func in INDEXED and isinstance(args[0], Elsewhere)
+    if away and here and func not in COPIES and not indices:
+        raise RuntimeError(f"{func}: got tensors of two devices")
+    to = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+    stays = bool(away) if to is None else to == PLACE
+    if to == PLACE:
+        kwargs = {**kwargs, "device": "cpu"}
+    opened = tree_map_only(Elsewhere, lambda one: one.held, (args, kwargs))
+    found = func(*opened[0], **opened[1])
+    if func._schema.is_mutable:  # in place: what was given is what is returned
+        given = kwargs["out"] if "out" in kwargs else args[0]
+        return given if isinstance(found, Tensor) else found
+    return tree_map_only(Tensor, Elsewhere, found) if stays else found
+
+
+DispatchMode: Any = TorchDispatchMode  # torch leaves both untyped
+FunctionMode: Any = TorchFunctionMode
+
+
+class _Dispatched(DispatchMode):  # type: ignore[misc]  # for that reason
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Made(FunctionMode):  # type: ignore[misc]  # for that reason
+    """What makes tensors of lists does so before anyone can look; so lists become tensors here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.new_tensor:
+            like = dict(dtype=args[0].dtype, device=args[0].device)
+            func, args, kwargs = torch.tensor, args[1:], {**like, **kwargs}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (args[0], _indices(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _indices(given: Any) -> Any:
+    if isinstance(given, tuple):
+        return tuple(map(_indices, given))
+    return torch.tensor(given) if isinstance(given, list) else given
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """While it is entered, tensors can be made elsewhere: `torch.zeros(3, device=PLACE)`."""
+    with _Made(), _Dispatched():
+        yield

@@ -1,0 +1,89 @@
+"""Which backend an index gets that is told of none, and what it says of itself."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvindex
+from kvindex.core import backend
+from tests.cuda.devices import on, on_devices
+from tests.support.helpers import Case
+
+SIZES = dict(q_heads=4, kv_heads=2, head_dim=64)
+GPU = torch.device("cuda:0")
+
+
+def cuda(error=None):
+    """A backend's module, which is ready or says why not."""
+
+    def ready(device):
+        if error is not None:
+            raise error
+
+    return lambda name: SimpleNamespace(ready=ready)
+
+
+def test_tensors_on_a_cpu_run_in_plain_torch_and_ask_for_no_kernels(monkeypatch):
+    monkeypatch.setattr(backend, "resolve", None)  # nobody is asked
+    assert backend.choose(torch.device("cpu")) == ("torch", "tensors lie on 'cpu'")
+
+
+def test_on_a_gpu_kernels_run_where_they_can(monkeypatch):
+    monkeypatch.setattr(backend, "resolve", cuda())
+    assert backend.choose(GPU) == ("cuda", "kernels run on 'cuda:0'")
+
+
+@pytest.mark.parametrize("error", [ImportError("no CuPy"), RuntimeError("too old")], ids=str)
+def test_where_they_cannot_it_is_plain_torch_and_says_why(error, monkeypatch):
+    monkeypatch.setattr(backend, "resolve", cuda(error))
+    assert backend.choose(GPU) == ("torch", f"kernels cannot run: {error}")
+
+
+@pytest.mark.parametrize("name", kvindex.names())
+def test_every_index_explains_itself(name):
+    lines = Case().index(name).explain().split("\n")
+    assert lines[:2] == ["backend: torch (as told)", "store: TensorStore, row_codec 'plain'"]
+
+
+def test_no_backend_is_chosen_in_silence():
+    index = kvindex.create("pariskv", **SIZES)
+    assert index.backend == "torch"
+    assert index.explain().split("\n") == [
+        "backend: torch (tensors lie on 'cpu')",
+        "store: TensorStore, row_codec 'plain'",
+        "executor: none, op by op (plain torch has no executor)",
+    ]
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ["fused votes", "append: kernels write codes", "attend: in one go"]),
+        (dict(preset="paper"), ["fused tiers", "append: codes are made op by op"]),
+        (dict(value_dim=12), ["fused votes", "attend: value_dim: got 12, allowed is a multiple"]),
+        (
+            dict(preset="scan"),
+            ["none, op by op (coarse: got 'none', allowed is 'dots' for 'votes'"],
+        ),
+        (dict(group="union"), ["op by op (group: got 'union', allowed is 'mean_share' or"]),
+        (dict(query_max=127), ["op by op (query_max: got 127, allowed is up to 85)"]),
+        (dict(single_stage_below=9), ["op by op (single_stage_below: got 9, allowed is 0)"]),
+        (dict(q_heads=40), ["op by op (q_heads: got 20, allowed is 16 a head)"]),
+    ],
+    ids=str,
+)
+def test_an_index_on_kernels_says_which_path_it_takes_and_why(device, options, words):
+    with on(device):
+        made = kvindex.create("pariskv", backend="cuda", device=device, **SIZES | options)
+    said = made.explain()
+    assert said.startswith("backend: cuda (as told)\nstore: BlockStore, row_codec 'plain'\n")
+    assert [word for word in words if word not in said] == [], said
+
+
+@on_devices
+def test_other_indexes_run_op_by_op_on_kernels(device):
+    with on(device):
+        made = kvindex.create("exact", backend="cuda", device=device, **SIZES)
+    assert made.explain() == "backend: cuda (as told)\nstore: BlockStore, row_codec 'plain'"

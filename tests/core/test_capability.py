@@ -1,0 +1,125 @@
+"""What an index can do is answered by the instance, and every wrapper passes it on."""
+
+import pytest
+
+import kvindex
+from kvindex.core import protocol
+from kvindex.core.capability import capability
+from kvindex.core.protocol import (
+    AppendsAsync,
+    Attends,
+    DecodesStep,
+    ExpandsBatch,
+    ObservesQueries,
+    TellsCoverage,
+    TellsRowBytes,
+    WeighsRows,
+)
+from kvindex.indexes.exact import Exact
+from kvindex.registry import wrapper_options
+from kvindex.wrappers import MeasureRecall, Reuse, Sample, Wrapper
+from tests.support.helpers import Case
+
+CLASSES = {"recall": MeasureRecall, "reuse": Reuse, "sample": Sample, "wrapper": Wrapper}
+CAPABILITIES = [
+    found
+    for found in vars(protocol).values()
+    if getattr(found, "_is_protocol", False) and found.__module__ == protocol.__name__
+    if found is not protocol.KVIndex
+]
+ONLY_ITS_OWN = {("reuse", ObservesQueries), ("sample", TellsCoverage), ("sample", WeighsRows)}
+"""What a wrapper does whatever the inner index does."""
+NOT_PASSED_ON = {
+    *((name, DecodesStep) for name in CLASSES),  # a step of the inner index is not its own search
+    ("recall", AppendsAsync),  # the exact copy's append is part of the same change
+    ("recall", ExpandsBatch),  # what a view finds would not be counted
+    ("reuse", ExpandsBatch),  # a step may find what the one before found
+}
+
+
+class Able(Exact):
+    """Has the methods of all capabilities, and offers those in `offered`."""
+
+    offered = frozenset(CAPABILITIES)
+
+    def decode_step(self):
+        """Never called, as those that follow."""
+
+    def attend(self):
+        pass
+
+    def attend_hits(self):
+        pass
+
+    def reserve(self):
+        pass
+
+    def warm_up(self):
+        pass
+
+    def _offers(self, wanted):
+        return wanted in self.offered
+
+
+def able(offered):
+    case = Case()
+    index = Able(q_heads=case.q_heads, kv_heads=case.kv_heads, head_dim=case.head_dim)
+    index.offered = frozenset(offered)
+    return index
+
+
+def test_all_capabilities_are_found():
+    assert {AppendsAsync, Attends, DecodesStep, TellsRowBytes} < set(CAPABILITIES)
+    assert set(wrapper_options()) == set(CLASSES) - {"wrapper"}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("wanted", CAPABILITIES, ids=lambda wanted: wanted.__name__)
+def test_a_wrapper_has_what_it_and_its_inner_index_have(name, wanted):
+    if (name, wanted) != ("sample", WeighsRows):  # weights of weights: refused
+        wrapper = CLASSES[name](able({wanted}))
+        passed = (name, wanted) not in NOT_PASSED_ON
+        assert wrapper.capability(wanted) is (wrapper if passed else None)
+        twice = Wrapper(wrapper)  # of a wrapper, too
+        assert twice.capability(wanted) is (twice if passed else None)
+    wrapper = CLASSES[name](able({}))
+    own = (name, wanted) in ONLY_ITS_OWN
+    assert wrapper.capability(wanted) is (wrapper if own else None)
+
+
+def test_the_instance_answers():
+    case = Case()
+    exact, reuse = case.index("exact"), case.index("exact+reuse")
+    assert exact.capability(ExpandsBatch) is exact
+    assert reuse.capability(ExpandsBatch) is None
+    assert exact.capability(AppendsAsync) is None  # its class has the method
+    assert exact.capability(Attends) is None
+    pariskv = case.index("pariskv")
+    assert pariskv.capability(Attends) is None  # kernels are not there
+    assert case.index("retroinfer").capability(WeighsRows) is not None
+
+
+class Foreign:
+    """An index of others, of which only methods are known."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        if name in ("expand_batch", "capability", "row_bytes"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def test_an_index_of_others_can_do_what_it_has_the_methods_for():
+    foreign = Foreign(Case().index("exact"))
+    assert capability(foreign, TellsCoverage) is foreign
+    assert capability(foreign, ExpandsBatch) is None
+    assert Wrapper(foreign).capability(TellsRowBytes) is None
+    assert Wrapper(foreign).capability(TellsCoverage) is not None
+
+
+def test_a_wrapper_says_what_its_inner_index_lacks():
+    wrapper = Wrapper(kvindex.create("h2o", q_heads=2, kv_heads=1, head_dim=8))
+    with pytest.raises(TypeError, match="inner: got H2O, allowed is one that offers ExpandsBatch"):
+        wrapper.expand_batch(2)

@@ -1,0 +1,125 @@
+"""docs/adding-an-index.md, followed: its files are written, its commands and its Python run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvindex
+from kvindex.testing import run
+from kvindex.testing.__main__ import main
+from tests.adapters.tiny import build
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/adding-an-index.md").read_text()
+BLOCKS = re.findall(r"^([^\n]*)\n\n```(\w+)\n(.*?)^```$", PAGE, flags=re.M | re.S)
+"""The line before, the language, the code."""
+
+METADATA = "from setuptools import build_meta as b; b.prepare_metadata_for_build_editable('.')"
+COMMAND = "from kvindex_adapters.cli import main; main()"
+MOST_WORDS = 1670
+
+
+def plain(text):
+    """Without what differs from run to run: seconds, widths of columns."""
+    return re.sub(r"\d+\.\d s", "0.0 s", re.sub(r"[ \t]+", " ", text))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The author's, with the metadata that `pip install -e .` would write for it."""
+    folder = tmp_path_factory.mktemp("sign-dot")
+    for before, _, code in BLOCKS:
+        if named := re.search(r"`([\w.]+)`:$", before):
+            (folder / named[1]).write_text(code)
+    assert {path.name for path in folder.iterdir()} == {"pyproject.toml", "sign_dot.py"}
+    ran(folder, [sys.executable, "-c", METADATA])
+    return folder
+
+
+@pytest.fixture
+def installed(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    sys.modules.pop("sign_dot", None)
+
+
+def ran(folder, command):
+    path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "adapters")])
+    env = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def commands():
+    """Each command of the page, and what the page shows of its output."""
+    for _, language, code in BLOCKS:
+        if language == "console":
+            for part in code.split("$ ")[1:]:
+                command, _, output = part.partition("\n")
+                yield command, output
+
+
+def follow(command, folder, capsys):
+    """What a command of the page prints."""
+    if command == "pip install -e .":
+        return ""  # as `folder` has it
+    if command == "kvindex indexes":
+        return ran(folder, [sys.executable, "-c", COMMAND, "indexes"])
+    assert command.startswith("python -m kvindex.testing "), command
+    assert main(command.split()[3:]) == 0
+    return capsys.readouterr().out
+
+
+def hold(installed, capsys):
+    shown = []
+    for command, output in commands():
+        got = [plain(line).strip() for line in follow(command, installed, capsys).splitlines()]
+        for line in filter(None, plain(output).splitlines()):
+            assert line.strip() in got, command
+            shown.append(line)
+    assert len(shown) == 4
+
+
+def test_the_commands_print_what_the_page_shows(installed, capsys, monkeypatch):
+    monkeypatch.setattr(run, "CASES", run.CASES[-1:])
+    hold(installed, capsys)
+
+
+@pytest.mark.slow
+def test_the_commands_print_it_in_every_case(installed, capsys):
+    hold(installed, capsys)
+
+
+def test_the_python_runs_in_order(installed, capsys, monkeypatch):
+    monkeypatch.setattr(run, "CASES", run.CASES[:1])
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: build("llama"))
+    torch.manual_seed(0)
+    names, count = {"__name__": "page"}, 0
+    monkeypatch.setitem(sys.modules, "page", type(sys)("page"))  # where dataclasses look
+    for before, language, code in BLOCKS:
+        if language == "python" and not before.endswith("`:"):
+            exec(compile(code, f"{PAGE[:20]!r}…", "exec"), names)
+            count += 1
+            said = capsys.readouterr().out
+            for expected in re.findall(r"^ *print\(.*\)  # (.*)$", code, flags=re.M):
+                assert expected in said
+    assert count == 4
+    assert names["index"].config.factor == 2
+    assert "sign-dot" in kvindex.names()
+
+
+def test_every_block_is_run():
+    languages = [language for _, language, _ in BLOCKS]
+    assert sorted(set(languages)) == ["console", "python", "toml"]
+    assert len(BLOCKS) == PAGE.count("\n```") / 2
+
+
+def test_the_page_is_short():
+    assert len(PAGE.split()) <= MOST_WORDS
