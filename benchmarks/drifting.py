@@ -84,7 +84,7 @@ def systems() -> list[System]:
     paper, one = ":rho=.25", ":refine_factor=1"  # as many candidates as rows are asked for
     return [
         System("paper", preset("paper", paper)),
-        System("paper, pool 4", preset("paper", f"{paper}:pool={POOL}")),
+        System("paper, pool 4", preset("paper", f"{paper}:refine_factor={POOL}")),
         System("fast", preset("fast")),
         System("fast", preset("fast"), rebuilt=True),
         System("fast, one center", preset("fast", ":center=65536")),

@@ -3,8 +3,8 @@
 Per KV head a table of `rows` slots in sets of 4, by a hash of the id. A selected row that lies in
 its set is read there; else it is fetched and takes the place of the set's row that was used
 longest ago, unless all four serve this very step. Rows of a step are looked up side by side: one
-may lose its place to another before it is found (kernels/cache.cuh), and is fetched. `attend`
-decides, reads and fills (kernels/step/attend.cu). All at fixed addresses.
+may lose its place to another before it is found (kernels/common/row_cache.cuh), and is fetched.
+`attend` decides, reads and fills (kernels/step/attend.cu). All at fixed addresses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from kvindex.core import check
+from kvindex_cuda.runtime.constants import WAYS
 
 CAPACITY = 4096
 """Per KV head."""
-
-WAYS = 4
-"""Slots of a set, as in the kernels."""
 
 
 class RowCache:

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.runtime.arguments import of_type, wide
+from kvindex_cuda.runtime.constants import WRITE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
-THREADS, PIECE = 256, 16
-"""As in the kernel's source; bytes of which a row has some."""
+PIECE = 16
+"""Bytes of which a row has some."""
 
 MOST_BLOCKS = 32
 """Of threads: 128 KB on their way, some microseconds of a bus of 50 GB/s."""
+
+
+STRIDES = tuple(f"{part}_{of}" for part in ("one", "other") for of in ("batch", "head", "token"))
 
 
 def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
@@ -44,10 +48,21 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
     launch(
         "append/write_rows.cu",
         "write_rows",
-        (min(-(-total // THREADS), MOST_BLOCKS),),
-        (THREADS,),
-        *(parts[0], parts[1] if len(parts) > 1 else None, table, table.stride(0)),
-        *(start, N, widths[0], pieces, G, total, *(strides + strides)[:6]),
+        (min(-(-total // WRITE_THREADS), MOST_BLOCKS),),
+        (WRITE_THREADS,),
+        arguments=dict(
+            one=parts[0],
+            other=parts[1] if len(parts) > 1 else None,
+            rows=table,
+            row=table.stride(0),
+            start=start,
+            count=N,
+            width=widths[0],
+            pieces=pieces,
+            kv_heads=G,
+            total=total,
+            **dict(zip(STRIDES, [*strides, 0, 0, 0], strict=False)),
+        ),
     )
 
 

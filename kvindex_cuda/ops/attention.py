@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import gcd
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from kvindex.ops import attention as reference
 from kvindex.ops.attention import cap
-from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, steps
+from kvindex_cuda.runtime.arguments import CODES, busy, contiguous_rows, of_shape, steps, strides
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = ["attend", "attend_blocks", "attend_causal", "cap"]
@@ -25,6 +26,7 @@ HEADS = 8
 SHARED_BYTES = 48 * 1024
 
 
+@overload
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -33,12 +35,40 @@ def attend(
     scale: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """One query per head over `R` rows per KV head: `[B, H, Dv]` in the queries' dtype.
 
     queries `[B, H, D]`, keys `[B, G, R, D]`, values `[B, G, R, Dv]`; bias float32, broadcast to
     `[B, H, R]`, is added to the logits and `-inf` hides a row, whatever it holds. A query that
-    sees no row gives 0. Accumulation is float32. Raises ValueError for no rows at all.
+    sees no row gives 0. Accumulation is float32. return_lse: the natural logarithm of the sum of
+    exponentials of the logits, too, float32 `[B, H]`, `-inf` where no row is visible. Raises
+    ValueError for no rows at all.
     """
     B, H, D = queries.shape
     G, R, Dv = keys.shape[1], keys.shape[2], values.shape[3]
@@ -68,18 +98,30 @@ def attend(
     partial = torch.empty((B * G, tiles, splits, heads, Dv + 2), device=device)
     tickets = torch.zeros((B * G, tiles), dtype=torch.int32, device=device)
     output = torch.empty((B, H, Dv), dtype=queries.dtype, device=device)
+    lse = torch.empty((B, H), device=device) if return_lse else None
     launch(
         "ops/attention.cu",
         "attend",
         (B * G, splits, tiles),
         (THREADS,),
-        *(queries.contiguous(), keys),
-        *steps(keys)[:3],
-        values,
-        *steps(values)[:3],
-        bias,
-        *((0, 0, 0) if bias is None else bias.stride()),
-        *(partial, output, tickets, R, g, G, float(scale), float(softcap or 0)),
+        arguments=dict(
+            queries=queries.contiguous(),
+            keys=keys,
+            values=values,
+            bias=bias,
+            partial=partial,
+            output=output,
+            lse=lse,
+            tickets=tickets,
+            **strides("keys", keys, "batch", "head", "row"),
+            **strides("values", values, "batch", "head", "row"),
+            **strides("bias", bias, "batch", "head", "row"),
+            rows=R,
+            heads=g,
+            kv_heads=G,
+            scale=float(scale),
+            softcap=float(softcap or 0),
+        ),
         D=D,
         DV=Dv,
         HEADS=heads,
@@ -88,7 +130,7 @@ def attend(
         WIDTH=width,
         LANES=lanes,
     )
-    return output.to(asked)
+    return output.to(asked) if lse is None else (output.to(asked), lse)
 
 
 def attend_blocks(

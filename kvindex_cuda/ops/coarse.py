@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from math import gcd
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from kvindex.ops.coarse import TIERS, ceil_share, rounded
 from kvindex.ops.codes import FACTOR, SUBSPACE
-from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type
+from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type, strides
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = [
@@ -46,8 +45,15 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
         "histogram",
         (B * G, splits, -(-M // 32)),
         (THREADS,),
-        *(signs, *signs.stride()[:2], valid, 0 if valid is None else valid.stride(0)),
-        *(counts, N, G),
+        arguments=dict(
+            signs=signs,
+            valid=valid,
+            counts=counts,
+            **strides("signs", signs, "batch", "head"),
+            **strides("valid", valid, "batch"),
+            n=N,
+            kv_heads=G,
+        ),
         D=M * SUBSPACE,
     )
     return counts
@@ -72,8 +78,15 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
         "tier_table",
         (B * G * g * M,),
         (THREADS,),
-        *(queries.contiguous(), histogram.contiguous(), limits.contiguous(), points),
-        *(g, G, limits.shape[-1]),
+        arguments=dict(
+            queries=queries.contiguous(),
+            counts=histogram.contiguous(),
+            limits=limits.contiguous(),
+            points=points,
+            heads=g,
+            kv_heads=G,
+            tiers=limits.shape[-1],
+        ),
         D=M * SUBSPACE,
     )
     return points
@@ -88,8 +101,14 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
     """
     B, G, g, M = _checked(queries)
     table = torch.empty((B, G, g, M, ENTRIES), dtype=torch.int16, device=queries.device)
-    arguments = queries.contiguous(), table, query_max
-    launch("ops/coarse.cu", "dot_table", (B * G * g, M), (THREADS,), *arguments, D=M * SUBSPACE)
+    launch(
+        "ops/coarse.cu",
+        "dot_table",
+        (B * G * g, M),
+        (THREADS,),
+        arguments=dict(queries=queries.contiguous(), table=table, largest=query_max),
+        D=M * SUBSPACE,
+    )
     return table
 
 
@@ -111,14 +130,21 @@ def dot_offsets(
     of_shape("offsets", of_type("offsets", offsets, torch.float32), B, G, g, S)
     of_shape("weight_scale", of_type("weight_scale", weight_scale, torch.float32), B, G)
     out = torch.empty(offsets.shape, dtype=torch.int32, device=offsets.device)
-    (bits,) = struct.unpack("q", struct.pack("d", level))  # kernels take no float64
     launch(
         "ops/coarse.cu",
         "dot_offsets",
         (B * G * g, busy(offsets.device, B * G * g, S, 1024) if S else 0),
         (THREADS,),
-        *(offsets.contiguous(), queries.contiguous(), weight_scale.contiguous(), out),
-        *(S, g, bits, query_max * FACTOR),
+        arguments=dict(
+            offsets=offsets.contiguous(),
+            queries=queries.contiguous(),
+            weight_scale=weight_scale.contiguous(),
+            votes=out,
+            segments=S,
+            heads=g,
+            scale=query_max * FACTOR,
+            level=level,
+        ),
         D=M * SUBSPACE,
     )
     return out
@@ -163,8 +189,19 @@ def votes(
         "votes",
         (B * G, busy(signs.device, B * G, N, 4096) if N and g else 0),
         (THREADS,),
-        *(signs, *signs.stride()[:2], table, factors, offsets, total),
-        *(N, g, G, segments, every),
+        arguments=dict(
+            signs=signs,
+            table=table,
+            factors=factors,
+            offsets=offsets,
+            votes=total,
+            **strides("signs", signs, "batch", "head"),
+            n=N,
+            heads=g,
+            kv_heads=G,
+            segments=segments,
+            every=every,
+        ),
         shared_bytes=words * M * ENTRIES * 4,
         D=M * SUBSPACE,
         WIDE=int(wide),

@@ -20,6 +20,7 @@ from kvindex.ops.codes import (
     unpack,
 )
 from kvindex_cuda.runtime.arguments import of_shape, of_type
+from kvindex_cuda.runtime.constants import CODES_THREADS, MOST_BITS
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = [
@@ -40,8 +41,8 @@ __all__ = [
     "unpack",
 ]
 
-THREADS, MOST_BITS, MOST_BLOCKS = 256, 7, 2**16
-"""As in `codes.cu`; blocks of `encode` that take turns."""
+MOST_BLOCKS = 2**16
+"""Of `encode`, whose blocks of threads go on with further vectors."""
 
 
 def encode(
@@ -54,10 +55,10 @@ def encode(
     above 2,048.
     """
     *outer, D = rotated.shape
-    if D % SUBSPACE or D > SUBSPACE * THREADS or block < 1 or block % SUBSPACE or D % block:
+    if D % SUBSPACE or D > SUBSPACE * CODES_THREADS or block < 1 or block % SUBSPACE or D % block:
         raise ValueError(
-            f"rotated, block: got D = {D}, {block}, allowed are a D up to {SUBSPACE * THREADS} and "
-            f"multiples of {SUBSPACE} that divide it"
+            f"rotated, block: got D = {D}, {block}, allowed are a D up to "
+            f"{SUBSPACE * CODES_THREADS} and multiples of {SUBSPACE} that divide it"
         )
     given = of_type("rotated", rotated, torch.float32).contiguous()
     sizes = of_shape("norms", of_type("norms", norms, torch.float32), *outer).contiguous()
@@ -71,10 +72,18 @@ def encode(
     launch(
         "ops/codes.cu",
         "encode",
-        (min(-(-count // (THREADS // M)), MOST_BLOCKS),),
-        (THREADS,),
-        *(given, sizes, levels.contiguous(), *codes.values()),
-        *(count, M, bits, block // SUBSPACE),
+        (min(-(-count // (CODES_THREADS // M)), MOST_BLOCKS),),
+        (CODES_THREADS,),
+        arguments=dict(
+            rotated=given,
+            norms=sizes,
+            levels=levels.contiguous(),
+            **codes,
+            count=count,
+            M=M,
+            bits=bits,
+            share=block // SUBSPACE,
+        ),
     )
     return codes
 
@@ -91,9 +100,17 @@ def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     launch(
         "ops/codes.cu",
         "log_codes",
-        (-(-count // THREADS),),
-        (THREADS,),
-        *(given, weight_scales, codes, count, each, _scale(bits), float(OCTAVES)),
+        (-(-count // CODES_THREADS),),
+        (CODES_THREADS,),
+        arguments=dict(
+            weights=given,
+            weight_scale=weight_scales,
+            codes=codes,
+            count=count,
+            each=each,
+            bits=_scale(bits),
+            octaves=float(OCTAVES),
+        ),
     )
     return codes
 
@@ -107,9 +124,17 @@ def log_weights(codes: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
     launch(
         "ops/codes.cu",
         "log_weights",
-        (-(-count // THREADS),),
-        (THREADS,),
-        *(given, weight_scales, weights, count, each, _scale(bits), 2**bits / OCTAVES),
+        (-(-count // CODES_THREADS),),
+        (CODES_THREADS,),
+        arguments=dict(
+            codes=given,
+            weight_scale=weight_scales,
+            weights=weights,
+            count=count,
+            each=each,
+            bits=_scale(bits),
+            steps=2**bits / OCTAVES,
+        ),
     )
     return weights
 

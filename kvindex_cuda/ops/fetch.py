@@ -41,9 +41,19 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
         "gather_rows",
         (min(-(-total // THREADS), MOST_BLOCKS),),
         (THREADS,),
-        table,
-        *(step // piece for step in strides),
-        *(ids.contiguous(), out, pieces, K, N, G, total),
+        arguments=dict(
+            rows=table,
+            ids=ids.contiguous(),
+            gathered=out,
+            rows_batch=strides[0] // piece,
+            rows_head=strides[1] // piece,
+            rows_token=strides[2] // piece,
+            pieces=pieces,
+            count=K,
+            n=N,
+            kv_heads=G,
+            total=total,
+        ),
         PIECE=piece,
     )
     return out
@@ -68,7 +78,17 @@ def gather_blocks(
         "gather_blocks",
         (min(-(-total // THREADS), MOST_BLOCKS),),
         (THREADS,),
-        *(table, table.stride(0), ids.contiguous(), out, pieces, K, tokens, kv_heads, total),
+        arguments=dict(
+            rows=table,
+            ids=ids.contiguous(),
+            gathered=out,
+            rows_batch=table.stride(0),
+            pieces=pieces,
+            count=K,
+            n=tokens,
+            kv_heads=kv_heads,
+            total=total,
+        ),
         PIECE=PIECE,
     )
     return out

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from kvindex.ops.learn import HEADROOM, LEAN, SEEN
-from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_shape, of_type, wide
+from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_shape, of_type, strides, wide
+from kvindex_cuda.runtime.constants import LEARN_TALL, LEARN_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = ["HEADROOM", "LEAN", "SEEN", "centers", "weight_scale"]
 
-THREADS, TALL, WIDEST = 256, 32, 1024
-"""As in `learn.cu`; the largest head dimension whose sums fit shared memory."""
+WIDEST = 1024
+"""The largest head dimension whose sums fit shared memory."""
 
 
 def centers(
@@ -40,10 +41,31 @@ def centers(
         "append/learn.cu",
         "learn",
         (S, G, B),
-        (THREADS,),
-        *(given, flags, old, held, found, known, None, None, None, N, D, before, before, S),
-        *(start, every, 0, S, S, 0),
-        *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
+        (LEARN_THREADS,),
+        arguments=dict(
+            keys=given,
+            valid=flags,
+            old_centers=old,
+            old_known=held,
+            centers=found,
+            known=known,
+            old_scale=None,
+            weight_scale=None,
+            wrong=None,
+            count=N,
+            dim=D,
+            before=before,
+            old_row=before,
+            row=S,
+            start=start,
+            every=every,
+            begin=0,
+            segments=S,
+            skip=S,
+            skipped=0,
+            **strides("keys", given, "batch", "head", "token"),
+            **strides("valid", flags, "batch"),
+        ),
         shared_bytes=shared_bytes(D),
         DTYPE=CODES[keys.dtype],
         WIDE=int(wide(given)),
@@ -78,9 +100,16 @@ def weight_scale(
         "append/learn.cu",
         "weight_scale",
         (windows(N), B * G),
-        (THREADS,),
-        *(norms.contiguous(), flags, old, found, N),
-        *(0 if flags is None else flags.stride(0), G),
+        (LEARN_THREADS,),
+        arguments=dict(
+            norms=norms.contiguous(),
+            valid=flags,
+            old_scale=old,
+            weight_scale=found,
+            count=N,
+            **strides("valid", flags, "batch"),
+            kv_heads=G,
+        ),
         DTYPE=0,
         WIDE=1,
     )
@@ -98,12 +127,12 @@ def answer(keys: Tensor) -> Tensor:
 
 def windows(count: int) -> int:
     """Blocks that look for the largest norm of so many keys' first ones."""
-    return -(-min(count, SEEN) // THREADS)
+    return -(-min(count, SEEN) // LEARN_THREADS)
 
 
 def shared_bytes(dim: int) -> int:
     """Dynamic shared memory of `learn`."""
-    return 8 * dim * (1 + min(TALL, THREADS * 8 // dim))
+    return 8 * dim * (1 + min(LEARN_TALL, LEARN_THREADS * 8 // dim))
 
 
 def flags_of(valid: Tensor | None, batch: int, count: int) -> Tensor | None:

@@ -44,8 +44,8 @@ def errors(
     tangent: the mean of `tan² θ` (`codes.tangent`).
     """
     block = queries.shape[-1] // weights.shape[-1]
-    scale = 1 + tangent, tangent / (block - 1)
-    return _run("errors", queries, signs, magnitudes, weights, levels, *scale)
+    scale = dict(share=1 + tangent, spread=tangent / (block - 1))
+    return _run("errors", queries, signs, magnitudes, weights, levels, **scale)
 
 
 def _run(
@@ -55,7 +55,7 @@ def _run(
     magnitudes: Tensor,
     weights: Tensor,
     levels: Tensor,
-    *scale: float,
+    **scale: float,
 ) -> Tensor:
     B, G, g, D = of_type("queries", queries, torch.float32).shape
     C, bits, W = signs.shape[2], magnitudes.shape[3], weights.shape[-1]
@@ -80,13 +80,17 @@ def _run(
         name,
         (B * G, busy(queries.device, B * G, C, THREADS) if C else 0, -(-g // HEADS)),
         (THREADS,),
-        *(
-            queries.contiguous(),
-            contiguous_rows(signs, 4, aligned),
-            contiguous_rows(magnitudes, 5, aligned),
+        arguments=dict(
+            {"estimates" if name == "estimate" else name: out},
+            queries=queries.contiguous(),
+            signs=contiguous_rows(signs, 4, aligned),
+            magnitudes=contiguous_rows(magnitudes, 5, aligned),
+            weights=weights.contiguous(),
+            levels=levels.contiguous(),
+            n=C,
+            heads=g,
+            **scale,
         ),
-        *(weights.contiguous(), levels.contiguous(), out, C, g),
-        *scale,
         D=D,
         BITS=bits,
         HEADS=heads,

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from kvindex.ops import sampling as reference
 from kvindex_cuda.runtime.arguments import of_shape, of_type
+from kvindex_cuda.runtime.constants import DRAW_THREADS
 from kvindex_cuda.runtime.launch import launch
 
-THREADS, MOST = 1024, 2**14
-"""Threads of a block, and rows that its shared memory holds; more are drawn in plain torch."""
+MOST = 2**14
+"""Rows that a block's shared memory holds; more are drawn in plain torch."""
 
 
 def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tensor]:
@@ -28,13 +29,22 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
         return reference.draw(logits, ids, k, drawn)
     places = torch.empty((B, G, k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((B, G, k), device=logits.device)
-    size = max(THREADS, 1 << max(P - 1, 0).bit_length())
+    size = max(DRAW_THREADS, 1 << max(P - 1, 0).bit_length())
     launch(
         "ops/sampling.cu",
         "draw",
         (B * G,),
-        (THREADS,),
-        *(logits.contiguous(), ids.contiguous(), places, weights, size, P, k, drawn),
+        (DRAW_THREADS,),
+        arguments=dict(
+            logits=logits.contiguous(),
+            ids=ids.contiguous(),
+            places=places,
+            weights=weights,
+            size=size,
+            count=P,
+            k=k,
+            drawn=drawn,
+        ),
         shared_bytes=13 * size,
     )
     return places, weights

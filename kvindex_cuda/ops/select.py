@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import UNUSED
-from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type
-from kvindex_cuda.runtime.launch import launch
+from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type, strides
+from kvindex_cuda.runtime.constants import BINS, DIGIT, SORTED, TILE
+from kvindex_cuda.runtime.launch import Argument, launch
 
-THREADS, BINS, STEP, TILE, LONGEST = 256, 2048, 11, 2048, 2048
-"""As in the kernels' source."""
+THREADS = 256
 
 NEVER = float("-inf")
 
@@ -38,9 +38,15 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     words = torch.zeros((R, kept), dtype=torch.int64, device=device)
     grid = R, busy(device, R, N, 4096)
     launch(
-        "ops/select.cu", "collect", grid, (THREADS,), *(flat, N, bits, state, filled, words, kept)
+        "ops/select.cu",
+        "collect",
+        grid,
+        (THREADS,),
+        arguments=dict(
+            scores=flat, state=state, filled=filled, words=words, n=N, bits=bits, k=kept
+        ),
     )
-    if kept > LONGEST:
+    if kept > SORTED:
         words, last = words.sort(dim=-1, descending=True).values, 2**bits - 1
         found = torch.where(words > 0, last - (words & last), UNUSED)
         values = flat.gather(-1, found.clamp_min(0)).masked_fill(found < 0, NEVER)
@@ -52,7 +58,17 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         "sort",
         (R,),
         (size // 2,),
-        *(words, flat, best, positions, kept, size, k, N, bits),
+        arguments=dict(
+            words=words,
+            scores=flat,
+            best=best,
+            positions=positions,
+            width=kept,
+            size=size,
+            k=k,
+            n=N,
+            bits=bits,
+        ),
     )
     return best, positions
 
@@ -83,8 +99,18 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
         "mark",
         tuple(counts.shape),
         (THREADS,),
-        *(votes, valid, 0 if valid is None else valid.stride(0), N, g, G, _bits(N)),
-        *(state, words, counts),
+        arguments=dict(
+            scores=votes,
+            valid=valid,
+            state=state,
+            words=words,
+            counts=counts,
+            **strides("valid", valid, "batch"),
+            n=N,
+            heads=g,
+            kv_heads=G,
+            bits=_bits(N),
+        ),
         VOTES=1,
     )
     return _placed(words, counts).view(B, G, -1)
@@ -108,9 +134,14 @@ def compact(chosen: Tensor) -> Tensor:
         "flags",
         tuple(counts.shape),
         (THREADS,),
-        flat,
-        *flat.stride()[:2],
-        *(N, G, words, counts),
+        arguments=dict(
+            flags=flat,
+            words=words,
+            counts=counts,
+            **strides("flags", flat, "batch", "head"),
+            n=N,
+            kv_heads=G,
+        ),
     )
     return _placed(words, counts).view(*outer, -1)
 
@@ -129,22 +160,23 @@ def _cut(
     cleared = torch.zeros(R * (BINS + 4), dtype=torch.int32, device=device)
     histogram, extents, tickets = cleared.tensor_split([R * BINS, R * (BINS + 3)])
     grid, defines = (R, busy(device, R, N, 4096)), dict(VOTES=int(limits is not None))
-    by_row = 0 if valid is None else valid.stride(0)
+    given: dict[str, Argument] = dict(scores=scores, valid=valid, tickets=tickets, state=state)
+    given.update(strides("valid", valid, "batch"), n=N, rows_each=each, bits=bits)
     launch(
         "ops/select.cu",
         "range",
         grid,
         (THREADS,),
-        *(scores, valid, by_row, limits, k, N, each, bits, extents, tickets, state),
+        arguments={**given, "limits": limits, "extents": extents, "k": k},
         **defines,
     )
-    for _ in range(-(-(32 + bits) // STEP)):
+    for _ in range(-(-(32 + bits) // DIGIT)):
         launch(
             "ops/select.cu",
             "digit",
             grid,
             (THREADS,),
-            *(scores, valid, by_row, N, each, bits, histogram, tickets, state),
+            arguments={**given, "histogram": histogram},
             **defines,
         )
     return state
@@ -163,8 +195,8 @@ def _placed(words: Tensor, counts: Tensor) -> Tensor:
     width = int(ends[:, -1].max())
     ids = torch.full((len(ends), width), UNUSED, device=words.device)
     if width:
-        arguments = words, ends, ids, width
-        launch("ops/select.cu", "place", tuple(counts.shape), (THREADS,), *arguments)
+        arguments: dict[str, Argument] = dict(words=words, ends=ends, ids=ids, width=width)
+        launch("ops/select.cu", "place", tuple(counts.shape), (THREADS,), arguments=arguments)
     return ids
 
 

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from kvindex.ops.transform import LONGEST, rotation
-from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_shape, of_type
+from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_shape, of_type, strides
+from kvindex_cuda.runtime.constants import ROTATE_BROAD, ROTATE_TALL
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = ["LONGEST", "normalize", "rotate", "rotation"]
 
-WARPS, TALL, BROAD = 8, 32, 64
-"""Of a block: vectors that `normalize` and `rotate` take, and outputs (`transform.cu`)."""
+WARPS = 8
+"""Of a block of `normalize`, a vector each."""
 
 
 def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,8 +30,14 @@ def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
         "normalize",
         (-(-norms.numel() // WARPS),),
         (32 * WARPS,),
-        *(given, directions, norms, norms.numel(), vectors.shape[-1]),
-        *shape,
+        arguments=dict(
+            vectors=given,
+            directions=directions,
+            norms=norms,
+            count=norms.numel(),
+            dim=vectors.shape[-1],
+            **shape,
+        ),
         DTYPE=CODES[vectors.dtype],
     )
     return directions, norms
@@ -46,20 +53,30 @@ def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
     launch(
         "ops/transform.cu",
         "rotate",
-        (-(-count // TALL), -(-D // BROAD)),
+        (-(-count // ROTATE_TALL), -(-D // ROTATE_BROAD)),
         (256,),
-        *(given, matrix.contiguous(), rotated, count, D),
-        *shape,
+        arguments=dict(
+            vectors=given,
+            matrix=matrix.contiguous(),
+            rotated=rotated,
+            count=count,
+            dim=D,
+            **shape,
+        ),
         DTYPE=CODES[vectors.dtype],
     )
     return rotated
 
 
-def _outer(vectors: Tensor) -> tuple[Tensor, list[int]]:
-    """Vectors as `[A, B, C, D]`; `B`, `C` and three strides. Copied where those cannot say it."""
+def _outer(vectors: Tensor) -> tuple[Tensor, dict[str, int]]:
+    """Vectors as `[A, B, C, D]`; `B`, `C` and three strides as the kernels name them.
+
+    Copied where those cannot say it.
+    """
     given = contiguous_rows(of_type("vectors", vectors, *CODES), 1)
     while given.ndim < 4:
         given = given[None]
     if given.ndim > 4:
         given = given.flatten(0, -4)
-    return given, [*given.shape[1:3], *given.stride()[:3]]
+    sizes = dict(second=given.shape[1], third=given.shape[2])
+    return given, sizes | strides("outer", given, "first", "second", "third")

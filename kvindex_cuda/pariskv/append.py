@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvindex_cuda.memory.code_blocks import Fill
 from kvindex_cuda.memory.layout import BLOCK
-from kvindex_cuda.ops.learn import THREADS, answer, flags_of, shared_bytes, windows
+from kvindex_cuda.ops.learn import answer, flags_of, shared_bytes, windows
 from kvindex_cuda.pariskv.encode import WIDEST, Encoder, Fresh
-from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_type, wide
+from kvindex_cuda.runtime.arguments import CODES, contiguous_rows, of_type, strides, wide
+from kvindex_cuda.runtime.constants import LEARN_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 
@@ -84,21 +85,31 @@ class Writer:
             "append/learn.cu",
             "learn",
             (stop - begin - left + windows(N), G, B),
-            (THREADS,),
-            *(
-                given,
-                flags,
-                old,
-                held,
-                centers,
-                known,
-                learned.get("weight_scale"),
-                weight_scale,
-                wrong,
+            (LEARN_THREADS,),
+            arguments=dict(
+                keys=given,
+                valid=flags,
+                old_centers=old,
+                old_known=held,
+                centers=centers,
+                known=known,
+                old_scale=learned.get("weight_scale"),
+                weight_scale=weight_scale,
+                wrong=wrong,
+                count=N,
+                dim=D,
+                before=before,
+                old_row=_row(old),
+                row=_row(centers),
+                start=start,
+                every=BLOCK,
+                begin=begin,
+                segments=stop,
+                skip=leave,
+                skipped=left,
+                **strides("keys", given, "batch", "head", "token"),
+                **strides("valid", flags, "batch"),
             ),
-            *(N, D, before, *(_row(part) for part in (old, centers)), start, BLOCK, begin),
-            *(stop, leave, left),
-            *(*given.stride()[:3], 0 if flags is None else flags.stride(0)),
             shared_bytes=shared_bytes(D),
             DTYPE=CODES[keys.dtype],
             WIDE=int(wide(given)),

@@ -1,4 +1,4 @@
-"""What every fused step ends with: the rows that a group agrees on, and attention over them.
+"""What every fused step ends with: the rows selected for a group, and attention over them.
 
 Nothing here waits for the device, or allocates more than results: buffers are made once, lengths
 are read on the device, so that a step can be captured in a CUDA graph and replayed while the index
@@ -18,20 +18,24 @@ from kvindex.storage.codecs import NAMES
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.runtime.arguments import CODES
+from kvindex_cuda.runtime.constants import (
+    APART,
+    BINS,
+    BUCKETS,
+    EDGE,
+    HEADS_AT_ONCE,
+    MOST_SPLITS,
+    SELECT_ENTRIES,
+    SELECT_THREADS,
+)
 from kvindex_cuda.runtime.launch import launch
 
-BINS, EDGE, BUCKETS, APART = 2048, 1024, 256, 32
-"""As in the kernels' sources."""
-
 COUNTERS = 9
-"""Of each group, in lines of memory of their own: what is listed, kept, at the edge, passed on; two
-tickets; three that tell."""
+"""Of each group, in lines of memory of their own: entries listed, candidates, of them at the edge,
+finalists; two tickets; three signals."""
 
-MOST_SPLITS, AT_ONCE = 16, 4
-"""Of `attend.cu`."""
-
-MOST_HEADS = 16
-"""Query heads per KV head: each has a warp of `select_rows.cu`, whose blocks have 16."""
+MOST_HEADS = SELECT_THREADS // 32
+"""Query heads per KV head: each has a warp of `select_rows`."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ class State:
 
 
 class BaseStep:
-    """Buffers and launches that all steps for a batch of `B` rows have: `agree` and `attend`.
+    """Buffers and launches that all steps for a batch of `B` rows have: `select_rows` and `attend`.
 
-    A step's `select` fills candidates and estimates, as `rerank.cu` does, and calls `_agree`.
+    A step's `select` fills candidates and estimates, as `rerank.cu` does, then `_select_rows`.
     most: as the step says; capacity: entries that a group's candidates have room for; counted:
     further int32 per group that a step has cleared, at a multiple of 16 bytes
     (`_counted`); policy: as `ParisKVConfig.group`.
@@ -99,8 +103,9 @@ class BaseStep:
         device, groups = g.device, batch * g.kv_heads
         self._groups, self._multiprocessors = groups, multiprocessors
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
-        self._softcap = dict(SOFTCAP=int(g.softcap is not None))
-        self._agreed = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._softcap)
+        self._scale, self._softcap = float(g.scale), float(g.softcap or 0)
+        self._capped = dict(SOFTCAP=int(g.softcap is not None))
+        self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -111,28 +116,30 @@ class BaseStep:
         def floats(*shape: int) -> Tensor:
             return torch.empty(shape, device=device)
 
-        # what `select` leaves for `agree`
+        # what `select` leaves for `select_rows`
         self._bases, self._shifts = ints(groups), ints(groups)
-        self._kept = longs(groups, capacity)
+        self._candidates = longs(groups, capacity)
         self._estimates = floats(groups, capacity, group)
         self._edge, self._edge_estimates = longs(groups, EDGE), floats(groups, EDGE, group)
         self._cuts = ints(groups, 2)
         self._finalists = longs(groups, capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
-        # what counts, cleared by a step's first launch at once: 8-byte words first, counters last,
+        # counters, cleared by a step's first launch at once: 8-byte words first, counters last,
         # each in a line of memory of its own
         sizes = [2 * group * BUCKETS, BINS, counted, COUNTERS * APART]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
         self._buckets, self._hist, self._counted = parts[:3]
         counters = parts[3].view(COUNTERS, groups, APART)[..., 0]
-        self.counts, self._many, self._edges, self._filled = counters[:4].unbind()
-        self._tickets, self._told = counters[4:6].unbind(), counters[6:]
-        self._tellers = 0  # blocks of a group that tell `agree` that they are done, if they do
+        self.counts, self._candidate_counts, self._edge_counts = counters[:3].unbind()
+        self._finalist_counts, *self._tickets = counters[3:6].unbind()
+        self._signals = counters[6:]
+        self._signalers = 0  # blocks of a group that signal `select_rows` that they are done
         # of `attend`
         self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
         self._partial = floats(groups, self.splits, group, g.value_dim + 2)
         self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
+        self.lse = floats(batch, g.q_heads)
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
         """Attention of queries `[B, H, D]` over the best `k` rows and resident ones: `output`."""
@@ -145,8 +152,9 @@ class BaseStep:
         return self.counts
 
     def renew(self) -> None:
-        """Whoever has `output` and `found` keeps them: what comes now is written to new ones."""
-        self.output, self.found = torch.empty_like(self.output), torch.empty_like(self.found)
+        """The caller keeps `output`, `lse` and `found`: a step from now on writes to new ones."""
+        self.output, self.lse = torch.empty_like(self.output), torch.empty_like(self.lse)
+        self.found = torch.empty_like(self.found)
 
     def select(self, queries: Tensor, state: State) -> None:
         """The best `k` rows of each group: the first `found` of `ids`, with `scores`.
@@ -155,24 +163,47 @@ class BaseStep:
         """
         raise NotImplementedError
 
-    def _agree(self, state: State) -> None:
+    def _select_rows(self, state: State) -> None:
         """The best of the candidates."""
-        g, kv, cache = self.geometry, self.geometry.kv_heads, state.cache
-        known = (cache.tags, cache.stamps, cache.capacity) if cache else (None, None, 0)
-        limits = state.wanted, state.counted
-        softcap = g.softcap if g.softcap is not None else 0.0
+        g, cache = self.geometry, state.cache
         launch(
             "step/select_rows.cu",
             "select_rows",
-            (self._groups, -(-self.capacity // 4096)),
-            (512,),
-            *(self._estimates, self._buckets, *limits, self._bases, self._shifts, self.counts),
-            *(self._kept, self._many, self._cuts, self._edge, self._edge_estimates, self._edges),
-            *(self._finalists, self._filled, self._tickets[0]),
-            *(self.ids, self.scores, self.found, *known, self._told, self._tellers),
-            *(self.k, self.capacity, kv, g.scale, softcap),
+            (self._groups, -(-self.capacity // (SELECT_THREADS * SELECT_ENTRIES))),
+            (SELECT_THREADS,),
+            arguments=dict(
+                estimates=self._estimates,
+                buckets=self._buckets,
+                wanted=state.wanted,
+                counted=state.counted,
+                bases=self._bases,
+                shifts=self._shifts,
+                counts=self.counts,
+                candidates=self._candidates,
+                candidate_counts=self._candidate_counts,
+                cuts=self._cuts,
+                edge=self._edge,
+                edge_estimates=self._edge_estimates,
+                edge_counts=self._edge_counts,
+                finalists=self._finalists,
+                finalist_counts=self._finalist_counts,
+                tickets=self._tickets[0],
+                ids=self.ids,
+                scores=self.scores,
+                found=self.found,
+                tags=cache.tags if cache else None,
+                stamps=cache.stamps if cache else None,
+                signals=self._signals,
+                cached=cache.capacity if cache else 0,
+                signalers=self._signalers,
+                k=self.k,
+                capacity=self.capacity,
+                kv_heads=g.kv_heads,
+                scale=self._scale,
+                softcap=self._softcap,
+            ),
             overlap=True,
-            **self._agreed,
+            **self._selects,
         )
 
     def attend(
@@ -180,32 +211,56 @@ class BaseStep:
     ) -> Tensor:
         """Attention over the rows that `select` found, or those of `hits`, and the resident rows.
 
+        Writes `output`, and `lse` `[B, H]`: the natural logarithm of the sum of exponentials of the
+        logits, after scale, softcap and weights, -inf where no row is visible.
+
         hits: any number of rows, all of them tokens'; selected: whether `select` comes right
-        before, which tells each group's blocks when to begin.
+        before, which signals each group's blocks when to begin.
         """
-        g, kv = self.geometry, self.geometry.kv_heads
-        softcap, cache = g.softcap if g.softcap is not None else 0.0, state.cache
+        g, cache = self.geometry, state.cache
         ids, found, weights, k = self.ids, self.found, None, self.k
         if hits is not None:
             ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
             weights = weights if weights is None else weights.contiguous()
             found = torch.full_like(self.found, k)
-        known: tuple[Tensor | int | None, ...] = (*[None] * 5, 0)
-        if cache:
-            known = cache.data, cache.tags, cache.stamps, cache.clocks, cache.counts, cache.capacity
         launch(
             "step/attend.cu",
             "attend",
             (self.splits, self._groups),
             (256,),
-            *(queries, ids, found, state.rows, state.rows.shape[1]),
-            *(BLOCK * state.row_bytes, state.row_bytes),
-            *(state.resident, state.resident_mask, state.resident_count, state.resident.shape[2]),
-            *(*known, weights, self._partial, self.output, self._tickets[1], self._told),
-            *(int(selected), k, kv, g.scale, softcap),
-            shared_bytes=4 * (g.value_dim + 2) * 8 * min(AT_ONCE, g.group_size),
+            arguments=dict(
+                queries=queries,
+                ids=ids,
+                found=found,
+                rows=state.rows,
+                resident=state.resident,
+                resident_mask=state.resident_mask,
+                resident_count=state.resident_count,
+                cache=cache.data if cache else None,
+                tags=cache.tags if cache else None,
+                stamps=cache.stamps if cache else None,
+                clocks=cache.clocks if cache else None,
+                lookups=cache.counts if cache else None,
+                weights=weights,
+                partial=self._partial,
+                output=self.output,
+                lse=self.lse,
+                tickets=self._tickets[1],
+                signals=self._signals,
+                row=state.rows.shape[1],
+                head_bytes=BLOCK * state.row_bytes,
+                row_bytes=state.row_bytes,
+                room=state.resident.shape[2],
+                cached=cache.capacity if cache else 0,
+                signaled=int(selected),
+                k=k,
+                kv_heads=g.kv_heads,
+                scale=self._scale,
+                softcap=self._softcap,
+            ),
+            shared_bytes=4 * (g.value_dim + 2) * 8 * min(HEADS_AT_ONCE, g.group_size),
             overlap=hits is None,  # else what is resident may just be being written
-            **(self._defines | self._softcap | dict(DV=g.value_dim)),
+            **(self._defines | self._capped | dict(DV=g.value_dim)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=int(hits is not None)),
         )
         return self.output

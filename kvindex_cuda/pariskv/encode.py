@@ -16,15 +16,14 @@ from kvindex_cuda.runtime.arguments import (
     contiguous_rows,
     of_shape,
     of_type,
-    steps,
+    strides,
     wide,
 )
+from kvindex_cuda.runtime.constants import ENCODE_WARPS, MOST_BITS
 from kvindex_cuda.runtime.launch import launch
 
-MOST_BITS, WIDEST = 7, 256
-
-WARPS = 8
-"""Of a block of the kernel."""
+WIDEST = 256
+"""The largest head dimension."""
 
 ROOM = 2.0**-10
 """The largest size of a coordinate that is told apart lies above the last edge by this share."""
@@ -133,7 +132,6 @@ class Encoder:
         if valid is not None:
             valid = contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         keys = contiguous_rows(keys, 1)
-        apart = (0, 0, 0) if centers is None else centers.stride()[:3]
         units = (stop - first) * G * B
         known = fresh.known if fresh else None
         begins = wide(keys)
@@ -146,18 +144,39 @@ class Encoder:
             "append/encode.cu",
             "encode",
             (blocks,),
-            (32 * WARPS,),
-            *(keys, valid, centers, weight_scale.contiguous(), table.contiguous(), self._flips),
-            *(self._hartley, self._tables, N, start),
-            *(stop - first, G, B),
-            *steps(keys)[:3],
-            0 if valid is None else valid.stride(0),
-            *apart,
-            table.shape[1],
-            *(L.head_bytes, L.weights, L.logs, L.magnitudes, L.center),
-            *((fresh.first, fresh.first + fresh.count) if fresh else (0, 0)),
-            *(known, 0 if known is None else known.shape[1], fresh.wrong if fresh else None),
-            *(taken, 1 / self.largest, D**-0.5),
+            (32 * ENCODE_WARPS,),
+            arguments=dict(
+                **strides("keys", keys, "batch", "head", "token"),
+                **strides("valid", valid, "batch"),
+                **strides("centers", centers, "batch", "head", "block"),
+                keys=keys,
+                valid=valid,
+                centers=centers,
+                weight_scale=weight_scale.contiguous(),
+                codes=table.contiguous(),
+                flips=self._flips,
+                hartley=self._hartley,
+                tables=self._tables,
+                known=known,
+                wrong=fresh.wrong if fresh else None,
+                taken=taken,
+                count=N,
+                start=start,
+                blocks=stop - first,
+                kv_heads=G,
+                batches=B,
+                row=table.shape[1],
+                head_bytes=L.head_bytes,
+                weights=L.weights,
+                logs=L.logs,
+                magnitudes=L.magnitudes,
+                center=L.center,
+                fresh=fresh.first if fresh else 0,
+                fresh_end=fresh.first + fresh.count if fresh else 0,
+                known_row=0 if known is None else known.shape[1],
+                size_scale=1 / self.largest,
+                root=D**-0.5,
+            ),
             overlap=fresh is not None,  # `learn` comes right before
             shared_bytes=_staged(D, keys.element_size(), begins, resident),
             D=D,

@@ -181,7 +181,8 @@ class Fused:
             index._store.wait()
             replay.acquire()
             stage_token(resident, token, window, queries, replay.asked)
-            return replay()
+            output, _, found = replay()
+            return output, found
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a layer's step, which puts a token where the host says it is; allowed "

@@ -79,19 +79,19 @@ class Replay:
         self.reads, self._step = reads, step
         device = step.geometry.device
         self.asked, self._answer = step.fixed()
-        before = step.output, step.found
-        step.output, step.found = step.parts(self._answer)
+        before = step.output, step.lse, step.found
+        step.output, step.lse, step.found = step.parts(self._answer)
         try:
             self._graph = GRAPHS[device.type](device, lambda: step(self.asked, reads))
         finally:
-            step.output, step.found = before  # nobody else writes there
+            step.output, step.lse, step.found = before  # nobody else writes there
 
     def acquire(self) -> None:
         """As `SharedStep.acquire`, before anything is written that the graph reads."""
         self._step.acquire()
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Attention of the queries in `asked` `[B, H, D]`, and the rows found, int32 `[B, G]`."""
+    def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention of the queries in `asked` `[B, H, D]`: `output`, `lse`, `found` `[B, G]`."""
         self._graph.replay()
         return self._step.parts(self._answer.clone())
 

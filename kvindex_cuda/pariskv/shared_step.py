@@ -44,19 +44,20 @@ class SharedStep(BaseStep):
         """Where a graph reads queries `[B, H, D]`, and where it writes `parts`, both contiguous."""
         if self._fixed is None:
             g, output = self.geometry, self.output
-            words = self.found.nbytes // output.element_size()
+            words = (self.lse.nbytes + self.found.nbytes) // output.element_size()
             asked = output.new_empty((self.batch, g.q_heads, g.head_dim))
             self._fixed = asked, output.new_empty(output.numel() + words)
         return self._fixed
 
-    def parts(self, answer: Tensor) -> tuple[Tensor, Tensor]:
-        """`output` `[B, H, Dv]` and `found` `[B, G]`, which lie in one tensor, for one copy."""
+    def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`output` `[B, H, Dv]`, `lse` `[B, H]`, `found` `[B, G]`: of one tensor, for one copy."""
         g, B = self.geometry, self.batch
-        wide, high = g.value_dim, g.q_heads * g.value_dim
-        output = answer.as_strided((B, g.q_heads, wide), (high, wide, 1))
-        words = answer.view(torch.int32)
-        start = len(words) - B * g.kv_heads
-        return output, words.as_strided((B, g.kv_heads), (g.kv_heads, 1), start)
+        H, G, Dv = g.q_heads, g.kv_heads, g.value_dim
+        output = answer.as_strided((B, H, Dv), (H * Dv, Dv, 1))
+        sums, words = answer.view(torch.float32), answer.view(torch.int32)
+        start = len(words) - B * G
+        lse = sums.as_strided((B, H), (H, 1), start - B * H)
+        return output, lse, words.as_strided((B, G), (G, 1), start)
 
 
 class _Votes(SharedStep, Step):

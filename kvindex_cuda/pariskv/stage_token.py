@@ -7,22 +7,24 @@ from torch import Tensor
 from kvindex.core.protocol import Rows
 from kvindex.core.resident import ResidentRows
 from kvindex_cuda.runtime.arguments import CODES, of_shape, of_type
+from kvindex_cuda.runtime.constants import STAGE_THREADS
 from kvindex_cuda.runtime.launch import launch
-
-THREADS = 128
-"""As in the kernel's source."""
 
 NAMES = "keys", "values", "window.keys", "window.values", "queries"
 
 
 def stage_token(
-    resident: ResidentRows, token: Rows, window: Rows, queries: Tensor, asked: Tensor | None = None
+    resident: ResidentRows,
+    token: Rows,
+    window: Rows,
+    queries: Tensor,
+    graph_queries: Tensor | None = None,
 ) -> None:
-    """`resident` holds a token more, whose rows are copied to its places in the window, too.
+    """Put a token's rows behind the resident ones and into its places in the window.
 
     token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape, strided;
-    queries: `[B, H, D]`, copied to asked, contiguous, if that is given. All of one dtype.
-    Raises ValueError for other shapes or dtypes, before anything is held.
+    queries: `[B, H, D]`, copied to graph_queries, contiguous, if given. All of one dtype.
+    Raises ValueError for other shapes or dtypes, before anything is written.
     """
     rows, keys, values = resident.rows, _near_by(token.keys), _near_by(token.values)
     queries, to_keys, to_values = _near_by(queries), window.keys, window.values
@@ -35,18 +37,35 @@ def stage_token(
             of_shape(name, of_type(name, tensor, rows.dtype), *shape)
     if len(resident) >= room:
         raise ValueError(
-            f"near: got {len(resident)} rows, allowed are fewer than its room of {room}"
+            f"resident: got {len(resident)} rows, allowed are fewer than its room of {room}"
         )
-    steps: list[int] = []
-    for tensor in given:
-        steps += tensor.stride()[:2]
     launch(
         "step/stage_token.cu",
         "stage_token",
         (G, B),
-        (THREADS,),
-        *(keys, values, to_keys, to_values, rows, resident.count, queries, asked),
-        *(*steps, room, resident.claim(1)),
+        (STAGE_THREADS,),
+        arguments=dict(
+            keys=keys,
+            values=values,
+            window_keys=to_keys,
+            window_values=to_values,
+            resident=rows,
+            resident_count=resident.count,
+            queries=queries,
+            graph_queries=graph_queries,
+            keys_batch=keys.stride(0),
+            keys_head=keys.stride(1),
+            values_batch=values.stride(0),
+            values_head=values.stride(1),
+            window_keys_batch=to_keys.stride(0),
+            window_keys_head=to_keys.stride(1),
+            window_values_batch=to_values.stride(0),
+            window_values_head=to_values.stride(1),
+            queries_batch=queries.stride(0),
+            queries_head=queries.stride(1),
+            room=room,
+            place=resident.claim(1),
+        ),
         D=D,
         DV=wide - D,
         DTYPE=CODES[rows.dtype],

@@ -1,6 +1,6 @@
 """One decoding step of one layer, from query to attention output, in 5 launches.
 
-    ask -> scan -> rerank -> agree -> attend
+    prepare_query -> scan -> rerank -> select_rows -> attend
 
 Signed dots with one 16-bit log weight per key, one list of candidates per group (the presets
 `fast` and `precise`). Nothing here waits for the device, or allocates more than results: buffers
@@ -21,10 +21,8 @@ from kvindex.ops import codes as reference
 from kvindex.ops import transform
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep, State
+from kvindex_cuda.runtime.constants import SAMPLED, SCAN_STAGES, SCAN_WARPS
 from kvindex_cuda.runtime.launch import launch
-
-SAMPLED, WARPS, STAGES = 4096, 8, 2
-"""As in the kernels' sources."""
 
 PLANES = {4: 5, 6: 21, 8: 85}
 """Digits to the base -2 and the largest number that they hold of either sign (`votes.cuh`)."""
@@ -58,12 +56,12 @@ class Step(BaseStep):
             most = PLANES[max(PLANES)]
             raise ValueError(f"query_max: got {self._query_max}, allowed is up to {most}")
         self._votes = self._defines | dict(CENTERED=int(centered), PLANES=planes)
-        self._rerank = self._votes | self._softcap | dict(BITS=layout.magnitude_bits)
+        self._rerank = self._votes | self._capped | dict(BITS=layout.magnitude_bits)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         odd = g.head_dim // (g.head_dim & -g.head_dim)
         angles = torch.arange(odd, dtype=torch.float64) * (2 * math.pi / odd)
         waves = (angles.cos() + angles.sin()).float().to(device)
-        self._turn = torch.cat([transform.rotation(g.head_dim, seed, device)[0], waves])
+        self._rotation = torch.cat([transform.rotation(g.head_dim, seed, device)[0], waves])
         self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
         self._factors = reference.log_factors(16, device)
         quads, sets, parts = -(-(layout.stride // 4) // 4), -(-group // 4), 1 if group <= 4 else 2
@@ -74,12 +72,12 @@ class Step(BaseStep):
         def floats(*shape: int) -> Tensor:
             return torch.empty(shape, device=device)
 
-        # of `ask`
+        # of `prepare_query`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
         self._ups = floats(groups, group)
-        self._sample, self._asked = ints(groups, SAMPLED), ints(groups)
+        self._sample, self._sample_tickets = ints(groups, SAMPLED), ints(groups)
         self._thresholds = ints(groups)
         # of `scan`
         self._products: Tensor | None = None
@@ -93,55 +91,129 @@ class Step(BaseStep):
         if self._products is None or self._products.shape[1] != row:
             shape = (groups, row, g.group_size)
             self._products = torch.empty(shape, device=g.device)
-        codes, keys = (state.codes, row, L.head_bytes), (state.valid, state.length)
-        limits = state.wanted, state.counted
         launch(
             "step/prepare_query.cu",
             "prepare_query",
             (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
             (256,),
-            *(queries, self._turn, state.weight_scale, *codes, *keys, *limits),
-            self._factors,
-            *(self._planes, self._sums, self._units, self._operands, self._ups),
-            *(self._sample, self._asked, self._thresholds, self._bases, self._shifts),
-            *(self._cleared, len(self._cleared), state.wrong, self._query_max, self._level),
-            *(float(reference.FACTOR), kv),
+            arguments=dict(
+                queries=queries,
+                rotation=self._rotation,
+                weight_scale=state.weight_scale,
+                codes=state.codes,
+                valid=state.valid,
+                length=state.length,
+                wanted=state.wanted,
+                counted=state.counted,
+                factors=self._factors,
+                planes=self._planes,
+                sums=self._sums,
+                units=self._units,
+                operands=self._operands,
+                ups=self._ups,
+                sample=self._sample,
+                tickets=self._sample_tickets,
+                thresholds=self._thresholds,
+                bases=self._bases,
+                shifts=self._shifts,
+                cleared=self._cleared,
+                wrong=state.wrong,
+                row=row,
+                head_bytes=L.head_bytes,
+                words=len(self._cleared),
+                kv_heads=kv,
+                query_max=self._query_max,
+                level=self._level,
+                factor_max=float(reference.FACTOR),
+            ),
             overlap=True,
             **self._votes,
         )
-        query = (self._planes, self._sums, queries, self._units, self._factors)
         scanners = (1 if g.head_dim > 128 else 2) * self._multiprocessors
         launch(
             "step/scan.cu",
             "scan",
             (scanners,),
-            (32 * WARPS,),
-            *(*codes, *query, *keys, self._thresholds, self._bases, self._shifts),
-            *(self.counts, self._list, self._hist, self._products, self._told),
-            *(self.capacity, groups, kv),
-            shared_bytes=WARPS * STAGES * self._stage(),
+            (32 * SCAN_WARPS,),
+            arguments=dict(
+                codes=state.codes,
+                planes=self._planes,
+                sums=self._sums,
+                queries=queries,
+                units=self._units,
+                factors=self._factors,
+                valid=state.valid,
+                length=state.length,
+                thresholds=self._thresholds,
+                bases=self._bases,
+                shifts=self._shifts,
+                counts=self.counts,
+                list=self._list,
+                histogram=self._hist,
+                products=self._products,
+                signals=self._signals,
+                row=row,
+                head_bytes=L.head_bytes,
+                capacity=self.capacity,
+                groups=groups,
+                kv_heads=kv,
+            ),
+            shared_bytes=SCAN_WARPS * SCAN_STAGES * self._stage(),
             overlap=True,
             **self._votes,
         )
-        listed = (self._bases, self._shifts, self.counts, self._list, self._hist)
-        softcap = g.softcap if g.softcap is not None else 0.0
         splits = max(1, 2 * self._multiprocessors // groups)
-        self._tellers = min(splits, -(-self.capacity // 128))
+        self._signalers = min(splits, -(-self.capacity // 128))
         launch(
             "step/rerank.cu",
             "rerank",
-            (self._tellers, groups),
+            (self._signalers, groups),
             (256,),
-            *(*codes, L.logs, L.magnitudes, self._operands, self._ups, self._products),
-            *(self._levels, state.weight_scale, *limits, *listed, self._kept, self._many),
-            *(self._estimates, self._buckets, self._edge, self._edge_estimates, self._edges),
-            self._cuts,
-            *(*query, *keys, self._told, WARPS * scanners, self.capacity, kv, g.scale, softcap),
-            float(reference.OCTAVES),
+            arguments=dict(
+                codes=state.codes,
+                operands=self._operands,
+                ups=self._ups,
+                products=self._products,
+                levels=self._levels,
+                weight_scale=state.weight_scale,
+                wanted=state.wanted,
+                counted=state.counted,
+                bases=self._bases,
+                shifts=self._shifts,
+                counts=self.counts,
+                list=self._list,
+                histogram=self._hist,
+                candidates=self._candidates,
+                candidate_counts=self._candidate_counts,
+                estimates=self._estimates,
+                buckets=self._buckets,
+                edge=self._edge,
+                edge_estimates=self._edge_estimates,
+                edge_counts=self._edge_counts,
+                cuts=self._cuts,
+                planes=self._planes,
+                sums=self._sums,
+                queries=queries,
+                units=self._units,
+                factors=self._factors,
+                valid=state.valid,
+                length=state.length,
+                signals=self._signals,
+                row=row,
+                head_bytes=L.head_bytes,
+                logs=L.logs,
+                magnitudes=L.magnitudes,
+                scanners=SCAN_WARPS * scanners,
+                capacity=self.capacity,
+                kv_heads=kv,
+                scale=self._scale,
+                softcap=self._softcap,
+                octaves=float(reference.OCTAVES),
+            ),
             overlap=True,
             **self._rerank,
         )
-        self._agree(state)
+        self._select_rows(state)
 
     def _stage(self) -> int:
         """Bytes of a block that `scan` copies to shared memory."""

@@ -1,6 +1,6 @@
 """Two stages by tiers, with a weight for each subspace, in 6 launches (the preset `paper`).
 
-    turn -> count -> choose -> weigh -> agree -> attend
+    query_table -> vote -> candidates -> rerank_blocks -> select_rows -> attend
 
 Votes are looked up in a table made for the query (`kvindex/ops/coarse.py`), with a list of
 candidates for each query head. Votes of all keys are kept, and candidates found from their
@@ -20,13 +20,11 @@ from kvindex.ops import transform
 from kvindex.ops.codes import SUBSPACE
 from kvindex_cuda.memory.layout import SubspaceLayout
 from kvindex_cuda.pariskv.base_step import BaseStep, State
+from kvindex_cuda.runtime.constants import CHUNK, PIECES, POINTS
 from kvindex_cuda.runtime.launch import launch
 
-CHUNK, PIECES, POINTS = 1024, 256, 256
-"""Of `tier_votes.cuh`."""
-
 BLOCKS = 4
-"""Of `count` on a multiprocessor: what registers leave room for."""
+"""Of `vote` on a multiprocessor: what registers leave room for."""
 
 
 class TableStep(BaseStep):
@@ -58,18 +56,18 @@ class TableStep(BaseStep):
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # of `turn`: what no head or subspace fills stays 0
+        # of `query_table`: what no head or subspace fills stays 0
         self._operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
         self._table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
         self._ups = torch.empty((groups, group), device=device)
-        # of `count`
+        # of `vote`
         self._votes = ints(groups, sets, most)
         self._pieces = ints(groups, group, PIECES, POINTS)
 
     @property
     def listed(self) -> Tensor:
         """As `BaseStep.listed`."""
-        return self._many
+        return self._candidate_counts
 
     def select(self, queries: Tensor, state: State) -> None:
         """As `BaseStep.select`."""
@@ -80,13 +78,22 @@ class TableStep(BaseStep):
             "query_table",
             (M, g.group_size, groups),
             (256,),
-            *(queries, self._rotation, state.histogram, state.tiers),
-            *(self._operands, self._ups, self._table),
-            *(self._cleared, len(self._cleared), state.wrong, kv),
+            arguments=dict(
+                queries=queries,
+                rotation=self._rotation,
+                histogram=state.histogram,
+                tiers=state.tiers,
+                operands=self._operands,
+                ups=self._ups,
+                table=self._table,
+                cleared=self._cleared,
+                wrong=state.wrong,
+                words=len(self._cleared),
+                kv_heads=kv,
+            ),
             overlap=True,
             **self._defines,
         )
-        codes, counts = (state.codes, row, L.head_bytes), (self._votes, self._counted, self._pieces)
         splits = max(1, BLOCKS * self._multiprocessors // groups)
         grid = min(splits, -(-self.most // CHUNK)), groups
         launch(
@@ -94,31 +101,69 @@ class TableStep(BaseStep):
             "vote",
             grid,
             (256,),
-            *(*codes, self._table, state.valid, state.length, *counts, self.capacity, kv),
+            arguments=dict(
+                codes=state.codes,
+                query_table=self._table,
+                valid=state.valid,
+                length=state.length,
+                votes=self._votes,
+                totals=self._counted,
+                pieces=self._pieces,
+                row=row,
+                head_bytes=L.head_bytes,
+                capacity=self.capacity,
+                kv_heads=kv,
+            ),
             shared_bytes=M * 1024,
             overlap=True,
             **(group | dict(D=g.head_dim)),
         )
         launch(
             "step/candidates.cu",
-            "heads",
+            "candidates",
             grid,
             (256,),
-            *(*counts, state.valid, state.length, state.wanted, state.counted),
-            *(self._kept, self._many, row, self.capacity, kv),
+            arguments=dict(
+                votes=self._votes,
+                totals=self._counted,
+                pieces=self._pieces,
+                valid=state.valid,
+                length=state.length,
+                wanted=state.wanted,
+                counted=state.counted,
+                candidates=self._candidates,
+                candidate_counts=self._candidate_counts,
+                row=row,
+                capacity=self.capacity,
+                kv_heads=kv,
+            ),
             overlap=True,
             **group,
         )
-        softcap = g.softcap if g.softcap is not None else 0.0
         launch(
             "step/rerank_blocks.cu",
             "rerank_blocks",
             (min(max(1, 2 * self._multiprocessors // groups), -(-self.most // 128)), groups),
             (256,),
-            *(*codes, L.weights, L.magnitudes, self._operands, self._ups, self._levels),
-            *(self._many, self._kept, self._estimates, self._buckets),
-            *(self.capacity, kv, g.scale, softcap),
+            arguments=dict(
+                codes=state.codes,
+                operands=self._operands,
+                ups=self._ups,
+                levels=self._levels,
+                candidate_counts=self._candidate_counts,
+                candidates=self._candidates,
+                estimates=self._estimates,
+                buckets=self._buckets,
+                row=row,
+                head_bytes=L.head_bytes,
+                weights=L.weights,
+                magnitudes=L.magnitudes,
+                capacity=self.capacity,
+                kv_heads=kv,
+                scale=self._scale,
+                softcap=self._softcap,
+            ),
             overlap=True,
-            **(group | self._softcap | dict(D=g.head_dim, BITS=L.magnitude_bits)),
+            **(group | self._capped | dict(D=g.head_dim, BITS=L.magnitude_bits)),
         )
-        self._agree(state)
+        self._select_rows(state)

@@ -8,10 +8,11 @@ from torch import Tensor
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.runtime.arguments import of_shape, of_type
+from kvindex_cuda.runtime.constants import UPDATE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
-THREADS, WORDS, MOST_BLOCKS = 256, BLOCK // 32, 64
-"""The first two as in the kernel's source."""
+WORDS, MOST_BLOCKS = BLOCK // 32, 64
+"""Of the bits of a block's tokens; blocks of threads at most."""
 
 
 def update_state(
@@ -49,9 +50,22 @@ def update_state(
     launch(
         "append/update_state.cu",
         "update_state",
-        (min(-(-items // THREADS), MOST_BLOCKS),),
-        (THREADS,),
-        *(None if first is None else state.valid, state.length),
-        *(None if count is None else state.counted, wanted, state.weight_scale, weight_scale),
-        *(room, begin, last, tokens, count or 0, candidates, B, state.weight_scale.numel()),
+        (min(-(-items // UPDATE_THREADS), MOST_BLOCKS),),
+        (UPDATE_THREADS,),
+        arguments=dict(
+            valid=None if first is None else state.valid,
+            length=state.length,
+            counted=None if count is None else state.counted,
+            wanted=wanted,
+            weight_scale=state.weight_scale,
+            new_scale=weight_scale,
+            row=room,
+            first=begin,
+            last=last,
+            tokens=tokens,
+            count=count or 0,
+            candidates=candidates,
+            batches=B,
+            scales=state.weight_scale.numel(),
+        ),
     )

@@ -54,6 +54,12 @@ def steps(tensor: Tensor) -> list[int]:
     return [step if size > 1 else 0 for size, step in pairs]
 
 
+def strides(name: str, tensor: Tensor | None, *dimensions: str) -> dict[str, int]:
+    """Of a tensor's first dimensions, in elements, as `{name}_{dimension}`; 0 for None."""
+    found = tensor.stride() if tensor is not None else (0,) * len(dimensions)
+    return {f"{name}_{part}": step for part, step in zip(dimensions, found, strict=False)}
+
+
 def wide(rows: Tensor) -> bool:
     """Whether each row of a tensor, of its last dimension, begins at a multiple of 16 bytes."""
     places, size = rows.data_ptr(), rows.element_size()

@@ -1,18 +1,17 @@
 """Compile and launch kernels: one `.cu` file in `kernels/`, one function, on the current stream.
 
-A kernel's source is compiled by NVRTC the first time it runs with a set of definitions. Arguments:
-a tensor is passed as its address, None as a null pointer, an int as `long long`, a float as
-`float`. Launchers check dtypes, strides, devices and ranges; here nothing but the device is.
+A kernel's source is compiled by NVRTC the first time it runs with a set of definitions. Arguments
+are given by name, in no order (`signature.py`): a tensor is passed as its address, None as a null
+pointer. Launchers check dtypes, strides and ranges; here names, types and the device are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from struct import Struct, calcsize
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor
 
 from kvindex.core.streams import raw_device, raw_stream
+from kvindex_cuda.runtime.constants import constants
+from kvindex_cuda.runtime.signature import Signature, signature
 
 SOURCES = Path(__file__).parents[1] / "kernels"
 
@@ -33,7 +34,10 @@ OPTIONS = ("--std=c++17",)
 
 Grid = tuple[int, ...]
 Launch = Callable[[Grid, Grid, list[Any], int, bool], None]
-"""Of a compiled kernel: grid, block, arguments, bytes of dynamic shared memory, `overlap`."""
+"""Of a compiled kernel: grid, block, arguments in the order of its signature, addresses for
+tensors, bytes of dynamic shared memory, `overlap`."""
+
+Argument = Tensor | int | float | None
 
 Loader = Callable[[str, str, tuple[tuple[str, int], ...]], Launch]
 """Of a file in `kernels/`, the name of a function in it, and definitions."""
@@ -48,9 +52,21 @@ def source(file: str) -> str:
     return (SOURCES / file).read_text()
 
 
-def options(defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     """What NVRTC is told for a kernel; CuPy adds the architecture and flags of its own."""
-    return (*OPTIONS, *(f"-D{key}={value}" for key, value in defines), f"-I{SOURCES}")
+    given = constants(file) | dict(defines)
+    return (*OPTIONS, *(f"-D{key}={value}" for key, value in given.items()), f"-I{SOURCES}")
+
+
+_signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
+
+
+def _takes(file: str, name: str) -> Signature:
+    """The signature of a kernel, read once from one folder of sources."""
+    known = _signatures.get((file, name))
+    if known is None or known[0] is not SOURCES:
+        known = _signatures[file, name] = SOURCES, signature(source(file), name)
+    return known[1]
 
 
 def launch(
@@ -58,36 +74,27 @@ def launch(
     name: str,
     grid: Grid,
     block: Grid,
-    *arguments: Tensor | int | float | None,
+    *,
+    arguments: Mapping[str, Argument],
     shared_bytes: int = 0,
     overlap: bool | int = False,
     **defines: int,
 ) -> None:
     """Run `name` of `kernels/<file>` on torch's current stream of the tensors' device.
 
-    overlap: whether it may begin before the kernel before it ends (`after_previous` in
+    arguments: by the names of the source, a tensor or None for a pointer, an int or a float for a
+    number; overlap: whether it may begin before the kernel before it ends (`after_previous` in
     common.cuh); defines: what the source leaves open, as `-Dname=value`. Raises ImportError
-    without CuPy, RuntimeError for a device that cannot run it, ValueError for tensors of several
-    devices.
+    without CuPy, RuntimeError for a device that cannot run it, ValueError for other names or types
+    of arguments, tensors of several devices.
     """
-    first = next(part for part in arguments if isinstance(part, Tensor))
-    device, number = first.device, first.get_device()  # a number, -1 for none: soon compared
-    passed: list[Any] = []
-    for part in arguments:
-        if type(part) is int:
-            passed.append(part)
-        elif type(part) is Tensor or isinstance(part, Tensor):
-            if _number(part) != number or (number < 0 and part.device != device):
-                where = f"{device} and {part.device}"
-                raise ValueError(f"{name}: got tensors on {where}, allowed is one")
-            passed.append(_address(part))
-        else:
-            passed.append(0 if part is None else part)
+    takes = _takes(file, name)
+    device, passed = _passed(takes, arguments)
     if device.type not in LOADERS:
         raise ValueError(f"{name}: got tensors on {device}, allowed is a CUDA device")
     if 0 in grid:
         return
-    load, opened = LOADERS[device.type], tuple(sorted(defines.items()))
+    load, opened = LOADERS[device.type], tuple(defines.items())
     if device.type != "cuda" or device.index == raw_device():
         load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
         return
@@ -95,14 +102,45 @@ def launch(
         load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
 
 
+def _passed(takes: Signature, arguments: Mapping[str, Argument]) -> tuple[torch.device, list[Any]]:
+    """The device of the tensors, and the arguments in the order of a signature, as addresses."""
+    device: torch.device | None = None
+    number = -1  # of the device, -1 for none: soon compared
+    if len(arguments) != len(takes.fields):
+        raise takes.wrong_names(arguments)
+    try:
+        passed: list[Any] = [arguments[name] for name in takes.names]
+    except KeyError:
+        raise takes.wrong_names(arguments) from None
+    for i, kind in takes.numbers:
+        if type(passed[i]) is not kind:
+            raise takes.wrong_type(i, passed[i])
+    for i in takes.pointers:
+        part = passed[i]
+        if part is None:
+            passed[i] = 0
+        elif type(part) is Tensor or isinstance(part, Tensor):
+            if device is None:
+                device, number = part.device, _number(part)
+            elif _number(part) != number or (number < 0 and part.device != device):
+                where = f"{device} and {part.device}"
+                raise ValueError(f"{takes.kernel}: got tensors on {where}, allowed is one")
+            passed[i] = _address(part)
+        else:
+            raise takes.wrong_type(i, part)
+    if device is None:
+        raise ValueError(f"{takes.kernel}: got no tensor, allowed is at least one")
+    return device, passed
+
+
 @cache
 def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> _Kernel:
     """The kernel, compiled for and loaded on one device."""
     cupy = checked(device)
     with cupy.cuda.Device(device):
-        module = cupy.RawModule(code=source(file), options=options(defines))
+        module = cupy.RawModule(code=source(file), options=options(file, defines))
         function = module.get_function(name)
-    return _Kernel(name, function, device)
+    return _Kernel(_takes(file, name), function, device)
 
 
 def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Launch:
@@ -116,46 +154,45 @@ class _Kernel:
     makes nothing.
     """
 
-    def __init__(self, name: str, function: Any, device: int) -> None:
-        self._name, self._function, self._device = name, function, device
+    def __init__(self, takes: Signature, function: Any, device: int) -> None:
+        self._name, self._function, self._device = takes.kernel, function, device
         self._static, self._allowed = function.shared_size_bytes, 48 * 1024
         overlaps = torch.cuda.get_device_capability(device) >= OVERLAPS
         self._attribute, self._attributes = _Attribute(6, 1), int(overlaps)
         self._config = _Config(attributes=ctypes.pointer(self._attribute))
         self._run: Any = _driver().cuLaunchKernelEx
         self._fixed = ctypes.byref(self._config), ctypes.c_void_p(function.kernel.ptr)
-        self._kinds: Struct | None = None  # of arguments: the same in every call
+        self._sizes: tuple[Grid, Grid, int] | None = None
+        self._pack = takes.packing.pack_into
+        self._values = (ctypes.c_longlong * (-(-takes.packing.size // 8) or 1))()
+        start = ctypes.addressof(self._values)
+        places = (0,) if takes.by_value else takes.places  # a struct is one parameter
+        self._pointers = (ctypes.c_void_p * len(places))(*(start + place for place in places))
         self._one_at_a_time = Lock()  # ctypes lets other threads run
 
     def __call__(
         self, grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int, overlap: bool
     ) -> None:
         with self._one_at_a_time:
-            if shared_bytes + self._static > self._allowed:
-                self._function.max_dynamic_shared_size_bytes = shared_bytes
-                self._allowed = shared_bytes + self._static
-            if self._kinds is None:
-                self._kinds = self._laid_out(arguments)
-            self._kinds.pack_into(self._values, 0, *arguments)
+            if (sizes := (grid, block, shared_bytes)) != self._sizes:
+                self._resize(*sizes)
+            self._pack(self._values, 0, *arguments)
             config = self._config
-            config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
-            config.bx, config.by, config.bz = (*block, 1, 1)[:3]
-            config.shared_bytes, config.stream = shared_bytes, raw_stream(self._device)
+            config.stream = raw_stream(self._device)
             config.count = self._attributes if overlap else 0
             failed = self._run(*self._fixed, self._pointers, None)
         if failed:
             raise RuntimeError(f"{self._name}: the driver refuses to launch it, error {failed}")
 
-    def _laid_out(self, arguments: list[Any]) -> Struct:
-        """Their kinds: each a `long long` or a `float`, whose places the driver is told."""
-        kinds = ["f" if isinstance(part, float) else "q" for part in arguments]
-        whole = Struct("@" + "".join(kinds))
-        self._values = (ctypes.c_longlong * (-(-whole.size // 8) or 1))()
-        ends = [calcsize("@" + "".join(kinds[: i + 1])) for i in range(len(kinds))]
-        places = [end - calcsize(kind) for end, kind in zip(ends, kinds, strict=True)]
-        start = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * len(kinds))(*(start + place for place in places))
-        return whole
+    def _resize(self, grid: Grid, block: Grid, shared_bytes: int) -> None:
+        """Tell the driver of other sizes than the last time."""
+        if shared_bytes + self._static > self._allowed:
+            self._function.max_dynamic_shared_size_bytes = shared_bytes
+            self._allowed = shared_bytes + self._static
+        config, self._sizes = self._config, (grid, block, shared_bytes)
+        config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
+        config.bx, config.by, config.bz = (*block, 1, 1)[:3]
+        config.shared_bytes = shared_bytes
 
 
 class _Attribute(ctypes.Structure):

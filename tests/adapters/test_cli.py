@@ -43,7 +43,8 @@ def loaded(smollm2_model, monkeypatch):
 @pytest.mark.model
 def test_demo(loaded, tmp_path):
     out = tmp_path / "demo.json"
-    result = run("demo", "--tokens", 2300, "--index", "exact:group=union", "-k", 50, "--json", out)
+    sizes = ("--tokens", 1200, "--dense-below", 600, "-k", 50)
+    result = run("demo", *sizes, "--index", "exact:group=union", "--json", out)
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert set(written) >= {"model", "prompt_tokens", "needle", "machine", "full", "index"}
@@ -52,14 +53,14 @@ def test_demo(loaded, tmp_path):
         *("name", "config", "k", "answer", "found", "prefill_s", "token_s", "backend"),
         *("rows_read_fraction", "recall_at_k", "kl_mean", "agreement", "nbytes"),
     }
-    assert 2100 <= written["prompt_tokens"] <= 2300  # past the threshold
+    assert 1000 <= written["prompt_tokens"] <= 1200  # past the threshold
     assert written["full"]["found"] is True
     assert written["needle"] in written["full"]["answer"]
     index = written["index"]
     assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
     assert index["backend"] == "torch"
     assert index["recall_at_k"] == index["recall_limit"]
-    assert 0 < index["rows_read_fraction"] < 0.3
+    assert 0 < index["rows_read_fraction"] < 0.5
     assert index["kl_mean"] >= 0
     assert "50 prompt" in result.output or f"{written['prompt_tokens']} prompt" in result.output
 
@@ -161,7 +162,7 @@ def test_indexes_lists_all():
         (("--prompt", "Hello", "--update-every", "0"), "update_every: got 0"),
         (
             ("--prompt", "Hello", "--local-window", 2**40),
-            "local: got 1099511627776, allowed is 0 to 16",
+            "local_window: got 1099511627776, allowed is 0 to 16",
         ),
         (("--prompt", "Hello", "--dense-below", "-1"), "dense_below: got -1"),
         (("--prompt", "Hello", "-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),

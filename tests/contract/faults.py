@@ -20,7 +20,7 @@ from tests.support.helpers import (
 )
 
 HELD = 30
-POINTS = 10
+POINTS = 6
 """Operations of a call that fail in turn, half of them the last ones, where calls commit."""
 
 Change = Callable[[BaseIndex], object]

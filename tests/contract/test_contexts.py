@@ -103,30 +103,31 @@ def test_the_caller_finds_the_context_as_it_was():
         assert torch.is_autocast_enabled("cpu")
 
 
+class Inside:
+    """An index, each call of which is made in a context."""
+
+    def __init__(self, index, entered):
+        vars(self).update(index=index, entered=entered)
+
+    def __getattr__(self, name):
+        found = getattr(self.index, name)
+        if not callable(found):
+            return found
+
+        def call(*args, **options):
+            with self.entered():
+                return found(*args, **options)
+
+        return call
+
+    def __len__(self):
+        return len(self.index)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", kvindex.names())
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_index_keeps_the_contract_in_every_context(check, name, case, context):
-    class Inside:
-        """The index, each call of which is made in the context."""
-
-        def __init__(self, index):
-            vars(self)["index"] = index
-
-        def __getattr__(self, name):
-            found = getattr(self.index, name)
-            if not callable(found):
-                return found
-
-            def call(*args, **options):
-                with CONTEXTS[context]():
-                    return found(*args, **options)
-
-            return call
-
-        def __len__(self):
-            return len(self.index)
-
-    check(lambda **options: Inside(case.index(name, **options)), case)
+def test_index_keeps_the_contract_in_every_context(check, name):
+    for case in CASES:
+        for entered in CONTEXTS.values():
+            check(lambda c=case, e=entered, **options: Inside(c.index(name, **options), e), case)

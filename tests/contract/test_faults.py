@@ -26,7 +26,7 @@ def make(spec):
     return lambda **options: CASE.index(spec, **options)
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *WRAPPED])
+@pytest.mark.parametrize("spec", [*kvindex.names(), "pariskv:preset=paper", *WRAPPED])
 def test_memory_that_runs_out_anywhere_changes_no_index(spec):
     check_memory_that_runs_out_anywhere_changes_nothing(make(spec), CASE)
 
@@ -67,6 +67,8 @@ LAYERS = {
     "an update that ends beside": None,
 }
 BESIDE = [name for name in LAYERS if "beside" in name]
+FEW = ["exact", "quest+reuse", *BESIDE]
+"""Layers for which each call is tried; an update is for all."""
 EVERY = SIZES["update_every"]
 
 
@@ -94,7 +96,8 @@ def goes_on(layer, sequence):
     seen = [len(layer), layer.nbytes(), len(layer.index), float(layer.traffic.rows_read)]
     seen.append(layer._move is None)
     layer, start = copy.deepcopy(layer), len(layer)
-    return seen, [sequence.feed(layer, token, token + 1) for token in range(start, start + 12)]
+    steps = range(start, start + EVERY + 1)  # past the next update
+    return seen, [sequence.feed(layer, token, token + 1) for token in steps]
 
 
 def assert_same(got, want):
@@ -129,19 +132,30 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("spec", LAYERS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [(name, spec) for name in CALLS for spec in (LAYERS if name == "update" else FEW)],
+)
 def test_memory_that_runs_out_changes_no_layer(name, spec):
     hold_to(CALLS[name], operations_of, fail_at, spec, 12)
 
 
-@pytest.mark.parametrize("spec", ["exact", "quest+reuse", *BESIDE])
+@pytest.mark.slow
+@pytest.mark.not_in_ci
+@pytest.mark.parametrize("spec", LAYERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_that_runs_out_at_each_operation_changes_no_layer(name, spec):
+    hold_to(CALLS[name], operations_of, fail_at, spec, 10_000)
+
+
+@pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_changes_no_layer(name, spec):
-    hold_to(CALLS[name], lines_of, interrupt_at, spec, 100 if name == "update" else 30)
+    hold_to(CALLS[name], lines_of, interrupt_at, spec, 60 if name == "update" else 15)
 
 
 @pytest.mark.slow
+@pytest.mark.not_in_ci
 @pytest.mark.parametrize("spec", LAYERS)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_each_line_changes_no_layer(name, spec):

@@ -20,6 +20,7 @@ from kvindex.ops.step_state import BINS, BUCKETS, EMPTY, Reranked, State
 from kvindex.ops.step_votes import SAMPLED
 from kvindex.ops.table_step import PIECES, POINTS, Candidates, QueryTable, Voted
 from kvindex_cuda.pariskv import base_step
+from kvindex_cuda.runtime.constants import EDGE
 
 
 @dataclass(frozen=True)
@@ -123,16 +124,16 @@ class Buffers:
     @cached_property
     def chosen(self) -> Candidates:
         """Of `candidates`."""
-        counts = self._read("_many")
-        return Candidates(self._entries("_kept", self.step.capacity, counts)[0], counts)
+        counts = self._read("_candidate_counts")
+        return Candidates(self._entries("_candidates", self.step.capacity, counts)[0], counts)
 
     @cached_property
     def reranked(self) -> Reranked:
         """Of `rerank`, or of `rerank_blocks`, which knows no cut."""
         tiers, room = not hasattr(self.step, "_planes"), self.step.capacity
-        counts, edge_counts = self._read("_many"), self._read("_edges")
-        candidates, order = self._entries("_kept", room, counts)
-        edge, edge_order = self._entries("_edge", base_step.EDGE, edge_counts)
+        counts, edge_counts = self._read("_candidate_counts"), self._read("_edge_counts")
+        candidates, order = self._entries("_candidates", room, counts)
+        edge, edge_order = self._entries("_edge", EDGE, edge_counts)
         cuts = self._read("_cuts", 2)
         return Reranked(
             candidates=candidates,
@@ -142,7 +143,7 @@ class Buffers:
             .view(torch.int64)
             .unflatten(-1, (self._group, BUCKETS)),
             edge=edge,
-            edge_estimates=self._estimates("_edge_estimates", base_step.EDGE, edge, edge_order),
+            edge_estimates=self._estimates("_edge_estimates", EDGE, edge, edge_order),
             edge_counts=edge_counts,
             cuts=torch.tensor([-1, 0], dtype=torch.int32).expand_as(cuts) if tiers else cuts,
         )
@@ -158,7 +159,8 @@ class Buffers:
     @cached_property
     def attended(self) -> Attended:
         """Of `attend`."""
-        return Attended(self.step.output.cpu(), torch.empty(0), self._read("found"))
+        step = self.step
+        return Attended(step.output.cpu(), step.lse.cpu(), self._read("found"))
 
 
 def planes_of(fragments: Tensor) -> Tensor:

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <csignal>
+#include <cstddef>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -33,6 +34,7 @@
 #define __device__
 #define __host__
 #define __constant__ __attribute__((unused))
+#define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -449,13 +451,18 @@ inline char* dynamic_shared() { return memory; }
 
 // ---- the entry ---------------------------------------------------------------------------------
 
+// As `struct` of Python packs it; 's': a struct of named fields, which is a kernel's only parameter.
 template <class P>
 constexpr char kind() {
-    constexpr bool integer = std::is_integral_v<P> && sizeof(P) == 8;
-    static_assert(std::is_pointer_v<P> || integer || std::is_same_v<P, float>,
-                  "a kernel's parameters are pointers, long long or float");
-    return std::is_pointer_v<P> ? 'p' : integer ? 'i' : 'f';
+    if (std::is_pointer_v<P>) return 'P';
+    if (std::is_integral_v<P> && std::is_signed_v<P>) return sizeof(P) == 8 ? 'q' : sizeof(P) == 4 ? 'i' : '?';
+    return std::is_same_v<P, float> ? 'f' : std::is_same_v<P, double> ? 'd' : std::is_class_v<P> ? 's' : '?';
 }
+
+// What emulator.py has read of a kernel's source is what the compiler has: a field's kind and place.
+#define FIELD(type, name, place, letter)                                                           \
+    static_assert(offsetof(type, name) == place && emulator::kind<decltype(type::name)>() == letter, \
+                  "the field " #name " of " #type);
 
 template <auto kernel>
 struct Entry;
@@ -463,6 +470,7 @@ struct Entry;
 template <class... P, void (*kernel)(P...)>
 struct Entry<kernel> {
     static constexpr char signature[] = {kind<P>()..., 0};
+    static_assert(((kind<P>() != '?') && ...), "a kernel's parameters are pointers, numbers or a struct");
 
     template <size_t... i>
     static void call(std::index_sequence<i...>) {
@@ -655,6 +663,7 @@ namespace emulator {
 struct Fragments {
     unsigned a[4], b[2];
     void* c;
+    const void* decode;
 };
 
 // C += A B by the fragments of m16n8: a register holds E consecutive k, K = 8 E; four lanes a row.
@@ -689,6 +698,59 @@ struct Bfloat16 {
         return value;
     }
 };
+
+// C += A B for bits: 128 of them are a row of A and a column of B.
+__attribute__((optimize("O3"), no_sanitize("undefined")))
+inline void multiply_bits(Fragments* const* lanes, unsigned) {
+    for (int lane = 0; lane < 32; lane++)
+        for (int k = 0; k < 4; k++)
+            for (int part = 0; part < 4; part++) {
+                unsigned a = lanes[lane / 4 * 4 + k]->a[part / 2];
+                unsigned b = lanes[(lane % 4 * 2 + part % 2) * 4 + k]->b[0];
+                static_cast<int*>(lanes[lane]->c)[part] += __builtin_popcount(a & b);
+            }
+}
+
+// C += A B for halves, m16n8k16. Float32, one product after the other: k, k + 1, k + 8, k + 9 of each
+// lane's in turn.
+template <class Decode>
+__attribute__((optimize("O3"), no_sanitize("undefined")))
+void multiply_halves(Fragments* const* lanes, unsigned) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4, k = lane % 4 * 4 + i, half = i / 2, shift = i % 2 * 16;
+            const Decode& decode = *static_cast<const Decode*>(lanes[lane]->decode);
+            a[row][k] = decode((unsigned short)(lanes[lane]->a[2 * half] >> shift));
+            a[row + 8][k] = decode((unsigned short)(lanes[lane]->a[2 * half + 1] >> shift));
+            b[k][row] = decode((unsigned short)(lanes[lane]->b[half] >> shift));
+        }
+    for (int row = 0; row < 16; row++) {
+        float total[8];
+        float* c[4];
+        for (int t = 0; t < 4; t++) {
+            c[t] = static_cast<float*>(lanes[row % 8 * 4 + t]->c) + row / 8 * 2;
+            total[2 * t] = c[t][0], total[2 * t + 1] = c[t][1];
+        }
+        for (int k = 0; k < 16; k++)
+            for (int column = 0; column < 8; column++) total[column] += a[row][k] * b[k][column];
+        for (int t = 0; t < 4; t++) c[t][0] = total[2 * t], c[t][1] = total[2 * t + 1];
+    }
+}
+
+// mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc
+inline void mma_m16n8k128_b1(int (&c)[4], unsigned a0, unsigned a1, unsigned b, SITE) {
+    Fragments part = {{a0, a1}, {b}, c};
+    collective("mma b1", site, FULL, part, multiply_bits);
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32 of what `decode` makes float32 of: f16 or bf16.
+template <class Decode>
+void mma_m16n8k16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                  unsigned b1, const Decode& decode, SITE) {
+    Fragments part = {{a0, a1, a2, a3}, {b0, b1}, c, &decode};
+    collective("mma", site, FULL, part, multiply_halves<Decode>);
+}
 
 // mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32; sums wrap around.
 inline void mma_m16n8k32_u8s8(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,

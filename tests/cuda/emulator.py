@@ -20,7 +20,9 @@ from threading import Lock
 from typing import Any
 
 from kvindex_cuda.runtime import launch as launching
+from kvindex_cuda.runtime.constants import constants
 from kvindex_cuda.runtime.launch import Grid, Launch
+from kvindex_cuda.runtime.signature import Signature, signature
 
 HEADER = Path(__file__).with_name("emulator.h")
 ORDERS = ("forward", "backward", "random")
@@ -35,6 +37,7 @@ LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024, 227 * 1024
 
 ENTRY = """
 #line 1 "entry"
+{fields}
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 EXPORTED const char* emulated_signature() {{ return emulator::Entry<{name}>::signature; }}
 EXPORTED int emulated_launch(void** arguments, const unsigned* grid, const unsigned* block,
@@ -84,8 +87,8 @@ def load(
     seed: int = 0,
 ) -> Launch:
     """`name` of `kernels/<file>`: a `kvindex_cuda.runtime.launch.Loader`."""
-    text = launching.source(file)
-    return compile_text(text, name, defines, file=file, order=order, seed=seed)
+    text, given = launching.source(file), constants(file) | dict(defines)
+    return compile_text(text, name, tuple(given.items()), file=file, order=order, seed=seed)
 
 
 def compile_text(
@@ -103,9 +106,21 @@ def compile_text(
     # not -D: what is left open in a kernel is not meant for the header
     opened = "".join(f"#define {key} {value}\n" for key, value in defines)
     head = f'#include "{HEADER.name}"\n{opened}#line 1 "{file}"\n'
-    entry = ENTRY.format(name=name, flushed=int("double" not in text))
+    takes = signature(text, name)
+    entry = ENTRY.format(
+        name=name, flushed=int("double" not in text), fields="\n".join(_fields(takes))
+    )
     library = _opened(_built(f"{head}{text}\n{entry}"))
-    return partial(_run, library, name, ORDERS.index(order), seed)
+    return partial(_run, library, takes, ORDERS.index(order), seed)
+
+
+def _fields(takes: Signature) -> Iterator[str]:
+    """Statements that do not compile unless a kernel's struct is what its signature says."""
+    if takes.by_value is None:
+        return
+    for (name, _), kind, place in zip(takes.fields, takes.formats, takes.places, strict=True):
+        yield f"FIELD({takes.by_value}, {name}, {place}, '{kind}')"
+    yield f'static_assert(sizeof({takes.by_value}) == {takes.packing.size}, "its size");'
 
 
 @cache
@@ -187,7 +202,7 @@ def _opened(library: Path) -> ctypes.CDLL:
 
 def _run(
     library: ctypes.CDLL,
-    name: str,
+    takes: Signature,
     order: int,
     seed: int,
     grid: Grid,
@@ -196,13 +211,15 @@ def _run(
     shared_bytes: int,
     overlap: bool = False,
 ) -> None:
-    kinds = library.emulated_signature().decode()
-    if len(arguments) != len(kinds):
-        raise TypeError(f"{name}: got {len(arguments)} arguments, allowed are {len(kinds)}")
-    values = [
-        _typed(f"{name}: argument {i}", *pair)
-        for i, pair in enumerate(zip(kinds, arguments, strict=True))
-    ]
+    kinds, name = library.emulated_signature().decode(), takes.kernel
+    if kinds != ("s" if takes.by_value else takes.formats):
+        raise TypeError(f"{name}: got parameters {kinds}, allowed are {takes.formats}")
+    if len(arguments) != len(takes.formats):
+        raise TypeError(f"{name}: got {len(arguments)} arguments, allowed are {len(takes.formats)}")
+    for (field, _), kind, value in zip(takes.fields, takes.formats, arguments, strict=True):
+        _check(f"{name}.{field}", kind, value)
+    values = ctypes.create_string_buffer(max(takes.packing.size, 1))
+    takes.packing.pack_into(values, 0, *arguments)
     sizes = [(*dims, 1, 1, 1)[:3] for dims in (grid, block)]
     for dims, limit in zip(sizes, LIMITS[:2], strict=True):
         if any(not 0 < size <= most for size, most in zip(dims, limit, strict=True)):
@@ -211,7 +228,9 @@ def _run(
         raise RuntimeError(f"{name}: got {threads} threads in a block, allowed are {LIMITS[2]}")
     if not 0 <= shared_bytes <= LIMITS[3]:
         raise RuntimeError(f"{name}: got {shared_bytes} bytes of shared memory, of {LIMITS[3]}")
-    passed = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    places = (0,) if takes.by_value else takes.places
+    start = ctypes.addressof(values)
+    passed = (ctypes.c_void_p * len(places))(*(start + place for place in places))
     message = ctypes.create_string_buffer(1024)
     with _one_at_a_time:
         failed = library.emulated_launch(
@@ -223,11 +242,10 @@ def _run(
         raise RuntimeError(f"{name}: {message.value.decode()}")
 
 
-def _typed(which: str, kind: str, value: Any) -> Any:
-    """As `kvindex_cuda.runtime.launch` passes it: an address, a `long long` or a `float`."""
-    wanted = float if kind == "f" else int
+def _check(which: str, kind: str, value: Any) -> None:
+    """Raises TypeError for what `kvindex_cuda.runtime.launch` never passes."""
+    wanted = float if kind in "fd" else int
     if type(value) is not wanted:
         raise TypeError(f"{which}: got {value!r}, allowed is {wanted.__name__}")
-    if kind == "p" and value != 0 and not 65536 <= value < 2**63:
+    if kind == "P" and value != 0 and not 65536 <= value < 2**63:
         raise TypeError(f"{which}: got {value}, allowed is an address")
-    return ctypes.c_float(value) if kind == "f" else ctypes.c_longlong(int(value))

@@ -1,5 +1,6 @@
 """The step's attention against plain torch in float64; on a CPU the kernel is emulated."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
 
@@ -30,6 +31,7 @@ CASES = {
     "g1-D256": Case(2, 2, 256, 256),
     "g12-softcap": Case(12, 1, 64, 32, softcap=3.0),
     "g2-D8-Dv136": Case(4, 2, 8, 136),
+    "g16": Case(16, 1, 64, 64),
 }
 TOKENS, NEAR, K = 600, 10, 37
 
@@ -65,7 +67,7 @@ class Attending:
             **needed
             | dict(
                 resident=resident.rows,
-                mask=resident.mask,
+                resident_mask=resident.mask,
                 resident_count=resident.count,
                 rows=self.store.table,
             )
@@ -89,8 +91,8 @@ class Attending:
         ids = ids.to(device)
         return Hits(ids, torch.zeros(ids.shape, device=device), weights)
 
-    def wanted(self, queries, hits):
-        """The attention in float64 `[B, H, Dv]`, and what float32 may be off by."""
+    def logits(self, queries, hits):
+        """Logits in float64 `[B, H, R]`, what float32 is off by `[B, H]`, values of the rows."""
         g = self.geometry
         at = hits.ids.clamp_min(0)[..., None]
         both = []
@@ -102,24 +104,38 @@ class Attending:
         logits = cap((asked * keys).sum(-1), g.scale, g.softcap)
         k = hits.ids.shape[-1]
         masked = torch.nn.functional.pad(hits.ids < 0, (0, NEAR))
-        masked[..., k + 4] = True
+        masked[..., k:] = self.state.resident_mask[:, None, :NEAR] == 0
         bias = torch.zeros_like(logits).masked_fill(
             masked.repeat_interleave(g.group_size, 1), float("-inf")
         )
         if hits.log_weight is not None:
             bias[..., :k] += hits.log_weight
         logits = logits + bias
-        shares = logits.softmax(-1)
         # products, their sum in any order, scale, tanh, weight, the maximum taken off
         spread = (asked * keys).abs().sum(-1) * g.scale * (g.head_dim + 4)
         seen = logits.masked_fill(logits == float("-inf"), 0).abs()
-        off = UNIT * (spread + 8 * seen + 4 * (g.softcap or 0)).amax(-1)
+        return logits, UNIT * (spread + 8 * seen + 4 * (g.softcap or 0)).amax(-1), values
+
+    def wanted(self, queries, hits):
+        """The attention in float64 `[B, H, Dv]`, and what float32 may be off by."""
+        g, (logits, off, values) = self.geometry, self.logits(queries, hits)
+        shares = logits.softmax(-1)
         mean = (shares[..., None] * values.abs()).sum(2)
         rounding = torch.finfo(g.dtype).eps if g.dtype != torch.float32 else UNIT
         want = (shares[..., None] * values).sum(2)
         return want, torch.expm1(2 * off)[..., None] * mean + (
-            UNIT * (keys.shape[2] + 16) * mean + rounding * want.abs() + 1e-30
+            UNIT * (values.shape[2] + 16) * mean + rounding * want.abs() + 1e-30
         )
+
+    def wanted_lse(self, queries, hits):
+        """The log-sum-exp in float64 `[B, H]`, and what float32 may be off by.
+
+        Logits are off by `off`, a sum of so many terms by its share, its logarithm and the sum with
+        the largest logit by their rounding.
+        """
+        logits, off, values = self.logits(queries, hits)
+        want, rows = logits.logsumexp(-1), values.shape[2]
+        return want, off + UNIT * (rows + 16 + 2 * math.log(rows) + want.abs())
 
 
 def emulating(device):
@@ -128,7 +144,8 @@ def emulating(device):
 
 def assert_near(got, wanted):
     want, bound = wanted
-    assert ((got.double() - want).abs() <= bound).all()
+    got = got.double()
+    assert ((got == want) | ((got - want).abs() <= bound)).all()  # −inf equals −inf
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -141,11 +158,13 @@ def test_rows_of_every_codec_are_attended_to(name, rows, device):
     one.step.ids.copy_(hits.ids.flatten(0, 1))
     one.step.found.copy_((hits.ids >= 0).sum(-1).flatten())
     with emulating(device):
-        output = one.step.attend(queries, one.state).clone()
+        output, lse = one.step.attend(queries, one.state).clone(), one.step.lse.clone()
         again = one.step.attend(queries, one.state, hits)
-    wanted = one.wanted(queries, hits)
-    assert_near(output, wanted)
-    assert_near(again, wanted)
+    wanted, sums = one.wanted(queries, hits), one.wanted_lse(queries, hits)
+    for part in output, again:
+        assert_near(part, wanted)
+    for part in lse, one.step.lse:
+        assert_near(part, sums)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -158,6 +177,24 @@ def test_weights_are_added_to_the_logits_of_each_head(name, rows, device):
     with emulating(device):
         output = one.step.attend(queries, one.state, hits)
     assert_near(output, one.wanted(queries, hits))
+    assert_near(one.step.lse, one.wanted_lse(queries, hits))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [1, 5, 16])
+def test_of_no_visible_row_the_log_sum_exp_is_minus_infinity(group, device):
+    case = Case(q_heads=2 * group, kv_heads=2, head_dim=32, value_dim=16, softcap=2.0)
+    one, queries = Attending(case, "plain", device), case.queries().to(device)
+    one.state.resident_mask.zero_()
+    hits = one.hits(case, device, weighted=True)
+    hits.ids[:, 1] = -1
+    with emulating(device):
+        output = one.step.attend(queries, one.state, hits)
+    unseen = torch.arange(2 * group, device=device) >= group
+    unseen[0] = True  # `hits` hides all rows from this head
+    assert (one.step.lse[:, unseen] == float("-inf")).all()
+    assert (output[:, unseen] == 0).all()
+    assert_near(one.step.lse, one.wanted_lse(queries, hits))
 
 
 @pytest.mark.parametrize("change", ["weights", "rows", "masked"])

@@ -1,5 +1,7 @@
 """Attention by a kernel against float64, within the bound of its roundings."""
 
+import math
+
 import pytest
 import torch
 
@@ -33,9 +35,20 @@ def exactly(queries, keys, values, *, scale, softcap=None, bias=None):
     A logit is off by D + 3 roundings of Σ |q k| and a few of itself, a weight by as much relative
     to itself; a part sums up to R / 8 rows, with 3 roundings for each, then warps and blocks.
     """
+    (G, R), H = keys.shape[1:3], queries.shape[1]
+    logits, off = exact_logits(queries, keys, scale=scale, softcap=softcap, bias=bias)
+    values = values.double().repeat_interleave(H // G, dim=1)
+    weights = logits.softmax(-1).nan_to_num(0.0)
+    output = torch.einsum("bhr,bhrd->bhd", weights, values)
+    steps = 2 * off + 2 * (3 * R / 8 + 150)
+    bound = steps * ROUNDING * values.abs().amax((-1, -2))
+    return output, bound[..., None] + OUTPUT[queries.dtype] * output.abs() + 2.0**-25
+
+
+def exact_logits(queries, keys, *, scale, softcap=None, bias=None):
+    """Logits in float64 `[B, H, R]`, and how many roundings float32 can be from them, `[B, H]`."""
     (B, H, D), (G, R) = queries.shape, keys.shape[1:3]
-    asked, keys, values = (part.double() for part in (queries, keys, values))
-    keys, values = (part.repeat_interleave(H // G, dim=1) for part in (keys, values))
+    asked, keys = queries.double(), keys.double().repeat_interleave(H // G, dim=1)
     logits = torch.einsum("bhd,bhrd->bhr", asked, keys) * scale
     size = torch.einsum("bhd,bhrd->bhr", asked.abs(), keys.abs()).amax(-1) * scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -45,11 +58,17 @@ def exactly(queries, keys, values, *, scale, softcap=None, bias=None):
         tallest = tallest + bias.double().masked_fill(bias == NEVER, 0).abs().expand(B, H, R).amax(
             -1
         )
-    weights = logits.softmax(-1).nan_to_num(0.0)
-    output = torch.einsum("bhr,bhrd->bhd", weights, values)
-    steps = 2 * ((D + 3) * size + 4 * (softcap or 0) + 6 * tallest + 8) + 2 * (3 * R / 8 + 150)
-    bound = steps * ROUNDING * values.abs().amax((-1, -2))
-    return output, bound[..., None] + OUTPUT[queries.dtype] * output.abs() + 2.0**-25
+    return logits, (D + 3) * size + 4 * (softcap or 0) + 6 * tallest + 8
+
+
+def assert_log_sums(got, case, **options):
+    """As `torch.logsumexp` in float64 but for roundings: of logits, their sum, its logarithm."""
+    queries, keys, _ = case
+    logits, off = exact_logits(queries, keys, **options)
+    want, R = logits.logsumexp(-1), keys.shape[2]
+    bound = ROUNDING * (off + 3 * R / 8 + 150 + 2 * math.log(R) + want.abs())
+    assert (got.shape, got.dtype) == (want.shape, torch.float32)
+    assert ((got == want) | ((got.double() - want).abs() <= bound)).all()  # −inf equals −inf
 
 
 def close(got, case, **options):
@@ -73,8 +92,11 @@ CASES = [
 def test_attention(H, G, R, D, Dv, dtype, softcap, device):
     case, options = drawn(R, H, G, R, D, Dv, dtype=dtype, device=device), dict(scale=D**-0.5)
     with on(device):
-        got = attention.attend(*case, softcap=softcap, **options)
+        got, lse = attention.attend(*case, softcap=softcap, return_lse=True, **options)
+        alone = attention.attend(*case, softcap=softcap, **options)
+    assert torch.equal(got, alone)
     assert close(got, case, softcap=softcap, **options)
+    assert_log_sums(lse, case, softcap=softcap, **options)
     assert close(
         reference.attend(*case, softcap=softcap, **options), case, softcap=softcap, **options
     )
@@ -88,8 +110,9 @@ def test_weights_of_rows_and_hidden_rows(device):
     bias[0, 3], bias[1, 4:], bias[1, 5, 299] = NEVER, NEVER, 0.5
     for some in (bias, bias[:, :1], bias[:1, 3:4], bias[1, 7]):
         with on(device):
-            got = attention.attend(*case, scale=0.125, bias=some)
+            got, lse = attention.attend(*case, scale=0.125, bias=some, return_lse=True)
         assert close(got, case, scale=0.125, bias=some)
+        assert_log_sums(lse, case, scale=0.125, bias=some)
         hidden = (some == NEVER).all(-1).expand(2, 8)
         assert (got[hidden] == 0).all()
         assert (got[~hidden] != 0).any(-1).all()

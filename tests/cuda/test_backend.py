@@ -11,7 +11,7 @@ from tests.support.beside import alone
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 PRESETS = [
-    f"pariskv:preset={preset}:lists={lists}"
+    f"pariskv:preset={preset}:candidates_per={lists}"
     for preset in ("paper", "fast", "accurate", "precise", "scan")
     for lists in ("head", "group")
 ]

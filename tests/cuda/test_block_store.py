@@ -126,7 +126,7 @@ def test_rows_may_be_coded(rows):
     assert torch.equal(got.values, wanted.values)
     assert not got.keys[:, :, 1].any()
     with pytest.raises(ValueError, match="row_codec: got 'int4', allowed is one of"):
-        host_store(rows="int4")
+        host_store(row_codec="int4")
 
 
 def test_blocks_go_where_they_were_joined_for():

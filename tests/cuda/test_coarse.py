@@ -28,7 +28,7 @@ class Draw:
         return torch.randn(shape, generator=self.generator).to(self.device)
 
     def flags(self, *shape):
-        return self.bytes(*shape, query_max=3) > 0
+        return self.bytes(*shape, largest=3) > 0
 
     def skewed(self, *shape):
         """Centroids as keys have them: some are met often."""
@@ -133,7 +133,7 @@ def test_equal_similarities_go_by_the_id(device):
 @on_devices
 def test_codes_beyond_2_to_the_31_bytes_are_found(device):
     draw = Draw(5, device)
-    signs, table = draw.skewed(1, 2, 500, 8), draw.bytes(1, 2, 4, 8, 256, query_max=6)
+    signs, table = draw.skewed(1, 2, 500, 8), draw.bytes(1, 2, 4, 8, 256, largest=6)
     apart = far_apart(signs)
     with on(device):
         assert torch.equal(coarse.histogram(apart), coarse.histogram(signs))
@@ -176,7 +176,7 @@ def test_whatever_the_order_of_threads_and_blocks():
 @on_devices
 def test_the_comparison_can_fail(device):
     draw = Draw(3, device)
-    signs, table = draw.bytes(1, 1, 300, 8), draw.bytes(1, 1, 4, 8, 256, query_max=6)
+    signs, table = draw.bytes(1, 1, 300, 8), draw.bytes(1, 1, 4, 8, 256, largest=6)
     want = reference.votes(signs, table)
     table[0, 0, 3, 5, int(signs[0, 0, 299, 5])] += 1
     with on(device):

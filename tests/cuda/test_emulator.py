@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvindex_cuda.runtime import launch as launching
+from kvindex_cuda.runtime.constants import constants
 from tests.cuda.emulator import ORDERS, available, compile_text, emulated
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs g++ to compile the emulator")
@@ -19,6 +20,7 @@ def run(text, grid, block, *arguments, shared_bytes=0, name="kernel", defines=()
     """Passes arguments as `kvindex_cuda.runtime.launch.launch` does."""
     passed = [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments]
     passed = [0 if part is None else part for part in passed]
+    defines = (*constants("text.cu").items(), *defines)
     compile_text(text, name, defines, **settings)(grid, block, passed, shared_bytes)
 
 
@@ -411,17 +413,19 @@ def test_the_compiler_speaks():
 
 
 def test_launch_takes_cpu_tensors_while_emulated(tmp_path, monkeypatch):
-    (tmp_path / "common.cuh").write_text("#define SCALE 3\n")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/common.cuh").write_text("#define SCALE 3\n")
     body = "out[blockIdx.x] = SCALE * factor + BIAS;"
     head = 'extern "C" __global__ void kernel(float* out, const float* nothing, float factor)'
     (tmp_path / "some.cu").write_text(f'#include "common/common.cuh"\n{head} {{ {body} }}')
     monkeypatch.setattr(launching, "SOURCES", tmp_path)
     out = torch.zeros(2)
+    given = dict(factor=2.0, out=out, nothing=None)
     with emulated(order="backward"):
-        launching.launch("some.cu", "kernel", (2,), (1,), out, None, 2.0, BIAS=1)
+        launching.launch("some.cu", "kernel", (2,), (1,), arguments=given, BIAS=1)
     assert out.tolist() == [7, 7]
     with pytest.raises(ValueError, match="allowed is a CUDA device"):
-        launching.launch("some.cu", "kernel", (2,), (1,), out, None, 2.0, BIAS=1)
+        launching.launch("some.cu", "kernel", (2,), (1,), arguments=given, BIAS=1)
 
 
 def test_it_is_fast_enough():

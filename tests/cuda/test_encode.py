@@ -12,7 +12,7 @@ from kvindex_cuda.memory.layout import BLOCK, Layout, places
 from kvindex_cuda.pariskv.encode import Encoder, Fresh
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on
-from tests.support.helpers import Case, far_apart, left_padding
+from tests.support.helpers import Case, far_apart, left_padding, sampled
 
 ROUNDED = 2.0**-20
 """Of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖. Sums of ±x_i/√D stay below ‖x‖, so a
@@ -99,8 +99,8 @@ def compared(case, index, layout, blocks, keys, valid=None):
     assert (directions.abs() <= slack)[signs].all()
     planes = tokens(got["magnitudes"]) ^ tokens(want["magnitudes"])
     differ = codes.unpack(planes).flatten(-2).bool().any(-2)
-    resident = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
-    assert (resident <= slack)[differ].all()
+    apart = (directions.abs()[..., None] - edges).abs().amin(-1) if len(edges) else directions
+    assert (apart <= slack)[differ].all()
 
     logs, true = (
         tokens(part["logs"])[..., 0].int() | tokens(part["logs"])[..., 1].int() << 8
@@ -226,8 +226,9 @@ def assert_means(got, keys, valid, first):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [8, 64, 80, 96, 120, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), sampled([8, 64, 80, 96, 120, 128, 192, 256], DTYPES), ids=str
+)
 def test_centers_of_whole_segments_are_made_on_the_way(dim, dtype, device):
     """Codes are those of the same centers given; other segments' are as they were."""
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
@@ -476,7 +477,7 @@ def test_a_matrix_that_is_no_rotation_is_refused():
         (dict(keys=torch.zeros(1, 2, 40, 64).double()), "keys: got torch.float64"),
         (dict(keys=torch.zeros(1, 2, 40, 32)), "keys: got shape"),
         (dict(centers=torch.zeros(1, 2, 2, 64)), "centers: got torch.float32"),
-        (dict(weight_scale=torch.zeros(1, 3)), "reference: got shape"),
+        (dict(weight_scale=torch.zeros(1, 3)), "weight_scale: got shape"),
         (dict(table=torch.zeros(1, 2)), "table: got torch.float32"),
         (dict(valid=torch.ones(1, 39, dtype=torch.bool)), "valid: got shape"),
         (dict(fresh=Fresh(0, 1, None, torch.zeros(1))), r"fresh: got 0 to 1, allowed is in \(0, 0"),

@@ -361,7 +361,7 @@ def test_a_call_of_the_index_launches_its_kernels_and_nothing_else(device, monke
     index.warm_up(k=20, tokens=300)
     with Launches() as launches, Counted() as torchs:
         index.attend(queries, resident, k=20)
-    assert launches.names == ["ask", "scan", "rerank", "agree", "attend"]
+    assert launches.names == ["prepare_query", "scan", "rerank", "select_rows", "attend"]
     assert set(torchs.names) <= {"empty_like", "view", "detach"}  # which run nothing
 
 
@@ -370,12 +370,12 @@ WRAPPERS = ("", "+sample", "+reuse:tau=2")
 
 def layers_of(device, case, indexes, steps=6):
     """Outputs and traffic of a layer over each index, which attend step by step after a prompt."""
-    tokens = moved(case.tokens(300 + shared_step), device)
+    tokens = moved(case.tokens(300 + steps), device)
     for index in indexes:
         layer = AttentionLayer(index, k=20, sink=4, local_window=16, update_every=4, dense_below=64)
         layer.step(case.tensor(5, 1, 4, 300, 64).to(device), *part(tokens, 0, 300))
         outputs = []
-        for t in range(300, 300 + shared_step):
+        for t in range(300, 300 + steps):
             query = case.tensor(t, 1, 4, 1, 64).to(device)
             outputs.append(layer.step(query, *part(tokens, t, t + 1)))
         yield torch.cat(outputs, 2), layer.traffic

@@ -1,29 +1,63 @@
-"""What the driver is passed, without one."""
+"""What the driver is passed, without one; what `launch` refuses."""
 
 import ctypes
-import struct
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvindex_cuda.runtime import launch as launching
+from kvindex_cuda.runtime.constants import FILES, constants
+from kvindex_cuda.runtime.signature import BOUNDS, signature
+
+KERNEL = re.compile(rf"__global__\s+void\s+{BOUNDS}(\w+)\(")
+
+PLAIN = """
+extern "C" __global__ void __launch_bounds__(256, D > 128 ? 1 : 2)
+some(const i64* ids,  // of rows
+     float scale, i64 k, int few, float softcap, void* out) {}
+"""
+BY_VALUE = """
+struct Other { int none; };
+struct Arguments {
+    const i64* ids;  // of rows; any
+    float scale;
+    i64 k;
+    int few;
+    float softcap;
+    void* out;
+    float octaves;
+};
+extern "C" __global__ void some(const __grid_constant__ Arguments args) {}
+"""
+NONE = "__global__ void some() {}"
+GIVEN = dict(ids=2**47 + 8, scale=0.5, k=-(2**62), few=-3, softcap=float("inf"), out=2**63 + 16)
+
+
+class Parameters(ctypes.Structure):
+    """`BY_VALUE` as C lays it out."""
+
+    _fields_ = (
+        *(("ids", ctypes.c_void_p), ("scale", ctypes.c_float), ("k", ctypes.c_longlong)),
+        *(("few", ctypes.c_int), ("softcap", ctypes.c_float), ("out", ctypes.c_void_p)),
+        ("octaves", ctypes.c_float),
+    )
 
 
 @pytest.fixture
 def driver(monkeypatch):
     """Notes launches, and reads arguments as a driver does: where it is told that they lie."""
-    noted = SimpleNamespace(launches=[], kinds="", fails=0)
+    noted = SimpleNamespace(launches=[], kinds=(), fails=0)
 
     def run(config, function, places, extra):
         config = config._obj
-        kinds = {"q": ctypes.c_longlong, "f": ctypes.c_float}
-        passed = [
-            kinds[kind].from_address(place).value
-            for kind, place in zip(noted.kinds, places, strict=True)
-        ]
+        assert len(places) == len(noted.kinds)
+        passed = [kind.from_address(place) for kind, place in zip(noted.kinds, places, strict=True)]
+        fields = [getattr(part, "_fields_", [("value",)]) for part in passed]
+        values = [getattr(p, f[0]) for p, names in zip(passed, fields, strict=True) for f in names]
         sizes = [getattr(config, name) for name, _ in config._fields_[:7]]
-        noted.launches.append((sizes, config.stream, config.count, function.value, passed))
+        noted.launches.append((sizes, config.stream, config.count, function.value, values))
         return noted.fails
 
     monkeypatch.setattr(launching, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=run))
@@ -32,14 +66,15 @@ def driver(monkeypatch):
     return noted
 
 
-def kernel(static=0):
+def kernel(text=PLAIN, static=0):
     function = SimpleNamespace(shared_size_bytes=static, kernel=SimpleNamespace(ptr=4321))
-    return launching._Kernel("some", function, 0), function
+    return launching._Kernel(signature(text, "some"), function, 0), function
 
 
 def test_arguments_lie_where_the_driver_is_told(driver):
-    run, driver.kinds = kernel()[0], "qfqqffq"
-    given = [2**47 + 8, 0.5, 0, -3, 1.25, float("inf"), 2**62]
+    run = kernel()[0]
+    driver.kinds = [kind for _, kind in Parameters._fields_[:-1]]
+    given = [*GIVEN.values()]
     run((3, 2), (256,), given, 64, True)
     run((9,), (32, 2, 1), [*given[:1], 2.0, *given[2:]], 0, False)
     first, second = driver.launches
@@ -47,17 +82,107 @@ def test_arguments_lie_where_the_driver_is_told(driver):
     assert second == ([9, 1, 1, 32, 2, 1, 0], 77, 0, 4321, [*given[:1], 2.0, *given[2:]])
 
 
-def test_a_call_of_other_kinds_is_refused(driver):
-    run, driver.kinds = kernel()[0], "qf"
-    run((1,), (1,), [1, 0.5], 0, False)
-    for wrong in ([1, 0.5, 2], [1], [0.5, 0.5]):
-        with pytest.raises(struct.error):
-            run((1,), (1,), wrong, 0, False)
-    assert len(driver.launches) == 1
+def test_a_struct_is_one_parameter_laid_out_as_in_c(driver):
+    takes, driver.kinds = signature(BY_VALUE, "some"), [Parameters]
+    assert takes.packing.size == ctypes.sizeof(Parameters)
+    names = [name for name, _ in takes.fields]
+    assert list(takes.places) == [getattr(Parameters, name).offset for name in names]
+    given = [*GIVEN.values(), 12.0]
+    kernel(BY_VALUE)[0]((1,), (1,), given, 0, False)
+    assert driver.launches[0][-1] == given
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """A launch of `BY_VALUE` on a CPU: what its kernel is passed."""
+    (tmp_path / "some.cu").write_text(BY_VALUE)
+    monkeypatch.setattr(launching, "SOURCES", tmp_path)
+    passed = []
+    monkeypatch.setitem(
+        launching.LOADERS, "cpu", lambda *_: lambda grid, block, given, *__: passed.append(given)
+    )
+
+    def run(**arguments):
+        launching.launch("some.cu", "some", (1,), (1,), arguments=arguments)
+        return passed[-1]
+
+    return run
+
+
+def usual():
+    sizes = dict(octaves=1.0, softcap=0.0, scale=2.0, few=3, k=4)
+    return dict(out=torch.zeros(1), ids=None, **sizes)
+
+
+def test_arguments_are_given_by_name_in_any_order(launched):
+    given = usual()
+    assert launched(**given) == [0, 2.0, 4, 3, 0.0, given["out"].data_ptr(), 1.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(more=1), r"some: got unknown \['more'\], allowed are \['ids', 'scale'"),
+        (dict(k=None, more=1), r"some: got unknown \['more'\] and no \['k'\], allowed are"),
+        (dict(octaves=None), r"some: got no \['octaves'\], allowed are"),
+        (dict(k=4.0), "some.k: got 4.0, allowed is int"),
+        (dict(k=True), "some.k: got True, allowed is int"),
+        (dict(scale=4), "some.scale: got 4, allowed is float"),
+        (dict(few=torch.ones(1)), "some.few: got a tensor, allowed is int"),
+        (dict(ids=12345678), "some.ids: got 12345678, allowed is a tensor or None"),
+        (dict(ids=torch.zeros(1, device="meta")), "some: got tensors on meta and cpu, allowed is"),
+        (dict(out=0.5), "some.out: got 0.5, allowed is a tensor or None"),
+    ],
+    ids=lambda part: ",".join(part) if isinstance(part, dict) else "",
+)
+def test_other_names_and_types_are_refused(launched, change, message):
+    given = usual() | change
+    for name in [name for name, part in change.items() if part is None]:
+        del given[name]
+    with pytest.raises(ValueError, match=message):
+        launched(**given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("__global__ void other(int* p) {}", "some: got no such kernel"),
+        ("__global__ void some(short few) {}", "some: got 'short few', allowed is a pointer or"),
+        ("__global__ void some(const __grid_constant__ Lost args) {}", "some: got no struct Lost"),
+    ],
+)
+def test_a_source_that_says_nothing_of_a_kernel_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        signature(text, "some")
+
+
+def test_of_more_than_six_arguments_a_kernel_takes_a_struct():
+    sources = [path.read_text() for path in launching.SOURCES.rglob("*.cu")]
+    found = [signature(text, name) for text in sources for name in KERNEL.findall(text)]
+    assert len(found) > 30
+    assert all(takes.by_value or len(takes.fields) <= 6 for takes in found)
+
+
+def test_constants_are_written_once():
+    """No source defines what its file is compiled with, and each file uses what it gets."""
+    for path in launching.SOURCES.rglob("*.cu"):
+        file = str(path.relative_to(launching.SOURCES))
+        text = whole(file)
+        defined = re.findall(r"constexpr \w+ (\w+) =|#define (\w+)", text)
+        assert not constants(file).keys() & {name for pair in defined for name in pair}, file
+        assert FILES.get(file, {}).keys() <= {*re.findall(r"\w+", text)}, file
+        assert "#ifndef" not in text.replace("#ifndef EMULATED", ""), file
+    assert all((launching.SOURCES / file).exists() for file in FILES)
+
+
+def whole(file):
+    """A source with what it includes."""
+    text = launching.source(file)
+    return text + "".join(map(whole, re.findall(r'#include "([\w/.]+)"', text)))
 
 
 def test_shared_memory_beyond_48_kb_is_asked_for_once(driver):
-    run, function = kernel(static=1024)
+    run, function = kernel(NONE, static=1024)
     run((1,), (1,), [], 47 * 1024, False)
     assert not hasattr(function, "max_dynamic_shared_size_bytes")
     run((1,), (1,), [], 100_000, False)
@@ -68,6 +193,6 @@ def test_shared_memory_beyond_48_kb_is_asked_for_once(driver):
 
 
 def test_a_driver_that_refuses_is_an_error(driver):
-    run, driver.fails = kernel()[0], 209
+    run, driver.fails = kernel(NONE)[0], 209
     with pytest.raises(RuntimeError, match="some: the driver refuses to launch it, error 209"):
         run((1,), (1,), [], 0, False)

@@ -12,7 +12,7 @@ from importlib import metadata
 import pytest
 
 from kvindex_cuda.runtime import launch as launching
-from tests.cuda.test_compile import DEFINES, KERNEL, ROWS, named
+from tests.cuda.test_compile import DEFINES, KERNEL, few, named
 
 WHEEL = "nvidia-cuda-nvrtc"
 
@@ -24,7 +24,13 @@ own headers and of CUDA's, where it finds them: the kernels include neither, and
 NEWER, OLDER = (
     f"compute_{major}{minor}" for major, minor in (launching.OVERLAPS, launching.OLDEST)
 )
-CASES = [(*row, NEWER) for row in ROWS] + [(file, rows[0], OLDER) for file, rows in DEFINES.items()]
+CASES = [pytest.param(*row.values, NEWER, marks=row.marks) for row in few()]
+CASES += [
+    pytest.param(
+        file, rows[0], OLDER, marks=() if file == "step/prepare_query.cu" else pytest.mark.slow
+    )
+    for file, rows in DEFINES.items()
+]
 """The older architecture once a file: only what common.cuh does is another there."""
 
 
@@ -59,7 +65,7 @@ def text(program, what):
 
 def compiled(file, defines, architecture=NEWER):
     """The names of the kernels in a file's PTX, by which `launch` asks for them."""
-    given = *launching.options(tuple(defines.items())), *ADDED, f"-arch={architecture}"
+    given = *launching.options(file, tuple(defines.items())), *ADDED, f"-arch={architecture}"
     options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
     source, name = launching.source(file).encode(), file.encode()
     program = ctypes.c_void_p()
@@ -77,7 +83,7 @@ def compiled(file, defines, architecture=NEWER):
 @pytest.mark.parametrize(
     ("file", "defines", "architecture"),
     CASES,
-    ids=[f"{architecture} {named(*row)}" for *row, architecture in CASES],
+    ids=[f"{case.values[2]} {named(*case.values[:2])}" for case in CASES],
 )
 def test_every_kernel_compiles(file, defines, architecture):
     found = compiled(file, defines, architecture)

@@ -33,7 +33,7 @@ from tests.support.helpers import (
     part,
 )
 
-NAMES = ["turn", "count", "heads", "weigh", "agree", "attend"]
+NAMES = ["query_table", "vote", "candidates", "rerank_blocks", "select_rows", "attend"]
 
 CASES = {
     "g4": (Case(q_heads=8, kv_heads=2, head_dim=128, value_dim=128), 1500, {}),
@@ -178,7 +178,7 @@ def test_votes_and_candidates_are_the_references_to_the_bit(name, pads, device):
     assert torch.equal(mine.int(), votes)
     wanted = select.candidates(votes, state.wanted.long(), valid)
     for row, ids in enumerate(wanted.flatten(0, 1)):
-        entries = step._kept[row, : int(step._many[row])]
+        entries = step._candidates[row, : int(step._candidate_counts[row])]
         kept = {0xFFFFFFFF - (int(entry) & 0xFFFFFFFF) for entry in entries}
         assert kept == set(ids[ids >= 0].tolist())
 
@@ -205,7 +205,7 @@ def test_ties_in_pieces_of_several_chunks(device):
     step = stepped(index, layout, state, queries, k, device)
     votes = coarse.votes(index._codes["signs"], table_of(step, queries, 2))
     want = select.candidates(votes, state.wanted.long())[0, 0]
-    kept = 0xFFFFFFFF - (step._kept[0, : int(step._many[0])] & 0xFFFFFFFF)
+    kept = 0xFFFFFFFF - (step._candidates[0, : int(step._candidate_counts[0])] & 0xFFFFFFFF)
     assert torch.equal(kept.sort().values, want)
     mine = step.ids[0].sort().values
     want = index.search(queries, k=k).ids[0, 0].sort().values
@@ -283,7 +283,7 @@ def test_nothing_that_a_search_reads_or_writes_moves(blocks, monkeypatch):
     def addresses():
         state, step = mine._fused._state, mine._fused._uses[-1].step
         kept = {**vars(state), **vars(step)}
-        del kept["output"], kept["found"]
+        del kept["output"], kept["lse"], kept["found"]
         return [part.data_ptr() for part in kept.values() if isinstance(part, torch.Tensor)]
 
     where = addresses()

@@ -170,7 +170,7 @@ def test_an_index_on_kernels_finds_what_the_reference_finds(preset, lists, devic
     valid = left_padding([0, 130], count, device)
     found = []
     for kernels in (True, False):
-        index = case.index("pariskv", preset=preset, lists=lists, device=device)
+        index = case.index("pariskv", preset=preset, candidates_per=lists, device=device)
         if kernels:
             index.ops = KERNELS
         with on(device):

@@ -141,9 +141,9 @@ def test_an_update_is_four_launches(device, monkeypatch):
     append(both, *part(tokens, 400, 656))  # of centers there was no room for more
     with Launches() as launches, Operations() as operations:
         end = mine.start_append(*part(tokens, 656, 912))
-        assert launches.names == ["learn", "encode", "keep"]
+        assert launches.names == ["learn", "encode", "write_rows"]
         end()
-    assert launches.names == ["learn", "encode", "keep", "grow"]
+    assert launches.names == ["learn", "encode", "write_rows", "update_state"]
     # memory for a reference and what is known; on the host, a count of tokens
     assert operations.names == ["aten.empty.memory_format"] * 2 + ["aten.add.Tensor"]
     theirs.append(*part(tokens, 656, 912))

@@ -14,9 +14,10 @@ from kvindex.core.check import LARGEST
 from kvindex.ops.attention import attend
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.base_step import BINS, State, words_of
+from kvindex_cuda.pariskv.base_step import State, words_of
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, options_of, room_of
 from kvindex_cuda.pariskv.step import Step
+from kvindex_cuda.runtime.constants import BINS
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
 from tests.support.helpers import Case, left_padding
@@ -348,8 +349,8 @@ def test_a_batch_equals_its_rows():
                 "wanted",
                 "counted",
                 "weight_scale",
-                "near",
-                "shown",
+                "resident",
+                "resident_mask",
             )
         }
         alone = replace(state, **parts)

@@ -190,6 +190,7 @@ def assert_attended(layer, kernels):
     assert_equal(got, want, "found")
     bound = 1e-5 if got.output.dtype == torch.float32 else 1e-2
     assert got.output.dtype == want.output.dtype
+    close(got.lse, want.lse)
     torch.testing.assert_close(got.output, want.output, rtol=bound, atol=bound)
 
 

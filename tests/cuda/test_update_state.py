@@ -17,9 +17,9 @@ def made(device):
     def full(*shape, dtype=torch.int32):
         return torch.full(shape, 7, dtype=dtype, device=device)
 
-    none = full(0)
+    unread = ("codes", "rows", "wanted", "resident", "resident_mask", "resident_count")
     return State(
-        **dict.fromkeys(("codes", "rows", "wanted", "near", "shown", "held"), none),
+        **dict.fromkeys(unread, full(0)),
         valid=full(BATCH, ROOM, 8),
         length=full(1, dtype=torch.int64),
         counted=full(BATCH),
@@ -80,7 +80,7 @@ def test_more_words_than_threads(device):
         (dict(wanted=torch.zeros(2)), "wanted: got torch.float32, allowed is torch.int32"),
         (
             dict(weight_scale=torch.zeros(2, 4)),
-            r"reference: got shape \(2, 4\), allowed is \(2, 3\)",
+            r"weight_scale: got shape \(2, 4\), allowed is \(2, 3\)",
         ),
     ],
     ids=str,

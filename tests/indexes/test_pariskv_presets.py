@@ -211,7 +211,7 @@ def test_repeated_is_for_a_batch_of_one():
         ("center", True),
         ("center", -1),
         ("center", 2**16 + 1),
-        ("lists", "all"),
+        ("candidates_per", "all"),
     ],
 )
 def test_bad_options_are_named(option, value):
@@ -286,7 +286,7 @@ def test_candidates_come_from_all_centers_by_their_scores(preset):
 def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
     keys, values = CASE.tokens(400)
     for lists, most in (("head", 80), ("group", 40)):
-        index = made("fast", lists=lists, beta=0.1, refine_factor=1)
+        index = made("fast", candidates_per=lists, beta=0.1, refine_factor=1)
         index.append(keys, values)
         width = index._candidates(_Asked.of(index, CASE.queries()), 10).shape[-1]
         assert (width == most) if lists == "group" else 40 < width <= most

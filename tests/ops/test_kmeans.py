@@ -47,7 +47,7 @@ def test_assign_finds_the_nearest_in_blocks_of_any_size(monkeypatch):
     given, centroids = points(3, 50, 4), points(3, 7, 4, seed=1)
     true = torch.cdist(given.double(), centroids.double()).square()
     for block in (1, 100, 2**20):
-        monkeypatch.setattr(kmeans, "BLOCK", block)
+        monkeypatch.setattr(module, "BLOCK", block)
         labels, distances = assign(given, centroids)
         assert torch.equal(labels, true.argmin(-1))
         torch.testing.assert_close(distances, true.amin(-1).float(), atol=1e-5, rtol=1e-5)
@@ -105,7 +105,7 @@ def test_as_many_clusters_as_points():
 def test_an_empty_cluster_moves_to_a_point_of_its_own():
     given = torch.tensor([[[0.0], [1.0], [5.0], [9.0]]])
     labels, distances = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0.0, 1, 25, 81]])
-    found = kmeans._moved(given, labels, distances, 3)
+    found = module._moved(given, labels, distances, 3)
     assert found.tolist() == [[[3.75], [9.0], [5.0]]]
 
 
@@ -156,7 +156,7 @@ def test_rows_may_be_clustered_in_pieces(monkeypatch, spherical):
     whole = kmeans(given, 7, spherical=spherical)
     labels = assign(given, whole)[0]
     sums = module.means(given, labels, 7)
-    monkeypatch.setattr(kmeans, "PIECE", 2 * 60 * 4)
+    monkeypatch.setattr(module, "PIECE", 2 * 60 * 4)
     torch.testing.assert_close(kmeans(given, 7, spherical=spherical), whole)
     for ours, theirs in zip(module.means(given, labels, 7), sums, strict=True):
         assert torch.equal(ours, theirs)
@@ -167,13 +167,13 @@ def test_each_pass_is_told_and_their_number_is_bounded(clusters, iterations):
     told = []
     given = points(2, 60, 4)
     found = kmeans(given, clusters, iterations=iterations, on_pass=lambda *of: told.append(of))
-    passes = min(kmeans.ROUNDS, clusters) + iterations
+    passes = min(module.ROUNDS, clusters) + iterations
     assert told == [(done, passes) for done in range(1, passes + 1)]
     assert torch.equal(found, kmeans(given, clusters, iterations=iterations))
 
 
 def test_rows_that_are_clustered_in_pieces_are_counted_together(monkeypatch):
-    monkeypatch.setattr(kmeans, "PIECE", 60 * 4)  # one row at a time
+    monkeypatch.setattr(module, "PIECE", 60 * 4)  # one row at a time
     told = []
     kmeans(points(3, 60, 4), 2, iterations=1, on_pass=lambda *of: told.append(of))
     assert told == [(done, 9) for done in range(1, 10)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import product
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,6 +67,20 @@ class Case:
 def rope(head_dim: int, device: str | torch.device = "cpu") -> Tensor:
     """Inverse frequencies `[D / 2]` as most models have them."""
     return 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
+
+
+def sampled(*lists: object) -> list[object]:
+    """The product of lists as parameters of a test: `slow` but for a diagonal with every value."""
+    lists = [list(one) for one in lists]
+    longest = max(map(len, lists))
+    fast = {tuple(step % len(one) for one in lists) for step in range(longest)}
+    return [
+        pytest.param(
+            *(one[place] for one, place in zip(lists, places, strict=True)),
+            marks=() if places in fast else pytest.mark.slow,
+        )
+        for places in product(*(range(len(one)) for one in lists))
+    ]
 
 
 def left_padding(pads: list[int], count: int, device: str = "cpu") -> Tensor:

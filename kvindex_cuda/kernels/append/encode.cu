@@ -2,11 +2,11 @@
 // ops/{transform,codes}.py with block = D, kvindex_cuda/memory/layout.py). Centers of segments whose keys are
 // all here are made on the way (ops/learn.py), so that keys come from memory once.
 //
-// How a key is turned and coded: rotated.cuh.
+// How a key is rotated and coded: rotated.cuh.
 //
 // Grid: as many blocks as there is room for, 8 warps; a block takes segments of heads as it is done
-// with others (those of a multiprocessor are not equally fast), a warp 32 keys of one. Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW
-// bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
+// with others (those of a multiprocessor are not equally fast), a warp 32 keys of one. Where a segment's
+// keys fit (STAGED; dynamic shared memory: 256 ROW bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
 // keys in registers, it sends for 8 of the next segment's to the same place. A fresh segment's keys are
 // added up there, which the matrix unit does with ones on the other side (an instruction for 256
 // coordinates); then the block makes the center and codes. Elsewhere a warp adds up what it loads, and
@@ -31,20 +31,19 @@
 constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
 constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
 constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
-constexpr bool AHEAD = !STAGED && C * HELD <= 16;     // registers hold the next keys
+constexpr bool AHEAD = !STAGED && C * BYTE_WORDS <= 16;     // registers hold the next keys
 constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight to be added up
-constexpr int WARPS = 8, HALF = 8, GROUP = 32;        // keys at a time; whose weights lie together
+constexpr int HALF = 8, GROUP = 32;                   // keys at a time; whose weights lie together
 constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
-constexpr float LONGEST = 1152921504606846976.0f;     // transform.LONGEST
-constexpr double STEPS = 65536.0 / 12;                // of a log weight to an octave: codes.OCTAVES
+constexpr double STEPS = 65536.0 / OCTAVES;           // of a log weight to an octave
 
 // Eight coordinates as they lie in memory. LAST: nobody reads them again.
 template <bool LAST>
-__device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
+__device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #if WIDE
     const uint4* wide = reinterpret_cast<const uint4*>(at);
 #pragma unroll
-    for (int r = 0; r < HELD / 4; r++) {
+    for (int r = 0; r < BYTE_WORDS / 4; r++) {
         uint4 all = LAST ? __ldcs(wide + r) : __ldg(wide + r);
         words[4 * r] = all.x, words[4 * r + 1] = all.y;
         words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
@@ -52,7 +51,7 @@ __device__ __forceinline__ void load(u32 (&words)[HELD], const char* at) {
 #else
     const u16* from = reinterpret_cast<const u16*>(at);  // little-endian
 #pragma unroll
-    for (int r = 0; r < HELD; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
+    for (int r = 0; r < BYTE_WORDS; r++) words[r] = from[2 * r] | u32(from[2 * r + 1]) << 16;
 #endif
 }
 
@@ -65,7 +64,7 @@ __device__ __forceinline__ Shared hidden(Shared place) {
 }
 
 // The r-th four words of a lane's byte of coordinates.
-__device__ __forceinline__ void of_stage(u32 (&words)[HELD], int r, Shared at) {
+__device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared at) {
     uint4 all = load_from<uint4>(at);
     words[4 * r] = all.x, words[4 * r + 1] = all.y;
     words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
@@ -79,7 +78,7 @@ struct Segment {
     const u8* flags;   // likewise, or null
     char* block;
     u16* center;  // or null
-    u8* known;    // or null: nobody asks
+    u8* known;    // or null
     i64 head;     // where the head begins in a block
     float weight_scale, inverted;
     u32 from, to;  // tokens that are there
@@ -109,7 +108,7 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
     for (int i = 0; i < GROUP; i += 4) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            u32 words[HELD] = {}, parts[PARTS][4];
+            u32 words[BYTE_WORDS] = {}, parts[PARTS][4];
             if (tile * 8 + 8 <= M || tile * 8 + byte < M) read(words, i, tile);
             split(parts, words);
 #pragma unroll
@@ -151,25 +150,38 @@ static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, 
         }
     }
     float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));  // a product, as a rule
-    return to_bfloat16(fminf(fmaxf(mean, -LONGEST), LONGEST));
+    return to_bfloat16(fminf(fmaxf(mean, -float(LONGEST)), float(LONGEST)));
 }
 
-// keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; centers
-// bfloat16 [B, G, S, D], strides cb, cg, cs, or null; weight_scales float32 [B, G]; table int64
-// [B, row]: addresses of blocks; flips uint32 [C, 4, 4]: sign bits of s; hartley float32
-// [ORDER, ORDER]; tables float32: CELLS edges by the scale (+inf for none), 2 CELLS indices of
-// levels, by cell and side; LEVELS levels, float16 for 3 bits at most. blocks: touched, of a head;
-// start: id of the first key; head, weights, logs, magnitudes, center: of the layout; fresh, stale:
-// segments whose centers are made, and the first that is not again; known bool [B, kb], or null;
-// wrong int32 [1], or null without them; taken int32 [1]: 0, also afterwards, or null where there are no
-// more segments than blocks; scale: 1 by the largest |u| that is told apart; root: 1 / √D.
+struct Arguments {
+    const void* keys;            // DTYPE [B, G, N, D]
+    const u8* valid;             // bool [B, N], or null
+    u16* centers;                // bfloat16 [B, G, S, D], or null
+    const float* weight_scale;   // [B, G]
+    const i64* codes;            // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const uint4* flips;          // [C, 4]: sign bits of s
+    const float* hartley;        // [ORDER, ORDER]
+    const float* tables;         // CELLS edges by the scale (+inf for none), 2 CELLS indices of levels, by cell and side,
+                                 // LEVELS levels, float16 for 3 bits at most
+    u8* known;                   // bool [B, known_row], or null
+    int* wrong;                  // [1]: set to 1 where a valid key of a fresh segment is not finite, or null
+    int* taken;                  // [1]: 0, also afterwards, or null where there are no more segments than blocks
+    i64 count;                   // N
+    i64 start;                   // id of the first key
+    i64 blocks;                  // touched, of a head
+    i64 kv_heads, batches;
+    i64 keys_batch, keys_head, keys_token;           // strides
+    i64 valid_batch;
+    i64 centers_batch, centers_head, centers_block;  // strides
+    i64 row, head_bytes, weights, logs, magnitudes, center;
+    i64 fresh, fresh_end;        // segments whose centers are made: the first, and the one after the last
+    i64 known_row;
+    float size_scale;            // 1 by the largest |u| that is told apart
+    float root;                  // 1 / √D
+};
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-encode(const void* data, const u8* valid, u16* centers, const float* weight_scales,
-       const i64* table, const uint4* flips, const float* given_hartley, const float* given,
-       i64 count, i64 start, i64 blocks, i64 kv_heads, i64 batches, i64 sb, i64 sg, i64 sn, i64 vb,
-       i64 cb, i64 cg, i64 cs, i64 row, i64 head, i64 weights, i64 logs, i64 magnitudes, i64 center,
-       i64 fresh, i64 stale, u8* known, i64 kb, int* wrong, int* taken, float scale,
-       float root) {
+encode(const __grid_constant__ Arguments args) {
     __shared__ uint4 flip[C * 4];
     __shared__ float4 bases[C * 8];  // minus the center after the matrix unit
     __shared__ __align__(16) float sums[WARPS][C * 32];
@@ -182,27 +194,29 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
     Shared stage = shared_place(memory);
 
-    i64 step = sn * BYTES;
-    u32 units = u32(blocks * kv_heads * batches);
+    i64 step = args.keys_token * BYTES;
+    u32 units = u32(args.blocks * args.kv_heads * args.batches);
     // One thread plans a segment while the second before it is coded, for that waits for memory; once
     // what it asked for is there, the rest (`planned`).
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.fresh = false;
         found.from = found.to = 0, found.state = NONE;
         if (unit >= units) return;
-        i64 s = u32(start) / TOKENS + unit % u32(blocks), bg = unit / u32(blocks);
-        i64 g = u32(bg) % u32(kv_heads), batch = u32(bg) / u32(kv_heads);
-        i64 offset = s * TOKENS - start;  // of the segment's first token among the keys
-        copy_piece<8>(shared_place(&found.block), table + batch * row + s);
-        copy_piece<4>(shared_place(&found.weight_scale), weight_scales + bg);
-        found.head = g * head;
-        found.keys = static_cast<const char*>(data) + (batch * sb + g * sg + offset * sn) * BYTES;
-        found.flags = valid ? valid + batch * vb + offset : nullptr;
-        found.center = centers ? centers + batch * cb + g * cg + s * cs : nullptr;
-        found.known = known && g == 0 ? known + batch * kb + s : nullptr;
-        found.from = u32(max(-offset, i64(0))), found.to = u32(min(count - offset, i64(TOKENS)));
-        found.fresh = s >= fresh && s < stale;
-        found.state = !valid && found.to - found.from == TOKENS ? WHOLE : SOME;
+        i64 s = u32(args.start) / TOKENS + unit % u32(args.blocks), bg = unit / u32(args.blocks);
+        i64 g = u32(bg) % u32(args.kv_heads), batch = u32(bg) / u32(args.kv_heads);
+        i64 offset = s * TOKENS - args.start;  // of the segment's first token among the keys
+        copy_piece<8>(shared_place(&found.block), args.codes + batch * args.row + s);
+        copy_piece<4>(shared_place(&found.weight_scale), args.weight_scale + bg);
+        found.head = g * args.head_bytes;
+        i64 first_key = batch * args.keys_batch + g * args.keys_head + offset * args.keys_token;
+        found.keys = static_cast<const char*>(args.keys) + first_key * BYTES;
+        found.flags = args.valid ? args.valid + batch * args.valid_batch + offset : nullptr;
+        i64 own_center = batch * args.centers_batch + g * args.centers_head + s * args.centers_block;
+        found.center = args.centers ? args.centers + own_center : nullptr;
+        found.known = args.known && g == 0 ? args.known + batch * args.known_row + s : nullptr;
+        found.from = u32(max(-offset, i64(0))), found.to = u32(min(args.count - offset, i64(TOKENS)));
+        found.fresh = s >= args.fresh && s < args.fresh_end;
+        found.state = !args.valid && found.to - found.from == TOKENS ? WHOLE : SOME;
     };
     auto planned = [&](Segment& found) {
         if (found.unit >= units) return;
@@ -231,17 +245,17 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
         for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step) {
             u32 id = half * HALF + j + lane / PADDED;
             bool in = id >= segment.from && id < segment.to;
-            if (valid && in) in = segment.flags[id];
+            if (args.valid && in) in = segment.flags[id];
             if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
         }
     };
     if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
-    for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = flips[i];
+    for (int i = threadIdx.x; i < C * 4; i += WARPS * 32) flip[i] = args.flips[i];
     if (ODD > 1)
-        for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = given_hartley[i];
-    for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = given[i];
-    for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(given[CELLS + i]);
-    for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = given[3 * CELLS + i];
+        for (int i = threadIdx.x; i < ORDER * ORDER; i += WARPS * 32) hartley[i] = args.hartley[i];
+    for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = args.tables[i];
+    for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(args.tables[CELLS + i]);
+    for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = args.tables[3 * CELLS + i];
     after_previous();  // which teaches the reference
     if (threadIdx.x < 2) {
         Segment& found = segments[threadIdx.x];
@@ -262,69 +276,69 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
     const char* coming = first_of(segments[0]);
     if (STAGED)
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) send(segments[0], half, coming);
-    for (u32 turn = 0; segments[turn].unit < units; turn = segments[turn].after) {
-        const Segment& own = segments[turn];
+    for (u32 slot = 0; segments[slot].unit < units; slot = segments[slot].after) {
+        const Segment& own = segments[slot];
         u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
         pieces_wait();
         __syncwarp();
         if (own.fresh && STAGED) {
             Shared keys = stage + (warp * GROUP + t) * ROW;
-            add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+            add_up(sums[warp], [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
 #pragma unroll
-                for (int r = 0; r < HELD / 4; r++)
+                for (int r = 0; r < BYTE_WORDS / 4; r++)
                     of_stage(words, r, keys + i * ROW + tile * 8 * CHUNKS * 16 +
                                            placed(lane / 4 * CHUNKS + r, t) * 16);
             });
         } else if (own.fresh) {
             const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
-            const u8* flags = valid ? own.flags + warp * GROUP + t : nullptr;
-            auto read = [&](u32 (&words)[HELD], int i, int tile) {
+            const u8* flags = args.valid ? own.flags + warp * GROUP + t : nullptr;
+            auto read = [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
                 load<false>(words, keys + i * step + tile * 64 * BYTES);
             };
-            if (valid)
-                add_up(sums[warp], [&](u32 (&words)[HELD], int i, int tile) {
+            if (args.valid)
+                add_up(sums[warp], [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
                     if (flags[i]) read(words, i, tile);
                 });
             else
                 add_up(sums[warp], read);
         }
         // all keys of the segment before are coded, all of this one added up
-        int n = __syncthreads_count(own.fresh && (!valid || own.flags[threadIdx.x]));
+        int n = __syncthreads_count(own.fresh && (!args.valid || own.flags[threadIdx.x]));
         u32 unit = ~0u;  // none
         if (threadIdx.x == WARPS * 32 - 1) {
             if (own.unit != blockIdx.x) planned(segments[own.after]);
-            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(taken, 1));
+            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(args.taken, 1));
         }
         for (int c = warp; c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = own.center && !own.fresh && d < D ? own.center[d] : 0;
             if (own.fresh) {
-                x = mean_of(sums, d, n, step, own, wrong);
+                x = mean_of(sums, d, n, step, own, args.wrong);
                 if (!own.center) x = 0;
                 if (own.center && d < D) own.center[d] = x;
                 if (own.known && d == 0) *own.known = n > 0;
             }
             means[d] = x;
-            if (d < D) reinterpret_cast<u16*>(own.block + center)[d] = x;
+            if (d < D) reinterpret_cast<u16*>(own.block + args.center)[d] = x;
             __syncwarp();
             uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
             u32 pairs[4] = {all.x, all.y, all.z, all.w};
-            float turned[2][4] = {};
-            multiply<false>(turned, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
+            float rotated[2][4] = {};
+            multiply<false>(rotated, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
 #pragma unroll
             for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
                 if (lane < 4)
-                    bases[c * 8 + n * 4 + t] = {0 - turned[n][0], 0 - turned[n][1],
-                                                0 - turned[n][2], 0 - turned[n][3]};
+                    bases[c * 8 + n * 4 + t] = {0 - rotated[n][0], 0 - rotated[n][1],
+                                                0 - rotated[n][2], 0 - rotated[n][3]};
         }
         __syncthreads();
         const Segment& next = segments[own.after];
         if (threadIdx.x == WARPS * 32 - 1) {
             plan(unit, segments[next.after]);
-            if (unit + 1 == units + gridDim.x) *taken = 0;  // all blocks have asked for the last time
+            if (unit + 1 == units + gridDim.x) *args.taken = 0;  // all blocks have asked for the last time
         }
 
-        u32 held[C][HELD];
+        u32 raw[C][BYTE_WORDS];
         // a shuffle hides where an address comes from, which the compiler would compute each time
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
@@ -332,28 +346,28 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
         auto fetch = [&](u32 half) {
             u32 id = min(max(half * HALF + lane / 4, from), to - 1);
             const char* key = first + id * step;
-            Shared row = stage + (half * HALF + lane / 4) * ROW;
-            if (!STAGED && valid && !own.flags[id]) {
+            Shared line = stage + (half * HALF + lane / 4) * ROW;
+            if (!STAGED && args.valid && !own.flags[id]) {
 #pragma unroll
-                for (int i = 0; i < C * HELD; i++) held[i / HELD][i % HELD] = 0;
+                for (int i = 0; i < C * BYTE_WORDS; i++) raw[i / BYTE_WORDS][i % BYTE_WORDS] = 0;
                 return;
             }
 #pragma unroll
             for (int c = 0; c < C; c++)
                 if (M % 4 == 0 || c * 4 + t < M) {
-                    if (!STAGED) load<true>(held[c], key + c * 32 * BYTES);
+                    if (!STAGED) load<true>(raw[c], key + c * 32 * BYTES);
                     constexpr int OVER = 2 / CHUNKS;  // values of c that share 128 bytes of a row
 #pragma unroll
-                    for (int r = 0; STAGED && r < HELD / 4; r++)
-                        of_stage(held[c], r,
-                                 row + c / OVER * 128 +
+                    for (int r = 0; STAGED && r < BYTE_WORDS / 4; r++)
+                        of_stage(raw[c], r,
+                                 line + c / OVER * 128 +
                                      placed((c % OVER * 4 + t) * CHUNKS + r, lane / 4) * 16);
                 } else {
 #pragma unroll
-                    for (int r = 0; r < HELD; r++) held[c][r] = 0;
+                    for (int r = 0; r < BYTE_WORDS; r++) raw[c][r] = 0;
                 }
         };
-        char* out = own.block + (t ? magnitudes + (t - 1) * STRIDE : 0);
+        char* out = own.block + (t ? args.magnitudes + (t - 1) * STRIDE : 0);
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
         if (AHEAD && from < to) fetch(from / HALF);
 
@@ -362,14 +376,14 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
 #pragma unroll 1
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
             if (STAGED) from = own.from, to = own.to;
-            bool some = (half + 1) * HALF > from && half * HALF < to;
-            if (STAGED || (!AHEAD && some)) fetch(half);
+            bool any = (half + 1) * HALF > from && half * HALF < to;
+            if (STAGED || (!AHEAD && any)) fetch(half);
             if (STAGED && next.state) {
                 __syncwarp();  // the keys that lay there are read
                 send(next, half, coming);
             }
-            if (!some) continue;
-            Turned y;
+            if (!any) continue;
+            Rotated y;
 #pragma unroll
             for (int c = 0; c < C; c++) {
 #pragma unroll
@@ -379,7 +393,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                     y[c][n][2] = less.z, y[c][n][3] = less.w;
                 }
                 u32 parts[PARTS][4];
-                split(parts, held[c]);
+                split(parts, raw[c]);
 #pragma unroll
                 for (int p = PARTS - 1; p >= 0; p--)
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
@@ -402,7 +416,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
             if (__any_sync(ALL, far)) {
                 u32 seen = min(max(half * HALF + lane / 4, own.from), own.to - 1);
                 bool real = !own.flags || own.flags[seen];
-                if (wrong && real && !(squares <= TOO_LONG)) *wrong = 1;
+                if (args.wrong && real && !(squares <= TOO_LONG)) *args.wrong = 1;
                 float peak = 0;
 #pragma unroll
                 for (int i = 0; i < C * 8; i++)
@@ -422,7 +436,7 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                 squares = quad_sum(squares);
             }
             float inverse = squares > 0 ? rsqrtf(squares) : 0.0f, length = squares * inverse;
-            float per = inverse * scale, aligned = 0;
+            float per = inverse * args.size_scale, aligned = 0;
             u32 rows[WORDS][(C + 1) / 2 * 2] = {};
 #pragma unroll
             for (int c = 0; c < C; c++) {
@@ -445,11 +459,11 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                 u32 plane = w * 4 + t;  // 0 of signs
                 char* to_row = out + key * width;
                 if (w)
-                    to_row = own.block + magnitudes + (key * BITS + plane - 1) * STRIDE;
+                    to_row = own.block + args.magnitudes + (key * BITS + plane - 1) * STRIDE;
                 if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
             }
             aligned = quad_sum(aligned) * inverse;
-            float norm = fminf(length * longer * root, LONGEST);
+            float norm = fminf(length * longer * args.root, float(LONGEST));
             float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
             if (half % 4 == t) mine = weight;
             if (half % 4 < 3 && (half + 1) * HALF < to) continue;
@@ -465,9 +479,9 @@ encode(const void* data, const u8* valid, u16* centers, const float* weight_scal
                 code = mine < own.weight_scale ? min(int(power), 65535) : 65535;
             }
             if (id >= from && id < to) {
-                u8* upper = reinterpret_cast<u8*>(own.block + weights);
+                u8* upper = reinterpret_cast<u8*>(own.block + args.weights);
                 upper[half / 4 * GROUP + lane] = u8(code >> 8);  // layout.places
-                reinterpret_cast<u16*>(own.block + logs)[id] = u16(code);
+                reinterpret_cast<u16*>(own.block + args.logs)[id] = u16(code);
             }
         }
     }

@@ -1,18 +1,10 @@
-// What an index learns of tokens as they come: centers of segments, a reference for weights
-// (ops/learn.py).
+// Centers of segments and the scale of weights, learned of tokens as they come (ops/learn.py).
 //
 // Sums of a segment are in double and in a fixed order, so that two runs learn the same. Where keys are
 // coded next, segments that an append covers whole are left to `encode.cu`, which makes their centers
 // as it codes them.
 // Compile-time: DTYPE (of the keys), WIDE (whether each key begins at a multiple of 16 bytes).
 #include "common/common.cuh"
-
-constexpr int LEAN = 16;      // learn.LEAN
-constexpr int HEADROOM = 5;   // learn.HEADROOM
-constexpr int SEEN = 4096;    // learn.SEEN
-constexpr int THREADS = 256;
-constexpr int TALL = 32;  // keys that a block reads at once, at most
-constexpr double LONGEST = 1152921504606846976.0;  // transform.LONGEST
 
 constexpr int AHEAD = DTYPE == 0 ? 2 : 4;  // keys that a thread has loads in flight for
 
@@ -57,21 +49,21 @@ struct Keys {
     i64 count, sb, sg, sn, vb;
 };
 
-struct Found {
+struct Sum {
     int count;   // of valid keys
     bool wrong;  // whether one that this thread has seen is not finite
 };
 
 // Σ of the valid keys `from` to `to` in `totals` [D]: a thread takes 8 coordinates of every `tall`-th
 // key; then the threads' sums in their order. All threads call it.
-static __device__ Found sum_of(double* totals, double* parts, const Keys& keys, i64 batch, i64 head,
+static __device__ Sum sum_of(double* totals, double* parts, const Keys& keys, i64 batch, i64 head,
                                i64 from, i64 to, int dim) {
     __shared__ int found;
     int M = dim / 8, tall = min(THREADS / M, TALL), byte = threadIdx.x % M, row = threadIdx.x / M;
     bool own = row < tall;
     i64 base = batch * keys.sb + head * keys.sg + byte * 8;
     double sums[8] = {};
-    Found result = {0, false};
+    Sum result = {0, false};
     if (threadIdx.x == 0) found = 0;
     for (i64 first = from; first < to; first += AHEAD * tall) {
         Eight loaded[AHEAD] = {};
@@ -105,11 +97,11 @@ static __device__ Found sum_of(double* totals, double* parts, const Keys& keys, 
 }
 
 __device__ __forceinline__ u16 rounded(double mean) {  // learn._rounded
-    return to_bfloat16(float(fmin(fmax(mean, -LONGEST), LONGEST)));
+    return to_bfloat16(float(fmin(fmax(mean, -double(LONGEST)), double(LONGEST))));
 }
 
-// The reference of a largest norm, above 0: the logarithm rounded to float32, as torch's.
-__device__ __forceinline__ float reference_of(float norm) {
+// The weight scale of a largest norm, above 0: the logarithm rounded to float32, as torch's.
+__device__ __forceinline__ float scale_of(float norm) {
     return ldexpf(1.0f, int(floorf(float(log2(double(norm))))) + HEADROOM);
 }
 
@@ -118,7 +110,7 @@ __device__ __forceinline__ float reference_of(float norm) {
 // floats, the answer, which is zero before; of no more than THREADS keys there is one block, and it
 // may be anything. real(i): whether key i has one; norm(i). All threads call it.
 template <class Real, class Norm>
-static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* answer) {
+static __device__ void find_scale(i64 part, i64 count, Real real, Norm norm, float* answer) {
     constexpr int EACH = SEEN / THREADS;
     __shared__ u32 first;
     __shared__ double tops[THREADS / 32];
@@ -140,53 +132,66 @@ static __device__ void refer(i64 part, i64 count, Real real, Norm norm, float* a
     __syncthreads();
     if (threadIdx.x) return;
     for (int i = 1; i < THREADS / 32; i++) longest = fmax(longest, tops[i]);
-    float top = float(fmin(longest, LONGEST));
-    float found = top > 0 ? reference_of(top) : 0.0f;
+    float top = float(fmin(longest, double(LONGEST)));
+    float found = top > 0 ? scale_of(top) : 0.0f;
     if (count <= THREADS)
         *answer = found;
     else if (found > 0)
         atomicMax(reinterpret_cast<u32*>(answer), __float_as_uint(found));
 }
 
+struct Arguments {
+    const void* keys;            // DTYPE [B, G, N, D]
+    const u8* valid;             // bool [B, N], or null
+    const u16* old_centers;      // bfloat16 [B, G, old_row, D], `before` of them learned
+    const u8* old_known;         // bool [B, before]
+    u16* centers;                // bfloat16 [B, G, row, D], or null: no centers; may be the old ones, from `begin` on:
+                                 // a block reads no other's
+    u8* known;                   // bool [B, segments]
+    const float* old_scale;      // [B, G]: weight scales, or null
+    float* weight_scale;         // [B, G]: as of `find_scale`
+    int* wrong;                  // [1]: set to 1 where a valid key is not finite, or null
+    i64 count;                   // N
+    i64 dim, before, old_row, row;
+    i64 start;                   // id of the first key
+    i64 every;                   // tokens of a segment
+    i64 begin, segments, skip, skipped;
+    i64 keys_batch, keys_head, keys_token;  // strides
+    i64 valid_batch;
+};
+
 // Grid: (segments + windows, G, B), THREADS threads, 8 (1 + min(TALL, 2048 / D)) D bytes of dynamic
 // shared memory. A block makes a segment's center and looks whether its keys are finite; where the last
 // segment has only begun, the block of the one before makes both. What is known already is copied.
-// `windows` more blocks look at THREADS of the first keys each, for a reference. Reads the keys of
+// `windows` more blocks look at THREADS of the first keys each, for a weight scale. Reads the keys of
 // its segments once and at most SEEN more of each head, writes 2 D bytes per segment, 1 with the
 // first head. Limited by the bus where it has all segments: a million keys of 8 heads at D = 128 took
 // .79 ms on an H200, norms included, .60 of the rate of reading.
-// keys DTYPE [B, G, N, D], strides sb, sg, sn; valid bool [B, N], row stride vb, or null; old
-// bfloat16 [B, G, old_row, D], `before` of them learned; held bool [B, before]; centers bfloat16
-// [B, G, row, D], or null: no centers; it may be old, from `begin` on: a block reads no other's.
-// known bool [B, S]; given float32 [B, G], weight_scales, or null; answer float32 [B, G]: as
-// of `refer`; wrong int32 [1], or null: set where a valid key is not finite. start: id of the first
-// key; every: tokens of a segment. Segments: those from `begin` to S but for `left` of them from `leave` on.
+// Segments: those from `begin` to `segments` but for `skipped` of them from `skip` on.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* centers, u8* known,
-      const float* given, float* answer, int* wrong, i64 count, i64 dim, i64 before, i64 old_row,
-      i64 row, i64 start, i64 every, i64 begin, i64 S, i64 leave, i64 left, i64 sb, i64 sg, i64 sn,
-      i64 vb) {
+learn(const __grid_constant__ Arguments args) {
     let_next_begin();
     DYNAMIC_SHARED(space);
-    double *totals = reinterpret_cast<double*>(space), *parts = totals + dim;
-    Keys keys = {data, valid, count, sb, sg, sn, vb};
+    double *totals = reinterpret_cast<double*>(space), *parts = totals + args.dim;
+    Keys keys = {args.keys, args.valid, args.count, args.keys_batch, args.keys_head, args.keys_token, args.valid_batch};
     i64 G = gridDim.y, batch = blockIdx.z, head = blockIdx.y, bg = batch * G + head;
-    i64 s = begin + blockIdx.x, first = start / every, stop = (start + count + every - 1) / every;
-    if (s >= leave) s += left;
-    bool begun = stop * every > start + count && stop > 1;  // the last segment is, and can lean
-    if (centers && blockIdx.x == 0 && head == 0)
-        for (i64 i = threadIdx.x; i < begin; i += THREADS)
-            known[batch * S + i] = held[batch * before + i];
-    if (s >= S) {
-        if (given && given[bg] > 0) {
-            if (threadIdx.x == 0 && s == S) answer[bg] = given[bg];
+    i64 s = args.begin + blockIdx.x, first = args.start / args.every;
+    i64 stop = (args.start + args.count + args.every - 1) / args.every;
+    if (s >= args.skip) s += args.skipped;
+    bool begun = stop * args.every > args.start + args.count && stop > 1;  // the last segment is, and can lean
+    if (args.centers && blockIdx.x == 0 && head == 0)
+        for (i64 i = threadIdx.x; i < args.begin; i += THREADS)
+            args.known[batch * args.segments + i] = args.old_known[batch * args.before + i];
+    if (s >= args.segments) {
+        if (args.old_scale && args.old_scale[bg] > 0) {
+            if (threadIdx.x == 0 && s == args.segments) args.weight_scale[bg] = args.old_scale[bg];
             return;
         }
-        i64 base = batch * sb + head * sg;
+        i64 base = batch * args.keys_batch + head * args.keys_head;
         auto real = [&](i64 i) {
-            if (valid && !valid[batch * vb + i]) return false;
-            for (int d = 0; d < dim; d += 8) {
-                Eight x = fetched(data, base + i * sn + d);
+            if (args.valid && !args.valid[batch * args.valid_batch + i]) return false;
+            for (int d = 0; d < args.dim; d += 8) {
+                Eight x = fetched(args.keys, base + i * args.keys_token + d);
                 for (u32 word : x.words)
                     if (word & (DTYPE == 0 ? 0x7fffffffu : 0x7fff7fffu)) return true;
             }
@@ -195,8 +200,8 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
         auto norm = [&](i64 i) {
             double squares = 0;
 #pragma unroll 4
-            for (int d = 0; d < dim; d += 8) {
-                Eight x = fetched(data, base + i * sn + d);
+            for (int d = 0; d < args.dim; d += 8) {
+                Eight x = fetched(args.keys, base + i * args.keys_token + d);
                 for (int j = 0; j < 8; j++) {
                     double y = coordinate(x, j);
                     squares = fma(y, y, squares);
@@ -204,53 +209,61 @@ learn(const void* data, const u8* valid, const u16* old, const u8* held, u16* ce
             }
             return sqrt(squares);
         };
-        refer(s - S, count, real, norm, answer + bg);
+        find_scale(s - args.segments, args.count, real, norm, args.weight_scale + bg);
         return;
     }
     // the last one's center needs the one before: its block does it, unless that is an old one
     if (begun && s == stop - 1 && stop - 2 >= first) return;
-    int knows = 0;
+    int is_known = 0;
     for (;; s++) {
-        bool had = centers && s < before && held[batch * before + s], here = s >= first && s < stop;
+        bool was_known = args.centers && s < args.before && args.old_known[batch * args.before + s];
+        bool here = s >= first && s < stop;
         int n = 0;
-        if (here && (wrong || !had)) {
-            i64 from = max(s * every - start, i64(0)), to = min((s + 1) * every - start, count);
-            Found found = sum_of(totals, parts, keys, batch, head, from, to, int(dim));
+        if (here && (args.wrong || !was_known)) {
+            i64 from = max(s * args.every - args.start, i64(0)), to = min((s + 1) * args.every - args.start, args.count);
+            Sum found = sum_of(totals, parts, keys, batch, head, from, to, int(args.dim));
             n = found.count;
-            if (wrong && found.wrong) *wrong = 1;
+            if (args.wrong && found.wrong) *args.wrong = 1;
         }
-        u16* mine = centers + (bg * row + s) * dim;
-        const u16* earlier = old + (bg * old_row + s) * dim;
-        if (centers && (!here || had)) {
-            for (int d = threadIdx.x; d < dim; d += THREADS) mine[d] = s < before ? earlier[d] : 0;
-            knows = had;
-        } else if (centers) {
+        u16* mine = args.centers + (bg * args.row + s) * args.dim;
+        const u16* earlier = args.old_centers + (bg * args.old_row + s) * args.dim;
+        if (args.centers && (!here || was_known)) {
+            for (int d = threadIdx.x; d < args.dim; d += THREADS) mine[d] = s < args.before ? earlier[d] : 0;
+            is_known = was_known;
+        } else if (args.centers) {
             bool leans = begun && s == stop - 1;
             i64 last = s - 1;  // of which the center is known: made by this block, or old
-            if (leans && last < first) knows = last < before && held[batch * before + last];
-            int lean = leans && knows ? LEAN : 0;
-            const u16* one = last >= first ? mine - dim : earlier - dim;
-            for (int d = threadIdx.x; d < dim; d += THREADS) {
+            if (leans && last < first) is_known = last < args.before && args.old_known[batch * args.before + last];
+            int lean = leans && is_known ? LEAN : 0;
+            const u16* one = last >= first ? mine - args.dim : earlier - args.dim;
+            for (int d = threadIdx.x; d < args.dim; d += THREADS) {
                 double total = totals[d];
                 if (lean) total += lean * double(from_bfloat16(one[d]));
                 mine[d] = rounded(total / max(n + lean, 1));
             }
-            knows = n > 0;
+            is_known = n > 0;
         }
-        if (centers && head == 0 && threadIdx.x == 0) known[batch * S + s] = u8(knows);
+        if (args.centers && head == 0 && threadIdx.x == 0) args.known[batch * args.segments + s] = u8(is_known);
         if (!begun || s != stop - 2 || s < first) return;
         __syncthreads();
     }
 }
 
+struct NormArguments {
+    const float* norms;       // [B, G, N]
+    const u8* valid;          // bool [B, N], or null
+    const float* old_scale;   // [BG], or null
+    float* weight_scale;      // [BG]: the old one, or 0
+    i64 count;                // N
+    i64 valid_batch, kv_heads;
+};
+
 // Grid: (windows, BG), THREADS threads. Reads 4 bytes per norm of the first SEEN.
-// norms float32 [BG, N]; valid as above; old float32 [BG] or null; found float32 [BG]: old, or 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
-weight_scale(const float* norms, const u8* valid, const float* old, float* found, i64 count, i64 vb,
-          i64 kv_heads) {
-    i64 bg = blockIdx.y, batch = bg / kv_heads;
-    if (old && old[bg] > 0) return;
-    auto norm = [&](i64 i) { return double(norms[bg * count + i]); };
-    auto real = [&](i64 i) { return (!valid || valid[batch * vb + i]) && norm(i) > 0; };
-    refer(blockIdx.x, count, real, norm, found + bg);
+weight_scale(const __grid_constant__ NormArguments args) {
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads;
+    if (args.old_scale && args.old_scale[bg] > 0) return;
+    auto norm = [&](i64 i) { return double(args.norms[bg * args.count + i]); };
+    auto real = [&](i64 i) { return (!args.valid || args.valid[batch * args.valid_batch + i]) && norm(i) > 0; };
+    find_scale(blockIdx.x, args.count, real, norm, args.weight_scale + bg);
 }

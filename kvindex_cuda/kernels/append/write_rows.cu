@@ -1,4 +1,4 @@
-// Rows of tokens that follow one another to their places in blocks, on the device or in host memory
+// Write rows of consecutive tokens to their places in blocks, on the device or in host memory
 // that it sees: an update of the local window, without a stream and events of its own. A row may come
 // in two parts, its key and its value.
 //
@@ -8,21 +8,28 @@
 // Compile-time: nothing.
 #include "common/common.cuh"
 
-constexpr int THREADS = 256;
 
-// The tokens are `count` from `start` on. one [B, G, count, width] of 16 bytes, strides ob, og, on; other
-// [B, G, count, pieces - width], strides tb, tg, tn, or null: there is one part; table int64 [B, row]:
-// addresses of blocks [G, 256, pieces].
+struct Arguments {
+    const uint4* one;       // [B, G, count, width]: of tokens from `start` on
+    const uint4* other;     // [B, G, count, pieces - width], or null: there is one part
+    const i64* rows;        // [B, row]: addresses of blocks [G, TOKENS, pieces]
+    i64 row, start, count, width, pieces, kv_heads;
+    i64 total;              // pieces of all rows
+    i64 one_batch, one_head, one_token, other_batch, other_head, other_token;  // strides
+};
+
+// Widths, `pieces` and strides are in units of 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-write_rows(const uint4* __restrict__ one, const uint4* __restrict__ other, const i64* __restrict__ table,
-     i64 row, i64 start, i64 count, i64 width, i64 pieces, i64 kv_heads, i64 total, i64 ob, i64 og,
-     i64 on, i64 tb, i64 tg, i64 tn) {
-    for (i64 i = i64(blockIdx.x) * THREADS + threadIdx.x; i < total; i += i64(gridDim.x) * THREADS) {
-        i64 slot = i / pieces, piece = i - slot * pieces, bg = slot / count, n = slot - bg * count;
-        i64 b = bg / kv_heads, g = bg - b * kv_heads, id = start + n;
-        i64 block = table[b * row + id / TOKENS], place = (g * TOKENS + id % TOKENS) * pieces + piece;
+write_rows(const __grid_constant__ Arguments args) {
+    const uint4* __restrict__ one = args.one;
+    const uint4* __restrict__ other = args.other;
+    const i64* __restrict__ table = args.rows;
+    for (i64 i = i64(blockIdx.x) * THREADS + threadIdx.x; i < args.total; i += i64(gridDim.x) * THREADS) {
+        i64 slot = i / args.pieces, piece = i - slot * args.pieces, bg = slot / args.count, n = slot - bg * args.count;
+        i64 b = bg / args.kv_heads, g = bg - b * args.kv_heads, id = args.start + n;
+        i64 block = table[b * args.row + id / TOKENS], place = (g * TOKENS + id % TOKENS) * args.pieces + piece;
         reinterpret_cast<uint4*>(block)[place] =
-            piece < width ? one[b * ob + g * og + n * on + piece]
-                          : other[b * tb + g * tg + n * tn + piece - width];
+            piece < args.width ? one[b * args.one_batch + g * args.one_head + n * args.one_token + piece]
+                          : other[b * args.other_batch + g * args.other_head + n * args.other_token + piece - args.width];
     }
 }

@@ -1,4 +1,5 @@
 // What the kernels share: types, conversions, the matrix instruction, orders, small reductions.
+// TOKENS (of a block), BINS (of a histogram), APART (of counters), LONGEST: runtime/constants.py.
 // Compiled by NVRTC for a GPU; by g++ with tests/cuda/emulator.h, which defines EMULATED.
 // Longer than most files: kernels include one header, and what one does not call costs it nothing.
 #pragma once
@@ -14,17 +15,9 @@ typedef unsigned long long u64;
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
 #endif
 
-constexpr int TOKENS = 256;  // of a block of codes or rows, and of a segment (host_store.BLOCK)
-constexpr int BINS = 2048;   // of a histogram of a list
-constexpr int APART = 32;    // int32 from a group's counter to the next's ("[BG] APART"): atomics of
-                             // different groups to one line of memory wait for each other
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int LEAST = -2147483647 - 1;
 #define NEVER __int_as_float(int(0xff800000u))  // -inf, which NVRTC has no name for
-
-#ifndef DTYPE
-#define DTYPE 0  // of queries and rows: 0 float32, 1 float16, 2 bfloat16
-#endif
 
 __device__ __forceinline__ float from_bfloat16(u16 bits) {
     return __uint_as_float(u32(bits) << 16);
@@ -99,16 +92,7 @@ __device__ __forceinline__ void store(void* data, i64 i, float x) {
 // columns 2 t and 2 t + 1 of both rows.
 __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b) {
 #ifdef EMULATED
-    int lane = threadIdx.x % 32;
-    for (int t = 0; t < 4; t++) {
-        unsigned upper = __shfl_sync(ALL, a0, lane / 4 * 4 + t);
-        unsigned lower = __shfl_sync(ALL, a1, lane / 4 * 4 + t);
-        for (int side = 0; side < 2; side++) {
-            unsigned column = __shfl_sync(ALL, b, (lane % 4 * 2 + side) * 4 + t);
-            c[side] += __popc(upper & column);
-            c[2 + side] += __popc(lower & column);
-        }
-    }
+    emulator::mma_m16n8k128_b1(c, a0, a1, b);
 #else
     asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc "
         "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -140,21 +124,8 @@ template <bool BRAIN = false>
 __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
                                            unsigned a3, unsigned b0, unsigned b1) {
 #ifdef EMULATED
-    auto from_float16 = [](u16 bits) { return BRAIN ? from_bfloat16(bits) : ::from_float16(bits); };
-    int lane = threadIdx.x % 32;
-    for (int t = 0; t < 4; t++)
-        for (int part = 0; part < 2; part++) {
-            unsigned upper = __shfl_sync(ALL, part ? a2 : a0, lane / 4 * 4 + t);
-            unsigned lower = __shfl_sync(ALL, part ? a3 : a1, lane / 4 * 4 + t);
-            for (int side = 0; side < 2; side++) {
-                unsigned column = __shfl_sync(ALL, part ? b1 : b0, (lane % 4 * 2 + side) * 4 + t);
-                for (int i = 0; i < 32; i += 16) {
-                    float y = from_float16(u16(column >> i));
-                    c[side] += from_float16(u16(upper >> i)) * y;
-                    c[2 + side] += from_float16(u16(lower >> i)) * y;
-                }
-            }
-        }
+    auto decode = [](u16 bits) { return BRAIN ? from_bfloat16(bits) : from_float16(bits); };
+    emulator::mma_m16n8k16(c, a0, a1, a2, a3, b0, b1, decode);
 #else
     if (BRAIN)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -425,40 +396,40 @@ static __device__ bool last_block(int* ticket, int blocks) {
     return last;
 }
 
-// A kernel that has begun early may also wait for less than the end of the one before: for those of its
-// blocks or warps that work on the same group to `tell` that they are done. What these wrote before is
-// then visible, whatever L1 held. No one waits for ever, for a kernel begins when all blocks of the one
-// before have. `let_next_begin` may then come first: when the next kernel begins, `ask` and what came
-// before it are sure to have ended, for the scan waits for that, and no other. `after_previous` comes
-// before the end all the same, so that the end of a kernel is the end of all before it. told int32
-// [3, BG] APART, cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the
-// group has agreed.
-__device__ __forceinline__ void tell(int* counter) {  // one thread, after a barrier
+// A kernel that has begun early may also wait for less than the end of the one before: for a `signal` of
+// each of its blocks or warps that work on the same group. What these wrote before is then visible,
+// whatever L1 had. No kernel waits for ever, for it begins when all blocks of the one before have.
+// `let_next_begin` may then come first: when the next kernel begins, prepare_query.cu and what came before
+// it are sure to have ended, for the scan waits for that, and no other. `after_previous` comes before the
+// end all the same, so that the end of a kernel is the end of all before it. signals int32 [3, BG] APART,
+// cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the group's rows
+// are selected.
+__device__ __forceinline__ void signal(int* counter) {  // one thread, after a barrier
 #ifdef EMULATED
     atomicAdd(counter, 1);
 #else
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
 #endif
 }
-__device__ __forceinline__ void await(const int* counter, int tellers) {  // all threads of a block
+__device__ __forceinline__ void await(const int* counter, int signalers) {  // all threads of a block
     if (threadIdx.x == 0) {
 #ifdef EMULATED
-        while (*static_cast<const volatile int*>(counter) < tellers) __nanosleep(20);
+        while (*static_cast<const volatile int*>(counter) < signalers) __nanosleep(20);
 #else
-        int told;
+        int signaled;
         do
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(told) : "l"(counter) : "memory");
-        while (told < tellers);
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(signaled) : "l"(counter) : "memory");
+        while (signaled < signalers);
 #endif
     }
     __syncthreads();
 }
 
 // Where this thread's `count` items go among those of all blocks: `filled` counts them. All
-// THREADS of a block call it.
-template <int THREADS>
+// BLOCK_THREADS of a block call it.
+template <int BLOCK_THREADS>
 __device__ __forceinline__ int room_for(int count, int* filled) {
-    __shared__ int sums[THREADS / 32 + 1];
+    __shared__ int sums[BLOCK_THREADS / 32 + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = count;
     for (int step = 1; step < 32; step *= 2) {
         int add = __shfl_up_sync(ALL, before, step);
@@ -468,29 +439,29 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
     __syncthreads();
     int total = 0, mine = 0;
 #pragma unroll
-    for (int i = 0; i < THREADS / 32; i++) {
+    for (int i = 0; i < BLOCK_THREADS / 32; i++) {
         if (i == warp) mine = total;
         total += sums[i];
     }
-    if (threadIdx.x == 0) sums[THREADS / 32] = total ? atomicAdd(filled, total) : 0;
+    if (threadIdx.x == 0) sums[BLOCK_THREADS / 32] = total ? atomicAdd(filled, total) : 0;
     __syncthreads();
-    int start = sums[THREADS / 32];
+    int start = sums[BLOCK_THREADS / 32];
     __syncthreads();
     return start + mine + before - count;
 }
 
-// A thread's part of a histogram, of THREADS: thread 0 has the best bins. SHARED: whether it is in
+// A thread's part of a histogram, of BLOCK_THREADS: thread 0 has the best bins. SHARED: whether it is in
 // shared memory. Aligned to 16 bytes.
-template <int THREADS>
+template <int BLOCK_THREADS>
 struct Bins {
-    static constexpr int EACH = BINS / THREADS;
+    static constexpr int EACH = BINS / BLOCK_THREADS;
     static_assert(EACH % 4 == 0, "16 bytes are read at once");
     int4 fours[EACH / 4];
     __device__ __forceinline__ int operator[](int i) const { return (&fours[i / 4].x)[i % 4]; }
 };
-template <bool SHARED, int THREADS>
-__device__ __forceinline__ Bins<THREADS> bins_of(const int* histogram) {
-    Bins<THREADS> bins;
+template <bool SHARED, int BLOCK_THREADS>
+__device__ __forceinline__ Bins<BLOCK_THREADS> bins_of(const int* histogram) {
+    Bins<BLOCK_THREADS> bins;
     const int4* from = reinterpret_cast<const int4*>(histogram + BINS - bins.EACH * (threadIdx.x + 1));
 #pragma unroll
     for (int i = 0; i < bins.EACH / 4; i++) bins.fours[i] = SHARED ? from[i] : __ldcg(from + i);
@@ -498,15 +469,15 @@ __device__ __forceinline__ Bins<THREADS> bins_of(const int* histogram) {
 }
 
 // Where a histogram's count from the top reaches `wanted`: the bin, and how many are in the bins
-// above it. -1 and the total where it never does. All THREADS of a block call it.
+// above it. -1 and the total where it never does. All BLOCK_THREADS of a block call it.
 struct Cut {
     int bin, above;
 };
-template <int THREADS>
-__device__ __forceinline__ Cut cut_of(const Bins<THREADS>& bins, int wanted) {
+template <int BLOCK_THREADS>
+__device__ __forceinline__ Cut cut_of(const Bins<BLOCK_THREADS>& bins, int wanted) {
     __shared__ int sums[32];
     __shared__ Cut found;
-    constexpr int EACH = Bins<THREADS>::EACH;
+    constexpr int EACH = Bins<BLOCK_THREADS>::EACH;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = BINS - EACH * (threadIdx.x + 1);
     int mine = 0;
 #pragma unroll
@@ -522,7 +493,7 @@ __device__ __forceinline__ Cut cut_of(const Bins<THREADS>& bins, int wanted) {
     int before = running(mine);
     if (lane == 31) sums[warp] = before;
     __syncthreads();
-    int upto = running(lane < THREADS / 32 ? sums[lane] : 0), total = __shfl_sync(ALL, upto, 31);
+    int upto = running(lane < BLOCK_THREADS / 32 ? sums[lane] : 0), total = __shfl_sync(ALL, upto, 31);
     int earlier = __shfl_sync(ALL, upto, warp ? warp - 1 : 0);
     before += (warp ? earlier : 0) - mine;
     if (before < wanted && before + mine >= wanted)
@@ -535,9 +506,9 @@ __device__ __forceinline__ Cut cut_of(const Bins<THREADS>& bins, int wanted) {
     if (wanted <= 0 || total < wanted) return {-1, total};
     return found;
 }
-template <bool SHARED = false, int THREADS = 256>
+template <bool SHARED = false, int BLOCK_THREADS = 256>
 __device__ Cut cut_of(const int* histogram, int wanted) {
-    return cut_of(bins_of<SHARED, THREADS>(histogram), wanted);
+    return cut_of(bins_of<SHARED, BLOCK_THREADS>(histogram), wanted);
 }
 
 // The word of the `rank`-th largest of the entries that `each` gives to a function, found 8 bits at

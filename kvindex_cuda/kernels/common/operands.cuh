@@ -1,4 +1,4 @@
-// How codes and queries meet on the matrix unit: what all kernels of that agree on.
+// Operands of the matrix unit: how codes and queries lie in its fragments.
 //
 // Queries are two float16, a number and what it leaves, 22 bits together. Up to four heads the lower
 // halves are the matrix's other four columns, and one product serves both (FOLDED).

@@ -47,9 +47,9 @@ __device__ __forceinline__ int log_of(const Tile& tile, int half) {
     return (FOLDED ? threadIdx.x % 4 >= 2 : half) ? tile.logs[1] : tile.logs[0];
 }
 
-// Sums of levels times operands, of keys `key_of(·)` and heads `head_of(set, ·)`. asked: uint2
+// Sums of levels times operands, of keys `key_of(·)` and heads `head_of(set, ·)`. operands: uint2
 // [OPERANDS], of prepare_query.cu, in shared memory. All lanes of a warp call it.
-__device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* asked,
+__device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* operands,
                                          int set, const Levels& levels) {
     float c[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -60,10 +60,10 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& til
             decode(upper, tile.signs[0][quad], tile.planes[0][quad], i / 2, i % 2, levels);
             decode(lower, tile.signs[1][quad], tile.planes[1][quad], i / 2, i % 2, levels);
             int from = ((set * QUADS + quad) * 8 + i) * 32 + threadIdx.x % 32;
-            uint2 b = asked[FOLDED ? from : 2 * from];
+            uint2 b = operands[FOLDED ? from : 2 * from];
             mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
             if (FOLDED) continue;
-            b = asked[2 * from + 1];
+            b = operands[2 * from + 1];
             mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
         }
     // of a folded row the lanes of the upper two columns have the other half

@@ -1,8 +1,8 @@
-// How a key is turned and coded by the four lanes that share it (paper, A.1 to A.3), for encode.cu.
+// Rotation and coding of a key by the four lanes that share it (paper, A.1 to A.3), for encode.cu.
 //
 // Idea: R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit does four of H's stages of 8 keys at
 // a time, on keys as they come: entries of H are ±1, float32 is the sum of 3 bfloat16, all exact,
-// and the sum starts at minus the center's, which is turned before. The other stages are sums in
+// and the sum starts at minus the center's, which is rotated before. The other stages are sums in
 // registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole bytes of
 // coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
 // A level's index: of |u|'s cell, one of equal ones that hold an edge at most, and of which side of
@@ -21,13 +21,13 @@ constexpr int TERMS = POWER >= 32 ? ODD : C;          // rows of Q in a lane
 constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill the lanes
 constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
 constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
-constexpr int HELD = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
+constexpr int BYTE_WORDS = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
 constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
 
-// A turned key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
-typedef float Turned[C][2][4];
+// A rotated key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
+typedef float Rotated[C][2][4];
 
 // c += a b for a of 16 x 16 and b of 16 x 8 bfloat16 (PTX, mma.m16n8k16; fragments as in
 // `mma_halves`). Rows `row` and `row + 8` of a are pairs (0, 2) and (1, 3) of key `row`.
@@ -57,15 +57,15 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // As pairs of 16-bit numbers, the most significant part first; of float32 each is exact.
-__device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)[HELD]) {
+__device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)[BYTE_WORDS]) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
         if (DTYPE) {
             pairs[0][r] = words[r];
             continue;
         }
-        float x = __uint_as_float(words[HELD / 4 * r]);
-        float y = __uint_as_float(words[HELD / 4 * r + 1]);
+        float x = __uint_as_float(words[BYTE_WORDS / 4 * r]);
+        float y = __uint_as_float(words[BYTE_WORDS / 4 * r + 1]);
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             u32 low = __float_as_uint(x) & 0xffff0000u, high = __float_as_uint(y) & 0xffff0000u;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4],
 }
 
 // The other stages: bit 1, then bits 5 and up, then Q.
-__device__ __forceinline__ void finish(Turned& y, const float* hartley) {
+__device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
     auto stage = [](float& low, float& high) {
         float a = low, b = high;
         low = a + b, high = a - b;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void finish(Turned& y, const float* hartley) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             if (ODD > 7) __syncwarp();  // keeps Q in shared memory: no registers are left for it
-            float found[TERMS];
+            float entry[TERMS];
 #pragma unroll
             for (int row = 0; row < ORDER; row++) {
                 float sum = 0;
@@ -142,10 +142,10 @@ __device__ __forceinline__ void finish(Turned& y, const float* hartley) {
                                y[o * UNITS + unit][i / 4][i % 4], sum);
                 if (LANES == 4) sum += __shfl_xor_sync(ALL, sum, 1);
                 if (LANES >= 2) sum += __shfl_xor_sync(ALL, sum, 2);
-                if (row % LANES == own) found[row / LANES] = sum;
+                if (row % LANES == own) entry[row / LANES] = sum;
             }
 #pragma unroll
-            for (int o = 0; o < TERMS; o++) y[o * UNITS + unit][i / 4][i % 4] = found[o];
+            for (int o = 0; o < TERMS; o++) y[o * UNITS + unit][i / 4][i % 4] = entry[o];
         }
 }
 
@@ -199,8 +199,8 @@ __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const
                 level = tables.levels[0];
             } else if (BITS <= 3) {
                 int side = int(side_of(at_most_one(size * per), tables));
-                u32 found = __shfl_sync(ALL, i % 2 ? tables.two : tables.one, side);
-                level = upper_half(found), pair += found;
+                u32 entry = __shfl_sync(ALL, i % 2 ? tables.two : tables.one, side);
+                level = upper_half(entry), pair += entry;
             } else {
                 u32 side = side_of(at_most_one(size * per), tables) & (2 * CELLS - 1);
                 u32 index = tables.indices[side];
@@ -234,9 +234,9 @@ __device__ __forceinline__ Exchange exchange_of(int t) {
 
 // Byte i of lane r's words to byte r of lane i's, of the four lanes of a quad.
 __device__ __forceinline__ void transpose(u32& a, u32& b, const Exchange& by) {
-    u32 kept = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
+    u32 same = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
     other = __shfl_xor_sync(ALL, other, 2);
-    u32 mine = __byte_perm(kept, other, by.one), others = __byte_perm(kept, other, by.one ^ 0x1111);
+    u32 mine = __byte_perm(same, other, by.one), others = __byte_perm(same, other, by.one ^ 0x1111);
     others = __shfl_xor_sync(ALL, others, 1);
     a = __byte_perm(mine, others, by.order), b = __byte_perm(mine, others, by.order + 0x1111);
 }

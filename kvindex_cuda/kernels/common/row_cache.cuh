@@ -14,8 +14,6 @@
 #pragma once
 #include "common/common.cuh"
 
-constexpr int WAYS = 4;  // slots of a set
-
 __device__ __forceinline__ int set_of(int id, i64 cached) {  // the first slot of its set
     return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS;
 }

@@ -1,17 +1,15 @@
-// What select_rows.cu shares with those that estimate (rerank.cu, rerank_blocks.cu): candidates of a list, logits,
-// sums of exponentials.
+// Shares of attention: the cut among candidates, logits, sums of exponentials as integers. For rerank.cu,
+// rerank_blocks.cu and select_rows.cu.
 // Compile-time: GROUP, SOFTCAP.
 #pragma once
 #include "common/common.cuh"
 
-constexpr int EDGE = 1024;    // entries of a bin that are told apart in shared memory
-constexpr int BUCKETS = 256;  // of exponentials: 16 octaves each
-constexpr int BELOW = 28;     // bits of a bucket below its first octave: 2^19 addends fit
+constexpr int FRACTION_BITS = 28;     // bits of a bucket below its first octave: 2^19 addends fit
 constexpr float LOG2E = 1.4426950408889634f;
 
-// What of the list are candidates: the C best. They lie in bins above that of the cut; those of the
+// Which entries of the list are candidates: the C best. They lie in bins above that of the cut; those of the
 // cut's own bin, the edge, are told apart by their words once all are known.
-struct Candidates {
+struct Cutoff {
     int base, shift, bin;
     __device__ __forceinline__ int side(u64 entry) const {  // 1 in, 0 edge, −1 out
         int mine = bin_of(vote_of(entry), base, shift);
@@ -27,7 +25,7 @@ __device__ __forceinline__ float capped(float estimate, float scale, float softc
     return logit;
 }
 
-// Sums of exponentials as integers, one for every 16 octaves: a lane holds those of the last even
+// Sums of exponentials as integers, one for every 16 octaves: a lane has those of the last even
 // and the last odd bucket that it met, the others are in memory.
 struct Exponentials {
     int even = -1, odd = -1;  // buckets
@@ -36,12 +34,12 @@ struct Exponentials {
     __device__ __forceinline__ void add(u64* memory, float logit) {
         float x = fminf(fmaxf(logit * LOG2E, -2040.0f), 2040.0f);
         int octaves = int(floorf(x * 0.0625f)), bucket = octaves + BUCKETS / 2;
-        u64 value = u64(exp2f(x - 16.0f * octaves) * float(1 << BELOW));
+        u64 value = u64(exp2f(x - 16.0f * octaves) * float(1 << FRACTION_BITS));
         bool is_odd = bucket & 1;
-        int held = is_odd ? odd : even;
+        int bucket_there = is_odd ? odd : even;
         u64 sum = is_odd ? odd_sum : even_sum;
-        if (held != bucket) {
-            if (held >= 0) atomicAdd(memory + held, sum);
+        if (bucket_there != bucket) {
+            if (bucket_there >= 0) atomicAdd(memory + bucket_there, sum);
             sum = 0;
         }
         sum += value;
@@ -54,7 +52,7 @@ struct Exponentials {
         if (odd >= 0) atomicAdd(memory + odd, odd_sum);
     }
 
-    // All lanes call it: those of a head (lane % FIRST) add up what they have of their top bucket.
+    // All lanes call it: those of a head (lane % FIRST) add up their sums of their top bucket.
     template <int FIRST>
     __device__ __forceinline__ void flush(u64* memory) {
         flush<FIRST>(memory, even, even_sum);

@@ -17,7 +17,7 @@ constexpr int PARTS = PLANES / 2;
 constexpr int EIGHTS = (D + 31) / 32;        // coordinates of a center and of a query, per lane
 constexpr int PIECES = 3 - DTYPE;            // bfloat16 numbers whose sum a query's coordinate is
 constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of four are multiplied by: bytes hold them
-constexpr bool HELD = SETS * EIGHTS * PIECES <= 8;  // whether registers hold the queries
+constexpr bool IN_REGISTERS = SETS * EIGHTS * PIECES <= 8;  // whether registers hold the queries
 constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda/memory/layout.py)
 constexpr int CENTER = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a block that make votes
@@ -29,7 +29,7 @@ struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
     float units[SETS][2];
-    uint2 queries[HELD && CENTERED ? SETS : 1][EIGHTS][PIECES];
+    uint2 queries[IN_REGISTERS && CENTERED ? SETS : 1][EIGHTS][PIECES];
     const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
 };
 
@@ -59,12 +59,12 @@ __device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int 
 }
 __device__ __forceinline__ void load_queries(Group& group, const void* queries) {
     group.all = queries;
-    if (CENTERED && HELD)
+    if (CENTERED && IN_REGISTERS)
 #pragma unroll
         for (int n = 0; n < SETS; n++)
 #pragma unroll
             for (int i = 0; i < EIGHTS * PIECES; i++)
-                group.queries[HELD ? n : 0][i / PIECES][i % PIECES] =
+                group.queries[IN_REGISTERS ? n : 0][i / PIECES][i % PIECES] =
                     half_of(queries, n, i / PIECES, i % PIECES);
 }
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
 #pragma unroll
             for (int piece = 0; piece < PIECES; piece++) {
                 uint4 a = mean.eights[i];
-                uint2 b = HELD ? group.queries[HELD ? n : 0][i][piece] : half_of(group.all, n, i, piece);
+                uint2 b = IN_REGISTERS ? group.queries[IN_REGISTERS ? n : 0][i][piece] : half_of(group.all, n, i, piece);
                 mma_halves<true>(dots, a.x, a.y, a.z, a.w, b.x, b.y);
             }
 #pragma unroll

@@ -42,28 +42,40 @@ __device__ __forceinline__ void chunk_of(float (&x)[WIDTH], const char* row, int
     }
 }
 
-// queries DTYPE [BG, heads, D]; keys DTYPE [B, G, rows, D] and values DTYPE [B, G, rows, DV] with
-// strides; bias float32 [B, G heads, rows] with strides, or null: −inf hides a row. partial float32
-// [BG, tiles, splits, HEADS, PARTIAL]; output DTYPE [BG, heads, DV]; tickets int32 [BG, tiles]:
-// cleared before.
+struct Arguments {
+    const void* queries;    // DTYPE [BG, heads, D]
+    const char* keys;       // DTYPE [B, G, rows, D]
+    const char* values;     // DTYPE [B, G, rows, DV]
+    const float* bias;      // [B, G heads, rows]: −inf hides a row; or null
+    float* partial;         // [BG, tiles, splits, HEADS, PARTIAL]
+    void* output;           // DTYPE [BG, heads, DV]
+    float* lse;             // [BG, heads]: log Σ exp of the logits, −inf where no row is visible; or null
+    int* tickets;           // [BG, tiles]: cleared before
+    i64 keys_batch, keys_head, keys_row, values_batch, values_head, values_row;  // strides in elements
+    i64 bias_batch, bias_head, bias_row;
+    i64 rows, heads, kv_heads;
+    float scale, softcap;
+};
+
 extern "C" __global__ void __launch_bounds__(256)
-attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key_row,
-       const char* values, i64 value_batch, i64 value_head, i64 value_row, const float* bias,
-       i64 bias_batch, i64 bias_head, i64 bias_row, float* partial, void* output, int* tickets,
-       i64 rows, i64 heads, i64 kv_heads, float scale, float softcap) {
+attend(const __grid_constant__ Arguments args) {
+    const char* keys = args.keys;
+    const char* values = args.values;
+    const float* bias = args.bias;
+    float* partial = args.partial;
     __shared__ float queries[D * HEADS];
     __shared__ float merged[8][PARTIAL];
-    i64 bg = blockIdx.x, batch = bg / kv_heads, group = bg % kv_heads;
+    i64 bg = blockIdx.x, batch = bg / args.kv_heads, group = bg % args.kv_heads;
     i64 head = i64(blockIdx.z) * HEADS;
-    int many = int(min(i64(HEADS), heads - head));
+    int many = int(min(i64(HEADS), args.heads - head));
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane / LANES, own = lane % LANES;
     for (int i = threadIdx.x; i < D * HEADS; i += 256)
         queries[i] = i % HEADS < many
-                         ? element(given, (bg * heads + head + i % HEADS) * D + i / HEADS) : 0.0f;
+                         ? element(args.queries, (bg * args.heads + head + i % HEADS) * D + i / HEADS) : 0.0f;
     __syncthreads();
-    keys += (batch * key_batch + group * key_head) * SIZE;
-    values += (batch * value_batch + group * value_head) * SIZE;
-    if (bias) bias += batch * bias_batch + (group * heads + head) * bias_head;
+    keys += (batch * args.keys_batch + group * args.keys_head) * SIZE;
+    values += (batch * args.values_batch + group * args.values_head) * SIZE;
+    if (bias) bias += batch * args.bias_batch + (group * args.heads + head) * args.bias_head;
 
     float peak[HEADS], total[HEADS], sum[VALUES][HEADS][WIDTH];
 #pragma unroll
@@ -71,14 +83,14 @@ attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key
 #pragma unroll
     for (int i = 0; i < VALUES * HEADS * WIDTH; i++) (&sum[0][0][0])[i] = 0;
     i64 stride = i64(gridDim.y) * 8 * ROWS;
-    for (i64 start = (i64(blockIdx.y) * 8 + warp) * ROWS; start < rows; start += stride) {
+    for (i64 start = (i64(blockIdx.y) * 8 + warp) * ROWS; start < args.rows; start += stride) {
         i64 i = start + part;
         float more[HEADS];  // of bias
         bool seen = false;
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             more[h] = NEVER;
-            if (i < rows && h < many) more[h] = bias ? bias[h * bias_head + i * bias_row] : 0.0f;
+            if (i < args.rows && h < many) more[h] = bias ? bias[h * args.bias_head + i * args.bias_row] : 0.0f;
             seen |= more[h] > NEVER;
         }
         float k[KEYS][WIDTH] = {}, v[VALUES][WIDTH] = {}, logit[HEADS] = {};
@@ -86,11 +98,11 @@ attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key
 #pragma unroll
             for (int j = 0; j < KEYS; j++)
                 if (own + j * LANES < D / WIDTH)
-                    chunk_of(k[j], keys + i * key_row * SIZE, own + j * LANES);
+                    chunk_of(k[j], keys + i * args.keys_row * SIZE, own + j * LANES);
 #pragma unroll
             for (int j = 0; j < VALUES; j++)
                 if (own + j * LANES < DV / WIDTH)
-                    chunk_of(v[j], values + i * value_row * SIZE, own + j * LANES);
+                    chunk_of(v[j], values + i * args.values_row * SIZE, own + j * LANES);
         }
 #pragma unroll
         for (int j = 0; j < KEYS; j++) {
@@ -106,9 +118,9 @@ attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key
             float s = logit[h];
 #pragma unroll
             for (int step = LANES / 2; step; step /= 2) s += __shfl_xor_sync(ALL, s, step);
-            s *= scale;
+            s *= args.scale;
 #if SOFTCAP
-            s = softcap * tanhf(s / softcap);
+            s = args.softcap * tanhf(s / args.softcap);
 #endif
             s += more[h];
             if (!(more[h] > NEVER)) continue;
@@ -170,7 +182,7 @@ attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key
         __syncthreads();
     }
     // splits
-    if (!last_block(tickets + tile, gridDim.y)) return;
+    if (!last_block(args.tickets + tile, gridDim.y)) return;
     for (int i = threadIdx.x; i < many * DV; i += 256) {
         const float* parts = partial + i / DV * PARTIAL;
         float most = NEVER, all = 0, out = 0;
@@ -183,6 +195,7 @@ attend(const void* given, const char* keys, i64 key_batch, i64 key_head, i64 key
             all += __ldcg(from + 1) * share;
             out += __ldcg(from + 2 + i % DV) * share;
         }
-        store(output, (bg * heads + head) * DV + i, all > 0 ? out / all : 0.0f);
+        store(args.output, (bg * args.heads + head) * DV + i, all > 0 ? out / all : 0.0f);
+        if (args.lse && i % DV == 0) args.lse[bg * args.heads + head + i / DV] = all > 0 ? most + logf(all) : NEVER;
     }
 }

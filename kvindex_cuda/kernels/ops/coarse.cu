@@ -15,16 +15,6 @@
 // Longer than most files: the five kernels are one stage, and agree on how tables lie.
 #include "common/common.cuh"
 
-#ifndef WIDE
-#define WIDE 0
-#endif
-#ifndef FACTORS
-#define FACTORS 0
-#endif
-#ifndef TABLES
-#define TABLES 1
-#endif
-
 constexpr int M = D / 8;
 constexpr int PIECE = M % 16 == 0 ? 16 : M % 8 == 0 ? 8 : M % 4 == 0 ? 4 : M % 2 == 0 ? 2 : 1;
 constexpr int SPAN = M < 32 ? M : 32;    // subspaces that a block counts
@@ -48,25 +38,31 @@ __device__ __forceinline__ void piece_of(u32 (&words)[4], const u8* from) {
     }
 }
 
+struct HistogramArguments {
+    const u8* signs;     // [B, G, n, M]
+    const u8* valid;     // bool [B, n], or null
+    u64* counts;         // [BG, M, 256]
+    i64 signs_batch, signs_head, valid_batch;  // strides
+    i64 n, kv_heads;
+};
+
 // Keys per centroid. Grid: (BG, splits, M / 32 rounded up), 256 threads. Reads M + 1 bytes per key,
 // once; adds 2 KB per subspace and split to the counts, which begin at 0.
-// signs uint8 [B, G, n, M] with strides; valid uint8 [B, n] with a stride, or null; counts uint64
-// [BG, M, 256].
 extern "C" __global__ void __launch_bounds__(256)
-histogram(const u8* signs, i64 by_batch, i64 by_head, const u8* valid, i64 by_row, u64* counts,
-          i64 n, i64 kv_heads) {
+histogram(const __grid_constant__ HistogramArguments args) {
+    const u8* signs = args.signs;
     __shared__ u32 bins[SPAN * 256];
-    i64 bg = blockIdx.x, batch = bg / kv_heads;
+    i64 bg = blockIdx.x, batch = bg / args.kv_heads;
     int first = blockIdx.z * 32, span = min(32, M - first), pieces = span / PIECE;
     for (int i = threadIdx.x; i < span * 256; i += 256) bins[i] = 0;
     __syncthreads();
-    signs += batch * by_batch + bg % kv_heads * by_head + first;
-    i64 each = (n + gridDim.y - 1) / gridDim.y, start = blockIdx.y * each;
-    i64 stop = min(n, start + each);
+    signs += batch * args.signs_batch + bg % args.kv_heads * args.signs_head + first;
+    i64 each = (args.n + gridDim.y - 1) / gridDim.y, start = blockIdx.y * each;
+    i64 stop = min(args.n, start + each);
     for (i64 i = start * pieces + threadIdx.x; i < stop * pieces; i += 256) {
         i64 key = i / pieces;
         int at = int(i - key * pieces) * PIECE;
-        if (valid && !valid[batch * by_row + key]) continue;
+        if (args.valid && !args.valid[batch * args.valid_batch + key]) continue;
         u32 words[4];
         piece_of(words, signs + key * M + at);
 #pragma unroll
@@ -75,38 +71,43 @@ histogram(const u8* signs, i64 by_batch, i64 by_head, const u8* valid, i64 by_ro
     }
     __syncthreads();
     for (int i = threadIdx.x; i < span * 256; i += 256)
-        if (bins[i]) atomicAdd(counts + (bg * M + first) * 256 + i, u64(bins[i]));
+        if (bins[i]) atomicAdd(args.counts + (bg * M + first) * 256 + i, u64(bins[i]));
 }
+
+struct TierArguments {
+    const float* queries;   // [BG, heads, D]
+    const i64* counts;      // [BG, M, 256]
+    const i64* limits;      // [B, tiers]
+    u8* points;             // [BG, heads, M, 256]
+    i64 heads, kv_heads, tiers;
+};
 
 // Points of tiers: for a centroid, the tiers with fewer than their limit of keys in better ones.
 // Grid: one block of 256 threads, one per centroid, for each query head and subspace. Reads 2 KB of
 // counts and 32 bytes; writes 256. Better ones are summed by comparing all pairs, 2^16 per block.
-// queries float32 [BG, heads, D]; counts int64 [BG, M, 256]; limits int64 [B, tiers]; points uint8
-// [BG, heads, M, 256].
 extern "C" __global__ void __launch_bounds__(256)
-tier_table(const float* queries, const i64* counts, const i64* limits, u8* points, i64 heads,
-           i64 kv_heads, i64 tiers) {
+tier_table(const __grid_constant__ TierArguments args) {
     __shared__ double similarity[256];
-    __shared__ i64 held[256];
-    i64 at = blockIdx.x, bg = at / M / heads;
+    __shared__ i64 keys[256];
+    i64 at = blockIdx.x, bg = at / M / args.heads;
     int id = threadIdx.x;
     double mine = 0;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        double x = queries[at * 8 + j];
+        double x = args.queries[at * 8 + j];
         mine += id >> j & 1 ? x : -x;
     }
     similarity[id] = mine;
-    held[id] = counts[(bg * M + at % M) * 256 + id];
+    keys[id] = args.counts[(bg * M + at % M) * 256 + id];
     __syncthreads();
     i64 better = 0;
     for (int j = 0; j < 256; j++) {
         double other = similarity[j];
-        if (other > mine || (other == mine && j < id)) better += held[j];
+        if (other > mine || (other == mine && j < id)) better += keys[j];
     }
     int earned = 0;
-    for (i64 t = 0; t < tiers; t++) earned += better < limits[bg / kv_heads * tiers + t];
-    points[at * 256 + id] = u8(earned);
+    for (i64 t = 0; t < args.tiers; t++) earned += better < args.limits[bg / args.kv_heads * args.tiers + t];
+    args.points[at * 256 + id] = u8(earned);
 }
 
 // max_j |q_j| of a query, in all threads of a block of 256.
@@ -141,18 +142,25 @@ dot_table(const float* queries, short* table, i64 largest) {
     table[(i64(blockIdx.x) * M + blockIdx.y) * 256 + threadIdx.x] = short(sum);
 }
 
+struct OffsetArguments {
+    const float* offsets;        // [BG heads, segments]
+    const float* queries;        // [BG heads, D]
+    const float* weight_scale;   // [BG]
+    int* votes;                  // [BG heads, segments]
+    i64 segments, heads;
+    i64 scale;                   // largest · FACTOR
+    double level;
+};
+
 // ⟨q, μ⟩ in votes. Grid: (query heads, splits), 256 threads. Reads and writes 4 bytes per segment.
-// offsets float32, out int32 [BG heads, segments]; queries float32 [BG heads, D]; reference float32
-// [BG]; level: the bits of a float64; scale: largest · FACTOR.
 extern "C" __global__ void __launch_bounds__(256)
-dot_offsets(const float* offsets, const float* queries, const float* weight_scale, int* out,
-            i64 segments, i64 heads, i64 level, i64 scale) {
+dot_offsets(const __grid_constant__ OffsetArguments args) {
     i64 head = blockIdx.x;
-    double peak = peak_of(queries + head * D);
-    double unit = peak * __longlong_as_double(level) * double(weight_scale[head / heads]) / double(scale);
-    for (i64 s = i64(blockIdx.y) * 256 + threadIdx.x; s < segments; s += i64(gridDim.y) * 256) {
-        double ratio = unit > 0 ? double(offsets[head * segments + s]) / fmax(unit, TINY) : 0.0;
-        out[head * segments + s] = int(fmin(fmax(rint(ratio), -1073741824.0), 1073741824.0));
+    double peak = peak_of(args.queries + head * D);
+    double unit = peak * args.level * double(args.weight_scale[head / args.heads]) / double(args.scale);
+    for (i64 s = i64(blockIdx.y) * 256 + threadIdx.x; s < args.segments; s += i64(gridDim.y) * 256) {
+        double ratio = unit > 0 ? double(args.offsets[head * args.segments + s]) / fmax(unit, TINY) : 0.0;
+        args.votes[head * args.segments + s] = int(fmin(fmax(rint(ratio), -1073741824.0), 1073741824.0));
     }
 }
 
@@ -179,9 +187,9 @@ static __device__ int bound_of(const void* table, i64 first, int heads) {
     for (int item = threadIdx.x / 32; item < heads * M; item += 8) {
         int most = 0;
         for (int half = 0; half < 2; half++) {
-            int some[4];
-            entries_of(some, table, (first * M + item) * 256 + half * 128 + lane * 4);
-            for (int x = 0; x < 4; x++) most = max(most, some[x] < 0 ? -some[x] : some[x]);
+            int entries[4];
+            entries_of(entries, table, (first * M + item) * 256 + half * 128 + lane * 4);
+            for (int x = 0; x < 4; x++) most = max(most, entries[x] < 0 ? -entries[x] : entries[x]);
         }
         most = warp_max(most);
         if (lane == 0) peaks[item] = most;
@@ -217,7 +225,7 @@ struct Votes {
 
 // Votes of the block's keys for P · TABLES heads, P of them in a word.
 template <int P>
-__device__ __forceinline__ void some_heads(const Votes& of, i64 head, u32* words) {
+__device__ __forceinline__ void votes_of(const Votes& of, i64 head, u32* words) {
     constexpr int HEADS = P * TABLES;
     int many = int(min(i64(HEADS), of.heads - head));
     for (int i = threadIdx.x * 4; i < M * 256; i += 1024)
@@ -227,10 +235,10 @@ __device__ __forceinline__ void some_heads(const Votes& of, i64 head, u32* words
 #pragma unroll
             for (int p = 0; p < P; p++) {
                 if (t * P + p >= many) continue;
-                int some[4];
-                entries_of(some, of.table, (of.bg * of.heads + head + t * P + p) * (M * 256) + i);
+                int entries[4];
+                entries_of(entries, of.table, (of.bg * of.heads + head + t * P + p) * (M * 256) + i);
 #pragma unroll
-                for (int x = 0; x < 4; x++) packed[x] += u32(some[x]) << p * (32 / P) % 32;
+                for (int x = 0; x < 4; x++) packed[x] += u32(entries[x]) << p * (32 / P) % 32;
             }
             *reinterpret_cast<uint4*>(words + t * M * 256 + i) =
                 make_uint4(packed[0], packed[1], packed[2], packed[3]);
@@ -298,34 +306,43 @@ __device__ __forceinline__ void some_heads(const Votes& of, i64 head, u32* words
     __syncthreads();
 }
 
+struct VoteArguments {
+    const u8* signs;      // [B, G, n, M]
+    const void* table;    // uint8 or int16 [BG, heads, M, 256]
+    const int* factors;   // [BG, n, 1 or M], or null
+    const int* offsets;   // [BG, heads, segments]: one for each `every` keys, or null
+    int* votes;           // [BG, heads, n]
+    i64 signs_batch, signs_head;  // strides
+    i64 n, heads, kv_heads, segments, every;
+};
+
 // Grid: (BG, splits), 256 threads; dynamic shared memory: TABLES · M · 1024 bytes.
-// signs uint8 [B, G, n, M] with strides; table [BG, heads, M, 256]; factors int32 [BG, n, 1 or M];
-// offsets int32 [BG, heads, segments], one for each `every` keys, or null; out int32 [BG, heads, n].
 extern "C" __global__ void __launch_bounds__(256, 3)
-votes(const u8* signs, i64 by_batch, i64 by_head, const void* table, const int* factors,
-      const int* offsets, int* out, i64 n, i64 heads, i64 kv_heads, i64 segments, i64 every) {
+votes(const __grid_constant__ VoteArguments args) {
+    const u8* signs = args.signs;
     DYNAMIC_SHARED(memory);
     u32* words = reinterpret_cast<u32*>(memory);
-    i64 bg = blockIdx.x, each = (n + gridDim.y - 1) / gridDim.y, first = blockIdx.y * each;
-    i64 stop = min(n, first + each);
+    i64 bg = blockIdx.x, each = (args.n + gridDim.y - 1) / gridDim.y, first = blockIdx.y * each;
+    i64 stop = min(args.n, first + each);
     if (first >= stop) return;
-    signs += bg / kv_heads * by_batch + bg % kv_heads * by_head;
-    Votes of = {signs, table, factors, offsets, out, bg, first, stop, n, heads, segments, every};
-    for (i64 head = 0; head < heads;) {
+    signs += bg / args.kv_heads * args.signs_batch + bg % args.kv_heads * args.signs_head;
+    Votes of = {signs, args.table, args.factors, args.offsets, args.votes, bg, first, stop, args.n, args.heads,
+                args.segments, args.every};
+    for (i64 head = 0; head < args.heads;) {
 #if FACTORS == 2
         constexpr int P = WIDE ? 2 : 4;  // of single entries, which always fit
-        some_heads<P>(of, head, words);
+        votes_of<P>(of, head, words);
         head += P * TABLES;
 #else
-        int bound = bound_of(table, bg * heads + head, int(min(i64(4), heads - head)));
+        int bound = bound_of(args.table, bg * args.heads + head, int(min(i64(4), args.heads - head)));
         if (!WIDE && bound < 256) {
-            some_heads<WIDE ? 2 : 4>(of, head, words);
+            votes_of<WIDE ? 2 : 4>(of, head, words);
             head += 4 * TABLES;
         } else if (bound < 32768) {
-            some_heads<2>(of, head, words);
+            votes_of<2>(of, head, words);
             head += 2 * TABLES;
         } else {
-            some_heads<1>(of, head, words);
+            votes_of<1>(of, head, words);
             head += TABLES;
         }
 #endif

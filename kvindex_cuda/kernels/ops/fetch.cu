@@ -19,33 +19,49 @@ typedef u16 Piece;
 typedef u8 Piece;
 #endif
 
-// table [B, G, n] of rows of `pieces` pieces, with strides in pieces; ids int64 [B, G, count]; out
-// [B, G, count, pieces]. An id that is no row's gives zeros.
+struct RowArguments {
+    const Piece* rows;       // [B, G, n, pieces]
+    const i64* ids;          // [B, G, count]
+    Piece* gathered;         // [B, G, count, pieces]
+    i64 rows_batch, rows_head, rows_token;  // strides in pieces
+    i64 pieces, count, n, kv_heads;
+    i64 total;               // pieces of all rows gathered
+};
+
+// An id that is no row's gives zeros.
 extern "C" __global__ void __launch_bounds__(256)
-gather_rows(const Piece* table, i64 by_batch, i64 by_head, i64 by_row, const i64* ids, Piece* out,
-            i64 pieces, i64 count, i64 n, i64 kv_heads, i64 total) {
-    for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < total; i += i64(gridDim.x) * 256) {
-        i64 slot = i / pieces, bg = slot / count, id = ids[slot];
+gather_rows(const __grid_constant__ RowArguments args) {
+    for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {
+        i64 slot = i / args.pieces, bg = slot / args.count, id = args.ids[slot];
         Piece found = {};
-        if (id >= 0 && id < n)
-            found = table[bg / kv_heads * by_batch + bg % kv_heads * by_head + id * by_row +
-                          i - slot * pieces];
-        out[i] = found;
+        if (id >= 0 && id < args.n)
+            found = args.rows[bg / args.kv_heads * args.rows_batch +
+                              bg % args.kv_heads * args.rows_head + id * args.rows_token +
+                          i - slot * args.pieces];
+        args.gathered[i] = found;
     }
 }
 
-// The same of rows in blocks [G, 256, pieces], whose addresses are in table int64 [B, n / 256].
+struct BlockArguments {
+    const i64* rows;         // [B, n / TOKENS]: addresses of blocks [G, TOKENS, pieces]
+    const i64* ids;          // [B, G, count]
+    Piece* gathered;         // [B, G, count, pieces]
+    i64 rows_batch;          // a stride
+    i64 pieces, count, n, kv_heads;
+    i64 total;               // pieces of all rows gathered
+};
+
+// The same of rows in blocks.
 extern "C" __global__ void __launch_bounds__(256)
-gather_blocks(const i64* table, i64 by_batch, const i64* ids, Piece* out, i64 pieces, i64 count,
-              i64 n, i64 kv_heads, i64 total) {
-    for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < total; i += i64(gridDim.x) * 256) {
-        i64 slot = i / pieces, bg = slot / count, id = ids[slot];
+gather_blocks(const __grid_constant__ BlockArguments args) {
+    for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {
+        i64 slot = i / args.pieces, bg = slot / args.count, id = args.ids[slot];
         Piece found = {};
-        if (id >= 0 && id < n) {
-            i64 block = table[bg / kv_heads * by_batch + id / TOKENS];
-            i64 row = bg % kv_heads * TOKENS + id % TOKENS;
-            found = reinterpret_cast<const Piece*>(block)[row * pieces + i - slot * pieces];
+        if (id >= 0 && id < args.n) {
+            i64 block = args.rows[bg / args.kv_heads * args.rows_batch + id / TOKENS];
+            i64 row = bg % args.kv_heads * TOKENS + id % TOKENS;
+            found = reinterpret_cast<const Piece*>(block)[row * args.pieces + i - slot * args.pieces];
         }
-        out[i] = found;
+        args.gathered[i] = found;
     }
 }

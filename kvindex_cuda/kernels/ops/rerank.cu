@@ -71,27 +71,34 @@ static __device__ int fill(float* queries, float* levels, const float* given, co
     return many;
 }
 
-// queries float32 [BG, heads, D]; signs uint8 [BG, n, M]; magnitudes uint8 [BG, n, BITS, M];
-// weights DTYPE [BG, n, W]; sizes float32 [LEVELS]; out float32 [BG, heads, n].
+struct EstimateArguments {
+    const float* queries;    // [BG, heads, D]
+    const u8* signs;         // [BG, n, M]
+    const u8* magnitudes;    // [BG, n, BITS, M]
+    const void* weights;     // DTYPE [BG, n, W]
+    const float* levels;     // [LEVELS]
+    float* estimates;        // [BG, heads, n]
+    i64 n, heads;
+};
+
 extern "C" __global__ void __launch_bounds__(256)
-estimate(const float* given, const u8* signs, const u8* magnitudes, const void* weights,
-         const float* sizes, float* out, i64 n, i64 heads) {
+estimate(const __grid_constant__ EstimateArguments args) {
     __shared__ float queries[D * HEADS];
     __shared__ float levels[LEVELS];
     i64 bg = blockIdx.x;
-    int many = fill(queries, levels, given, sizes, heads);
-    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+    int many = fill(queries, levels, args.queries, args.levels, args.heads);
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < args.n; i += i64(gridDim.y) * 256) {
         Key key;
-        key.load(signs, magnitudes, bg * n + i);
-        i64 row = (bg * n + i) * W;
-        float found[HEADS] = {}, weight = element(weights, row);
+        key.load(args.signs, args.magnitudes, bg * args.n + i);
+        i64 row = (bg * args.n + i) * W;
+        float found[HEADS] = {}, weight = element(args.weights, row);
 #pragma unroll
         for (int w = 0; w < WORDS; w++)
 #pragma unroll 8
             for (int b = 0; b < 32; b++) {
                 int j = w * 32 + b;
                 if (j >= D) break;
-                if (W > 1 && j % BLOCK == 0) weight = element(weights, row + j / BLOCK);
+                if (W > 1 && j % BLOCK == 0) weight = element(args.weights, row + j / BLOCK);
                 float v = key.coordinate(levels, w, b) * weight;
                 const float* q = queries + j * HEADS;
 #pragma unroll
@@ -99,20 +106,33 @@ estimate(const float* given, const u8* signs, const u8* magnitudes, const void* 
             }
 #pragma unroll
         for (int h = 0; h < HEADS; h++)
-            if (h < many) out[(bg * heads + i64(blockIdx.z) * HEADS + h) * n + i] = found[h];
+            if (h < many) args.estimates[(bg * args.heads + i64(blockIdx.z) * HEADS + h) * args.n + i] = found[h];
     }
 }
 
+struct ErrorArguments {
+    const float* queries;    // as for `estimate`
+    const u8* signs;
+    const u8* magnitudes;
+    const void* weights;
+    const float* levels;
+    float* errors;           // [BG, heads, n]
+    i64 n, heads;
+    float share;             // 1 + τ
+    float spread;            // τ / (BLOCK − 1)
+};
+
 // σ² = Σ_b w_b² ‖v_b‖² / (1 + τ) · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1).
-// share: 1 + τ; spread: τ / (BLOCK − 1). Everything else as for `estimate`.
 extern "C" __global__ void __launch_bounds__(256)
-errors(const float* given, const u8* signs, const u8* magnitudes, const void* weights,
-       const float* sizes, float* out, i64 n, i64 heads, float share, float spread) {
+errors(const __grid_constant__ ErrorArguments args) {
+    const void* weights = args.weights;
+    i64 n = args.n, heads = args.heads;
+    float share = args.share, spread = args.spread;
     __shared__ float queries[D * HEADS];
     __shared__ float levels[LEVELS];
     __shared__ float squares[W * HEADS];  // ‖q_b‖²
     i64 bg = blockIdx.x;
-    int many = fill(queries, levels, given, sizes, heads);
+    int many = fill(queries, levels, args.queries, args.levels, heads);
     for (int i = threadIdx.x; i < W * HEADS; i += 256) {
         float sum = 0;
         for (int j = 0; j < BLOCK; j++) {
@@ -124,7 +144,7 @@ errors(const float* given, const u8* signs, const u8* magnitudes, const void* we
     __syncthreads();
     for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
         Key key;
-        key.load(signs, magnitudes, bg * n + i);
+        key.load(args.signs, args.magnitudes, bg * n + i);
         float found[HEADS] = {}, along[HEADS] = {}, size = 0;
 #pragma unroll
         for (int w = 0; w < WORDS; w++)
@@ -151,6 +171,6 @@ errors(const float* given, const u8* signs, const u8* magnitudes, const void* we
 #pragma unroll
         for (int h = 0; h < HEADS; h++)
             if (h < many)
-                out[(bg * heads + i64(blockIdx.z) * HEADS + h) * n + i] = sqrtf(found[h] * spread);
+                args.errors[(bg * heads + i64(blockIdx.z) * HEADS + h) * n + i] = sqrtf(found[h] * spread);
     }
 }

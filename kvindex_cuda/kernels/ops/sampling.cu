@@ -9,8 +9,6 @@
 // Compile-time: nothing.
 #include "common/common.cuh"
 
-constexpr int THREADS = 1024;
-
 // Sum of the threads before this one, in their order. All threads call it.
 template <class T>
 __device__ T before(T mine) {
@@ -29,24 +27,33 @@ __device__ T before(T mine) {
     return lane ? base + last : base;
 }
 
-// logits float32 [BG, count], descending, −inf for none; ids int64 [BG, count], below 2^47, or
-// negative; places int64, weights float32 [BG, k]. size: a power of two, at least count and THREADS,
-// below 2^16.
-extern "C" __global__ void __launch_bounds__(THREADS)
-draw(const float* logits, const i64* ids, i64* places, float* weights, i64 size, i64 count, i64 k,
-     i64 drawn) {
+struct Arguments {
+    const float* logits;   // [BG, count], descending, −inf for none
+    const i64* ids;        // [BG, count], below 2^47, or negative
+    i64* places;           // [BG, k]
+    float* weights;        // [BG, k]
+    i64 size;              // a power of two, at least count and THREADS, below 2^16
+    i64 count, k, drawn;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+draw(const __grid_constant__ Arguments args) {
+    const float* logits = args.logits;
+    const i64* ids = args.ids;
+    i64* places = args.places;
+    float* weights = args.weights;
     DYNAMIC_SHARED(memory);
     u64* words = reinterpret_cast<u64*>(memory);
-    float* chances = reinterpret_cast<float*>(words + size);
-    u8* picked = reinterpret_cast<u8*>(chances + size);
+    float* chances = reinterpret_cast<float*>(words + args.size);
+    u8* picked = reinterpret_cast<u8*>(chances + args.size);
     __shared__ int certain;
     __shared__ double total;
-    int P = int(count), sure = int(k - drawn), each = int(size) / THREADS;
+    int P = int(args.count), sure = int(args.k - args.drawn), each = int(args.size) / THREADS;
     int first = int(threadIdx.x) * each;  // of this thread's rows
-    logits += blockIdx.x * count;
-    ids += blockIdx.x * count;
-    places += blockIdx.x * k;
-    weights += blockIdx.x * k;
+    logits += blockIdx.x * args.count;
+    ids += blockIdx.x * args.count;
+    places += blockIdx.x * args.k;
+    weights += blockIdx.x * args.k;
     double best = sure < P ? fmaxf(logits[sure], -3.4028234663852886e38f) : 0.0f;
     auto rest = [&](int p) { return exp(double(logits[p]) - best); };  // of no row: 0
     if (threadIdx.x == 0) certain = max(P - sure, 0), total = 0;
@@ -59,7 +66,7 @@ draw(const float* logits, const i64* ids, i64* places, float* weights, i64 size,
     for (int q = first; q < first + each && P - 1 - q >= sure; q++) {
         int j = P - 1 - q - sure;
         tail += rest(j + sure);
-        if (double(drawn - j) * rest(j + sure) <= tail) atomicMin(&certain, j);
+        if (double(args.drawn - j) * rest(j + sure) <= tail) atomicMin(&certain, j);
     }
     __syncthreads();
     tail = after;
@@ -68,11 +75,11 @@ draw(const float* logits, const i64* ids, i64* places, float* weights, i64 size,
         if (P - 1 - q - sure == certain) total = tail;
     }
     __syncthreads();
-    for (int p = threadIdx.x; p < size; p += THREADS) {
+    for (int p = threadIdx.x; p < args.size; p += THREADS) {
         float chance = 0;
         if (p < P && p < sure) chance = logits[p] > NEVER;
         if (p < P && p >= sure && rest(p) > 0) {
-            double part = rest(p) * double(drawn - certain) / fmax(total, 2.2250738585072014e-308);
+            double part = rest(p) * double(args.drawn - certain) / fmax(total, 2.2250738585072014e-308);
             chance = p - sure < certain ? 1.0f : float(fmin(fmax(part, 0.0), 1.0));
         }
         chances[p] = chance;
@@ -82,9 +89,9 @@ draw(const float* logits, const i64* ids, i64* places, float* weights, i64 size,
     __syncthreads();
 
     // in order of ids
-    for (int span = 2; span <= size; span *= 2)
+    for (int span = 2; span <= args.size; span *= 2)
         for (int step = span / 2; step; step /= 2) {
-            for (int i = threadIdx.x; i < size / 2; i += THREADS) {
+            for (int i = threadIdx.x; i < args.size / 2; i += THREADS) {
                 int low = i / step * 2 * step + i % step, high = low + step;
                 u64 a = words[low], b = words[high];
                 if ((a > b) == ((low & span) == 0)) words[low] = b, words[high] = a;
@@ -113,7 +120,7 @@ draw(const float* logits, const i64* ids, i64* places, float* weights, i64 size,
     int slot = before(many);
     for (int p = first; p < first + each; p++) {
         if (!picked[p]) continue;
-        if (slot < k) {
+        if (slot < args.k) {
             places[slot] = p;
             weights[slot] = -logf(fmaxf(chances[p], 1.1754943508222875e-38f));
         }
@@ -121,5 +128,5 @@ draw(const float* logits, const i64* ids, i64* places, float* weights, i64 size,
     }
     if (threadIdx.x == THREADS - 1) certain = slot;
     __syncthreads();
-    for (int i = certain + int(threadIdx.x); i < k; i += THREADS) places[i] = -1, weights[i] = NEVER;
+    for (int i = certain + int(threadIdx.x); i < args.k; i += THREADS) places[i] = -1, weights[i] = NEVER;
 }

@@ -16,14 +16,6 @@
 // Compile-time: VOTES (scores are int32, of keys with a flag, and limits differ; else float32).
 #include "common/common.cuh"
 
-#ifndef VOTES
-#define VOTES 0
-#endif
-
-constexpr int STEP = 11;        // bits of a digit, 2^11 = BINS
-constexpr int TILE = 2048;      // entries whose marks one block makes
-constexpr int LONGEST = 2048;   // entries that a block sorts
-
 // Of a row: the words from `least` on are selected once `low` is 0, else it is right but for its
 // `low` lowest bits; `rank` words with those upper bits are still wanted, 0 where none ever was.
 struct Row {
@@ -59,17 +51,24 @@ __device__ __forceinline__ Entries entries_of(const void* scores, const u8* vali
     return {static_cast<const u32*>(scores) + row * n, flags, n, bits};
 }
 
-// scores [rows, n], float32 or int32; valid uint8 [B, n] with a stride, or null; limits int64 [B]:
-// words wanted of each of rows_each rows, or null: k. extents uint32 [rows, 3], tickets int32
-// [rows]: cleared before. state Row [rows].
+struct RangeArguments {
+    const void* scores;    // float32 or int32 [rows, n]
+    const u8* valid;       // bool [B, n], or null
+    const i64* limits;     // [B]: words wanted of each of rows_each rows, or null: k
+    u32* extents;          // [rows, 3]: cleared before
+    int* tickets;          // [rows]: cleared before
+    Row* state;            // [rows]
+    i64 valid_batch, k, n, rows_each, bits;
+};
+
 extern "C" __global__ void __launch_bounds__(256)
-range(const void* scores, const u8* valid, i64 by_row, const i64* limits, i64 k, i64 n,
-      i64 rows_each, i64 bits, u32* extents, int* tickets, Row* state) {
+range(const __grid_constant__ RangeArguments args) {
+    u32* extents = args.extents;
     i64 row = blockIdx.x;
-    Entries all = entries_of(scores, valid, by_row, row, n, rows_each, bits);
+    Entries all = entries_of(args.scores, args.valid, args.valid_batch, row, args.n, args.rows_each, args.bits);
     u32 low = 0, high = 0;  // `low` of the complement
     int count = 0;
-    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < args.n; i += i64(gridDim.y) * 256) {
         u32 key;
         if (!all.key_of(key, i)) continue;
         low = max(low, ~key), high = max(high, key), count++;
@@ -81,35 +80,43 @@ range(const void* scores, const u8* valid, i64 by_row, const i64* limits, i64 k,
         atomicMax(extents + 1, high);
         atomicAdd(extents + 2, u32(count));
     }
-    if (!last_block(tickets + row, gridDim.y) || threadIdx.x) return;
-    tickets[row] = 0;
-    i64 wanted = max(0ll, limits ? limits[row / rows_each] : k), held = __ldcg(extents + 2);
+    if (!last_block(args.tickets + row, gridDim.y) || threadIdx.x) return;
+    args.tickets[row] = 0;
+    i64 wanted = max(0ll, args.limits ? args.limits[row / args.rows_each] : args.k), held = __ldcg(extents + 2);
     Row found = {0, int(min(wanted, held)), 0};
     if (wanted < held && wanted) {  // else all, or none
         high = __ldcg(extents + 1), low = ~__ldcg(extents);
         int differ = 32 - __clz(int(high ^ low));
-        found.least = u64(high) >> differ << differ << bits;
-        found.low = differ + int(bits);
+        found.least = u64(high) >> differ << differ << args.bits;
+        found.low = differ + int(args.bits);
     }
-    state[row] = found;
+    args.state[row] = found;
 }
 
-// histogram int32 [rows, BINS]: cleared before, and after.
+struct DigitArguments {
+    const void* scores;    // as for `range`
+    const u8* valid;
+    int* histogram;        // [rows, BINS]: cleared before, and after
+    int* tickets;          // [rows]: cleared before, and after
+    Row* state;            // [rows]
+    i64 valid_batch, n, rows_each, bits;
+};
+
 extern "C" __global__ void __launch_bounds__(256)
-digit(const void* scores, const u8* valid, i64 by_row, i64 n, i64 rows_each, i64 bits,
-      int* histogram, int* tickets, Row* state) {
+digit(const __grid_constant__ DigitArguments args) {
+    int* histogram = args.histogram;
     __shared__ int bins[BINS];
     i64 row = blockIdx.x;
-    Row at = state[row];
+    Row at = args.state[row];
     if (at.low == 0) return;
-    Entries all = entries_of(scores, valid, by_row, row, n, rows_each, bits);
+    Entries all = entries_of(args.scores, args.valid, args.valid_batch, row, args.n, args.rows_each, args.bits);
     histogram += row * BINS;
     for (int i = threadIdx.x; i < BINS; i += 256) bins[i] = 0;
     __syncthreads();
-    int shift = max(0, at.low - STEP);
+    int shift = max(0, at.low - DIGIT);
     u64 upper = at.least >> at.low, digits = (1ull << (at.low - shift)) - 1;
 #pragma unroll 4
-    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < args.n; i += i64(gridDim.y) * 256) {
         u32 key;
         if (!all.key_of(key, i)) continue;
         u64 word = all.word_of(key, i);
@@ -118,59 +125,72 @@ digit(const void* scores, const u8* valid, i64 by_row, i64 n, i64 rows_each, i64
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += 256)
         if (bins[i]) atomicAdd(histogram + i, bins[i]);
-    if (!last_block(tickets + row, gridDim.y)) return;
+    if (!last_block(args.tickets + row, gridDim.y)) return;
     Cut cut = cut_of(histogram, at.rank);
     if (threadIdx.x == 0) {
         at.rank -= cut.above;
         at.least |= u64(cut.bin) << shift;
         // a bin that is wanted whole needs no further pass
         at.low = __ldcg(histogram + cut.bin) == at.rank ? 0 : shift;
-        state[row] = at;
-        tickets[row] = 0;
+        args.state[row] = at;
+        args.tickets[row] = 0;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
 }
 
-// The selected words of each row, in any order. filled int32 [rows]: cleared before; list uint64
-// [rows, k]: 0 where there is none, cleared before.
+struct CollectArguments {
+    const void* scores;    // as for `range`
+    const Row* state;      // [rows]
+    int* filled;           // [rows]: cleared before
+    u64* words;            // [rows, k]: 0 where there is none, cleared before
+    i64 n, bits, k;
+};
+
+// The selected words of each row, in any order.
 extern "C" __global__ void __launch_bounds__(256)
-collect(const void* scores, i64 n, i64 bits, const Row* state, int* filled, u64* list, i64 k) {
+collect(const __grid_constant__ CollectArguments args) {
     i64 row = blockIdx.x;
-    Row at = state[row];
+    Row at = args.state[row];
     if (at.rank == 0) return;
-    Entries all = entries_of(scores, nullptr, 0, row, n, 1, bits);
+    Entries all = entries_of(args.scores, nullptr, 0, row, args.n, 1, args.bits);
 #pragma unroll 4
-    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < n; i += i64(gridDim.y) * 256) {
+    for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < args.n; i += i64(gridDim.y) * 256) {
         u32 key;
         if (!all.key_of(key, i)) continue;
         u64 word = all.word_of(key, i);
-        if (word >= at.least) list[row * k + atomicAdd(filled + row, 1)] = word;
+        if (word >= at.least) args.words[row * args.k + atomicAdd(args.filled + row, 1)] = word;
     }
 }
 
+struct SortArguments {
+    const u64* words;      // [rows, width]
+    const float* scores;   // [rows, n]
+    float* best;           // [rows, k]
+    i64* positions;        // [rows, k]
+    i64 width, size, k, n, bits;
+};
+
 // Words of a row, descending, as scores and positions. Grid: rows, threads: half of `size`, a power
-// of 2 that holds `held`. Reads 8 bytes per word and its score, writes 12.
-// list uint64 [rows, held]; best float32 and positions int64 [rows, k].
-extern "C" __global__ void __launch_bounds__(LONGEST / 2)
-sort(const u64* list, const float* scores, float* best, i64* positions, i64 held, i64 size, i64 k,
-     i64 n, i64 bits) {
-    __shared__ u64 words[LONGEST];
+// of 2 that holds `width`. Reads 8 bytes per word and its score, writes 12.
+extern "C" __global__ void __launch_bounds__(SORTED / 2)
+sort(const __grid_constant__ SortArguments args) {
+    __shared__ u64 words[SORTED];
     i64 row = blockIdx.x;
-    for (int i = threadIdx.x; i < size; i += blockDim.x) words[i] = i < held ? list[row * held + i] : 0;
+    for (int i = threadIdx.x; i < args.size; i += blockDim.x) words[i] = i < args.width ? args.words[row * args.width + i] : 0;
     __syncthreads();
-    for (int run = 2; run <= size; run *= 2)
+    for (int run = 2; run <= args.size; run *= 2)
         for (int step = run / 2; step; step /= 2) {
             int i = threadIdx.x / step * step * 2 + threadIdx.x % step;
             u64 a = words[i], b = words[i + step];
             if ((a < b) == ((i & run) == 0)) words[i] = b, words[i + step] = a;
             __syncthreads();
         }
-    for (i64 i = threadIdx.x; i < k; i += blockDim.x) {
-        u64 word = i < held ? words[i] : 0, last = (1ull << bits) - 1;
+    for (i64 i = threadIdx.x; i < args.k; i += blockDim.x) {
+        u64 word = i < args.width ? words[i] : 0, last = (1ull << args.bits) - 1;
         i64 position = word ? i64(last - (word & last)) : -1;
-        positions[row * k + i] = position;
-        best[row * k + i] = word ? scores[row * n + position] : NEVER;
+        args.positions[row * args.k + i] = position;
+        args.best[row * args.k + i] = word ? args.scores[row * args.n + position] : NEVER;
     }
 }
 
@@ -182,12 +202,19 @@ __device__ __forceinline__ void keep(bool in, u32* words, i64 word, int* count) 
     atomicAdd(count, __popc(all));
 }
 
+struct MarkArguments {
+    const void* scores;    // as for `range`
+    const u8* valid;
+    const Row* state;      // [rows]
+    u32* words;            // [BG, tiles, TILE / 32]
+    int* counts;           // [BG, tiles]
+    i64 valid_batch, n, heads, kv_heads, bits;
+};
+
 // Bits of keys that at least one head selects. Grid: (BG, tiles), 256 threads. Reads 4 bytes per
 // key and head, writes a bit per key.
-// words uint32 [BG, tiles, TILE / 32]; counts int32 [BG, tiles].
 extern "C" __global__ void __launch_bounds__(256)
-mark(const void* scores, const u8* valid, i64 by_row, i64 n, i64 heads, i64 kv_heads, i64 bits,
-     const Row* state, u32* words, int* counts) {
+mark(const __grid_constant__ MarkArguments args) {
     __shared__ int count;
     i64 bg = blockIdx.x, tile = bg * gridDim.y + blockIdx.y;
     if (threadIdx.x == 0) count = 0;
@@ -195,34 +222,42 @@ mark(const void* scores, const u8* valid, i64 by_row, i64 n, i64 heads, i64 kv_h
     for (int w = threadIdx.x / 32; w < TILE / 32; w += 8) {
         i64 i = i64(blockIdx.y) * TILE + w * 32 + threadIdx.x % 32;
         bool in = false;
-        for (i64 h = 0; h < heads && i < n && !in; h++) {
-            i64 row = bg * heads + h;
-            Row at = state[row];
+        for (i64 h = 0; h < args.heads && i < args.n && !in; h++) {
+            i64 row = bg * args.heads + h;
+            Row at = args.state[row];
             u32 key;
-            Entries all = entries_of(scores, valid, by_row, row, n, heads * kv_heads, bits);
+            Entries all = entries_of(args.scores, args.valid, args.valid_batch, row, args.n,
+                                     args.heads * args.kv_heads, args.bits);
             in = at.rank && all.key_of(key, i) && all.word_of(key, i) >= at.least;
         }
-        keep(in, words, tile * (TILE / 32) + w, &count);
+        keep(in, args.words, tile * (TILE / 32) + w, &count);
     }
     __syncthreads();
-    if (threadIdx.x == 0) counts[tile] = count;
+    if (threadIdx.x == 0) args.counts[tile] = count;
 }
 
+struct FlagArguments {
+    const u8* flags;       // bool [B, G, n]
+    u32* words;            // as for `mark`
+    int* counts;
+    i64 flags_batch, flags_head, n, kv_heads;
+};
+
 // Bits of flags. Grid: (rows, tiles), 256 threads. Reads 1 byte per flag, writes a bit.
-// chosen uint8 [B, G, n] with strides.
 extern "C" __global__ void __launch_bounds__(256)
-flags(const u8* chosen, i64 by_batch, i64 by_head, i64 n, i64 kv_heads, u32* words, int* counts) {
+flags(const __grid_constant__ FlagArguments args) {
+    const u8* chosen = args.flags;
     __shared__ int count;
     i64 bg = blockIdx.x, tile = bg * gridDim.y + blockIdx.y;
-    chosen += bg / kv_heads * by_batch + bg % kv_heads * by_head;
+    chosen += bg / args.kv_heads * args.flags_batch + bg % args.kv_heads * args.flags_head;
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
     for (int w = threadIdx.x / 32; w < TILE / 32; w += 8) {
         i64 i = i64(blockIdx.y) * TILE + w * 32 + threadIdx.x % 32;
-        keep(i < n && chosen[i], words, tile * (TILE / 32) + w, &count);
+        keep(i < args.n && chosen[i], args.words, tile * (TILE / 32) + w, &count);
     }
     __syncthreads();
-    if (threadIdx.x == 0) counts[tile] = count;
+    if (threadIdx.x == 0) args.counts[tile] = count;
 }
 
 // Positions of set bits, ascending. Grid: (rows, tiles), 256 threads. Reads a bit per entry, writes

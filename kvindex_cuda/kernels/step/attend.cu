@@ -1,4 +1,4 @@
-// The rows selected, where they lie, and attention over them, the sink and the window (paper, B.3).
+// Attention over the rows selected, read where they lie, the sink and the window (paper, B.3).
 //
 // Rows are read in host memory over unified addresses, or on the device. A row is a token's key and
 // value side by side, as they are or as codes (kvindex/storage/codecs.py); its chunks of 8 elements go to the
@@ -16,8 +16,7 @@
 constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
 constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts of keys in all lanes
 constexpr int PARTIAL = DV + 2;                   // of a split: maximum, sum, output
-constexpr int AT_ONCE = GROUP < 4 ? GROUP : 4;    // heads whose warps are merged together
-constexpr int MOST_SPLITS = 16;
+constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose warps are merged together
 static_assert(DV % 2 == 0, "sums are merged in pairs");
 
 struct Running {
@@ -26,14 +25,14 @@ struct Running {
 
 // A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; what a head's logit
 // gains, in the lane of its number; the slot of the cache where it is to be kept, or one of those
-// below; and of a row that LIES in the cache the stamp that was there before, in lane 0.
-constexpr int NOWHERE = -1, LIES = -2, LACKS = -3;
+// below; and of a row that is CACHED the stamp that was there before, in lane 0.
+constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
 struct Raw {
     uint4 words[CHUNKS][DTYPE == 0 ? 2 : 1];
     float weight;
     int slot, before;
 };
-__device__ __forceinline__ void keep(const Raw& raw, char* place) {
+__device__ __forceinline__ void write_row(const Raw& raw, char* place) {
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
         int chunk = threadIdx.x % 32 + 32 * j;
@@ -109,7 +108,7 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE
 
 // One row joins the softmax of all heads of the group. queries float4 [2, GROUP, D / 8]:
 // the lower and the upper four of every eight coordinates.
-__device__ __forceinline__ void take(Running& run, const Raw& raw, bool coded,
+__device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded,
                                      const float4* queries, float scale, float softcap) {
     int lane = threadIdx.x % 32;
     float logit[GROUP] = {}, x[CHUNKS][8];
@@ -203,21 +202,38 @@ __device__ __forceinline__ void merge_warps(const Running& run, float* merged, f
     }
 }
 
-// queries DTYPE [BG, GROUP, D]; ids int64 [BG, k] and found int32 [BG]: rows selected. rows int64
-// [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · row_head; resident DTYPE [BG, room,
-// D + DV] and mask uint8 [B, room], of which the first *count are there. Of a cache of `cached` rows
-// (row_cache.py; 0 for none): cache, rows as they are stored; tags, stamps int32 [BG, cached],
-// aligned to 16 bytes; clocks int32 [BG]; lookups int32 [BG, 2], asked and found. given float32
-// [BG, GROUP, k]: what logits gain (−inf hides a row from a head), or null for nothing; only if
-// GIVEN. partial float32 [BG, splits, GROUP, PARTIAL]; tickets int32 [BG] APART, 0 before and after;
-// output DTYPE [BG, GROUP, DV]. tellers: 1 where `agree` comes
-// right before, which says in told (common.cuh) that the group has agreed; else 0.
+struct Arguments {
+    const void* queries;        // DTYPE [BG, GROUP, D]
+    const i64* ids;             // [BG, k]: rows selected
+    const int* found;           // [BG]: how many
+    const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · head_bytes
+    const void* resident;       // DTYPE [BG, room, D + DV]
+    const u8* resident_mask;    // [B, room]
+    const i64* resident_count;  // [1]: how many of them are there
+    char* cache;                // [BG, cached, row_bytes]: of `cached` rows as they are stored (row_cache.py; 0 for none)
+    int* tags;                  // [BG, cached], aligned to 16 bytes
+    int* stamps;                // [BG, cached], likewise
+    int* clocks;                // [BG]
+    int* lookups;               // [BG, 2]: rows looked up, and found
+    const float* weights;       // [BG, GROUP, k]: added to the logits (−inf hides a row from a head), or null for
+                                // zeros; only if GIVEN
+    float* partial;             // [BG, splits, GROUP, PARTIAL]
+    void* output;               // DTYPE [BG, GROUP, DV]
+    float* lse;                 // [BG, GROUP]: log Σ exp of the logits, −inf where no row is visible
+    int* tickets;               // [BG] APART, 0 before and after
+    const int* signals;         // that a group's rows are selected (common.cuh)
+    i64 row, head_bytes, row_bytes, room, cached;
+    i64 signaled;               // 1 where select_rows.cu comes right before, else 0
+    i64 k, kv_heads;
+    float scale, softcap;
+};
+
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
-attend(const void* queries_in, const i64* ids, const int* found, const i64* rows, i64 row,
-       i64 row_head, i64 row_bytes, const void* resident, const u8* mask, const i64* count, i64 room,
-       char* cache, int* tags, int* stamps, int* clocks, int* lookups, i64 cached,
-       const float* given, float* partial, void* output, int* tickets, const int* told,
-       i64 tellers, i64 k, i64 kv_heads, float scale, float softcap) {
+attend(const __grid_constant__ Arguments args) {
+    char* cache = args.cache;
+    int* tags = args.tags;
+    int* stamps = args.stamps;
+    float* partial = args.partial;
     DYNAMIC_SHARED(memory);
     float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
     __shared__ float4 queries[2 * GROUP * (D / 8)];
@@ -225,10 +241,11 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
     __shared__ __align__(16) float peaks[GROUP][8];
     __shared__ int looked_up[2];  // rows that the cache lacked, and had
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
-    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads;
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int own = split * 8 + warp, step = splits * 8, now = 0;
-    cache += bg * cached * row_bytes, tags += bg * cached, stamps += bg * cached;
+    i64 k = args.k, kv_heads = args.kv_heads;
+    cache += bg * args.cached * args.row_bytes, tags += bg * args.cached, stamps += bg * args.cached;
     if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
 #pragma unroll
@@ -238,7 +255,7 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
     for (int i = threadIdx.x; i < D * GROUP; i += 256) {
         int h = i / D, j = i % D;
         float* to = reinterpret_cast<float*>(queries + (j / 4 % 2 * GROUP + h) * (D / 8) + j / 8);
-        to[j % 4] = element(queries_in, (bg * GROUP + h) * D + j);
+        to[j % 4] = element(args.queries, (bg * GROUP + h) * D + j);
     }
     __syncthreads();
 
@@ -247,27 +264,27 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
-            if (tellers)
-                await(told + (2 * gridDim.y + bg) * APART, int(tellers));
+            if (args.signaled)
+                await(args.signals + (2 * gridDim.y + bg) * APART, int(args.signaled));
             else
                 after_previous();
             let_next_begin();
         }
         // what does not wait for their number: the first, and which ones the next are
-        auto selected = [&](int i) { return phase && i < k ? int(ids[bg * k + i]) : 0; };
-        auto tag_of = [&](int id) { return phase && cached ? ::tag_of(id, tags, cached) : 0; };
+        auto selected = [&](int i) { return phase && i < k ? int(args.ids[bg * k + i]) : 0; };
+        auto tag_of = [&](int id) { return phase && args.cached ? ::tag_of(id, tags, args.cached) : 0; };
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
-        int rows_here = phase ? found[bg] : int(*count);
-        if (phase && cached) now = __ldcg(clocks + bg) + 1;
+        int rows_here = phase ? args.found[bg] : int(*args.resident_count);
+        if (phase && args.cached) now = __ldcg(args.clocks + bg) + 1;
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
-            return reinterpret_cast<const char*>(rows[batch * row + id / TOKENS]) +
-                   bg % kv_heads * row_head + id % TOKENS * row_bytes;
+            return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
+                   bg % kv_heads * args.head_bytes + id % TOKENS * args.row_bytes;
         };
         auto begin = [&](Raw& raw, int i, int id, int tag) {
             if (i >= rows_here) return;
-            const char* from = static_cast<const char*>(resident) + (bg * room + i) * i64((D + DV) * SIZE);
+            const char* from = static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
             raw.slot = NOWHERE;
             raw.weight = 0;
             if (phase) {
@@ -278,16 +295,16 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
                     raw.weight = NEVER;
                     return;
                 }
-                if (given && lane < GROUP) raw.weight = given[(bg * GROUP + lane) * k + i];
+                if (args.weights && lane < GROUP) raw.weight = args.weights[(bg * GROUP + lane) * k + i];
 #endif
-                int slot = cached ? slot_of(id, tag, cached) : NOWHERE;
+                int slot = args.cached ? slot_of(id, tag, args.cached) : NOWHERE;
                 if (slot >= 0) {
                     if (lane == 0) raw.before = atomicExch(stamps + slot, now);
-                    from = cache + slot * row_bytes;
-                    raw.slot = LIES;
+                    from = cache + slot * args.row_bytes;
+                    raw.slot = CACHED;
                 } else {
                     from = stored(id);
-                    if (cached) raw.slot = LACKS;
+                    if (args.cached) raw.slot = MISSING;
                 }
             }
             load(raw, from, CODEC && phase);
@@ -295,42 +312,42 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
         // while a row is on its way: whether it is the right one, or where it is to be kept
         auto settle = [&](Raw& raw, int i) {
             if (raw.slot == NOWHERE) return;
-            int id = int(ids[bg * k + i]);
-            bool lies = raw.slot == LIES && __shfl_sync(ALL, raw.before, 0) != now;
+            int id = int(args.ids[bg * k + i]);
+            bool hit = raw.slot == CACHED && __shfl_sync(ALL, raw.before, 0) != now;
             int slot = NOWHERE;
             if (lane == 0) {
-                atomicAdd(looked_up + lies, 1);
-                if (raw.slot == LACKS) slot = take_slot(id, now, tags, stamps, cached);
+                atomicAdd(looked_up + hit, 1);
+                if (raw.slot == MISSING) slot = take_slot(id, now, tags, stamps, args.cached);
             }
-            if (raw.slot == LIES && !lies) load(raw, stored(id), CODEC);
+            if (raw.slot == CACHED && !hit) load(raw, stored(id), CODEC);
             raw.slot = __shfl_sync(ALL, slot, 0);
         };
         Raw next, after;
         begin(next, own, first, first_tag);
         begin(after, own + step, second, second_tag);
         for (int i = own; i < rows_here; i += step) {
-            if (phase && cached) settle(next, i);
+            if (phase && args.cached) settle(next, i);
             Raw one = next;
-            if (phase && one.slot >= 0) keep(one, cache + one.slot * row_bytes);
+            if (phase && one.slot >= 0) write_row(one, cache + one.slot * args.row_bytes);
             next = after;
             begin(after, i + 2 * step, third, third_tag);
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
-            if (phase || mask[batch * room + i])
-                take(run, one, CODEC && phase, queries, scale, softcap);
+            if (phase || args.resident_mask[batch * args.room + i])
+                add_row(run, one, CODEC && phase, queries, args.scale, args.softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here
-        if (phase || tellers) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
+        if (phase || args.signaled) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
-    bool last = last_block(tickets + bg * APART, splits);
-    if (cached && threadIdx.x < 2)
-        atomicAdd(lookups + 2 * bg + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
+    bool last = last_block(args.tickets + bg * APART, splits);
+    if (args.cached && threadIdx.x < 2)
+        atomicAdd(args.lookups + 2 * bg + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
     after_previous();
     if (!last) return;
     if (threadIdx.x == 0) {
-        tickets[bg * APART] = 0;
-        if (cached) clocks[bg] = now;  // which all blocks have read
+        args.tickets[bg * APART] = 0;
+        if (args.cached) args.clocks[bg] = now;  // which all blocks have read
     }
     auto part_of = [&](int s, int h, int pair) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
@@ -339,27 +356,28 @@ attend(const void* queries_in, const i64* ids, const int* found, const i64* rows
     // a pair of the output's elements for each thread, on their way while weights are found: a warp
     // per head, a lane per split
     float2 parts[MOST_SPLITS];
-    auto ask_for = [&](int i) {
+    auto prefetch = [&](int i) {
 #pragma unroll
         for (int s = 0; s < MOST_SPLITS; s++) parts[s] = part_of(s, i / (DV / 2), i % (DV / 2) + 1);
     };
-    if (threadIdx.x < GROUP * (DV / 2)) ask_for(threadIdx.x);
+    if (threadIdx.x < GROUP * (DV / 2)) prefetch(threadIdx.x);
     for (int h = warp; h < GROUP; h += 8) {
         float2 own = part_of(lane, h, 0);
         float peak = warp_max(own.x), shrink = own.x > NEVER ? expf(own.x - peak) : 0.0f;
         float total = warp_sum(own.y * shrink);
         if (lane < splits) weights[lane * GROUP + h] = total > 0 ? shrink / total : 0.0f;
+        if (lane == 0) args.lse[bg * GROUP + h] = total > 0 ? peak + logf(total) : NEVER;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP * (DV / 2); i += 256) {
-        if (i != int(threadIdx.x)) ask_for(i);
+        if (i != int(threadIdx.x)) prefetch(i);
         float2 sum = {0, 0};
 #pragma unroll
         for (int s = 0; s < MOST_SPLITS; s++) {
             float weight = s < splits ? weights[s * GROUP + i / (DV / 2)] : 0.0f;
             if (s < splits) sum.x += weight * parts[s].x, sum.y += weight * parts[s].y;
         }
-        store(output, bg * GROUP * DV + 2 * i, sum.x);
-        store(output, bg * GROUP * DV + 2 * i + 1, sum.y);
+        store(args.output, bg * GROUP * DV + 2 * i, sum.x);
+        store(args.output, bg * GROUP * DV + 2 * i + 1, sum.y);
     }
 }

@@ -1,4 +1,4 @@
-// Candidates by the votes of vote.cu (ops.select.candidates), exact, ties to the lower ids.
+// Candidates of the coarse stage by the votes of vote.cu (ops.select.candidates), exact, ties to the lower ids.
 //
 // A head takes its C keys with the most points: all above a cut, which its histogram tells, and of
 // those at it the first; a key that any head takes is a candidate.
@@ -11,18 +11,30 @@ constexpr int SETS = (GROUP + 3) / 4;
 constexpr int KEYS = CHUNK / 256;
 constexpr int VOTE = 0;  // of an entry: all are alike
 
-// votes, totals, pieces: of vote.cu; valid uint32 [B, row, 8]; length int64 [1]; wanted, counted
-// int32 [B]: C of each head, valid keys. kept uint64 [BG, capacity]: entries, in any order, the first
-// many int32 [BG] APART, cleared before.
-extern "C" __global__ void __launch_bounds__(256, GROUP <= 8 ? 3 : 1)
-heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, const i64* length,
-      const int* wanted, const int* counted, u64* kept, int* many, i64 row, i64 capacity, i64 kv_heads) {
+struct Arguments {
+    const u32* votes;        // of vote.cu, as are totals and pieces
+    const int* totals;
+    const int* pieces;
+    const u32* valid;        // [B, row, 8]: a bit per token
+    const i64* length;       // [1]
+    const int* wanted;       // [B]: C of each head
+    const int* counted;      // [B]: valid keys
+    u64* candidates;         // [BG, capacity]: entries, in any order
+    int* candidate_counts;   // [BG] APART: how many, cleared before
+    i64 row, capacity, kv_heads;
+};
+
+extern "C" __global__ void __launch_bounds__(256, GROUP <= 8 ? 3 : 2)
+candidates(const __grid_constant__ Arguments args) {
+    const u32 *valid = args.valid, *all_votes = args.votes;
+    u64* kept = args.candidates;
+    i64 capacity = args.capacity;
     __shared__ int cuts[GROUP], ranks[GROUP], before[GROUP][PIECES], ties[8][GROUP];
-    i64 bg = blockIdx.y, batch = bg / kv_heads, tokens = min(i64(__ldcg(length)), capacity);
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length)), capacity);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 piece = piece_of(tokens), count = (tokens + piece - 1) / piece;
-    int target = min(wanted[batch], counted[batch]);
-    valid += batch * row * 8;
+    int target = min(args.wanted[batch], args.counted[batch]);
+    valid += batch * args.row * 8;
     kept += bg * capacity;
     after_previous();
     let_next_begin();
@@ -33,7 +45,7 @@ heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, 
         int here[OWN], mine = 0, cut = POINTS, rank = 0;
 #pragma unroll
         for (int i = 0; i < OWN; i++)
-            mine += here[i] = __ldcg(totals + at * POINTS + POINTS - 1 - lane * OWN - i);
+            mine += here[i] = __ldcg(args.totals + at * POINTS + POINTS - 1 - lane * OWN - i);
         int above = mine;
         for (int step = 1; step < 32; step *= 2) {
             int add = __shfl_up_sync(ALL, above, step);
@@ -52,7 +64,7 @@ heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, 
 #pragma unroll
         for (int from = 0; from < PIECES; from += 32) {
             int p = from + lane, own = 0;
-            if (p < count && cut < POINTS) own = __ldcg(pieces + (at * PIECES + p) * POINTS + cut);
+            if (p < count && cut < POINTS) own = __ldcg(args.pieces + (at * PIECES + p) * POINTS + cut);
             int up = own;
             for (int step = 1; step < 32; step *= 2) {
                 int add = __shfl_up_sync(ALL, up, step);
@@ -66,7 +78,7 @@ heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, 
 
     for (i64 p = blockIdx.x; p < count; p += gridDim.x) {
         for (i64 start = p * piece; start < min(tokens, (p + 1) * piece); start += CHUNK) {
-            u32 found[KEYS][SETS];
+            u32 votes[KEYS][SETS];
             bool real[KEYS], in[KEYS];
             int first = warp * (KEYS * 32);  // keys in order: warps, then `i`, then lanes
 #pragma unroll
@@ -76,9 +88,9 @@ heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, 
                 in[i] = false;
 #pragma unroll
                 for (int set = 0; set < SETS; set++)
-                    found[i][set] = key < tokens ? __ldcg(votes + (bg * SETS + set) * capacity + key) : 0;
+                    votes[i][set] = key < tokens ? __ldcg(all_votes + (bg * SETS + set) * capacity + key) : 0;
             }
-            auto vote_of = [&](int i, int h) { return int(found[i][h / 4] >> (h % 4 * 8) & 255); };
+            auto vote_of = [&](int i, int h) { return int(votes[i][h / 4] >> (h % 4 * 8) & 255); };
 #pragma unroll
             for (int h = 0; h < GROUP; h++) {
                 int cut = cuts[h], own = 0;
@@ -106,7 +118,7 @@ heads(const u32* votes, const int* totals, const int* pieces, const u32* valid, 
             int own = 0;
 #pragma unroll
             for (int i = 0; i < KEYS; i++) own += in[i];
-            int to = room_for<256>(own, many + bg * APART);
+            int to = room_for<256>(own, args.candidate_counts + bg * APART);
 #pragma unroll
             for (int i = 0; i < KEYS; i++)
                 if (in[i]) kept[to++] = entry_of(VOTE, int(start) + first + i * 32 + lane);

@@ -1,4 +1,5 @@
-// Queries of a group made ready, and a threshold for their votes from a sample of the keys.
+// Prepare a group's queries: rotated, rounded to planes of bits, as operands; and a
+// threshold for their votes from a sample of the keys.
 //
 // q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded), a head for each
 // warp. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
@@ -13,7 +14,6 @@
 // Compile-time: D, GROUP, DTYPE, CENTERED, PLANES.
 #include "common/votes.cuh"
 
-constexpr int SAMPLED = 4096;
 constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
 constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
 constexpr float SMALLEST = 1.1754943508222875e-38f;
@@ -64,23 +64,39 @@ struct Sampled {  // 32 keys
     u32 weights, valid;
 };
 
-// queries DTYPE [B, H, D], aligned to 16 bytes; turn float32 [D + ODD]: signs and waves of `rotate`;
-// weight_scales float32 [BG] of the weights; table int64 [B, row]: addresses of blocks, of KV head g
-// at g · head; valid uint32
-// [B, row, 8], a bit per token; length int64 [1]; wanted int32 [B]: C; counted int32 [B]: valid
-// keys; factors int32 [256] of a weight's upper byte (ops.codes.log_factors), most the largest of
-// them; largest: of r; level: E|u| of a coordinate.
-// planes uint32 [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments; sums int32, units
-// float32 [BG, 4 SETS]; operands uint16 [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and what that
-// leaves, for rerank.cu, 0 where nothing is written; ups float32 [BG, GROUP]; votes int32 [BG,
-// SAMPLED]; tickets int32 [BG], 0 before and after; thresholds, bases, shifts int32 [BG]; cleared
-// int32 [words]; wrong int32 [1], set to 1 where a query is out of range, or null.
+struct Arguments {
+    const void* queries;        // DTYPE [B, H, D], aligned to 16 bytes
+    const float* rotation;      // [D + ODD]: signs and waves of `rotate`
+    const float* weight_scale;  // [BG]
+    const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const u32* valid;           // [B, row, 8]: a bit per token
+    const i64* length;          // [1]
+    const int* wanted;          // [B]: C
+    const int* counted;         // [B]: valid keys
+    const int* factors;         // [256]: of a weight's upper byte (ops.codes.log_factors)
+    u32* planes;                // [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments
+    int* sums;                  // [BG, 4 SETS]: Σ r
+    float* units;               // [BG, 4 SETS]: votes per unit of q·k
+    u16* operands;              // [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and its remainder, for rerank.cu, 0 where
+                                // nothing is written
+    float* ups;                 // [BG, GROUP]: powers of two
+    int* sample;                // [BG, SAMPLED]: votes
+    int* tickets;               // [BG]: 0 before and after
+    int* thresholds;            // [BG]
+    int* bases;                 // [BG]: of the histogram's bins
+    int* shifts;                // [BG]: likewise
+    int* cleared;               // [words]
+    int* wrong;                 // [1]: set to 1 where a query is out of range, or null
+    i64 row, head_bytes, words, kv_heads;
+    i64 query_max;              // the largest r
+    float level;                // E|u| of a coordinate
+    float factor_max;           // the largest factor
+};
+
 extern "C" __global__ void __launch_bounds__(256)
-prepare_query(const void* queries, const float* turn, const float* weight_scales, const i64* table, i64 row,
-    i64 head, const u32* valid, const i64* length, const int* wanted, const int* counted,
-    const int* given_factors, u32* all_planes, int* all_sums, float* all_units, u16* operands,
-    float* ups, int* votes, int* tickets, int* thresholds, int* bases, int* shifts, int* cleared,
-    i64 words, int* wrong, i64 largest, float level, float most, i64 kv_heads) {
+prepare_query(const __grid_constant__ Arguments args) {
+    const void* queries = args.queries;
+    u16* operands = args.operands;
     __shared__ FACTORS int factors[256];
     __shared__ __align__(16) float directions[SETS][D][4];  // ‖q‖ q̃
     __shared__ float waves[ODD];
@@ -88,27 +104,27 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
     __shared__ float units[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
     __shared__ __align__(16) int histogram[BINS];
-    i64 bg = blockIdx.y, batch = blockIdx.y / u32(kv_heads), tokens, blocks;
-    i64 head_offset = blockIdx.y % u32(kv_heads) * head;
+    i64 bg = blockIdx.y, batch = blockIdx.y / u32(args.kv_heads), tokens, blocks;
+    i64 head_offset = blockIdx.y % u32(args.kv_heads) * args.head_bytes;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
     // of a block that is drawn several times other keys each time; else any
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
-    auto draw = [&](Sampled& some, int i, i64 address) {
+    auto draw = [&](Sampled& sampled, int i, i64 address) {
         i64 s = place(i);
         const char* block = reinterpret_cast<const char*>(address) + head_offset;
-        load(some.signs, block, part(i));
-        load(some.mean, block + CENTER);
-        some.weights = load_weights(block + WEIGHTS, part(i));
-        some.valid = valid[(batch * row + s) * 8 + part(i)];
+        load(sampled.signs, block, part(i));
+        load(sampled.mean, block + CENTER);
+        sampled.weights = load_weights(block + WEIGHTS, part(i));
+        sampled.valid = args.valid[(batch * args.row + s) * 8 + part(i)];
     };
     float signs[PER_LANE];
 #pragma unroll
-    for (int w = 0; w < PER_LANE; w++) signs[w] = w * 32 + lane < D ? turn[w * 32 + lane] : 0.0f;
-    if (threadIdx.x < ODD) waves[threadIdx.x] = turn[D + threadIdx.x];
-    factors[threadIdx.x] = given_factors[threadIdx.x];
+    for (int w = 0; w < PER_LANE; w++) signs[w] = w * 32 + lane < D ? args.rotation[w * 32 + lane] : 0.0f;
+    if (threadIdx.x < ODD) waves[threadIdx.x] = args.rotation[D + threadIdx.x];
+    factors[threadIdx.x] = args.factors[threadIdx.x];
     for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
@@ -123,15 +139,15 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
             x[w] = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
         }
     };
-    float plain[PER_LANE], weight_scale = weight_scales[bg];
+    float plain[PER_LANE], weight_scale = args.weight_scale[bg];
     read_query(plain, warp);
     Group group;
     load_queries(group, queries);
-    float share = float(wanted[batch]), all = float(counted[batch]);
-    tokens = *length, blocks = (tokens + TOKENS - 1) / TOKENS;
+    float share = float(args.wanted[batch]), all = float(args.counted[batch]);
+    tokens = *args.length, blocks = (tokens + TOKENS - 1) / TOKENS;
     int first = blockIdx.x * 8 + warp;
     bool any = tokens > 0 && first < SAMPLED / 32;
-    i64 sampled_block = any ? table[batch * row + place(first)] : 0;
+    i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
 
     // the direction of a head, in the lanes of its warp, and its norm
     auto rotated = [&](float (&x)[PER_LANE]) {
@@ -140,7 +156,7 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
         for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
         double norm = sqrt(warp_sum(square));
         bool finite = norm < LARGEST;  // else the query is taken for zeros
-        if (!finite && wrong && lane == 0) *wrong = 1;
+        if (!finite && args.wrong && lane == 0) *args.wrong = 1;
         if (!finite) norm = 0;
         double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
 #pragma unroll
@@ -150,11 +166,11 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
     };
     // rounded, a digit of each coordinate to a word of its plane
     auto round_head = [&](const float (&x)[PER_LANE], int h, double given_norm) {
-        float peak = 0, norm = float(fmin(given_norm, 1152921504606846976.0));  // transform.LONGEST
+        float peak = 0, norm = float(fmin(given_norm, double(LONGEST)));
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) peak = fmaxf(peak, fabsf(x[w]));
         peak = warp_max(peak);
-        double scale = peak > 0 ? double(largest) / double(peak) : 0.0;
+        double scale = peak > 0 ? double(args.query_max) / double(peak) : 0.0;
         int sum = 0;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
@@ -172,7 +188,7 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
         sum = warp_sum(sum);
         if (lane == 0) {
             sums[h] = sum;
-            double unit = double(peak) * double(norm) * level * weight_scale / (largest * most);
+            double unit = double(peak) * double(norm) * args.level * weight_scale / (args.query_max * args.factor_max);
             units[h] = unit > 0 ? float(1 / unit) : 0.0f;
             // what brings the largest coordinate to [2^13, 2^14)
             int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
@@ -181,11 +197,11 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
         }
     };
     double norm = warp < GROUP ? rotated(plain) : 0;
-    Sampled some;
-    if (any) draw(some, first, sampled_block);
-    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(words);
+    Sampled sampled;
+    if (any) draw(sampled, first, sampled_block);
+    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
          i += gridDim.y * gridDim.x * 256)
-        cleared[i] = 0;
+        args.cleared[i] = 0;
     if (warp < GROUP) round_head(plain, warp, norm);
     for (int h = warp + 8; h < GROUP; h += 8) {
         read_query(plain, h);
@@ -208,31 +224,31 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
     set_powers(group);
     if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i < SETS * QUADS * PARTS * 32; i += 256)
-            all_planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
+            args.planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
         if (threadIdx.x < SETS * 4) {
-            all_sums[bg * SETS * 4 + threadIdx.x] = sums[threadIdx.x];
-            all_units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
+            args.sums[bg * SETS * 4 + threadIdx.x] = sums[threadIdx.x];
+            args.units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
         }
     }
-    int* mine = votes + bg * SAMPLED;
+    int* mine = args.sample + bg * SAMPLED;
     for (int i = first; i < SAMPLED / 32; i += gridDim.x * 8) {
         int vote = LEAST;
         if (tokens > 0) {
             int offsets[SETS][2];
-            offsets_of<false>(offsets, some.mean, group, nullptr);
-            vote = vote_of(some.signs, some.weights, group, offsets, shared_place(factors));
+            offsets_of<false>(offsets, sampled.mean, group, nullptr);
+            vote = vote_of(sampled.signs, sampled.weights, group, offsets, shared_place(factors));
             bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
-            if (!in || !(some.valid >> own_key() & 1)) vote = LEAST;
+            if (!in || !(sampled.valid >> own_key() & 1)) vote = LEAST;
             int next = i + gridDim.x * 8;
-            if (next < SAMPLED / 32) draw(some, next, table[batch * row + place(next)]);
+            if (next < SAMPLED / 32) draw(sampled, next, args.codes[batch * args.row + place(next)]);
         }
         mine[i * 32 + lane] = vote;
     }
-    bool last = last_block(tickets + bg, gridDim.x);
+    bool last = last_block(args.tickets + bg, gridDim.x);
 
     // for rerank.cu, by a block that is not in the way
     if (blockIdx.x == gridDim.x - 1) {
-        if (threadIdx.x < GROUP) ups[bg * GROUP + threadIdx.x] = scales[threadIdx.x];
+        if (threadIdx.x < GROUP) args.ups[bg * GROUP + threadIdx.x] = scales[threadIdx.x];
         operands += bg * (OPERANDS * 4);
         for (int i = threadIdx.x; i < GROUP * D; i += 256) {
             int h = i / D, j = i % D;
@@ -266,11 +282,11 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
     // spreads some twice as far as that of as many keys drawn alone
     float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;
-    bool some_of_them = rank < found;
+    bool enough = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
     u32 width = found ? u32(top) - u32(base) : 0;
     auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
-    while (some_of_them) {
+    while (enough) {
         range = shift_of(width);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -289,9 +305,9 @@ prepare_query(const void* queries, const float* turn, const float* weight_scales
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        thresholds[bg] = some_of_them ? base : LEAST + 1;  // no key has LEAST
-        bases[bg] = base;
-        shifts[bg] = found ? shift_of(u32(top) - u32(base)) : 0;
-        tickets[bg] = 0;
+        args.thresholds[bg] = enough ? base : LEAST + 1;  // no key has LEAST
+        args.bases[bg] = base;
+        args.shifts[bg] = found ? shift_of(u32(top) - u32(base)) : 0;
+        args.tickets[bg] = 0;
     }
 }

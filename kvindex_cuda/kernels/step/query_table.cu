@@ -1,4 +1,4 @@
-// Queries made ready for tiers: turned, and tables of them (paper, A.1 and B.2.1).
+// Query tables for tiers: queries rotated, and their look-up tables (paper, A.1 and B.2.1).
 //
 // q̃ = R q/‖q‖, ‖q‖ q̃ · up as float16 and what that leaves for the matrix unit, whose powers of two
 // follow from norms, so that no block waits for another one; and the points that each centroid earns
@@ -15,7 +15,6 @@ constexpr int M = D / 8;
 constexpr int EACH = (D + 31) / 32;     // coordinates of a lane
 constexpr int STEPS = (M + 1) / 2;      // as in rerank_blocks.cu
 constexpr int SETS = (GROUP + 3) / 4;   // of 4 query heads
-constexpr int TIERS = 6;                // ops.coarse.TIERS
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1.8e16;      // √4096 times check.LARGEST
 
@@ -30,25 +29,34 @@ constexpr int SIZE = SETS * STEPS * 32 * 4;  // of a group
 
 struct Centroid {
     double similarity;
-    int held;
+    int keys;
 };
 
-// queries DTYPE [BG, GROUP, D]; rotation float32 [D, D]; counts int64 [BG, M, 256]: keys per centroid;
-// limits int64 [B, TIERS]. operands uint16 [BG, SIZE], 0 where nothing is written; ups float32
-// [BG, GROUP]: the powers of two. table uint8 [BG, SETS, M, 256, 4], a head beside the other. cleared
-// int32 [words]; wrong int32 [1], set to 1 where a query is out of range, or null.
+struct Arguments {
+    const void* queries;     // DTYPE [BG, GROUP, D]
+    const float* rotation;   // [D, D]
+    const i64* histogram;    // [BG, M, 256]: keys per centroid
+    const i64* tiers;        // [B, TIERS]: keys that bound each
+    u16* operands;           // [BG, SIZE]: 0 where nothing is written
+    float* ups;              // [BG, GROUP]: powers of two
+    u8* table;               // [BG, SETS, M, 256, 4]: a head beside the other
+    int* cleared;            // [words]
+    int* wrong;              // [1]: set to 1 where a query is out of range, or null
+    i64 words, kv_heads;
+};
+
 extern "C" __global__ void __launch_bounds__(256)
-query_table(const void* queries, const float* rotation, const i64* counts, const i64* limits, u16* operands,
-     float* ups, u8* table, int* cleared, i64 words, int* wrong, i64 kv_heads) {
-    __shared__ float turned[8];
-    __shared__ Centroid all[256];
+query_table(const __grid_constant__ Arguments args) {
+    u16* operands = args.operands;
+    __shared__ float rotated[8];
+    __shared__ Centroid centroids[256];
     i64 h = blockIdx.y, bg = blockIdx.z;
     int b = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 block = (bg * gridDim.y + h) * gridDim.x + b;
     float row[EACH];
 #pragma unroll
     for (int w = 0; w < EACH; w++)
-        row[w] = w * 32 + lane < D ? rotation[(b * 8 + warp) * D + w * 32 + lane] : 0.0f;
+        row[w] = w * 32 + lane < D ? args.rotation[(b * 8 + warp) * D + w * 32 + lane] : 0.0f;
     after_previous();
     let_next_begin();
 
@@ -57,31 +65,31 @@ query_table(const void* queries, const float* rotation, const i64* counts, const
 #pragma unroll
     for (int w = 0; w < EACH; w++) {
         int j = w * 32 + lane;
-        direction[w] = j < D ? element(queries, (bg * GROUP + h) * D + j) : 0.0f;
+        direction[w] = j < D ? element(args.queries, (bg * GROUP + h) * D + j) : 0.0f;
         square += double(direction[w]) * direction[w];
     }
-    for (i64 i = block * 256 + threadIdx.x; i < words; i += i64(gridDim.x) * gridDim.y * gridDim.z * 256)
-        cleared[i] = 0;
+    for (i64 i = block * 256 + threadIdx.x; i < args.words; i += i64(gridDim.x) * gridDim.y * gridDim.z * 256)
+        args.cleared[i] = 0;
     double length = sqrt(warp_sum(square));
     bool finite = length < LARGEST;  // else the query is taken for zeros
-    if (!finite && wrong && threadIdx.x == 0) *wrong = 1;
+    if (!finite && args.wrong && threadIdx.x == 0) *args.wrong = 1;
     if (!finite) length = 0;
     double inverse = 1 / fmax(length, 2.2250738585072014e-308);
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < EACH; w++) sum += row[w] * (finite ? float(direction[w] * inverse) : 0.0f);
     sum = warp_sum(sum);
-    if (lane == 0) turned[warp] = sum;
+    if (lane == 0) rotated[warp] = sum;
     __syncthreads();
 
-    float norm = float(fmin(length, 1152921504606846976.0));  // transform.LONGEST
+    float norm = float(fmin(length, double(LONGEST)));
     // what brings the norm, and so no coordinate further, to [2^13, 2^14)
     int exponent = min(max(int(__float_as_uint(fmaxf(norm, SMALLEST)) >> 23), 20), 230);
     float up = __uint_as_float(u32(254 + 13 - exponent) << 23);
-    if (b == 0 && threadIdx.x == 0) ups[bg * GROUP + h] = up;
+    if (b == 0 && threadIdx.x == 0) args.ups[bg * GROUP + h] = up;
     if (threadIdx.x < 8) {
         int j = b * 8 + threadIdx.x;
-        float x = turned[threadIdx.x] * norm * up;
+        float x = rotated[threadIdx.x] * norm * up;
         u16 high = to_float16(x);
         operands += bg * SIZE;
         operands[place_of(int(h), j, 0)] = high;
@@ -91,28 +99,28 @@ query_table(const void* queries, const float* rotation, const i64* counts, const
     double mine = 0;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        double x = turned[j];
+        double x = rotated[j];
         mine += id >> j & 1 ? x : -x;
     }
-    all[id] = {mine, int(counts[(bg * M + b) * 256 + id])};
+    centroids[id] = {mine, int(args.histogram[(bg * M + b) * 256 + id])};
     __syncthreads();
     int better = 0;
     for (int start = 0; start < 256; start += 32) {  // equal ones by the lower id
         if (start == warp * 32) {
             for (int j = start; j < start + 32; j++)
-                if (all[j].similarity > mine || (all[j].similarity == mine && j < id))
-                    better += all[j].held;
+                if (centroids[j].similarity > mine || (centroids[j].similarity == mine && j < id))
+                    better += centroids[j].keys;
         } else if (start < warp * 32) {
 #pragma unroll 8
             for (int j = start; j < start + 32; j++)
-                if (all[j].similarity >= mine) better += all[j].held;
+                if (centroids[j].similarity >= mine) better += centroids[j].keys;
         } else {
 #pragma unroll 8
             for (int j = start; j < start + 32; j++)
-                if (all[j].similarity > mine) better += all[j].held;
+                if (centroids[j].similarity > mine) better += centroids[j].keys;
         }
     }
     int earned = 0;
-    for (int t = 0; t < TIERS; t++) earned += better < limits[bg / kv_heads * TIERS + t];
-    table[(((bg * SETS + h / 4) * M + b) * 256 + id) * 4 + h % 4] = u8(earned);
+    for (int t = 0; t < TIERS; t++) earned += better < args.tiers[bg / args.kv_heads * TIERS + t];
+    args.table[(((bg * SETS + h / 4) * M + b) * 256 + id) * 4 + h % 4] = u8(earned);
 }

@@ -20,7 +20,7 @@ constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp puts together
 
 // A candidate: its codes' block, its id, and, if it lies on the edge, where among its entries, else −1.
-struct __align__(16) Held {
+struct __align__(16) Candidate {
     u64 block;
     int id, slot;
 };
@@ -31,21 +31,21 @@ struct Work {
     i64 logs, magnitudes, head_offset;
     const float* products;
     const u64* list;
-    u64 *kept, *buckets, *edge;
+    u64 *candidates, *buckets, *edge;
     float *estimates, *edge_estimates;
     int *many, *edges;
     float weight_scale, scale, softcap, octaves;
     float down[COLUMNS][2];
-    Candidates are;
+    Cutoff cutoff;
     Levels levels;
-    const uint2* asked;
-    Held* queue;
+    const uint2* operands;
+    Candidate* queue;
 
     __device__ __forceinline__ u64 block_of(u64 entry) const {
         return u64(table[id_of(entry) / TOKENS]) + head_offset;
     }
     __device__ __forceinline__ int slot_of(u64 entry) const {
-        return are.side(entry) ? -1 : atomicAdd(edges, 1);
+        return cutoff.side(entry) ? -1 : atomicAdd(edges, 1);
     }
     // To the queue's place `at`.
     __device__ __forceinline__ void put(int at, u64 entry, u64 block, int slot) const {
@@ -61,14 +61,14 @@ struct Batch {
 };
 
 // The first of `many` from `here` on, on their way.
-__device__ __forceinline__ void begin(Batch& next, const Held* here, int many, const Work& of) {
+__device__ __forceinline__ void begin(Batch& next, const Candidate* here, int many, const Work& work) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (half * 8 + lane / 4 >= many) continue;
-        Held one = here[half * 8 + lane / 4];
+        Candidate one = here[half * 8 + lane / 4];
         const char* block = reinterpret_cast<const char*>(one.block);
-        load(next.tile, half, block, one.id % TOKENS, of.logs, of.magnitudes);
+        load(next.tile, half, block, one.id % TOKENS, work.logs, work.magnitudes);
     }
 #pragma unroll
     for (int half = 0; half < ROWS; half++)
@@ -77,56 +77,56 @@ __device__ __forceinline__ void begin(Batch& next, const Held* here, int many, c
             int h = head_of(i / 2, i % 2);
             bool has = CENTERED && key_of(half) < many && h < GROUP;
             i64 segment = has ? here[key_of(half)].id / TOKENS : 0;
-            next.products[i / 2][half][i % 2] = has ? of.products[segment * GROUP + h] : 0.0f;
+            next.products[i / 2][half][i % 2] = has ? work.products[segment * GROUP + h] : 0.0f;
         }
 }
 
-// first: of `here`, in `kept`.
-__device__ __forceinline__ void finish(const Batch& now, const Held* here, int many, int first,
-                                       Exponentials (&sums)[COLUMNS][2], const Work& of) {
+// first: the place of `here` among the candidates.
+__device__ __forceinline__ void finish(const Batch& now, const Candidate* here, int many, int first,
+                                       Exponentials (&sums)[COLUMNS][2], const Work& work) {
 #pragma unroll
     for (int set = 0; set < COLUMNS; set++) {
         float both[ROWS][2];
-        multiply(both, now.tile, of.asked, set, of.levels);
+        multiply(both, now.tile, work.operands, set, work.levels);
 #pragma unroll
         for (int half = 0; half < ROWS; half++) {
             int key = key_of(half), log = log_of(now.tile, half), slot = here[min(key, many - 1)].slot;
-            float weight = log ? exp2f(float(log - 65535) * (of.octaves / 65536)) * of.weight_scale : 0.0f;
+            float weight = log ? exp2f(float(log - 65535) * (work.octaves / 65536)) * work.weight_scale : 0.0f;
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 int h = head_of(set, side);
                 if (h >= GROUP || key >= many) continue;
-                float found = both[half][side] * of.down[set][side] * weight;
+                float found = both[half][side] * work.down[set][side] * weight;
                 if (CENTERED) found += now.products[set][half][side];
-                of.estimates[i64(first + key) * GROUP + h] = found;
+                work.estimates[i64(first + key) * GROUP + h] = found;
                 if (slot < 0)
-                    sums[set][side].add(of.buckets + h * BUCKETS, capped(found, of.scale, of.softcap));
+                    sums[set][side].add(work.buckets + h * BUCKETS, capped(found, work.scale, work.softcap));
                 else if (slot < EDGE)
-                    of.edge_estimates[slot * GROUP + h] = found;
+                    work.edge_estimates[slot * GROUP + h] = found;
             }
         }
     }
 }
 
-// Batch after batch: gather() fills the queue and says how many there are, 0 for no more; keep(first) writes
-// these to `kept`, from there on. AHEAD: whether one batch is on its way while another is multiplied.
+// Batch after batch: gather() fills the queue and says how many there are, 0 for no more; write(first) writes
+// these to `candidates`, from there on. AHEAD: whether one batch is on its way while another is multiplied.
 template <bool AHEAD, class Gather, class Keep>
-__device__ __forceinline__ void estimate(const Work& of, Gather gather, Keep keep) {
+__device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep write) {
     Exponentials sums[COLUMNS][2];
-    while (int held = gather()) {
-        int first = threadIdx.x % 32 == 0 ? atomicAdd(of.many, held) : 0;
+    while (int count = gather()) {
+        int first = threadIdx.x % 32 == 0 ? atomicAdd(work.many, count) : 0;
         __syncwarp();
         Batch even, odd;  // two, for to copy one is to wait for it
         auto start = [&](Batch& next, int at) {
-            if (at < held) begin(next, of.queue + at, held - at, of);
+            if (at < count) begin(next, work.queue + at, count - at, work);
         };
         auto end = [&](const Batch& now, int at) {
-            if (at < held) finish(now, of.queue + at, held - at, first + at, sums, of);
+            if (at < count) finish(now, work.queue + at, count - at, first + at, sums, work);
         };
         start(even, 0);
         first = __shfl_sync(ALL, first, 0);
-        keep(first);
-        for (int at = 0; at < held; at += 2 * ONCE) {
+        write(first);
+        for (int at = 0; at < count; at += 2 * ONCE) {
             if (AHEAD) start(odd, at + ONCE);
             end(even, at);
             start(AHEAD ? even : odd, at + (AHEAD ? 2 : 1) * ONCE);
@@ -139,112 +139,130 @@ __device__ __forceinline__ void estimate(const Work& of, Gather gather, Keep kee
     for (int set = 0; set < COLUMNS; set++)
 #pragma unroll
         for (int side = 0; side < 2; side++)
-            sums[set][side].flush<FOLDED ? 2 : 4>(of.buckets + head_of(set, side) * BUCKETS);
+            sums[set][side].flush<FOLDED ? 2 : 4>(work.buckets + head_of(set, side) * BUCKETS);
 }
 
 __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
 // The C best without the scan's list (exact.cuh): all entries from the C-th on.
-__device__ __noinline__ void estimate_alone(const Work& of, const Voters& voters, int target) {
+__device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target) {
     u64 least = target ? last_of_the_best(voters, target) : ~0ull;
-    u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, they = 0;
+    u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, hits = 0;
     u64 entry = 0;
     auto gather = [&]() {
-        int held = 0;
-        for (; !held && next < voters.tokens; next += gridDim.x * 256) {
+        int count = 0;
+        for (; !count && next < voters.tokens; next += gridDim.x * 256) {
             entry = entry_alone(voters, next);
-            bool is = entry && entry >= least;
-            they = __ballot_sync(ALL, is);
-            held = __popc(they);
-            if (is) of.put(__popc(they & lower_lanes()), entry, of.block_of(entry), -1);
+            bool inside = entry && entry >= least;
+            hits = __ballot_sync(ALL, inside);
+            count = __popc(hits);
+            if (inside) work.put(__popc(hits & lower_lanes()), entry, work.block_of(entry), -1);
         }
-        return held;
+        return count;
     };
-    estimate<false>(of, gather, [&](int first) {
-        if (they >> threadIdx.x % 32 & 1) of.kept[first + __popc(they & lower_lanes())] = entry;
+    estimate<false>(work, gather, [&](int first) {
+        if (hits >> threadIdx.x % 32 & 1) work.candidates[first + __popc(hits & lower_lanes())] = entry;
     });
 }
 
+struct Arguments {
+    const i64* codes;             // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const uint2* operands;        // of prepare_query.cu, as are ups, bases and shifts
+    const float* ups;
+    const float* products;        // [BG, row, GROUP]
+    const float* levels;          // [LEVELS]
+    const float* weight_scale;    // [BG]
+    const int* wanted;            // [B]
+    const int* counted;           // [B]
+    const int* bases;
+    const int* shifts;
+    const int* counts;            // of scan.cu, as are list and histogram
+    const u64* list;
+    const int* histogram;
+    u64* candidates;              // [BG, capacity]: entries of candidates and of the edge, in any order
+    int* candidate_counts;        // [BG] APART: how many, cleared before
+    float* estimates;             // [BG, capacity, GROUP]: theirs
+    u64* buckets;                 // [BG, GROUP, BUCKETS]: sums over candidates above the edge, cleared before
+    u64* edge;                    // [BG, EDGE]: entries of the edge
+    float* edge_estimates;        // [BG, EDGE, GROUP]: theirs
+    int* edge_counts;             // [BG] APART: how many, cleared before
+    int2* cuts;                   // [BG]: the bin of the cut and how many are above it, −1 and 0 where all are candidates
+    const u32* planes;            // from here to length: as in scan.cu
+    const int* sums;
+    const void* queries;
+    const float* units;
+    const int* factors;
+    const u32* valid;
+    const i64* length;
+    int* signals;                 // of scan.cu, whose `scanners` warps it counts, and of this kernel's blocks (common.cuh)
+    i64 row, head_bytes, logs, magnitudes, scanners, capacity, kv_heads;
+    float scale, softcap, octaves;
+};
+
 // Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
 // weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes of each.
-// operands, ups, bases, shifts: of prepare_query.cu; products float32 [BG, row, GROUP]; levels float32
-// [LEVELS]; weight_scales float32 [BG]; wanted, counted int32 [B]; counts, list, histogram: of scan.cu.
-// From planes to length: what scan.cu reads, of which the C best are found where its list does not
-// hold them (exact.cuh).
-// kept uint64 [BG, capacity]: entries of candidates and of the edge, in any order, the first
-// many int32 [BG] APART; estimates float32 [BG, capacity, GROUP]: theirs; buckets uint64 [BG, GROUP,
-// BUCKETS]: sums over candidates above the edge; edge uint64 [BG, EDGE]: its entries, and
-// edge_estimates float32 [BG, EDGE, GROUP]: theirs; edges int32 [BG] APART; cuts int32 [BG, 2]: the bin of
-// the cut and how many are above it, −1 and 0 where all that is kept is a candidate. Buckets, edges
-// and many are cleared before. told: of scan.cu, whose `scanners` warps it counts, and of this kernel's
-// blocks that are done (common.cuh).
+// Where the list lacks some of the C best they are found from what scan.cu reads (exact.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
-rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint2* operands,
-       const float* ups, const float* products, const float* given_levels, const float* weight_scales,
-       const int* wanted, const int* counted, const int* bases, const int* shifts,
-       const int* counts, const u64* list, const int* histogram, u64* kept, int* many,
-       float* estimates, u64* buckets, u64* edge, float* edge_estimates, int* edges, int2* cuts,
-       const u32* planes, const int* sums_of_planes, const void* queries, const float* units,
-       const int* factors, const u32* valid, const i64* length, int* told, i64 scanners, i64 capacity,
-       i64 kv_heads, float scale, float softcap, float octaves) {
+rerank(const __grid_constant__ Arguments args) {
     __shared__ u16 halves[LEVELS];
-    __shared__ uint2 asked[OPERANDS];
-    __shared__ Held queues[8][QUEUE];
-    u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(kv_heads);
-    int lane = threadIdx.x % 32, target = min(wanted[batch], counted[batch]);
+    __shared__ uint2 operands[OPERANDS];
+    __shared__ Candidate queues[8][QUEUE];
+    u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(args.kv_heads);
+    int lane = threadIdx.x % 32, target = min(args.wanted[batch], args.counted[batch]);
     // a block may begin late: all reads are begun before one is waited for
-    float level = threadIdx.x < LEVELS ? given_levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
+    float level = threadIdx.x < LEVELS ? args.levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
     uint2 parts[OPERANDS / 256];
 #pragma unroll
     for (int i = 0; i < OPERANDS / 256; i++)
-        parts[i] = __ldcg(operands + bg * OPERANDS + i * 256 + threadIdx.x);
+        parts[i] = __ldcg(args.operands + bg * OPERANDS + i * 256 + threadIdx.x);
     Work work = {
-        table + batch * row, logs, magnitudes, bg % u32(kv_heads) * head,
-        products + bg * row * GROUP, list + bg * capacity,
-        kept + bg * capacity, buckets + bg * (GROUP * BUCKETS), edge + bg * EDGE,
-        estimates + bg * capacity * GROUP, edge_estimates + bg * (EDGE * GROUP),
-        many + bg * APART, edges + bg * APART, weight_scales[bg], scale, softcap, octaves,
+        args.codes + batch * args.row, args.logs, args.magnitudes, bg % u32(args.kv_heads) * args.head_bytes,
+        args.products + bg * args.row * GROUP, args.list + bg * args.capacity,
+        args.candidates + bg * args.capacity, args.buckets + bg * (GROUP * BUCKETS), args.edge + bg * EDGE,
+        args.estimates + bg * args.capacity * GROUP, args.edge_estimates + bg * (EDGE * GROUP),
+        args.candidate_counts + bg * APART, args.edge_counts + bg * APART, args.weight_scale[bg],
+        args.scale, args.softcap, args.octaves,
     };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; i++) {
         int h = head_of(i / 2, i % 2);
-        up[i / 2][i % 2] = h < GROUP ? __ldcg(ups + bg * GROUP + h) : 1.0f;
+        up[i / 2][i % 2] = h < GROUP ? __ldcg(args.ups + bg * GROUP + h) : 1.0f;
     }
-    work.are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
-    work.asked = asked;
+    work.cutoff = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
+    work.operands = operands;
     work.queue = queues[threadIdx.x / 32];
     let_next_begin();
-    u32 teams = min(groups, u32(scanners));
-    await(told + bg * APART, warps_of(bg % teams, teams, u32(scanners)));
+    u32 teams = min(groups, u32(args.scanners));
+    await(args.signals + bg * APART, warps_of(bg % teams, teams, u32(args.scanners)));
     auto done = [&]() {
         __syncthreads();
-        if (threadIdx.x == 0) tell(told + (groups + bg) * APART);
+        if (threadIdx.x == 0) signal(args.signals + (groups + bg) * APART);
         after_previous();
     };
 
     // a warp's entries: of the first 32 · warps every warps-th, and so on
     int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
-    int n = counts[bg * APART];
+    int n = args.counts[bg * APART];
     auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // i-th hand
     u64 entries[HANDS];
-    entries[0] = place_of(0) < capacity ? work.list[place_of(0)] : 0;
+    entries[0] = place_of(0) < args.capacity ? work.list[place_of(0)] : 0;
     auto load_hands = [&](int from) {
 #pragma unroll
         for (int i = 0; i < HANDS; i++)
             if (i >= from) entries[i] = place_of(i) < n ? work.list[place_of(i)] : 0;
     };
-    auto bins = bins_of<false, 256>(histogram + bg * BINS);
+    auto bins = bins_of<false, 256>(args.histogram + bg * BINS);
     if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(level);
 #pragma unroll
-    for (int i = 0; i < OPERANDS / 256; i++) asked[i * 256 + threadIdx.x] = parts[i];
+    for (int i = 0; i < OPERANDS / 256; i++) operands[i * 256 + threadIdx.x] = parts[i];
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; i++) work.down[i / 2][i % 2] = 1 / up[i / 2][i % 2];
     __syncthreads();
     work.levels = levels_of(halves);
-    if (n < target || n > capacity) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {-1, 0};
-        Voters voters = {table + batch * row, head, bg, kv_heads, planes, sums_of_planes, queries, units,
-                         factors, valid + batch * row * 8, *length};
+    if (n < target || n > args.capacity) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = {-1, 0};
+        Voters voters = {args.codes + batch * args.row, args.head_bytes, bg, args.kv_heads, args.planes, args.sums,
+                         args.queries, args.units, args.factors, args.valid + batch * args.row * 8, *args.length};
         estimate_alone(work, voters, target);
         done();
         return;
@@ -253,46 +271,46 @@ rerank(const i64* table, i64 row, i64 head, i64 logs, i64 magnitudes, const uint
     if (own + 32 * warps < n) load_hands(1);
     Cut cut = {-1, 0};
     if (n > target) cut = cut_of(bins, target);
-    work.are.bin = cut.bin;
-    if (blockIdx.x == 0 && threadIdx.x == 0) cuts[bg] = {cut.bin, cut.above};
-    u32 they[HANDS];
+    work.cutoff.bin = cut.bin;
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = {cut.bin, cut.above};
+    u32 hits[HANDS];
     auto gather = [&]() {
-        int held = 0;
-        for (; !held && next < n; next += QUEUE * warps) {
+        int count = 0;
+        for (; !count && next < n; next += QUEUE * warps) {
             bool more = next + 32 * warps < n;  // than one hand
             if (next != own) load_hands(0);
 #pragma unroll
             for (int i = 0; i < HANDS; i++) {
-                they[i] = 0;
+                hits[i] = 0;
                 if (i == 0 || more)
-                    they[i] = __ballot_sync(ALL, place_of(i) < n && work.are.side(entries[i]) >= 0);
-                held += __popc(they[i]);
+                    hits[i] = __ballot_sync(ALL, place_of(i) < n && work.cutoff.side(entries[i]) >= 0);
+                count += __popc(hits[i]);
             }
             u64 blocks[HANDS];
             int slots[HANDS];
 #pragma unroll
             for (int i = 0; i < HANDS; i++) {
                 if (i && !more) continue;
-                bool is = they[i] >> lane & 1, known = i == 0 && next == own;
-                blocks[i] = known ? block : is ? work.block_of(entries[i]) : 0;
-                slots[i] = is ? work.slot_of(entries[i]) : -1;
+                bool inside = hits[i] >> lane & 1, known = i == 0 && next == own;
+                blocks[i] = known ? block : inside ? work.block_of(entries[i]) : 0;
+                slots[i] = inside ? work.slot_of(entries[i]) : -1;
             }
             int at = 0;
 #pragma unroll
             for (int i = 0; i < HANDS; i++) {
                 if (i && !more) continue;
-                int to = at + __popc(they[i] & lower_lanes());
-                if (they[i] >> lane & 1) work.put(to, entries[i], blocks[i], slots[i]);
-                at += __popc(they[i]);
+                int to = at + __popc(hits[i] & lower_lanes());
+                if (hits[i] >> lane & 1) work.put(to, entries[i], blocks[i], slots[i]);
+                at += __popc(hits[i]);
             }
         }
-        return held;
+        return count;
     };
     estimate<true>(work, gather, [&](int first) {
 #pragma unroll
         for (int i = 0; i < HANDS; i++) {
-            if (they[i] >> lane & 1) work.kept[first + __popc(they[i] & lower_lanes())] = entries[i];
-            first += __popc(they[i]);
+            if (hits[i] >> lane & 1) work.candidates[first + __popc(hits[i] & lower_lanes())] = entries[i];
+            first += __popc(hits[i]);
             entries[i] = 0;  // no register is left for it
         }
         block = 0;

@@ -73,36 +73,46 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, c
     }
 }
 
-// table int64 [B, row]: addresses of blocks, of KV head g at g · head; weights, magnitudes: of the
-// layout; operands uint2 [BG, SETS, STEPS, 32], ups float32 [BG, GROUP]: of query_table.cu; levels float32
-// [LEVELS]; many int32 [BG] APART, kept uint64 [BG, capacity]: of candidates.cu, all of them candidates.
-// estimates float32 [BG, capacity, GROUP]; buckets uint64 [BG, GROUP, BUCKETS], cleared before: sums
-// over candidates.
+struct Arguments {
+    const i64* codes;              // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const uint2* operands;         // [BG, SETS, STEPS, 32]: of query_table.cu, as are ups
+    const float* ups;              // [BG, GROUP]
+    const float* levels;           // [LEVELS]
+    const int* candidate_counts;   // [BG] APART: of candidates.cu
+    const u64* candidates;         // [BG, capacity]
+    float* estimates;              // [BG, capacity, GROUP]
+    u64* buckets;                  // [BG, GROUP, BUCKETS]: sums over candidates, cleared before
+    i64 row, head_bytes, weights, magnitudes, capacity, kv_heads;
+    float scale, softcap;
+};
+
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
-rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, const uint2* operands,
-      const float* ups, const float* given_levels, const int* many, const u64* kept, float* estimates,
-      u64* buckets, i64 capacity, i64 kv_heads, float scale, float softcap) {
+rerank_blocks(const __grid_constant__ Arguments args) {
+    const i64* table = args.codes;
+    const u64* kept = args.candidates;
+    float* estimates = args.estimates;
+    u64* buckets = args.buckets;
     __shared__ u16 halves[LEVELS];
-    __shared__ uint2 asked[SETS * STEPS * 32];
-    i64 bg = blockIdx.y, batch = bg / kv_heads;
+    __shared__ uint2 query_operands[SETS * STEPS * 32];
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads;
     int lane = threadIdx.x % 32, t = lane % 4, step = gridDim.x * 128;
     int start = (blockIdx.x * 8 + threadIdx.x / 32) * 16;
-    for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(given_levels[i]);
-    table += batch * row;
-    kept += bg * capacity;
-    estimates += bg * capacity * GROUP;
+    for (int i = threadIdx.x; i < LEVELS; i += 256) halves[i] = to_float16(args.levels[i]);
+    table += batch * args.row;
+    kept += bg * args.capacity;
+    estimates += bg * args.capacity * GROUP;
     buckets += bg * GROUP * BUCKETS;
     after_previous();
     let_next_begin();
     for (int i = threadIdx.x; i < SETS * STEPS * 32; i += 256)
-        asked[i] = __ldcg(operands + bg * (SETS * STEPS * 32) + i);
+        query_operands[i] = __ldcg(args.operands + bg * (SETS * STEPS * 32) + i);
     float down[SETS][2];
 #pragma unroll
     for (int i = 0; i < SETS * 2; i++) {
         int h = i / 2 * 4 + t % 2 * 2 + i % 2;
-        down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(ups + bg * GROUP + h) : 0.0f;
+        down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(args.ups + bg * GROUP + h) : 0.0f;
     }
-    int n = many[bg * APART];
+    int n = args.candidate_counts[bg * APART];
     __syncthreads();
     Levels levels = levels_of(halves);
     Exponentials sums[SETS][2];
@@ -110,7 +120,7 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
 
     auto entry_at = [&](int first) { return lane < 16 && first + lane < n ? kept[first + lane] : 0; };
     auto block_of = [&](u64 entry) {
-        return entry ? u64(table[id_of(entry) / TOKENS]) + bg % kv_heads * head : 0;
+        return entry ? u64(table[id_of(entry) / TOKENS]) + bg % args.kv_heads * args.head_bytes : 0;
     };
     u64 entry = entry_at(start), block = block_of(entry);
     for (; start < n; start += step) {
@@ -123,7 +133,7 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
             const char* at = reinterpret_cast<const char*>(__shfl_sync(ALL, block, from));
             ids[half] = __shfl_sync(ALL, entry ? id_of(entry) : -1, from);
             keys[half] = Key{};
-            if (ids[half] >= 0) load(keys[half], at, weights, magnitudes, ids[half] % TOKENS);
+            if (ids[half] >= 0) load(keys[half], at, args.weights, args.magnitudes, ids[half] % TOKENS);
         }
         float found[SETS][4] = {};
 #pragma unroll
@@ -143,7 +153,7 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
                 }
 #pragma unroll
                 for (int set = 0; set < SETS; set++) {
-                    uint2 q = asked[(set * STEPS + at) * 32 + lane];
+                    uint2 q = query_operands[(set * STEPS + at) * 32 + lane];
                     bool even = lane < 16;
                     float c[4] = {0, 0, 0, 0};
                     mma_halves(c, upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1],
@@ -166,7 +176,7 @@ rerank_blocks(const i64* table, i64 row, i64 head, i64 weights, i64 magnitudes, 
                 if (h >= GROUP || id < 0) continue;
                 sum *= down[set][side];
                 estimates[i64(start + row_of) * GROUP + h] = sum;
-                sums[set][side].add(buckets + h * BUCKETS, capped(sum, scale, softcap));
+                sums[set][side].add(buckets + h * BUCKETS, capped(sum, args.scale, args.softcap));
             }
         entry = next, block = next_block;
     }

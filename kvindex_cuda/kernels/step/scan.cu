@@ -2,48 +2,56 @@
 // Compile-time: D, GROUP, DTYPE (of queries), CENTERED, PLANES.
 #include "common/votes.cuh"
 
-constexpr int WARPS = 8;                                 // of a block
-constexpr int STAGES = 2;                                // blocks of keys on their way to a warp
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;       // bytes
 constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : 2;  // times 32 keys whose votes are made together
 constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;   // with more heads no registers are left
-constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane holds back
-#ifndef BINNED
-#define BINNED 65535  // entries that a block's histogram has room for; fewer in tests
-#endif
+constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane buffers
 
 // Bytes of a block. Where two take more than 196 KB, less is left for L1, for the rerank too, which follows on
 // the same multiprocessors: it took 6 µs longer at 1M tokens.
 constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
 static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
-// Where it reaches the threshold, a vote and its id go to `held`, and the next ones behind it; no branch.
-__device__ __forceinline__ void hold(Shared& held, int vote, int threshold, u32 id) {
+// Where it reaches the threshold, a vote and its id go to `tail`, and the next ones behind it; no branch.
+__device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u32 id) {
 #ifdef EMULATED
-    if (vote >= threshold) store_pair(held, id, u32(vote)), held += 256;
+    if (vote >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
 #else
     asm volatile("{\n\t.reg .pred is;\n\tsetp.ge.s32 is, %1, %2;\n\t@is st.shared.v2.u32 [%0], {%3, %1};\n\t"
-                 "@is add.u32 %0, %0, 256;\n\t}" : "+r"(held) : "r"(vote), "r"(threshold), "r"(id));
+                 "@is add.u32 %0, %0, 256;\n\t}" : "+r"(tail) : "r"(vote), "r"(threshold), "r"(id));
 #endif
 }
 
+struct Arguments {
+    const i64* codes;         // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const u32* planes;        // of prepare_query.cu, as are sums, units, thresholds, bases and shifts
+    const int* sums;
+    const void* queries;      // DTYPE [BG, GROUP, D]
+    const float* units;
+    const int* factors;       // [256]
+    const u32* valid;         // [B, row, 8]: a bit per token
+    const i64* length;        // [1]
+    const int* thresholds;
+    const int* bases;
+    const int* shifts;
+    int* counts;              // [BG] APART: entries listed
+    u64* list;                // [BG, capacity]
+    int* histogram;           // [BG, BINS]: of `bin_of`
+    float* products;          // [BG, row, GROUP]: ⟨q, μ⟩ of each block
+    int* signals;             // warps that are done (common.cuh)
+    i64 row, head_bytes, capacity, groups, kv_heads;
+};
+
 // Grid: any; each warp walks over blocks of 256 keys, which come to shared memory by asynchronous
-// copies, two ahead, the first two while `ask` still runs. Reads D/8 + 1 bytes per key and 2 D per
+// copies, two ahead, the first two while prepare_query.cu still runs. Reads D/8 + 1 bytes per key and 2 D per
 // block, once; writes 8 bytes and adds to a histogram for each key at or above the threshold of
-// prepare_query.cu, some 2 C. These each lane holds back for itself, so that nothing is agreed on for 32 keys; the
+// prepare_query.cu, some 2 C. These each lane buffers for itself, so that 32 keys need no exchange; the
 // histogram of a block's first group is in shared memory (adding each to memory's took 8 to 9 of 53 µs at 1M
 // tokens).
 // Limited by memory at 1M tokens: its copies alone take 39 µs, all of it 43 to 45.
 // Dynamic shared memory: WARPS STAGES STAGE bytes.
-// planes, sums, units, thresholds, bases, shifts: of prepare_query.cu; queries DTYPE [BG, GROUP, D]; factors
-// int32 [256]; valid uint32 [B, row, 8], a bit per token; length int64 [1]. counts int32 [BG] APART; list
-// uint64 [BG, capacity]; histogram int32 [BG, BINS]: of `bin_of`; products float32 [BG, row,
-// GROUP]: ⟨q, μ⟩ of each block. told: warps that are done (common.cuh).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 2 : 1)
-scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, const void* queries,
-     const float* units, const int* given_factors, const u32* valid, const i64* length,
-     const int* thresholds, const int* bases, const int* shifts, int* counts, u64* list,
-     int* histogram, float* products, int* told, i64 capacity, i64 groups, i64 kv_heads) {
+scan(const __grid_constant__ Arguments args) {
     DYNAMIC_SHARED(memory);
     __shared__ FACTORS int factors[256];
     __shared__ u64 buffers[WARPS][DEPTH][32];
@@ -52,16 +60,16 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Shared stages = shared_place(memory) + warp * (STAGES * STAGE), factor_places = shared_place(factors);
     Shared barrier = shared_place(barriers[warp]), buffer = shared_place(&buffers[warp][0][lane]);
-    int factor = threadIdx.x < 256 ? given_factors[threadIdx.x] : 0;
-    i64 tokens = __ldcg(length);
+    int factor = threadIdx.x < 256 ? args.factors[threadIdx.x] : 0;
+    i64 tokens = __ldcg(args.length);
     u32 blocks = u32((tokens + TOKENS - 1) / TOKENS), warps = gridDim.x * WARPS;
     // warps in as many teams as there are groups; in a team every warp takes each so-many-th block,
     // for keys with high votes lie together
-    u32 teams = min(u32(groups), warps), team = (blockIdx.x * WARPS + warp) * teams / warps;
+    u32 teams = min(u32(args.groups), warps), team = (blockIdx.x * WARPS + warp) * teams / warps;
     u32 low = first_of(team, teams, warps), members = warps_of(team, teams, warps);
     u32 own = blockIdx.x * WARPS + warp - low, home = blockIdx.x * WARPS * teams / warps;
     u32 each = blocks > own ? (blocks - own + members - 1) / members : 0;  // blocks of a group
-    u32 work = each * ((u32(groups) - team + teams - 1) / teams);
+    u32 work = each * ((u32(args.groups) - team + teams - 1) / teams);
 
     if (lane == 0)
         for (int i = 0; i < STAGES; i++) begin_barrier(barrier + 8 * i);
@@ -77,12 +85,12 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
         int at = next % 32, stage = next % STAGES;
         if (at == 0 && next + lane < work) {
             u32 bg = team + (next + lane) / each * teams, s = own + (next + lane) % each * members;
-            i64 entry = i64(bg / u32(kv_heads)) * row + s;
+            i64 entry = i64(bg / u32(args.kv_heads)) * args.row + s;
             place = u32(entry);
-            source = u64(__ldcg(table + entry)) + bg % u32(kv_heads) * head;
+            source = u64(__ldcg(args.codes + entry)) + bg % u32(args.kv_heads) * args.head_bytes;
         }
         const char* from = reinterpret_cast<const char*>(__shfl_sync(ALL, source, at));
-        valid_of[STAGES - 1] = valid[i64(__shfl_sync(ALL, place, at)) * 8 + lane % 8];
+        valid_of[STAGES - 1] = args.valid[i64(__shfl_sync(ALL, place, at)) * 8 + lane % 8];
         if (lane == 0) expect(barrier + 8 * stage, SCANNED);
         copy(stages + stage * STAGE, from, SCANNED, barrier + 8 * stage);
         next++;
@@ -99,15 +107,15 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
     u32 bg = team, s = own;
     int threshold = 0, base = 0, shift = 0, binned = 0;
     float* product = nullptr;
-    Shared held = buffer;  // where the lane's next entry goes
+    Shared tail = buffer;  // where the lane's next entry goes
     auto enter = [&]() {
-        load(group, queries, planes, sums, units, bg);
-        threshold = thresholds[bg], base = bases[bg], shift = shifts[bg];
-        product = products + (i64(bg) * row + s) * GROUP + 2 * lane % 4;
+        load(group, args.queries, args.planes, args.sums, args.units, bg);
+        threshold = args.thresholds[bg], base = args.bases[bg], shift = args.shifts[bg];
+        product = args.products + (i64(bg) * args.row + s) * GROUP + 2 * lane % 4;
     };
     auto flush = [&]() {
-        int mine = int(held - buffer) / 256, all = warp_sum(mine);
-        int start = lane == 0 ? atomicAdd(counts + bg * APART, all) : 0;
+        int mine = int(tail - buffer) / 256, all = warp_sum(mine);
+        int start = lane == 0 ? atomicAdd(args.counts + bg * APART, all) : 0;
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
         start = __shfl_sync(ALL, start, 0);
@@ -116,15 +124,15 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
             int to = start + __popc(more & ((1u << lane) - 1));
             u64 pair = load_pair(buffer + i * 256);
             int vote = int(pair >> 32), id = int(pair);
-            if (i < mine && to < capacity) list[bg * capacity + to] = entry_of(vote, id);
+            if (i < mine && to < args.capacity) args.list[bg * args.capacity + to] = entry_of(vote, id);
             if (i < mine) {
                 int bin = bin_of(vote, base, shift);
                 if (at_home) atomicAdd(bins + bin / 2, 1u << bin % 2 * 16);
-                else atomicAdd(histogram + bg * BINS + bin, 1);
+                else atomicAdd(args.histogram + bg * BINS + bin, 1);
             }
             start += __popc(more);
         }
-        held = buffer;
+        tail = buffer;
     };
     if (work) enter();
     for (u32 item = 0; item < work; item++) {
@@ -158,26 +166,26 @@ scan(const i64* table, i64 row, i64 head, const u32* planes, const int* sums, co
                     if (!(__shfl_sync(ALL, bits, first_part + i) >> own_key() & 1)) votes[i] = LEAST;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-                hold(held, votes[i], threshold, id + (first_part + i) * 32);
-            if (__any_sync(ALL, held > buffer + (DEPTH - AT_ONCE) * 256)) flush();
+                append(tail, votes[i], threshold, id + (first_part + i) * 32);
+            if (__any_sync(ALL, tail > buffer + (DEPTH - AT_ONCE) * 256)) flush();
         }
         __syncwarp();
         fetch();
         s += members;
         product += i64(members) * GROUP;
         if (s >= blocks) {
-            if (__any_sync(ALL, held > buffer)) flush();
+            if (__any_sync(ALL, tail > buffer)) flush();
             s = own, bg += teams;
             if (item + 1 < work) enter();
         }
     }
     __syncthreads();
     // two bins at once; others may add to one of them: either way memory adds 32 bits to 32
-    u64* pairs = reinterpret_cast<u64*>(histogram + home * BINS);
+    u64* pairs = reinterpret_cast<u64*>(args.histogram + home * BINS);
     for (int i = threadIdx.x; i < BINS / 2; i += WARPS * 32)
         if (u32 two = bins[i]) atomicAdd(pairs + i, u64(two & 65535) | u64(two >> 16) << 32);
     __syncthreads();  // so that one warp waits for the writes of all
     if (threadIdx.x < WARPS)
-        for (team = (blockIdx.x * WARPS + threadIdx.x) * teams / warps; team < u32(groups); team += teams)
-            tell(told + team * APART);
+        for (team = (blockIdx.x * WARPS + threadIdx.x) * teams / warps; team < u32(args.groups); team += teams)
+            signal(args.signals + team * APART);
 }

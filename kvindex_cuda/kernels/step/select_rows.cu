@@ -1,4 +1,4 @@
-// What the heads of a group agree on (kvindex/ops/group.py), and the k best rows by it.
+// Selection of a group's k best rows by the combined shares of its heads (kvindex/ops/group.py).
 //
 // Entries in the bin of the cut are put in order first: those of the C best join the candidates.
 // Then log softmax of each head, over all candidates; then, of the logarithms of shares, a
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
     for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
 }
 
-// log Σ exp of a head's buckets and of its edge, in every lane of the warp that asks: the same for
+// log Σ exp of a head's buckets and of its edge, in every lane of the calling warp: the same for
 // the same candidates, whatever the order in which they came, for what is added is integers. each:
 // gives a function the logits of this lane's part of the edge.
 template <class Each>
@@ -47,20 +47,20 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
 #pragma unroll
     for (int i = 0; i < OWN; i++)
         if (mine[i])
-            sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - BELOW - octaves);
+            sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - FRACTION_BITS - octaves);
     u64 edge = 0;
     each([&](float logit) { edge += u64(exp2f(logit * LOG2E - octaves) * 4294967296.0f); });
     sum = warp_sum(sum) + float(warp_sum(edge)) * (1 / 4294967296.0f);
     return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
-// What the group agrees on for a row, whose larger values are better: the estimate of a single head,
-// else the logarithm of a share (kvindex/ops/group.py); and the bin of its share.
-struct Agreed {
+// The group's score of a row, larger ones better: the estimate of a single head, else the logarithm of a
+// share (kvindex/ops/group.py); and the bin of its share.
+struct GroupScore {
     float value;
     int bin;
 };
-__device__ __forceinline__ Agreed agreed(const float (&estimates)[GROUP], const float* totals,
+__device__ __forceinline__ GroupScore group_score(const float (&estimates)[GROUP], const float* totals,
                                          float scale, float softcap) {
     float each[GROUP], best = NEVER;
 #pragma unroll
@@ -82,11 +82,9 @@ __device__ __forceinline__ float from_ordered(u32 bits) {
     return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
-constexpr int THREADS = 512;        // of `agree`: of few blocks, each warp costs issue slots
-constexpr int EACH = 8;             // entries of a thread
 constexpr int ROWS = 2 * EDGE;      // that are put in order by their ids
 constexpr bool EARLY = GROUP <= 4;  // whether registers hold the estimates from the start
-constexpr int SOME = EARLY ? EACH : GROUP <= 8 ? 4 : 1;  // entries whose estimates are held at once
+constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are held at once
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
 // use(i, how many of the entries are better) for each of `many`, by one thread; eight look. All threads call it.
@@ -103,73 +101,100 @@ __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) 
     }
 }
 
-// The k best of `kept`. All that is read is of rerank.cu (or rerank_blocks.cu) and of what that one reads. Grid: (BG, splits), THREADS threads; splits · THREADS · EACH is the capacity or more, and
-// blocks without entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what
-// is among the k best of its own, and the last one of a group finishes; a block that is alone keeps
-// it.
-// finalists uint64 [BG, capacity]; filled, tickets int32 [BG] APART, cleared before. ids int64, scores
-// float32 [BG, k]: rows and what the group agrees on, by ids (past 2,048 in any order), the first
-// found int32 [BG].
-// Of a cache of `cached` rows (row_cache.py; 0 for none), which `attend` will look into: tags, stamps
-// int32 [BG, cached]. told (common.cuh): `tellers` blocks of a group did, or 0 where the kernel before
-// tells nothing; and that the group has agreed.
+struct Arguments {
+    const float* estimates;
+    const u64* buckets;
+    const int* wanted;
+    const int* counted;
+    const int* bases;
+    const int* shifts;
+    const int* counts;
+    const u64* candidates;
+    const int* candidate_counts;
+    const int2* cuts;
+    const u64* edge;
+    const float* edge_estimates;
+    const int* edge_counts;
+    u64* finalists;         // [BG, capacity]
+    int* finalist_counts;   // [BG] APART, cleared before
+    int* tickets;           // [BG] APART, cleared before
+    i64* ids;               // [BG, k]: rows, ascending (past 2,048 in any order), the first `found`
+    float* scores;          // [BG, k]: their group scores
+    int* found;             // [BG]
+    const int* tags;        // [BG, cached]: of a cache of so many rows (row_cache.py; 0 for none), which attend.cu
+                            // will look into
+    const int* stamps;      // [BG, cached]
+    int* signals;           // blocks of the kernel before that are done, and that a group's rows are selected (common.cuh)
+    i64 cached;
+    i64 signalers;          // blocks of a group in the kernel before, or 0 where it gives no signals
+    i64 k, capacity, kv_heads;
+    float scale, softcap;
+};
+
+// The k best candidates. All that is read is of rerank.cu (or rerank_blocks.cu) and of what that one reads.
+// Grid: (BG, splits), THREADS threads; splits · THREADS · ENTRIES is the capacity or more, and blocks without
+// entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what is among the k best
+// of its own, and the last one of a group finishes; a block that is alone does so at once.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-select_rows(const float* estimates, const u64* buckets, const int* wanted, const int* counted,
-      const int* bases, const int* shifts, const int* counts, const u64* kept, const int* kept_many,
-      const int2* cuts, const u64* all_edge, const float* edge_estimates, const int* all_edges,
-      u64* finalists, int* filled, int* tickets, i64* ids, float* scores, int* found,
-      const int* tags, const int* stamps, i64 cached, int* told, i64 tellers, i64 k, i64 capacity,
-      i64 kv_heads, float scale, float softcap) {
+select_rows(const __grid_constant__ Arguments args) {
+    const float* estimates = args.estimates;
+    const u64* buckets = args.buckets;
+    const u64* kept = args.candidates;
+    const u64* all_edge = args.edge;
+    const float* edge_estimates = args.edge_estimates;
+    u64* finalists = args.finalists;
+    i64* ids = args.ids;
+    float* scores = args.scores;
     __shared__ float totals[GROUP];
     __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
     __shared__ int order[EDGE];  // of the edge's entries, the best first; also digits
-    __shared__ __align__(16) int chosen[ROWS];
-    __shared__ float chosen_scores[ROWS];
+    __shared__ __align__(16) int selected[ROWS];
+    __shared__ float selected_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
-    u32 bg = blockIdx.x, batch = bg / u32(kv_heads);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(wanted[batch], counted[batch]);
+    u32 bg = blockIdx.x, batch = bg / u32(args.kv_heads);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(args.wanted[batch], args.counted[batch]);
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) chosen[i] = 2147483647;  // after all rows
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) selected[i] = 2147483647;  // after all rows
     if (threadIdx.x == 0) edges = taken = 0, least = 0;
-    Candidates are = {__ldcg(bases + bg), __ldcg(shifts + bg), -1};
-    estimates += bg * capacity * GROUP;
+    Cutoff cutoff = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
+    estimates += bg * args.capacity * GROUP;
     edge_estimates += bg * (EDGE * GROUP);
     all_edge += bg * EDGE;
     buckets += bg * (GROUP * BUCKETS);
-    kept += bg * capacity;
-    if (!tellers) after_previous();
+    kept += bg * args.capacity;
+    if (!args.signalers) after_previous();
     let_next_begin();
-    if (tellers) await(told + (gridDim.x + bg) * APART, int(tellers));
-    int first = blockIdx.y * (THREADS * EACH) + threadIdx.x;
+    if (args.signalers) await(args.signals + (gridDim.x + bg) * APART, int(args.signalers));
+    int first = blockIdx.y * (THREADS * ENTRIES) + threadIdx.x;
     // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
     // (which only the first block does not wait for)
-    int n = kept_many[bg * APART], many = all_edges[bg * APART], listed = counts[bg * APART];
-    int2 cut_at = cuts[bg];
-    int known = blockIdx.y ? n : int(min(capacity, i64(THREADS * EACH)));
-    u64 words[EACH];
+    int n = args.candidate_counts[bg * APART], many = args.edge_counts[bg * APART], listed = args.counts[bg * APART];
+    int2 cut_at = args.cuts[bg];
+    int known = blockIdx.y ? n : int(min(args.capacity, i64(THREADS * ENTRIES)));
+    u64 words[ENTRIES];
     float each[SOME][GROUP];
     auto load = [&](float (&row)[GROUP], int i, int n) {
         if (first + i * THREADS < n) load_row(row, estimates + i64(first + i * THREADS) * GROUP);
     };
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
+    for (int i = 0; i < ENTRIES; i++)
         words[i] = first + i * THREADS < known ? kept[first + i * THREADS] : 0;
 #pragma unroll
-    for (int i = 0; i < (EARLY ? EACH : 0); i++) load(each[i], i, known);
+    for (int i = 0; i < (EARLY ? ENTRIES : 0); i++) load(each[i], i, known);
     u64 sums[OWN] = {}, my_edge = 0;
     float my_estimate = 0;
     if (warp < GROUP) {
         my_edge = all_edge[lane], my_estimate = edge_estimates[lane * GROUP + warp];
         load_sums(sums, buckets + warp * BUCKETS);
     }
-    int blocks = max(1, (n + THREADS * EACH - 1) / (THREADS * EACH)), rank = target;
+    int blocks = max(1, (n + THREADS * ENTRIES - 1) / (THREADS * ENTRIES)), rank = target;
     if (int(blockIdx.y) >= blocks) return after_previous();
-    if (listed > target) are.bin = cut_at.x, rank -= cut_at.y;
+    if (listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
-    auto edge_logit = [&](float estimate) { return capped(estimate, scale, softcap); };
+    auto edge_logit = [&](float estimate) { return capped(estimate, args.scale, args.softcap); };
     if (many <= 32) {  // as it mostly is: a warp for each head
         if (warp < GROUP) {
             __syncwarp();  // `least` is 0 by now
@@ -210,7 +235,7 @@ select_rows(const float* estimates, const u64* buckets, const int* wanted, const
             for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
             __syncthreads();
             for (int i = threadIdx.x; i < n; i += THREADS)
-                if (are.side(kept[i]) == 0 && kept[i] >= word)
+                if (cutoff.side(kept[i]) == 0 && kept[i] >= word)
                     for (int h = from; h < min(from + HEADS, GROUP); h++) {
                         Exponentials one;
                         one.add(nullptr, edge_logit(estimates[i64(i) * GROUP + h]));
@@ -231,21 +256,21 @@ select_rows(const float* estimates, const u64* buckets, const int* wanted, const
     }
     __syncthreads();
 
-    // entries become what the group agrees on and the id, or 0
+    // entries become the group's score and the id, or 0
     u64 lowest = least;
-    u32 bins[EACH / 2] = {};  // two in each
+    u32 bins[ENTRIES / 2] = {};  // two in each
     auto set_bin = [&](int i, int bin) { bins[i / 2] |= u32(bin) << i % 2 * 16; };
     auto bin_at = [&](int i) { return int(bins[i / 2] >> i % 2 * 16 & 0xffff); };
 #pragma unroll
-    for (int from = 0; from < EACH; from += SOME) {
+    for (int from = 0; from < ENTRIES; from += SOME) {
 #pragma unroll
         for (int i = 0; i < (EARLY ? 0 : SOME); i++) load(each[i], from + i, n);
 #pragma unroll
         for (int i = 0; i < SOME; i++) {
             u64& word = words[from + i];
-            int side = first + (from + i) * THREADS < n ? are.side(word) : -1;
+            int side = first + (from + i) * THREADS < n ? cutoff.side(word) : -1;
             if (side > 0 || (side == 0 && word >= lowest)) {
-                Agreed both = agreed(each[i], totals, scale, softcap);
+                GroupScore both = group_score(each[i], totals, args.scale, args.softcap);
                 word = u64(ordered(both.value)) << 32 | u32(word);
                 set_bin(from + i, both.bin);
                 atomicAdd(histogram + both.bin, 1);
@@ -255,111 +280,111 @@ select_rows(const float* estimates, const u64* buckets, const int* wanted, const
         }
     }
     __syncthreads();
-    finalists += bg * capacity;
-    ids += bg * k;
-    scores += bg * k;
-    Cut cut = cut_of<true, THREADS>(histogram, int(k));
+    finalists += bg * args.capacity;
+    ids += bg * args.k;
+    scores += bg * args.k;
+    Cut cut = cut_of<true, THREADS>(histogram, int(args.k));
     auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
     auto bin_in = [&](u64 word) {
         float value = value_of(word);
-        return bin_of(GROUP == 1 ? capped(value, scale, softcap) - totals[0] : value);
+        return bin_of(GROUP == 1 ? capped(value, args.scale, args.softcap) - totals[0] : value);
     };
     int last_many = 0;
     if (blocks > 1) {
         int count = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
+        for (int i = 0; i < ENTRIES; i++) {
             if (bin_at(i) < cut.bin) words[i] = 0;
             count += words[i] != 0;
         }
-        int to = room_for<THREADS>(count, filled + bg * APART);
+        int to = room_for<THREADS>(count, args.finalist_counts + bg * APART);
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
+        for (int i = 0; i < ENTRIES; i++)
             if (words[i]) finalists[to++] = words[i];
         for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-        if (!last_block(tickets + bg * APART, blocks)) return after_previous();
-        last_many = __ldcg(filled + bg * APART);
+        if (!last_block(args.tickets + bg * APART, blocks)) return after_previous();
+        last_many = __ldcg(args.finalist_counts + bg * APART);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
+        for (int i = 0; i < ENTRIES; i++) {
             int at = i * THREADS + threadIdx.x;
             words[i] = at < last_many ? __ldcg(finalists + at) : 0;
         }
 #pragma unroll
-        for (int i = 0; i < EACH / 2; i++) bins[i] = 0;
+        for (int i = 0; i < ENTRIES / 2; i++) bins[i] = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
+        for (int i = 0; i < ENTRIES; i++)
             if (words[i]) {
                 int bin = bin_in(words[i]);
                 set_bin(i, bin);
                 atomicAdd(histogram + bin, 1);
             }
-        for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS)
+        for (int at = ENTRIES * THREADS + threadIdx.x; at < last_many; at += THREADS)
             atomicAdd(histogram + bin_in(__ldcg(finalists + at)), 1);
         __syncthreads();
-        cut = cut_of<true, THREADS>(histogram, int(k));
+        cut = cut_of<true, THREADS>(histogram, int(args.k));
     }
-    // of all words left, those that `is` says something of, one at a time
-    auto every = [&](auto is, auto use) {
+    // of all words left, those whose bin is `inside`, one at a time
+    auto every = [&](auto inside, auto use) {
         u32 some = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) some |= u32(words[i] && is(bin_at(i))) << i;
+        for (int i = 0; i < ENTRIES; i++) some |= u32(words[i] && inside(bin_at(i))) << i;
         for (; some; some &= some - 1) {
             u64 word = words[0];
             int now = __ffs(some) - 1, bin = bin_at(0);
 #pragma unroll
-            for (int i = 1; i < EACH; i++)
+            for (int i = 1; i < ENTRIES; i++)
                 if (i == now) word = words[i], bin = bin_at(i);
             use(word, bin);
         }
-        for (int at = EACH * THREADS + threadIdx.x; at < last_many; at += THREADS) {
+        for (int at = ENTRIES * THREADS + threadIdx.x; at < last_many; at += THREADS) {
             u64 word = __ldcg(finalists + at);
             int bin = bin_in(word);
-            if (is(bin)) use(word, bin);
+            if (inside(bin)) use(word, bin);
         }
     };
-    auto keep = [&](u64 word) {
+    auto select = [&](u64 word) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
-        if (cached) expect_look_up(id, tags + bg * cached, stamps + bg * cached, cached);
+        if (args.cached) expect_look_up(id, args.tags + bg * args.cached, args.stamps + bg * args.cached, args.cached);
         if (slot < ROWS)
-            chosen[slot] = id, chosen_scores[slot] = value_of(word);
+            selected[slot] = id, selected_scores[slot] = value_of(word);
         else
             ids[slot] = id, scores[slot] = value_of(word);
     };
     every([&](int bin) { return bin >= cut.bin; }, [&](u64 word, int bin) {
-        if (bin > cut.bin) return keep(word);
+        if (bin > cut.bin) return select(word);
         int slot = atomicAdd(&edges, 1);
         if (slot < EDGE) edge[slot] = word;
     });
     __syncthreads();
-    rank = int(k) - cut.above;
+    rank = int(args.k) - cut.above;
     if (edges > EDGE) {
         auto all = [&](auto use) { every([](int) { return true; }, [&](u64 word, int) { use(word); }); };
-        u64 word = radix_cut(all, int(k), order);
+        u64 word = radix_cut(all, int(args.k), order);
         every([&](int bin) { return bin == cut.bin; }, [&](u64 other, int) {
-            if (other >= word) keep(other);
+            if (other >= word) select(other);
         });
     } else {
         in_order(edge, edges, [&](int i, int better) {
-            if (better < rank) keep(edge[i]);
+            if (better < rank) select(edge[i]);
         });
     }
     __syncthreads();
     int rows = taken;
-    if (threadIdx.x == 0) found[bg] = rows;
+    if (threadIdx.x == 0) args.found[bg] = rows;
     // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
     int sorted = min(rows, ROWS);
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
-        int i = at / 4, id = chosen[i], place = 0;
+        int i = at / 4, id = selected[i], place = 0;
 #pragma unroll 4
         for (int j = at % 4 * 4; j < sorted; j += 16) {
-            int4 four = *reinterpret_cast<const int4*>(chosen + j);
+            int4 four = *reinterpret_cast<const int4*>(selected + j);
             place += (four.x < id) + (four.y < id) + (four.z < id) + (four.w < id);
         }
         place += __shfl_xor_sync(ALL, place, 1);
         place += __shfl_xor_sync(ALL, place, 2);
-        if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = chosen_scores[i];
+        if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = selected_scores[i];
     }
     __syncthreads();
-    if (threadIdx.x == 0) tell(told + (2 * gridDim.x + bg) * APART);
+    if (threadIdx.x == 0) signal(args.signals + (2 * gridDim.x + bg) * APART);
     after_previous();
 }

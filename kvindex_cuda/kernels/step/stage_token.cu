@@ -1,5 +1,5 @@
-// What comes with a decoded token goes to where a step reads it: its key and value to the window
-// and to the rows beside it, its queries to a graph's own.
+// Stage a decoded token where a step reads it: its key and value in the window and among the resident
+// rows, its queries in a graph's own.
 //
 // Grid: (G, B), 128 threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head;
 // limited by latency.
@@ -12,35 +12,48 @@ typedef u32 Bits;
 typedef u16 Bits;
 #endif
 
-constexpr int THREADS = 128;
+struct Arguments {
+    const Bits* keys;                  // [B, G, D]
+    const Bits* values;                // [B, G, DV]
+    Bits* window_keys;                 // [B, G, D]: the token's own places
+    Bits* window_values;               // [B, G, DV]
+    Bits* resident;                    // [B, G, room, D + DV]: written at row `place`
+    i64* resident_count;               // [1]: becomes place + 1
+    const Bits* queries;               // [B, H, D]
+    Bits* graph_queries;               // [B, H, D], or null: there is no graph
+    i64 keys_batch, keys_head, values_batch, values_head;
+    i64 window_keys_batch, window_keys_head, window_values_batch, window_values_head;
+    i64 queries_batch, queries_head;
+    i64 room, place;
+};
 
-// keys [B, G, D], values [B, G, DV], queries [B, H, D], each with the strides of its first two
-// dimensions in elements and none between neighbors; window_keys, window_values: the token's own
-// places, [B, G, D] and [B, G, DV] likewise; rows [B, G, room, D + DV] get it at `at`, and held [1]
-// is one more than that. asked [B, H, D], or null: nobody replays.
+// Strides are in elements, of the first two dimensions; neighbors lie side by side.
 extern "C" __global__ void __launch_bounds__(THREADS)
-stage_token(const Bits* __restrict__ keys, const Bits* __restrict__ values, Bits* __restrict__ window_keys,
-     Bits* __restrict__ window_values, Bits* __restrict__ rows, i64* count,
-     const Bits* __restrict__ queries, Bits* __restrict__ asked, i64 keys_b, i64 keys_g, i64 values_b,
-     i64 values_g, i64 window_keys_b, i64 window_keys_g, i64 window_values_b, i64 window_values_g,
-     i64 queries_b, i64 queries_h, i64 room, i64 at) {
+stage_token(const __grid_constant__ Arguments args) {
+    const Bits* __restrict__ keys = args.keys;
+    const Bits* __restrict__ values = args.values;
+    Bits* __restrict__ window_keys = args.window_keys;
+    Bits* __restrict__ window_values = args.window_values;
+    Bits* __restrict__ rows = args.resident;
+    const Bits* __restrict__ queries = args.queries;
+    Bits* __restrict__ graph_queries = args.graph_queries;
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
-    Bits* row = rows + (bg * room + at) * (D + DV);
+    Bits* row = rows + (bg * args.room + args.place) * (D + DV);
     for (int i = threadIdx.x; i < D; i += THREADS) {
-        Bits one = keys[b * keys_b + g * keys_g + i];
+        Bits one = keys[b * args.keys_batch + g * args.keys_head + i];
         row[i] = one;
-        window_keys[b * window_keys_b + g * window_keys_g + i] = one;
+        window_keys[b * args.window_keys_batch + g * args.window_keys_head + i] = one;
     }
     for (int i = threadIdx.x; i < DV; i += THREADS) {
-        Bits one = values[b * values_b + g * values_g + i];
+        Bits one = values[b * args.values_batch + g * args.values_head + i];
         row[D + i] = one;
-        window_values[b * window_values_b + g * window_values_g + i] = one;
+        window_values[b * args.window_values_batch + g * args.window_values_head + i] = one;
     }
-    if (asked) {
+    if (graph_queries) {
         for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
             i64 h = g * GROUP + i / D;
-            asked[bg * GROUP * D + i] = queries[b * queries_b + h * queries_h + i % D];
+            graph_queries[bg * GROUP * D + i] = queries[b * args.queries_batch + h * args.queries_head + i % D];
         }
     }
-    if (bg == 0 && threadIdx.x == 0) *count = at + 1;
+    if (bg == 0 && threadIdx.x == 0) *args.resident_count = args.place + 1;
 }

@@ -32,20 +32,29 @@ __device__ __forceinline__ void load(u32 (&words)[WORDS], const char* signs) {
     }
 }
 
-// table int64 [B, row]: addresses of blocks, of KV head g at g · head; given uint32 [BG, SETS, M, 256]:
-// of query_table.cu; valid uint32 [B, row, 8], a bit per token; length int64 [1]. votes uint32 [BG, SETS,
-// capacity], of four heads; totals int32 [BG, GROUP, POINTS], cleared before, and pieces int32 [BG,
-// GROUP, PIECES, POINTS]: keys by votes. Keys past the capacity are not seen.
+struct Arguments {
+    const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const uint4* query_table;   // [BG, SETS, M, 256] words, of query_table.cu
+    const u32* valid;           // [B, row, 8]: a bit per token
+    const i64* length;          // [1]
+    u32* votes;                 // [BG, SETS, capacity]: of four heads
+    int* totals;                // [BG, GROUP, POINTS]: keys by votes, cleared before
+    int* pieces;                // [BG, GROUP, PIECES, POINTS]: the same of each piece
+    i64 row, head_bytes, capacity, kv_heads;
+};
+
+// Keys past the capacity are not seen.
 extern "C" __global__ void __launch_bounds__(256, 4)
-vote(const i64* table, i64 row, i64 head, const uint4* given, const u32* valid, const i64* length,
-      u32* votes, int* totals, int* pieces, i64 capacity, i64 kv_heads) {
+vote(const __grid_constant__ Arguments args) {
+    const i64* table = args.codes;
+    const u32* valid = args.valid;
     DYNAMIC_SHARED(memory);  // 1 KB · M
     __shared__ int bins[4 * POINTS];
     u32* entries = reinterpret_cast<u32*>(memory);
-    i64 bg = blockIdx.y, batch = bg / kv_heads, tokens = min(i64(__ldcg(length)), capacity);
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length)), args.capacity);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    table += batch * row;
-    valid += batch * row * 8;
+    table += batch * args.row;
+    valid += batch * args.row * 8;
     i64 piece = piece_of(tokens), many = (tokens + piece - 1) / piece;
     after_previous();
     let_next_begin();
@@ -54,7 +63,7 @@ vote(const i64* table, i64 row, i64 head, const uint4* given, const u32* valid, 
     for (int set = 0; set < SETS; set++) {
         __syncthreads();
         for (int i = threadIdx.x; i < M * 64; i += 256)
-            reinterpret_cast<uint4*>(entries)[i] = __ldcg(given + (bg * SETS + set) * (M * 64) + i);
+            reinterpret_cast<uint4*>(entries)[i] = __ldcg(args.query_table + (bg * SETS + set) * (M * 64) + i);
         for (int i = threadIdx.x; i < 4 * POINTS; i += 256) bins[i] = 0;
         __syncthreads();
         for (i64 p = blockIdx.x; p < many; p += gridDim.x) {
@@ -66,7 +75,7 @@ vote(const i64* table, i64 row, i64 head, const uint4* given, const u32* valid, 
                 for (int i = 0; i < RECORDS; i++) {
                     i64 s = start / TOKENS + i, key = start + i * TOKENS + threadIdx.x;
                     bool any = s * TOKENS < tokens;
-                    blocks[i] = any ? reinterpret_cast<const char*>(table[s]) + bg % kv_heads * head : nullptr;
+                    blocks[i] = any ? reinterpret_cast<const char*>(table[s]) + bg % args.kv_heads * args.head_bytes : nullptr;
                     real[i] = any && key < tokens ? valid[s * 8 + warp] >> lane & 1 : 0;
                 }
 #pragma unroll
@@ -82,7 +91,7 @@ vote(const i64* table, i64 row, i64 head, const uint4* given, const u32* valid, 
                     for (int b = 0; b < M; b++)
                         sum += entries[b * 256 + (ids[i][b / 4] >> (b % 4 * 8) & 255)];
                     i64 key = start + i * TOKENS + threadIdx.x;
-                    if (key < tokens) votes[(bg * SETS + set) * capacity + key] = sum;
+                    if (key < tokens) args.votes[(bg * SETS + set) * args.capacity + key] = sum;
                     if (real[i])
 #pragma unroll
                         for (int h = 0; h < 4; h++)
@@ -94,8 +103,8 @@ vote(const i64* table, i64 row, i64 head, const uint4* given, const u32* valid, 
                 i64 at = bg * GROUP + set * 4 + h;
                 int found = bins[h * POINTS + threadIdx.x];
                 bins[h * POINTS + threadIdx.x] = 0;
-                pieces[(at * PIECES + p) * POINTS + threadIdx.x] = found;
-                if (found) atomicAdd(totals + at * POINTS + threadIdx.x, found);
+                args.pieces[(at * PIECES + p) * POINTS + threadIdx.x] = found;
+                if (found) atomicAdd(args.totals + at * POINTS + threadIdx.x, found);
             }
             __syncthreads();
         }

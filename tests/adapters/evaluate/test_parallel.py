@@ -108,7 +108,7 @@ def test_an_index_that_follows_the_steps_is_refused_and_would_find_something_els
     [
         ("exact+reuse", "got Reuse, whose search depends on the steps"),
         ("h2o+sample", "got Sample, whose search depends on the steps"),
-        ("exact+recall", "got MeasureRecall, allowed is one that serves many queries at once"),
+        ("exact+recall", "got MeasureRecall, allowed is one that has `expand_batch`"),
     ],
 )
 def test_a_wrapper_that_cannot_be_searched_at_once_is_refused(model, index, match):

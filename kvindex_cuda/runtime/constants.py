@@ -1,0 +1,103 @@
+"""Numbers that kernels and their launchers share, written once: here or in ops, `-D` to kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from kvindex.ops import block_layout, coarse, codes, learn, transform
+from kvindex.ops import step_state as step
+from kvindex.ops import step_votes as votes
+from kvindex.ops import table_step as table
+
+TOKENS = block_layout.BLOCK
+"""Of a block of codes or rows, which is also a segment that shares a center."""
+
+BINS, EDGE, BUCKETS = step.BINS, 1024, step.BUCKETS
+"""Of a histogram of votes or shares; entries of the cut's bin that are told apart in shared memory;
+buckets of exponentials, 16 octaves each."""
+
+APART = 32
+"""int32 from a group's counter to the next one's: atomics of different groups to one line of memory
+wait for each other."""
+
+SAMPLED = votes.SAMPLED
+"""Keys of a group whose votes `prepare_query` makes for a threshold."""
+
+SCAN_WARPS, SCAN_STAGES, SCAN_BINNED = 8, 2, 65535
+"""Of a block of `scan`: warps; blocks of keys on their way to each; entries that its histogram in
+shared memory has room for."""
+
+SELECT_THREADS, SELECT_ENTRIES = 512, 8
+"""Of `select_rows`: threads of a block (each warp of few blocks costs issue slots) and a thread's
+entries."""
+
+MOST_SPLITS, HEADS_AT_ONCE = 16, 4
+"""Of `attend`: blocks of a group at most; heads whose warps are merged together."""
+
+WAYS = 4
+"""Slots of a set of the cache of rows."""
+
+CHUNK, PIECES, POINTS = table.CHUNK, table.PIECES, table.POINTS
+"""Of votes by look-ups: keys of a block at a time; pieces of the tokens by which ties are counted;
+more than a key's votes can be."""
+
+STAGE_THREADS, UPDATE_THREADS, WRITE_THREADS = 128, 256, 256
+"""Of a block of `stage_token`, `update_state` and `write_rows`."""
+
+ENCODE_WARPS = 8
+"""Of a block of `encode`."""
+
+LEARN_THREADS, LEARN_TALL = 256, 32
+"""Threads of a block of `learn`, and keys that it reads at once at most."""
+
+CODES_THREADS, MOST_BITS = 256, 7
+"""Of `ops/codes.cu`: threads of a block, magnitude bits at most."""
+
+DRAW_THREADS = 1024
+"""Of a block of `draw`."""
+
+DIGIT, TILE, SORTED = 11, 2048, 2048
+"""Of `ops/select.cu`: bits of a digit (`2^11 = BINS`), entries whose marks a block makes, entries
+that a block sorts."""
+
+ROTATE_TALL, ROTATE_BROAD = 32, 64
+"""Vectors and outputs of a block of `rotate`."""
+
+EVERYWHERE = dict(TOKENS=TOKENS, BINS=BINS, APART=APART, LONGEST=int(transform.LONGEST))
+SHARES = dict(EDGE=EDGE, BUCKETS=BUCKETS)
+PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
+
+FILES: dict[str, dict[str, int]] = {
+    "step/prepare_query.cu": dict(SAMPLED=SAMPLED),
+    "step/scan.cu": dict(WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
+    "step/rerank.cu": SHARES,
+    "step/select_rows.cu": dict(SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS),
+    "step/attend.cu": dict(MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, WAYS=WAYS),
+    "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
+    "step/vote.cu": PIECEWISE,
+    "step/candidates.cu": PIECEWISE,
+    "step/rerank_blocks.cu": dict(BUCKETS=BUCKETS),
+    "step/stage_token.cu": dict(THREADS=STAGE_THREADS),
+    "append/update_state.cu": dict(THREADS=UPDATE_THREADS),
+    "append/write_rows.cu": dict(THREADS=WRITE_THREADS),
+    "append/encode.cu": dict(WARPS=ENCODE_WARPS, OCTAVES=codes.OCTAVES),
+    "append/learn.cu": dict(
+        LEAN=learn.LEAN,
+        HEADROOM=learn.HEADROOM,
+        SEEN=learn.SEEN,
+        THREADS=LEARN_THREADS,
+        TALL=LEARN_TALL,
+    ),
+    "ops/coarse.cu": dict(WIDE=0, FACTORS=0, TABLES=1),
+    "ops/codes.cu": dict(THREADS=CODES_THREADS, MOST_BITS=MOST_BITS),
+    "ops/sampling.cu": dict(THREADS=DRAW_THREADS),
+    "ops/select.cu": dict(VOTES=0, DIGIT=DIGIT, TILE=TILE, SORTED=SORTED),
+    "ops/transform.cu": dict(TALL=ROTATE_TALL, BROAD=ROTATE_BROAD),
+}
+"""By the kernel's file: what it gets beside `EVERYWHERE`, where its launcher says nothing else."""
+
+
+@cache
+def constants(file: str) -> dict[str, int]:
+    """What a kernel's file is compiled with beside what its launcher defines."""
+    return EVERYWHERE | FILES.get(file, {})

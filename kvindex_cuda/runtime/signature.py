@@ -1,0 +1,114 @@
+"""What a kernel takes, read from its source: the arguments' names, types and places.
+
+A kernel has up to six parameters, or one, a struct of named fields by value. Either way arguments
+are given by name, and the source alone says their order and types.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from struct import Struct, calcsize
+from typing import Any
+
+from torch import Tensor
+
+NUMBERS: dict[str, tuple[str, type]] = {
+    "i64": ("q", int),
+    "long long": ("q", int),
+    "int": ("i", int),
+    "float": ("f", float),
+    "double": ("d", float),
+}
+"""Of a type that is no pointer: how `struct` packs it, and the Python type it is given as."""
+
+BOUNDS = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
+STRUCT = re.compile(r"const __grid_constant__ (\w+) \w+")
+DECLARATION = re.compile(r"(?:const )?([\w ]+?) ?(\*?) ?(?:__restrict__ )?(\w+(?:, \w+)*)")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of a kernel.
+
+    fields: their names and what each is given as: a Tensor (or None) for a pointer, an int or a
+    float; formats: a character of `struct` for each; by_value: the struct that holds them, or None
+    for a parameter each.
+    """
+
+    kernel: str
+    fields: tuple[tuple[str, type], ...]
+    formats: str
+    by_value: str | None
+
+    @cached_property
+    def packing(self) -> Struct:
+        """As C lays the fields out, each at a multiple of its size; so does a struct's end."""
+        return Struct(f"@{self.formats}0q" if self.by_value else f"@{self.formats}")
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where each field begins."""
+        ends = [calcsize("@" + self.formats[: i + 1]) for i in range(len(self.formats))]
+        return tuple(e - calcsize(kind) for e, kind in zip(ends, self.formats, strict=True))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields."""
+        return tuple(name for name, _ in self.fields)
+
+    @cached_property
+    def pointers(self) -> tuple[int, ...]:
+        """Which fields are pointers."""
+        return tuple(i for i, (_, kind) in enumerate(self.fields) if kind is Tensor)
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, type], ...]:
+        """Which fields are numbers, and their types."""
+        return tuple((i, kind) for i, (_, kind) in enumerate(self.fields) if kind is not Tensor)
+
+    def wrong_names(self, given: Mapping[str, Any]) -> ValueError:
+        """The error for names that are not those of the fields."""
+        names = self.names
+        missing, unknown = set(names) - given.keys(), given.keys() - set(names)
+        parts = [f"unknown {sorted(unknown)}"] * bool(unknown)
+        parts += [f"no {sorted(missing)}"] * bool(missing)
+        return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {[*names]}")
+
+    def wrong_type(self, i: int, given: Any) -> ValueError:
+        """The error for an argument of another type than the i-th field."""
+        name, kind = self.fields[i]
+        allowed = "a tensor or None" if kind is Tensor else kind.__name__
+        got = "a tensor" if isinstance(given, Tensor) else repr(given)
+        return ValueError(f"{self.kernel}.{name}: got {got}, allowed is {allowed}")
+
+
+def signature(text: str, kernel: str) -> Signature:
+    """Of a kernel in a source. Raises ValueError for none of this name, or a type none has."""
+    text = re.sub(r"//[^\n]*", "", text)
+    found = re.search(rf"__global__\s+void\s+{BOUNDS}{kernel}\s*\(([^)]*)\)", text)
+    if found is None:
+        raise ValueError(f"{kernel}: got no such kernel in its source")
+    parameters, by_value = found[1], None
+    if by_struct := STRUCT.fullmatch(parameters.strip()):
+        by_value = by_struct[1]
+        body = re.search(rf"struct {by_value} \{{(.*?)\}};", text, re.DOTALL)
+        if body is None:
+            raise ValueError(f"{kernel}: got no struct {by_value} in its source")
+        declarations = body[1].split(";")
+    else:
+        declarations = parameters.split(",")
+    fields: list[tuple[str, type]] = []
+    formats = ""
+    for declaration in filter(None, (" ".join(part.split()) for part in declarations)):
+        parts = DECLARATION.fullmatch(declaration)
+        if parts is None or not (parts[2] or parts[1] in NUMBERS):
+            allowed = f"a pointer or one of {sorted(NUMBERS)}"
+            raise ValueError(f"{kernel}: got {declaration!r}, allowed is {allowed}")
+        kind, python = ("P", Tensor) if parts[2] else NUMBERS[parts[1]]
+        names = parts[3].split(", ")
+        fields += [(name, python) for name in names]
+        formats += kind * len(names)
+    return Signature(kernel, tuple(fields), formats, by_value)
