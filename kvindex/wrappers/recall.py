@@ -70,10 +70,10 @@ class MeasureRecall(Wrapper):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """As every wrapper does; the exact index, too."""
         super().load_state_dict(state)
-        self._exact.load_state_dict(below("exact", state))
+        self._exact.load_state_dict(below("truth", state))
 
     def _own_state(self) -> State:
-        return super()._own_state() | above("exact", self._exact.state_dict())
+        return super()._own_state() | above("truth", self._exact.state_dict())
 
     def truncate(self, length: int) -> None:
         """As the inner index does; what was counted stays."""
