@@ -1,4 +1,4 @@
-"""Checks of what is in a tensor, which on a CUDA device must not stop it."""
+"""Deferred checks of what is in a tensor: on a CUDA device they must not stop it."""
 
 from __future__ import annotations
 

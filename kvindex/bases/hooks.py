@@ -1,4 +1,4 @@
-"""What an index writes: two methods, and whichever others it needs to say more.
+"""Hooks, what an index writes: two methods, and whichever others it needs to say more.
 
 `_encode` and `_search` make an index of `kvindex.bases.index.BaseIndex`. `_learn` lets it learn
 parameters, once; the `_with_…` hooks, `_commit` and `_cleared` let it keep statistics of its

@@ -1,4 +1,4 @@
-"""What all indexes share: growth, storage, fetch, housekeeping.
+"""BaseIndex, what all indexes share: append, fetch, truncate, reorder, reset, bytes in use.
 
 An index on this base writes `_encode` and `_search` (`kvindex.bases.hooks` has all that it may).
 The public methods check their arguments first (`bases/deferred.py`); one that fails all the same is

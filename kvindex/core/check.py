@@ -1,4 +1,4 @@
-"""Checks of arguments. Each message names the argument, the value received, what is allowed."""
+"""Argument checks. Each message names the argument, the value received, what is allowed."""
 
 from __future__ import annotations
 

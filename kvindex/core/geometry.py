@@ -1,4 +1,4 @@
-"""What an index must know about the attention layer it serves."""
+"""Geometry: heads, dimensions, scale, rope, dtype and device of the layer that an index serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds every public call of an index, a wrapper and a layer.
+"""Guarded calls: all or nothing, the same arithmetic for every caller, threads told apart.
 
 All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
 later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the

@@ -1,4 +1,4 @@
-"""The protocol every index speaks: encode, append, search, fetch.
+"""The protocol every index speaks (encode, append, search, fetch), and its capabilities.
 
 Letters used in every signature, docstring and page:
 `B` batch, `H` query heads, `G` KV heads (`H % G == 0`), `N` tokens in the index, `D` head

@@ -1,4 +1,4 @@
-"""Sink and window in one buffer, for an index that attends to them beside its own rows."""
+"""Resident rows: sink and window in one buffer at a fixed address, which kernels attend to."""
 
 from __future__ import annotations
 

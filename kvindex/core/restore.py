@@ -1,4 +1,4 @@
-"""Going back: what an object was before a call that failed, or before a branch of a sequence.
+"""Checkpoint and rollback: what an object was before a call that failed, or before a branch.
 
 A checkpoint is a copy of references. It holds because what can be seen is never written to: an
 attribute gets a new value, and tensors are written only where nobody looks yet (room beyond a

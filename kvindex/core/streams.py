@@ -1,4 +1,4 @@
-"""Streams of a CUDA device beside the current one."""
+"""CUDA streams: the side stream of appends, and cheap handles of the current one."""
 
 from __future__ import annotations
 

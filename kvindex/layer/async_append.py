@@ -1,4 +1,4 @@
-"""Rows that move from a layer's window into its index, beside the steps that still read them."""
+"""What runs when the buffer is full: an append of old rows, beside steps that still read them."""
 
 from __future__ import annotations
 

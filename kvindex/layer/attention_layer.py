@@ -1,4 +1,4 @@
-"""One attention layer over its regions: sink, retrieval, local, update buffer (paper, 4.2.1).
+"""What an attention layer does in a step: append, attend, move old tokens into the index.
 
 A token's id in the index is its position in the sequence. New tokens wait in the window (local,
 then buffer); when the buffer is full the newest `local` tokens stay and the older ones move to
@@ -16,29 +16,31 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvindex import ops
 from kvindex.core import check
-from kvindex.core.capability import P, capability
+from kvindex.core.capability import capability
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import (
-    UNUSED,
     AppendsAsync,
-    Attended,
     Attends,
     DecodesStep,
-    Hits,
     KeepsState,
     KVIndex,
     ObservesQueries,
     Rows,
-    RunsOps,
     TellsCoverage,
-    TellsRowBytes,
 )
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
-from kvindex.layer.dense import attend_densely, bias_of
+from kvindex.layer.dense import attend_densely
 from kvindex.layer.regions import Regions
+from kvindex.layer.retrieval import (
+    Retrieved,
+    attend_resident,
+    decode_step,
+    row_bytes,
+    rows_to_ask,
+    search_and_attend,
+)
 from kvindex.layer.stats import Counts, Tally, Traffic
 from kvindex.storage.state import State, above, below, check_signed, signed
 
@@ -155,18 +157,19 @@ class AttentionLayer(Guarded):
             if not bias.is_floating_point():
                 raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
         searches = self._searches(length, T)
-        decoder = self._can(DecodesStep) if searches and valid is None and bias is None else None
-        if decoder is None:
+        plain = searches and valid is None and bias is None and self.coverage is None
+        decodes = capability(self.index, DecodesStep) if plain else None
+        if decodes is None:
             regions.append(len(self.index), keys, values, valid)
         observer = capability(self.index, ObservesQueries)
         if observer is not None:
             positions = torch.arange(length - T, length, device=keys.device)
             observer.observe_queries(queries, positions)
-        if decoder is not None:
-            output = self._follow(decoder, queries[:, :, 0], Rows(keys, values)).output[:, :, None]
+        if decodes is not None:
+            output = self._decode_step(decodes, queries[:, :, 0], Rows(keys, values))[:, :, None]
         elif searches:
             some = None if bias is None else bias[:, :, 0]
-            output = self._retrieve(queries[:, :, 0], some).output[:, :, None]
+            output = self._retrieve(queries[:, :, 0], some)[:, :, None]
         else:
             output = attend_densely(self.index, regions.window, queries, regions.valid, bias)
         self._update(capability(self.index, AppendsAsync) if T == 1 else None)
@@ -274,94 +277,35 @@ class AttentionLayer(Guarded):
 
     # Attention
 
-    @property
-    def _wanted(self) -> int:
-        """Rows to ask for: `k`, but not far above what an index can hold, a summary a token."""
-        most: int = 2 ** (2 * len(self.index) - 1).bit_length()
-        return min(self.k, most)
-
     def _searches(self, length: int, T: int) -> bool:
         """Whether `T` queries, the newest of `length` tokens, search the index."""
         return T == 1 and length >= self.dense_below and len(self.index) > 0
 
-    def _can(self, wanted: type[P]) -> P | None:
-        """The index, if it attends by itself and so, without being asked for a coverage."""
-        return None if self.coverage is not None else capability(self.index, wanted)
-
-    def _follow(self, index: DecodesStep, queries: Tensor, token: Rows) -> Attended:
+    def _decode_step(self, index: DecodesStep, queries: Tensor, token: Rows) -> Tensor:
         """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
-        regions = self._regions
-        resident = regions.resident(len(self.index), more=1)
-        window = regions.claim(len(self.index), token.keys, token.values, None)
-        some: Any = dict(k=self._wanted, graphs=self.graphs)
-        attended = index.decode_step(queries, token, resident, window, **some)
-        self._count(attended.found, len(resident), resident.masked)
-        return attended
+        options: Any = dict(k=rows_to_ask(self.index, self.k), graphs=self.graphs)
+        indexed = len(self.index)
+        return self._counted(decode_step(index, self._regions, indexed, queries, token, **options))
 
-    def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Attended:
-        """Attention of queries `[B, H, D]` to sink, hits and window.
+    def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
 
         bias: of all tokens, `[B, H, N]`.
         """
-        index = self.index
-        attends = self._can(Attends) if bias is None else None
+        index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
+        plain = bias is None and self.coverage is None
+        attends = capability(index, Attends) if plain else None
         if attends is not None:
-            resident = self._regions.resident(len(index))
-            attended = attends.attend(queries, resident, k=self._wanted)
-            self._count(attended.found, len(resident), resident.masked)
-            return attended
-        seen = self._regions.real(len(index))
-        if seen is None:
-            seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
-            seen = seen.expand(-1, len(self._regions))
-        hits = index.search(queries, k=self._wanted, coverage=self.coverage)
-        return self._over_regions(queries, hits, index.fetch(hits), seen, bias)
+            return self._counted(attend_resident(attends, regions, len(index), queries, k=k))
+        options: Any = dict(k=k, coverage=self.coverage, bias=bias)
+        return self._counted(search_and_attend(index, regions, queries, **options))
 
-    def _over_regions(
-        self,
-        queries: Tensor,
-        hits: Hits,
-        found: Rows,
-        seen: Tensor,
-        bias: Tensor | None = None,
-    ) -> Attended:
-        """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
-
-        seen: bool `[B, W]`; bias: a term of the logits, of all tokens `[B, H, N]`. A layer of
-        batch 1 serves any `B` queries.
-        """
-        g, B = self.index.geometry, len(queries)
-        resident, seen = self._regions.rows(seen)
-        used = hits.ids != UNUSED
-        visible = torch.cat([used, seen[:, None].expand(*used.shape[:2], -1)], dim=2)
-        masked = (~seen).sum(1).float().mean()
-        count = used.sum(-1, dtype=torch.int32)
-        self._count(count, seen.shape[1], masked, hits.coverage)
-        mask = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
-        if hits.log_weight is not None:
-            mask[..., : hits.log_weight.shape[-1]] += hits.log_weight
-        if bias is not None:
-            beside = self._regions.positions(len(self.index))[:, None]
-            places = torch.cat([hits.ids, beside.expand(-1, g.kv_heads, -1)], dim=2)
-            places = places.repeat_interleave(g.group_size, dim=1)
-            mask += bias.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
-        keys = torch.cat([found.keys, resident.keys.expand(B, -1, -1, -1)], dim=2)
-        values = torch.cat([found.values, resident.values.expand(B, -1, -1, -1)], dim=2)
-        runs = capability(self.index, RunsOps)
-        attend = (ops if runs is None else runs.ops).attention.attend
-        options = dict(scale=g.scale, softcap=g.softcap, bias=mask, return_lse=True)
-        output, lse = attend(queries, keys, values, **options)
-        return Attended(output, lse, count)
-
-    def _count(
-        self, found: Tensor, beside: int, masked: Tensor | float, coverage: Tensor | None = None
-    ) -> None:
-        """Add a step to `traffic`: rows found `[B, G]`, others, those of them not shown."""
-        g = self.index.geometry
-        full, tells = (len(self), self._regions.padded), capability(self.index, TellsRowBytes)
-        plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
-        row_bytes = plain if tells is None else tells.row_bytes
-        self._tally.count(Counts(found, beside, masked, *full, row_bytes, coverage))
+    def _counted(self, retrieved: Retrieved) -> Tensor:
+        """The output of a step, which `traffic` counts."""
+        step, full = retrieved, (len(self), self._regions.padded)
+        read = step.attended.found, step.beside, step.masked
+        self._tally.count(Counts(*read, *full, row_bytes(self.index), step.coverage))
+        return step.attended.output
 
     # Updates
 

@@ -1,4 +1,4 @@
-"""Exact causal attention to everything: the rows of an index, then those of a window."""
+"""Dense attention, exact and causal: the rows of an index, then those of the window."""
 
 from __future__ import annotations
 

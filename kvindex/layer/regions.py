@@ -1,4 +1,4 @@
-"""What a layer holds beside its index: the sink, and the window of leaving, local, new tokens."""
+"""The window and the sink: rows of the newest and of the first tokens, beside the index."""
 
 from __future__ import annotations
 

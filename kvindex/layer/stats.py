@@ -1,4 +1,4 @@
-"""What a layer's searching steps have read."""
+"""Traffic: rows and bytes that a layer's searching steps have read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrapper passes every call to the index inside it; subclasses change some of them."""
+"""Wrapper: passes every call to the index inside it; subclasses change some of them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""Numbers that kernels and their launchers share, written once: here, and `-Dname=value` there."""
+"""Numbers that kernels and their launchers share, written once: here or in ops, `-D` to kernels."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from kvindex.ops import coarse, codes, learn, transform
+from kvindex.ops import block_layout, coarse, codes, learn, transform
+from kvindex.ops import step_state as step
+from kvindex.ops import step_votes as votes
+from kvindex.ops import table_step as table
 
-TOKENS = 256
+TOKENS = block_layout.BLOCK
 """Of a block of codes or rows, which is also a segment that shares a center."""
 
-BINS, EDGE, BUCKETS = 2048, 1024, 256
+BINS, EDGE, BUCKETS = step.BINS, 1024, step.BUCKETS
 """Of a histogram of votes or shares; entries of the cut's bin that are told apart in shared memory;
 buckets of exponentials, 16 octaves each."""
 
@@ -17,7 +20,7 @@ APART = 32
 """int32 from a group's counter to the next one's: atomics of different groups to one line of memory
 wait for each other."""
 
-SAMPLED = 4096
+SAMPLED = votes.SAMPLED
 """Keys of a group whose votes `prepare_query` makes for a threshold."""
 
 SCAN_WARPS, SCAN_STAGES, SCAN_BINNED = 8, 2, 65535
@@ -34,7 +37,7 @@ MOST_SPLITS, HEADS_AT_ONCE = 16, 4
 WAYS = 4
 """Slots of a set of the cache of rows."""
 
-CHUNK, PIECES, POINTS = 1024, 256, 256
+CHUNK, PIECES, POINTS = table.CHUNK, table.PIECES, table.POINTS
 """Of votes by look-ups: keys of a block at a time; pieces of the tokens by which ties are counted;
 more than a key's votes can be."""
 

@@ -278,7 +278,7 @@ def test_a_step_that_fails_after_a_replay_is_undone(device, graphs, monkeypatch)
     pair = two(device)
     traffic = float(pair.layers[0].traffic.rows_read)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.layers[0], "_update", lambda **_: 1 / 0)
+        patch.setattr(pair.layers[0], "_update", lambda _: 1 / 0)
         parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
         with pytest.raises(ZeroDivisionError):
             pair.layers[0].step(*parts)

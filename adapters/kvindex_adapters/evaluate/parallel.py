@@ -10,6 +10,7 @@ from torch import Tensor
 from kvindex.core.capability import capability
 from kvindex.core.protocol import ExpandsBatch, KVIndex
 from kvindex.layer import AttentionLayer
+from kvindex.layer.retrieval import attend_over, rows_to_ask
 
 
 class ParallelLayer(AttentionLayer):
@@ -65,10 +66,11 @@ class ParallelLayer(AttentionLayer):
         self._regions.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
         index = self._expanding().expand_batch(T)
-        hits = index.search(each, k=self._wanted, coverage=self.coverage)
+        hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
-        output = self._over_regions(each, hits, index.fetch(hits), seen).output
+        read = attend_over(self.index, self._regions, each, hits, index.fetch(hits), seen)
+        output = self._counted(read)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])

@@ -1,0 +1,210 @@
+"""What the kernels of a step read and write, as its torch twin has them (`kvindex.ops`).
+
+The only place where tests of the twin know a step's private buffers, and where kernels lay out
+what the twin has as plain tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from kvindex.core.protocol import Attended
+from kvindex.ops.block_layout import BLOCK
+from kvindex.ops.decode_step import Prepared, Scanned, Selected
+from kvindex.ops.step_state import BINS, BUCKETS, EMPTY, Reranked, State
+from kvindex.ops.step_votes import SAMPLED
+from kvindex.ops.table_step import PIECES, POINTS, Candidates, QueryTable, Voted
+from kvindex_cuda.pariskv import base_step
+from kvindex_cuda.runtime.constants import EDGE
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Of a step that has run once, of `fast` or `precise` or (query, voted, chosen) of `paper`."""
+
+    step: base_step.BaseStep
+    tokens: int
+    wrong: Tensor
+
+    def _read(self, name: str, *shape: int) -> Tensor:
+        """A buffer as `[B, G, *shape]`, on the CPU; what lies beyond is cut off."""
+        size = self.step.batch * self.step.geometry.kv_heads * prod(shape)
+        part: Tensor = getattr(self.step, name).cpu().flatten()[:size]
+        return part.view(self.step.batch, -1, *shape)
+
+    @property
+    def _group(self) -> int:
+        return self.step.geometry.group_size
+
+    @property
+    def _sets(self) -> int:
+        return -(-self._group // 4)  # of 4 heads
+
+    def _operands(self, places: Tensor) -> Tensor:
+        """Float16 `[B, G, g, D, 2]`, which lie at `places` of a group's."""
+        B, G = self.step.batch, self.step.geometry.kv_heads
+        halves = self.step._operands.cpu().view(B, G, -1).view(torch.float16)
+        return halves[:, :, places]
+
+    def _entries(self, name: str, room: int, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The first `counts` entries of a list, best first, and where they lie.
+
+        A kernel's are unsigned: their highest bit is the other way round.
+        """
+        counts = counts.clamp_max(room)
+        there = torch.arange(room) < counts[..., None]
+        raw = torch.where(there, self._read(name, room) ^ EMPTY, EMPTY)
+        entries, order = raw.sort(dim=-1, descending=True)
+        return entries[..., : int(counts.max())], order[..., : int(counts.max())]
+
+    def _estimates(self, name: str, room: int, entries: Tensor, order: Tensor) -> Tensor:
+        """Of entries `[B, G, K]` that lie in an order: `[B, G, K, g]`, `-inf` of none."""
+        spread = order[..., None].expand(*order.shape, self._group)
+        estimates = self._read(name, room, self._group).gather(2, spread)
+        return estimates.masked_fill((entries == EMPTY)[..., None], -torch.inf)
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """Of `prepare_query`."""
+        g, group = self.step.geometry, self._group
+        fragments = self.step._planes.cpu().unflatten(0, (self.step.batch, -1))
+        return Prepared(
+            planes=planes_of(fragments)[:, :, :group, :, : g.head_dim],
+            sums=self._read("_sums", 4 * self._sets)[..., :group],
+            units=self._read("_units", 4 * self._sets)[..., :group],
+            operands=self._operands(places_of_words(group, g.head_dim)),
+            ups=self._read("_ups", group),
+            sample=self._read("_sample", SAMPLED),
+            thresholds=self._read("_thresholds"),
+            bases=self._read("_bases"),
+            shifts=self._read("_shifts"),
+            wrong=self.wrong.cpu(),
+        )
+
+    @cached_property
+    def scanned(self) -> Scanned:
+        """Of `scan`."""
+        counts = self._read("counts")
+        products = self._read("_products", self.step._products.shape[1], self._group)
+        return Scanned(
+            counts=counts,
+            list=self._entries("_list", self.step.capacity, counts)[0],
+            histogram=self._read("_hist", BINS),
+            products=products[:, :, : -(-self.tokens // BLOCK)],
+        )
+
+    @cached_property
+    def query(self) -> QueryTable:
+        """Of `query_table`."""
+        g, group = self.step.geometry, self._group
+        table = self._read("_table", self._sets, g.head_dim // 8, 256, 4)
+        return QueryTable(
+            operands=self._operands(places_of_subspaces(group, g.head_dim)),
+            ups=self._read("_ups", group),
+            table=table.permute(0, 1, 2, 5, 3, 4).flatten(2, 3)[:, :, :group],
+            wrong=self.wrong.cpu(),
+        )
+
+    @cached_property
+    def voted(self) -> Voted:
+        """Of `vote`: points of four heads lie in a word."""
+        votes = self._read("_votes", self._sets, self.step.most)[..., None].view(torch.uint8)
+        votes = votes.transpose(3, 4).flatten(2, 3)[:, :, : self._group, : self.tokens]
+        return Voted(
+            votes=votes.int(),
+            totals=self._read("_counted", self._group, POINTS),
+            pieces=self._read("_pieces", self._group, PIECES, POINTS),
+        )
+
+    @cached_property
+    def chosen(self) -> Candidates:
+        """Of `candidates`."""
+        counts = self._read("_candidate_counts")
+        return Candidates(self._entries("_candidates", self.step.capacity, counts)[0], counts)
+
+    @cached_property
+    def reranked(self) -> Reranked:
+        """Of `rerank`, or of `rerank_blocks`, which knows no cut."""
+        tiers, room = not hasattr(self.step, "_planes"), self.step.capacity
+        counts, edge_counts = self._read("_candidate_counts"), self._read("_edge_counts")
+        candidates, order = self._entries("_candidates", room, counts)
+        edge, edge_order = self._entries("_edge", EDGE, edge_counts)
+        cuts = self._read("_cuts", 2)
+        return Reranked(
+            candidates=candidates,
+            candidate_counts=counts,
+            estimates=self._estimates("_estimates", room, candidates, order),
+            buckets=self._read("_buckets", 2 * self._group * BUCKETS)
+            .view(torch.int64)
+            .unflatten(-1, (self._group, BUCKETS)),
+            edge=edge,
+            edge_estimates=self._estimates("_edge_estimates", EDGE, edge, edge_order),
+            edge_counts=edge_counts,
+            cuts=torch.tensor([-1, 0], dtype=torch.int32).expand_as(cuts) if tiers else cuts,
+        )
+
+    @cached_property
+    def selected(self) -> Selected:
+        """Of `select_rows`."""
+        found, k = self._read("found"), self.step.k
+        none = torch.arange(k) >= found[..., None]
+        ids, scores = self._read("ids", k), self._read("scores", k)
+        return Selected(ids.masked_fill(none, -1), scores.masked_fill(none, -torch.inf), found)
+
+    @cached_property
+    def attended(self) -> Attended:
+        """Of `attend`."""
+        step = self.step
+        return Attended(step.output.cpu(), step.lse.cpu(), self._read("found"))
+
+
+def planes_of(fragments: Tensor) -> Tensor:
+    """Digits `[B, G, heads, PLANES, coordinates]` of what lanes take (`prepare_query.cu`).
+
+    fragments: int32 `[B, G, sets, quads, parts, 32]`.
+    """
+    B, G, sets, quads, parts, _ = fragments.shape
+    lanes = fragments.view(B, G, sets, quads, parts, 4, 2, 4)  # head, odd plane, word
+    words = lanes.permute(0, 1, 2, 5, 4, 6, 3, 7).reshape(B, G, sets * 4, 2 * parts, -1, 1)
+    return (words >> torch.arange(32) & 1).flatten(-2).to(torch.uint8)
+
+
+def places_of_words(group: int, D: int) -> Tensor:
+    """`operand_of` in operands.cuh, of heads, coordinates and parts: int64 `[g, D, 2]`."""
+    h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
+    folded, quads, word, bit = group <= 4, -(-D // 128), j // 32, j % 32
+    step, at = 2 * (bit % 4) + bit // 16, bit % 16 // 4
+    lane = (h + 4 * part if folded else h % 8) * 4 + word % 4
+    i = ((h // 8 * quads + word // 4) * 8 + step) * 32 + lane
+    return i * 4 + at if folded else i * 8 + part * 4 + at
+
+
+def places_of_subspaces(group: int, D: int) -> Tensor:
+    """`place_of` in query_table.cu: int64 `[g, D, 2]`."""
+    h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
+    steps, b = -(-(D // 8) // 2), j // 8
+    lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 // 2
+    return ((h // 4 * steps + b // 2) * 32 + lane) * 4 + part * 2 + j % 2
+
+
+def addressed(state: State, device: str) -> tuple[base_step.State, Tensor, object]:
+    """The state as kernels read it, in which blocks are addresses; its flag; what it refers to."""
+
+    def table(blocks: Tensor) -> Tensor:
+        B, S = blocks.shape[:2]
+        places = blocks.data_ptr() + blocks[0, 0].numel() * torch.arange(B * S)
+        return places.view(B, S).to(device)
+
+    moved = {
+        name: part.to(device) if isinstance(part, Tensor) else part
+        for name, part in vars(state).items()
+    }
+    tables = {name: table(moved[name]) for name in ("codes", "rows")}
+    wrong = torch.zeros((), dtype=torch.int32, device=device)
+    whole = base_step.State(**moved | tables, row_bytes=state.row_bytes, wrong=wrong)
+    return whole, wrong, moved

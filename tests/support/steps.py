@@ -1,0 +1,96 @@
+"""A layer as a fused step reads it, made of an index whose ops run one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex import Hits
+from kvindex.ops.attention import NEVER, cap
+from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout, words_of
+from kvindex.ops.step_state import State, StepConfig
+from kvindex.storage.codecs import codec
+from tests.support.helpers import Case
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An index of ParisKV, the same tokens as a step's state, and what asks it."""
+
+    index: object
+    state: State
+    config: StepConfig
+    queries: Tensor
+    k: int
+
+    @staticmethod
+    def of(
+        case: Case,
+        count: int,
+        *,
+        k: int = 20,
+        resident: int = 40,
+        valid: Tensor | None = None,
+        tokens: tuple[Tensor, Tensor] | None = None,
+        queries: Tensor | None = None,
+        row_codec: str = "plain",
+        **options: object,
+    ) -> Layer:
+        """Of `count` tokens, and as many resident rows as said, every seventh of them masked."""
+        keys, values = tokens or case.tokens(count + resident)
+        index = case.index("pariskv", backend="torch", row_codec=row_codec, **options)
+        index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
+        g, c = index.geometry, index.config
+        layout = (SubspaceLayout if c.block == "subspace" else Layout)(g.head_dim, c.magnitude_bits)
+        codes = {name: index._codes[name] for name in index._codes}
+        blocks = layout.pack(codes, index._learned.get("centers"))
+        S = blocks.shape[1]
+        flags = torch.ones(case.batch, count, dtype=torch.bool) if valid is None else valid
+        encoded = codec(row_codec, g).encode(keys[:, :, :count], values[:, :, :count])
+        padded = encoded.new_zeros((*keys.shape[:2], S * BLOCK, encoded.shape[-1]))
+        padded[:, :, :count] = encoded
+        tiers, wanted = index._limits(k)
+        mask = torch.arange(resident).expand(case.batch, -1) % 7 != 3
+        state = State(
+            codes=blocks,
+            rows=padded.unflatten(2, (S, BLOCK)).transpose(1, 2).contiguous(),
+            valid=words_of(flags, S),
+            length=torch.tensor([count]),
+            wanted=wanted.int(),
+            counted=flags.sum(1).int(),
+            weight_scale=index._learned.get("weight_scale", torch.zeros(case.batch, g.kv_heads)),
+            resident=torch.cat([keys, values], -1)[:, :, count:].contiguous(),
+            resident_mask=mask.to(torch.uint8),
+            resident_count=torch.tensor([resident - 1]),
+            codec=row_codec,
+            histogram=index._histogram if c.coarse == "tiers" else None,
+            tiers=tiers if c.coarse == "tiers" else None,
+        )
+        config = StepConfig(
+            geometry=g,
+            layout=layout,
+            seed=c.seed,
+            query_max=c.query_max,
+            centered=bool(c.center),
+            policy=c.group,
+        )
+        queries = case.queries() if queries is None else queries
+        return Layer(index, state, config, queries, k)
+
+    def searched(self) -> tuple[Hits, Tensor, Tensor]:
+        """The index's hits, and attention over them and the resident rows: output and lse."""
+        g, s = self.index.geometry, self.state
+        hits = self.index.search(self.queries, k=self.k)
+        rows, count = self.index.fetch(hits), int(s.resident_count)
+        beside = s.resident[:, :, :count].tensor_split([g.head_dim], dim=-1)
+        keys, values = torch.cat([rows.keys, beside[0]], 2), torch.cat([rows.values, beside[1]], 2)
+        visible = torch.cat(
+            [hits.ids >= 0, s.resident_mask[:, None, :count].expand(-1, g.kv_heads, -1) > 0], -1
+        )
+        folded = self.queries.double().view(len(keys), g.kv_heads, g.group_size, -1)
+        logits = cap(folded @ keys.double().mT, g.scale, g.softcap)
+        logits = logits.masked_fill(~visible[:, :, None], NEVER)
+        output = logits.softmax(-1) @ values.double()
+        return hits, output.flatten(1, 2), logits.logsumexp(-1).flatten(1)
