@@ -32,7 +32,8 @@ def check_index(index: Callable[..., BaseIndex], *, stateful: bool = False, **op
     """Hold an index to every check of the contract, in every case.
 
     index: a class on `BaseIndex`, or a function that takes the same keywords and gives an index.
-    stateful: whether random interleavings of calls are tried, too (needs Hypothesis).
+    stateful: whether random interleavings of calls are tried, too (needs Hypothesis); to reduce one
+    that fails may take minutes.
     options: further keywords for it, as `preset`.
 
     Raises ContractError at the first check that fails, ImportError where Hypothesis is missing.

@@ -5,13 +5,12 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 import kvindex
 from kvindex.bases.clusters import ClusteredIndex, Cut, Plan
 from kvindex.ops import kmeans
+from kvindex.testing.stateful import STEPS, check_any_interleaving
 from tests.contract import CHECKS
-from tests.contract.test_stateful import STEPS, machine
 from tests.support.helpers import Case, all_rows, left_padding, part
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
@@ -84,8 +83,8 @@ def test_there_is_an_index_of_clusters():
 @pytest.mark.parametrize("name", NAMES)
 def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
     """As in `test_stateful.py`, where so few tokens wait, with clusters."""
-    made = machine(kvindex.get(name), **small_options(name))
-    run_state_machine_as_test(made, settings=settings(STEPS, max_examples=20))
+    make = partial(kvindex.get(name), **small_options(name))
+    check_any_interleaving(make, CASE, steps=settings(STEPS, max_examples=20))
 
 
 def test_the_plan_cuts_the_prompt_and_then_blocks():

@@ -7,7 +7,10 @@ import torch
 
 from kvindex.layer import AttentionLayer
 from kvindex.testing import fail_at, operations_of
-from tests.contract.faults import check_memory_that_runs_out_anywhere_changes_nothing, points
+from kvindex.testing.contract.faults import (
+    check_memory_that_runs_out_anywhere_changes_nothing,
+    points,
+)
 from tests.cuda.devices import DEVICES, on
 from tests.support.helpers import Case, assert_same_snapshot, left_padding, part, snapshot
 from tests.support.sequences import SIZES, Sequence

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.contract.housekeeping import check_truncated_ids_never_return
 
+from kvindex.testing.contract.housekeeping import check_truncated_ids_never_return
 from tests.support import literal
 from tests.support.exactly import assert_follows_exact_in_a_layer, assert_stays_exact, unchanged
 from tests.support.helpers import (
