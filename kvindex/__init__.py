@@ -3,7 +3,7 @@
 from kvindex.bases.index import BaseIndex
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes, Hits, KVIndex, Rows
-from kvindex.layer import AttentionLayer
+from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.registry import create, get, names
 
 __version__ = "0.1.0"
