@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvindex
 from kvindex import Hits
-from kvindex.core.protocol import KVIndex
+from kvindex.core.protocol import KVIndex, ObservesQueries
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.hf.attach import attach
@@ -55,6 +55,8 @@ class Layer(Captured):
 
 class _Keeper(Wrapper):
     """Keeps every query, where its place among those that are told one is wanted."""
+
+    own = frozenset({ObservesQueries})
 
     def __init__(self, inner: KVIndex, told: list[_Keeper], every: int) -> None:
         super().__init__(inner)

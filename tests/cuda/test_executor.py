@@ -157,7 +157,7 @@ def addresses(index):
     """Of all tensors that a search of the index reads or writes, but those of its results."""
     state, step = index._executor._state, index._executor._uses[-1].step
     kept = {**vars(state), **vars(step), "asked": index._executor._uses[-1].wanted}
-    for result in ("output", "found"):
+    for result in ("output", "lse", "found"):
         del kept[result]
     return [part.data_ptr() for part in kept.values() if isinstance(part, torch.Tensor)]
 

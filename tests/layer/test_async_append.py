@@ -99,6 +99,7 @@ def test_what_is_given_up_is_waited_for(notes):
 
 def test_what_is_let_go_of_is_waited_for(notes):
     """The memory that is written to may be another's after it."""
+    gc.collect()  # not what other tests have let go of
     move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
     notes.clear()
     del move

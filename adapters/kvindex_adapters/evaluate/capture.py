@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import kvindex
 from kvindex import Hits
 from kvindex.core import check
-from kvindex.core.protocol import KVIndex
+from kvindex.core.protocol import KVIndex, ObservesQueries
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.prefill import Progress, prefill
@@ -33,6 +33,8 @@ class Captured:
 
 class _Recorder(Wrapper):
     """Records the queries of the tokens from position `start` on."""
+
+    own = frozenset({ObservesQueries})
 
     def __init__(self, inner: KVIndex, start: int) -> None:
         super().__init__(inner)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import kvindex
 from kvindex.core import check
-from kvindex.core.protocol import KVIndex
+from kvindex.core.protocol import KVIndex, ObservesQueries
 from kvindex.indexes.triattention import Centers
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.attach import attach
@@ -19,6 +19,8 @@ from kvindex_adapters.hf.prefill import Progress, prefill
 
 class _Averager(Wrapper):
     """Averages the observed queries and counts them."""
+
+    own = frozenset({ObservesQueries})
 
     def __init__(self, inner: KVIndex) -> None:
         super().__init__(inner)
