@@ -288,7 +288,6 @@ LOOKUPS = {
     "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/models.py": OF_TRANSFORMERS,
     "kvindex/bases/faiss_library.py": "what a build of FAISS has",
-    "kvindex/bases/index.py": "the store of a backend, and whether it writes ahead",
     "kvindex/core/geometry.py": "fields of a dataclass",
     "kvindex/indexes/ctkvr.py": OF_A_CONFIG,
     "kvindex/indexes/infllm.py": OF_A_CONFIG,
@@ -302,7 +301,6 @@ LOOKUPS = {
     "kvindex/wrappers/sample.py": "`group` of a configuration, which an index may not have",
     "kvindex_cuda/pariskv/dispatch.py": OF_A_CONFIG,
     "kvindex_cuda/pariskv/encode.py": "fields of a dataclass",
-    "kvindex_cuda/pariskv/executor.py": "whether the store of rows takes memory ahead",
 }
 """Files that look attributes up by name, and for what: never a capability. May only shrink."""
 
@@ -318,7 +316,7 @@ def test_a_capability_is_asked_for_and_not_looked_up():
     asked = {
         name
         for found in vars(protocol).values()
-        if getattr(found, "_is_protocol", False) and found is not protocol.KVIndex
+        if getattr(found, "_is_runtime_protocol", False) and found is not protocol.KVIndex
         for name in vars(found)
         if not name.startswith("_")
     }
