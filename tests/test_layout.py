@@ -289,7 +289,6 @@ LOOKUPS = {
     "adapters/kvindex_adapters/hf/tensor_spec.py": "the name of a function of torch",
     "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
     "kvindex/bases/faiss_library.py": "what a build of FAISS has",
-    "kvindex/bases/index.py": "the store of a backend, and whether it writes ahead",
     "kvindex/core/geometry.py": "fields of a dataclass",
     "kvindex/indexes/ctkvr.py": OF_A_CONFIG,
     "kvindex/indexes/infllm.py": OF_A_CONFIG,
@@ -319,7 +318,7 @@ def test_a_capability_is_asked_for_and_not_looked_up():
     asked = {
         name
         for found in vars(protocol).values()
-        if getattr(found, "_is_protocol", False) and found is not protocol.KVIndex
+        if getattr(found, "_is_runtime_protocol", False) and found is not protocol.KVIndex
         for name in vars(found)
         if not name.startswith("_")
     }

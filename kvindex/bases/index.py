@@ -77,7 +77,7 @@ class BaseIndex(StatefulIndex):
         if self.backend != "torch":
             self.ops.ready(self.geometry.device)
         self._store = row_store(store, self.geometry, backend=self.backend, row_codec=row_codec)
-        self.row_codec = row_codec
+        self.row_codec = self._store.row_codec
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
                 "rope: got None, allowed are the inverse frequencies of the keys' rotary "
@@ -138,8 +138,7 @@ class BaseIndex(StatefulIndex):
         self._store.reserve(rows)
         statistics = self._with_appended(codes, valid)
         for part, new in ((self._codes, codes), (self._store, rows)):
-            if hasattr(part, "write"):
-                part.write(new)
+            part.write(new)
 
         def end() -> None:
             if length != self._length or held is not self._codes or known is not self._learned:

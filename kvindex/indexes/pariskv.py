@@ -8,7 +8,6 @@ every index: what it can be told, encoding, search, and what tiers keep count of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -553,13 +552,3 @@ class ParisKV(BaseIndex):
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]
         return [*held, self._factors] if self.config.weights == "log" else held
-
-
-def _attended(output: Tensor, found: Tensor) -> Attended:
-    """What a step gives; kernels do not tell `lse` yet: it is NaN."""
-    return Attended(output, _unknown(output.device).expand(output.shape[:2]), found)
-
-
-@lru_cache
-def _unknown(device: torch.device) -> Tensor:
-    return torch.full((), float("nan"), device=device)

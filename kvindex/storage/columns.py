@@ -46,6 +46,9 @@ class Columns(Restorable):
         """Make room for `new`. May run out of memory; what is held stays as it was."""
         self._data = self._room(new)
 
+    def write(self, new: Mapping[str, Tensor]) -> None:
+        """Nothing: `append` copies."""
+
     def append(self, new: Mapping[str, Tensor]) -> None:
         """Append tensors that agree with the columns in all but the token axis."""
         if not new:

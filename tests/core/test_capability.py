@@ -24,7 +24,7 @@ CLASSES = {"recall": MeasureRecall, "reuse": Reuse, "sample": Sample, "wrapper":
 CAPABILITIES = [
     found
     for found in vars(protocol).values()
-    if getattr(found, "_is_protocol", False) and found.__module__ == protocol.__name__
+    if getattr(found, "_is_runtime_protocol", False) and found.__module__ == protocol.__name__
     if found is not protocol.KVIndex
 ]
 ONLY_ITS_OWN = {("reuse", ObservesQueries), ("sample", TellsCoverage), ("sample", WeighsRows)}

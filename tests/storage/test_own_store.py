@@ -58,6 +58,18 @@ def test_an_append_that_fails_leaves_its_rows_as_they_were(monkeypatch):
     assert_same(mine, theirs)
 
 
+def test_an_index_over_them_is_named_tensors_as_any_other():
+    mine, theirs = pair("pariskv")
+    for index in (mine, theirs):
+        index.append(*part(TOKENS, 0, 100))
+    again = pair("pariskv")[0]
+    again.load_state_dict(theirs.state_dict())
+    assert_same(mine, again)
+    again = pair("pariskv")[1]
+    again.load_state_dict(mine.state_dict())
+    assert_same(again, theirs)
+
+
 def test_a_checkpoint_holds_for_them():
     mine, theirs = pair("exact")
     for index in (mine, theirs):

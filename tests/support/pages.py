@@ -61,6 +61,14 @@ class Pages(Restorable):
             ids = torch.arange(start, min(start + size, self.length))
             yield start, self.gather(ids.expand(*self.pages[0].shape[:2], -1))
 
+    def encoded(self):
+        ids = torch.arange(self.length).expand(*self.pages[0].shape[:2], -1)
+        rows = self.gather(ids)
+        return self.join(rows.keys, rows.values).view(torch.uint8)
+
+    def append_encoded(self, rows):
+        self.append(rows.view(self.geometry.dtype))
+
     def truncate(self, length):
         self.length = min(length, self.length)
 
