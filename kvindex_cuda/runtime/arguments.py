@@ -55,8 +55,8 @@ def steps(tensor: Tensor) -> list[int]:
 
 
 def strides(name: str, tensor: Tensor | None, *dimensions: str) -> dict[str, int]:
-    """Of a tensor's first dimensions, in elements, as `{name}_{dimension}`; 0 for None."""
-    found = tensor.stride() if tensor is not None else (0,) * len(dimensions)
+    """`steps` of a tensor's first dimensions, as `{name}_{dimension}`; 0 for None."""
+    found = [0] * len(dimensions) if tensor is None else steps(tensor)
     return {f"{name}_{part}": step for part, step in zip(dimensions, found, strict=False)}
 
 
