@@ -87,8 +87,8 @@ class FaissIndex(BaseIndex):
         """Keys `[B, G, C, D]`, float32, as FAISS reconstructs them."""
         return keys
 
-    def _add(self, index: Any, keys: Tensor) -> None:
-        index.add_c(len(keys), self._floats(keys))
+    def _add(self, faiss_index: Any, keys: Tensor) -> None:
+        faiss_index.add_c(len(keys), self._floats(keys))
 
     def _candidate_count(self, k: int) -> int:
         """Candidates of a query head."""
@@ -188,15 +188,15 @@ class FaissIndex(BaseIndex):
             return torch.arange(len(self), device=self.geometry.device)
         return self.valid[b].nonzero()[:, 0]
 
-    def _copy(self, index: Any) -> Any:
-        return self._faiss.clone_index(index) if self.config.where == "cpu" else None
+    def _copy(self, faiss_index: Any) -> Any:
+        return self._faiss.clone_index(faiss_index) if self.config.where == "cpu" else None
 
-    def _cut(self, index: Any, count: int) -> Any:
-        """The index cut to the first `count` tokens, or None to rebuild it."""
+    def _cut(self, faiss_index: Any, count: int) -> Any:
+        """The faiss_index cut to the first `count` tokens, or None to rebuild it."""
         if not self.removes or self.config.where == "gpu":
             return None
-        index.remove_ids(self._faiss.IDSelectorRange(count, index.ntotal))
-        return index
+        faiss_index.remove_ids(self._faiss.IDSelectorRange(count, faiss_index.ntotal))
+        return faiss_index
 
     # Search
 
@@ -259,7 +259,9 @@ class FaissIndex(BaseIndex):
             for rows_alike in alike.values():
                 yield rows_alike[0], g, rows_alike
 
-    def _query_faiss(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+    def _query_faiss(
+        self, faiss_index: Any, queries: Tensor, count: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Ids int64 `[n, count]` for queries `[n, D]` and, on a CPU, keys `[n, count, D]`."""
         scores = queries.new_empty((len(queries), count))
         ids = torch.empty(scores.shape, dtype=torch.int64, device=queries.device)
@@ -267,10 +269,10 @@ class FaissIndex(BaseIndex):
         arguments = (len(queries), self._floats(queries), count, self._floats(scores), to_ids)
         if self.config.where == "gpu":
             resources(self.geometry.device.index)  # follow torch's current stream
-            index.search_c(*arguments)
+            faiss_index.search_c(*arguments)
             return ids, None
         keys = queries.new_empty((*scores.shape, queries.shape[1]))
-        index.search_and_reconstruct_c(*arguments, self._floats(keys))
+        faiss_index.search_and_reconstruct_c(*arguments, self._floats(keys))
         return ids, keys.masked_fill((ids < 0)[..., None], 0)
 
     # Conversions for FAISS
@@ -283,11 +285,11 @@ class FaissIndex(BaseIndex):
         """FAISS's pointer to a contiguous float32 tensor."""
         return self._faiss.cast_integer_to_float_ptr(tensor.data_ptr())
 
-    def _to_device(self, index: Any) -> Any:
+    def _to_device(self, faiss_index: Any) -> Any:
         if self.config.where == "cpu":
-            return index
+            return faiss_index
         device = self.geometry.device.index or 0
-        return self._faiss.index_cpu_to_gpu(resources(device), device, index)
+        return self._faiss.index_cpu_to_gpu(resources(device), device, faiss_index)
 
     # Bytes
 

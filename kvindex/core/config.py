@@ -16,22 +16,22 @@ class NoConfig:
     """The configuration of an index that has none."""
 
 
-def make_config(index: Any, preset: str | None, options: Mapping[str, Any]) -> Any:
-    """`index.Config`: its defaults, or a preset's differences from them; single fields override.
+def make_config(owner: Any, preset: str | None, options: Mapping[str, Any]) -> Any:
+    """`owner.Config`: its defaults, or a preset's differences from them; single fields override.
 
     Raises ValueError for an unknown preset or option (with near matches), and whatever the
     configuration's own validation raises.
     """
     fields = {}
     if preset is not None:
-        if check.text("preset", preset) not in index.presets:
-            raise ValueError(unknown("preset", preset, index.presets))
-        fields = dict(index.presets[preset])
-    known = [field.name for field in dataclasses.fields(index.Config)]
+        if check.text("preset", preset) not in owner.presets:
+            raise ValueError(unknown("preset", preset, owner.presets))
+        fields = dict(owner.presets[preset])
+    known = [field.name for field in dataclasses.fields(owner.Config)]
     for name in options:
         if name not in known:
             raise ValueError(unknown("option", name, known))
-    return index.Config(**{**fields, **options})
+    return owner.Config(**{**fields, **options})
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:

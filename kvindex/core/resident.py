@@ -41,7 +41,7 @@ class ResidentRows:
 
     @property
     def masked(self) -> Tensor | float:
-        """Rows held and not mask, mean over the batch: the same object until there are others."""
+        """Masked rows, mean over the batch: the same object until there are others."""
         return self._masked
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
@@ -59,7 +59,7 @@ class ResidentRows:
         self.count.fill_(self._count)
 
     def claim(self, count: int) -> int:
-        """So many rows more are held, all mask, which the caller writes; and `count` then.
+        """Reserve `count` visible rows for the caller to fill, who sets `self.count` then.
 
         Returns where the first of them goes. There must be room.
         """

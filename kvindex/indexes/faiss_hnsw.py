@@ -54,19 +54,21 @@ class FaissHNSW(FaissIndex):
         index.hnsw.efConstruction = config.ef_construction
         return index
 
-    def _add(self, index: Any, keys: Tensor) -> None:
+    def _add(self, faiss_index: Any, keys: Tensor) -> None:
         for i in range(len(keys)):
-            index.add_c(1, self._floats(keys[i]))
+            faiss_index.add_c(1, self._floats(keys[i]))
 
     def _candidate_count(self, k: int) -> int:
         """FAISS's whole candidate list, which costs nothing more."""
         least: int = self.config.ef_search
         return max(super()._candidate_count(k), least)
 
-    def _query_faiss(self, index: Any, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+    def _query_faiss(
+        self, faiss_index: Any, queries: Tensor, count: int
+    ) -> tuple[Tensor, Tensor | None]:
         # FAISS's walk stops by efSearch, however many rows are asked for
-        index.hnsw.efSearch = max(self.config.ef_search, count)
-        return super()._query_faiss(index, queries, count)
+        faiss_index.hnsw.efSearch = max(self.config.ef_search, count)
+        return super()._query_faiss(faiss_index, queries, count)
 
     def _token_bytes(self) -> float:
         """A key, its level, the offset of its links, links of the lowest level, and above.

@@ -123,10 +123,10 @@ class FaissIVF(FaissIndex):
         D, metric = self.geometry.head_dim, self._faiss.METRIC_INNER_PRODUCT
         return self._ready(self._faiss.IndexIVFFlat(quantizer, D, lists, metric))
 
-    def _ready(self, index: Any) -> Any:
-        index.is_trained = True
-        index.nprobe = min(self.config.probes, index.nlist)
-        return index
+    def _ready(self, faiss_index: Any) -> Any:
+        faiss_index.is_trained = True
+        faiss_index.nprobe = min(self.config.probes, faiss_index.nlist)
+        return faiss_index
 
     def _token_bytes(self) -> float:
         return 4 * self.geometry.head_dim + 8  # and the id

@@ -1,4 +1,4 @@
-"""Which block of host memory holds which tokens: the table that kernels follow."""
+"""Block table: which block of memory holds which tokens' rows, as kernels follow it."""
 
 from __future__ import annotations
 

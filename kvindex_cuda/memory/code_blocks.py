@@ -1,4 +1,4 @@
-"""Codes in blocks that never move: `Columns` for an index whose kernels follow a table."""
+"""Codes in blocks of 256 tokens that never move: what is allotted when a block is full."""
 
 from __future__ import annotations
 

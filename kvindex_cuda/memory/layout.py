@@ -1,4 +1,4 @@
-"""How codes lie in memory on a GPU: as `kvindex/ops/block_layout.py` says."""
+"""The layout of blocks of codes, which is that of `kvindex/ops/block_layout.py`."""
 
 from kvindex.ops.block_layout import (
     ALIGNED,

@@ -1,4 +1,4 @@
-"""Rows that were fetched lately, on the device: what a step needs again it does not fetch again.
+"""Row cache: rows fetched lately from the host, kept on the device; what a cached row costs.
 
 Per KV head a table of `rows` slots in sets of 4, by a hash of the id. A selected row that lies in
 its set is read there; else it is fetched and takes the place of the set's row that was used

@@ -1,4 +1,4 @@
-"""Memory in slabs that are pinned one ahead of need, cut into blocks of equal size.
+"""Slab pool: memory in slabs, pinned one ahead of need, cut into blocks of equal size.
 
 Locks: a pool is used by one thread; its worker hands over through atomic operations of deques
 alone, and `close`, which the garbage collector may run anywhere, waits for nothing.

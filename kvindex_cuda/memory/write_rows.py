@@ -1,4 +1,4 @@
-"""Few rows go to their blocks by a kernel: the host launches it, and no copy or event."""
+"""Write a few rows to their blocks by one kernel, without a copy or an event of the host."""
 
 from __future__ import annotations
 

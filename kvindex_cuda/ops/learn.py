@@ -1,4 +1,4 @@
-"""What an index learns of tokens as they come; `kvindex.ops.learn` on the GPU."""
+"""Centers of blocks and the scale of weights, learned as keys come: `kvindex.ops.learn`."""
 
 from __future__ import annotations
 

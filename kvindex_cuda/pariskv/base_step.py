@@ -264,12 +264,3 @@ class BaseStep:
             **dict(CODEC=NAMES.index(state.codec), GIVEN=int(hits is not None)),
         )
         return self.output
-
-
-def words_of(valid: Tensor, blocks: int) -> Tensor:
-    """Bits of valid tokens, bool `[B, N]`, as int32 `[B, blocks, 8]`."""
-    padded = torch.zeros((len(valid), blocks * BLOCK), dtype=torch.int64, device=valid.device)
-    padded[:, : valid.shape[1]] = valid
-    bits = padded.view(len(valid), blocks, 8, 32) << torch.arange(32, device=valid.device)
-    words = bits.sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).int()

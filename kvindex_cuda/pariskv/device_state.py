@@ -1,4 +1,4 @@
-"""What a step reads of a layer, at fixed addresses: made once, and put there from the host."""
+"""Device state: what a step reads of a layer, at fixed addresses that the host writes to."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.ops.block_layout import words_of
 from kvindex.ops.coarse import TIERS
 from kvindex_cuda.memory.layout import BLOCK
-from kvindex_cuda.pariskv.base_step import State, words_of
+from kvindex_cuda.pariskv.base_step import State
 
 
 def opened(geometry: Geometry, table: Tensor, histogram: Tensor | None) -> State:

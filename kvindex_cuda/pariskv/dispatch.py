@@ -6,10 +6,11 @@ from typing import Any
 
 from kvindex.core.geometry import Geometry
 from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.ops.step_votes import PLANES
 from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.pariskv.base_step import MOST_HEADS, BaseStep
-from kvindex_cuda.pariskv.step import PLANES, Step
+from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 
 STEPS: dict[str, type[BaseStep]] = {"votes": Step, "tiers": TableStep}

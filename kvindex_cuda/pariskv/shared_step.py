@@ -1,4 +1,4 @@
-"""Buffers of steps, of which one is enough for all indexes of a shape that take turns."""
+"""Buffers of steps that all indexes of a shape share, one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoded token goes where a step reads it, in one launch: its key, its value, its queries."""
+"""Stage a decoded token where a step reads it, in one launch: its key, value and queries."""
 
 from __future__ import annotations
 

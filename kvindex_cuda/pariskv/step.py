@@ -19,13 +19,11 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.ops import codes as reference
 from kvindex.ops import transform
+from kvindex.ops.step_votes import PLANES
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep, State
 from kvindex_cuda.runtime.constants import SAMPLED, SCAN_STAGES, SCAN_WARPS
 from kvindex_cuda.runtime.launch import launch
-
-PLANES = {4: 5, 6: 21, 8: 85}
-"""Digits to the base -2 and the largest number that they hold of either sign (`votes.cuh`)."""
 
 
 class Step(BaseStep):

@@ -1,4 +1,4 @@
-"""What a step reads of how many tokens there are, brought up to date in one launch."""
+"""Update the token counts that a step reads on the device, in one launch."""
 
 from __future__ import annotations
 

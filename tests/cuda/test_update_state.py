@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvindex_cuda.pariskv.base_step import State, words_of
+from kvindex.ops.block_layout import words_of
+from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.update_state import update_state
 
 BATCH, HEADS, ROOM = 2, 3, 5
