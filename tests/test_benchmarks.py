@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +144,9 @@ def test_a_wrong_step_is_not_timed(method, message, small, monkeypatch):
         index = created(*given, **options)
         real = getattr(index, method)
         changed = {"append": lambda k, v: real(k.roll(1, 2), v)}
-        changed["attend"] = lambda q, near, k: (-real(q, near, k=k)[0], real(q, near, k=k)[1])
+        changed["attend"] = lambda q, rows, k: replace(
+            done := real(q, rows, k=k), output=-done.output
+        )
         if "backend" not in options:
             setattr(index, method, changed[method])
         return index

@@ -79,6 +79,7 @@ def test_without_retrieval_the_needle_is_lost(smollm2_model, needle):
     assert not needle.found(answer.text)
 
 
+@pytest.mark.slow
 def test_fidelity_stays_near_what_was_first_measured(smollm2_model):
     """As there, but the steps run at once (`test_parallel.py`: they give the same), and full
     attention goes on from the same prompt, for a layer reads that densely.
