@@ -44,7 +44,8 @@ def loaded(smollm2_model, monkeypatch):
 
 
 @pytest.mark.model
-def test_demo(loaded, tmp_path):
+def test_demo(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "ANSWER_TOKENS", 32)
     out = tmp_path / "demo.json"
     sizes = ("--tokens", 1200, "--dense-below", 600, "-k", 50)
     result = run("demo", *sizes, "--index", "exact:group=union", "--json", out)
