@@ -102,7 +102,7 @@ class PromptQueriesIndex(BaseIndex):
     _sealed: bool
 
     def _checked_queries(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """PromptQueries queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
+        """Observed queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
 
         Raises ValueError or TypeError for a wrong tensor.
         """

@@ -25,7 +25,7 @@ TOKENS = 4096
 class Recall:
     """Per layer and query head, float64 `[L, H]`, means over queries.
 
-    recall: share of the true top `k` rows by `q·k`; coverage: softmax coverage of the hits over
+    recall: share of the true top `k` rows by `q·k`; coverage: share of the softmax of the hits over
     the rows of the index, and mass_true: of the true top `k`.
     """
 
@@ -38,7 +38,7 @@ class Recall:
 class Certified:
     """Searches with a `coverage`, per layer, query head and query, float64 `[L, H, T]`.
 
-    believed: `Hits.coverage`; true: the softmax coverage of the hits over the rows of the index;
+    believed: `Hits.coverage`; true: that share of the hits over the rows of the index;
     rows: number of hits.
     """
 
