@@ -1,6 +1,6 @@
 """Reference ops in plain torch, in the order data flows through them: the kernels' specification.
 
-keys -> `transform` -> `codes` (`learn`) -> `coarse` -> `select` -> `rerank` -> `group` ->
+keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `group` ->
 (`coverage`, `sampling`) -> `fetch` -> `attention`; `kmeans` is for indexes that learn centroids.
 A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
 """
@@ -9,7 +9,6 @@ A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
 from kvindex.ops import (
     transform,
     codes,
-    learn,
     coarse,
     select,
     rerank,
@@ -24,7 +23,6 @@ from kvindex.ops import (
 __all__ = [
     "transform",
     "codes",
-    "learn",
     "coarse",
     "select",
     "rerank",

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvindex.ops.transform import LONGEST
+
 TINY = torch.finfo(torch.float64).tiny
 
-OCTAVES = 12
-"""Range of logarithmic weights: 4 to 5 octaves above the largest of the first keys, for keys to
-come; 7 below it, for keys close to a center far from zero."""
+OCTAVES = 64
+"""Range of logarithmic weights, `2^-32` to `2^32`: absolute, so that a code needs no other number."""
 
 FACTOR = 2**15 - 1
 """The coarse stage's integer for a weight as large as the weight scale: votes of signed dots stay
@@ -123,36 +124,65 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
     return (sizes * (unpack(signs).float() * 2 - 1)).flatten(-2)
 
 
-def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
-    """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
+def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
+    """Means of the valid keys of each block of `every` tokens, bfloat16 `[B, G, S, D]`; else zero.
 
-    The largest code represents `weight_scale` (`[..., 1, 1]`), and `2^bits / OCTAVES` codes make a
-    factor of 2. 0 represents the weight 0; weights outside the scale get its ends.
+    Within ±`transform.LONGEST`. keys: `[B, G, N, D]`, the first of which begins a block, zero where
+    `valid`, bool `[B, N]`, is False; None: all are valid.
     """
-    top, steps = 2**bits - 1, 2**bits / OCTAVES
-    octaves = torch.log2(weights.double() / weight_scale.double().clamp_min(TINY))
-    codes = (octaves * steps + top).round().clamp(1, top)
-    return torch.where(weights > 0, codes, 0).int()
+    B, G, N, D = keys.shape
+    real = torch.ones((B, N), dtype=torch.bool, device=keys.device) if valid is None else valid
+    pad, after = torch.nn.functional.pad, -N % every
+    total = pad(keys.double(), (0, 0, 0, after)).view(B, G, -1, every, D).sum(3)
+    counts = pad(real, (0, after)).view(B, 1, -1, every).sum(3, keepdim=True)
+    means: Tensor = total / counts.clamp_min(1)
+    return means.clamp(-LONGEST, LONGEST).bfloat16()
 
 
-def log_weights(codes: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
+def log_codes(weights: Tensor, bits: int) -> Tensor:
+    """Weights float32 on an absolute scale of equal ratios, int32 of `bits` bits, 1 to 16.
+
+    `2^bits / OCTAVES` codes make a factor of 2, and `2^(bits - 1)` represents 1. 0 represents the
+    weight 0; weights outside the scale get its ends.
+    """
+    codes = torch.log2(weights.double()) * (2**bits / OCTAVES) + 2 ** (bits - 1)
+    return torch.where(weights > 0, codes.round().clamp(1, 2**bits - 1), 0).int()
+
+
+def log_weights(codes: Tensor, bits: int) -> Tensor:
     """Weights that the codes of `log_codes` represent, float32 of their shape."""
-    top, steps = 2**bits - 1, 2**bits / OCTAVES
-    weights = torch.exp2((codes - top).float() / steps) * weight_scale
+    weights = torch.exp2((codes - 2 ** (bits - 1)).float() / (2**bits / OCTAVES))
     return weights.masked_fill(codes == 0, 0)
 
 
-def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Integers up to `FACTOR` for the coarse stage, in proportion to the weights, int32 `[256]`.
+def weight_scale(largest: Tensor) -> Tensor:
+    """A power of two above all weights whose upper bytes (of 8 bits: codes) are at most `largest`.
 
-    For the code itself up to 8 bits; for the upper byte of one of 16 bits, its middle.
+    largest: integers; float32 of their shape. The least such of those that begin an octave.
     """
-    codes = torch.arange(256, device=device)
-    if bits == 16:
-        codes = torch.where(codes > 0, codes * 256 + 128, 0)
-    top, steps = 2**bits - 1, 2**bits / OCTAVES
-    factors = torch.exp2((codes - top).double() / steps) * FACTOR
-    return factors.round().clamp_max(FACTOR).int().masked_fill(codes == 0, 0)
+    octave = torch.div(largest.int() * OCTAVES, 256, rounding_mode="floor")
+    return torch.ldexp(torch.ones((), device=largest.device), octave + 1 - OCTAVES // 2)
+
+
+def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
+    """Integers up to `FACTOR` in proportion to weights below the weight scale, int32 `[256]`.
+
+    Entry 255 is of the last byte below the scale. bits: 16 for upper bytes of codes, which count as
+    the middle of what they cover, or 8 for codes.
+    """
+    steps = torch.arange(-256, 0, device=device).double() + (0.5 if bits == 16 else 0.0)
+    factors = torch.exp2(steps * OCTAVES / 256) * FACTOR
+    return factors.round().int()
+
+
+def factors(weights: Tensor, weight_scale: Tensor, table: Tensor) -> Tensor:
+    """Entries of `log_factors` for the bytes of weights, int32 `[B, G, N, W]`.
+
+    weights: uint8 `[B, G, N, W]`; weight_scale: float32 `[B, G]`, above them all.
+    """
+    exponent = torch.frexp(weight_scale).exponent - 1
+    shift = (OCTAVES // 2 - exponent) * (256 // OCTAVES)
+    return table[weights.long() + shift[..., None, None]]
 
 
 def centroids(device: torch.device | str = "cpu") -> Tensor:
