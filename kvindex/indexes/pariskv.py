@@ -7,6 +7,7 @@ every index: what it can be told, encoding, search, and what tiers keep count of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -29,9 +30,11 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.resident import ResidentRows
 from kvindex.ops import group
+from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import SUBSPACE
 from kvindex.ops.coverage import SAMPLE, log_total, log_weights, sample, within
+from kvindex.storage.columns import BlockColumns
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
@@ -45,8 +48,8 @@ BLOCKS = ("subspace", "key")
 
 WEIGHTS = ("bfloat16", "log")
 
-LARGEST_SEGMENT = 2**16
-"""Tokens that may share a center."""
+MOST_TOKENS = 2**16
+"""Of a block."""
 
 CANDIDATES_PER = ("head", "group")
 
@@ -80,9 +83,9 @@ class ParisKVConfig:
     block: what shares a weight: a "subspace" (paper) or the whole "key".
     weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
       that dots can use it (of 16 bits the upper byte) in the coarse stage.
-    weight_bits: of a log weight: 1 to 8, or 16.
-    center: so many neighboring tokens share a center, which is taken off their keys; 0 for none.
-      What it adds to a query's scores is known, so a wrong one costs accuracy and nothing else.
+    weight_bits: of a log weight: 8 or 16.
+    center: tokens of a block, which share a center, taken off their keys; 0 for none. What it adds
+      to a query's scores is known.
     candidates_per: whose candidates are reranked: "head": each query head takes `C` keys by its own
     votes,
       and all heads of the group rerank the union; "group": the group takes `C` keys by the largest
@@ -120,10 +123,10 @@ class ParisKVConfig:
         for name, low, high in (("query_max", 1, 127), ("magnitude_bits", 0, 7)):
             if check.at_least(name, getattr(self, name), low) > high:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed is {low} to {high}")
-        if self.weight_bits not in (*range(1, 9), 16):
-            raise ValueError(f"weight_bits: got {self.weight_bits!r}, allowed is 1 to 8, or 16")
-        if check.at_least("center", self.center, 0) > LARGEST_SEGMENT:
-            raise ValueError(f"center: got {self.center}, allowed is 0 to {LARGEST_SEGMENT}")
+        if self.weight_bits not in (8, 16):
+            raise ValueError(f"weight_bits: got {self.weight_bits!r}, allowed is 8 or 16")
+        if check.at_least("center", self.center, 0) > MOST_TOKENS:
+            raise ValueError(f"center: got {self.center}, allowed is 0 to {MOST_TOKENS}")
         weighted = self.coarse == "dots" and self.weights == "log"
         if self.center and self.coarse != "none" and not weighted:
             raise ValueError(
@@ -156,12 +159,13 @@ class ParisKVConfig:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Queries of a search `[B, G, g, D]`: rotated, as directions and whole; and their inner
-    products with the centers, `[B, G, g, S]`, or None.
+    """Queries of a search `[B, G, g, D]`: rotated, as directions and whole; codes, of full blocks
+    and of the open one; and inner products with the centers, `[B, G, g, S]`, or None.
     """
 
     rotated_directions: Tensor
     rotated_queries: Tensor
+    codes: list[Codes]
     offsets: Tensor | None
 
     @staticmethod
@@ -169,15 +173,27 @@ class _Asked:
         folded = group.fold(queries, index.geometry.kv_heads, index.config.group)
         directions, norms = index.ops.transform.normalize(folded)
         rotated = index.ops.transform.rotate(directions, index._rotation)
-        offsets = None
-        if "centers" in index._learned:
-            offsets = folded @ index._learned["centers"].float().mT
-        return _Asked(rotated, rotated * norms[..., None], offsets)
+        codes, offsets = index._parts(), None
+        if index.config.center:
+            centers = torch.cat([part["centers"] for part in codes], dim=2)
+            offsets = folded @ centers.float().mT
+        return _Asked(rotated, rotated * norms[..., None], codes, offsets)
+
+    def codes_of(self, name: str, ids: Tensor, gather: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """A column's entries of rows int64 `[B, G, C]`."""
+        first, *rest = (part[name] for part in self.codes)
+        if not rest:
+            return gather(first, ids)
+        (opened,), full = rest, first.shape[2]
+        known = gather(first, ids.masked_fill(ids >= full, UNUSED))
+        return known + gather(opened, (ids - full).clamp_min(UNUSED))  # zeros for unused
 
 
 class ParisKV(BaseIndex):
     """A few bits per coordinate and a scale; nothing to train, nothing that drift makes wrong.
 
+    Codes are a function of their block of `center` tokens: a full block is encoded once, the last
+    one, while it is open, from the keys it has (docs/decisions/0026-codes-of-a-block.md).
     Hits' scores: what `group.agree` returns for the estimates of `q·k`.
     """
 
@@ -193,6 +209,9 @@ class ParisKV(BaseIndex):
 
     _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], which tiers need
 
+    _open: Codes  # of the open block, `[B, G, n, ...]`; empty with an executor that encodes
+    _weight_scale: Tensor | None  # since the last change
+
     _executor: Executor | None = None  # made once the base is
 
     def __init__(self, **options: Any) -> None:
@@ -205,73 +224,110 @@ class ParisKV(BaseIndex):
         if config.weights == "log":
             self._factors = ops.codes.log_factors(config.weight_bits, g.device)
         constants = {"rotation": self._rotation, "levels": self._levels}
-        self._executor = backend.accelerate(self.backend, g, config, constants)
-        if self._executor:
-            self._codes = self._executor.codes
-            self._update()
+        self._executor = executor = backend.accelerate(self.backend, g, config, constants)
+        self._block_tokens = config.center or 1
+        if executor and executor.encodes:
+            self._block_tokens = BLOCK
+        self._codes = executor.codes if executor else BlockColumns(self._block_tokens)
+        self._update()
 
-    # Encoding
-
-    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        learn, learned = self.ops.learn, dict(self._learned)
-        if self.config.center:
-            where = dict(start=len(self), every=self.config.center)
-            learned |= learn.centers(keys, valid, self._learned, **where)
-        if self.config.weights == "log":
-            norms = self.ops.transform.normalize(keys)[1]
-            learned |= learn.weight_scale(norms, valid, self._learned)
-        return learned
+    # Encoding: `_codes` has the full blocks, `_learned` the keys of the open one
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
-        """As `BaseIndex._prepared`; where kernels write codes, they look at keys as they learn."""
-        executor = self._executor
-        if not executor or not executor.encodes:
-            return super()._prepared(keys, valid)
-        wrong = self._wrong(keys)
-        done = executor.prepare(keys, valid, self._learned, start=len(self), wrong=wrong)
-        if wrong is not None and not self._defers and bool(wrong):
-            executor.discard()
-            return super()._prepared(keys, valid)  # which says what is wrong
-        return done
+        """As `BaseIndex._prepared`: the codes of the blocks that these keys fill."""
+        known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
+        executor, held = self._executor, len(self._codes)
+        looks = executor is not None and executor.encodes and held == len(self)
+        keys, valid = self._since(held, known, valid)
+        full = keys.shape[2] // self._block_tokens * self._block_tokens
+        last = keys[:, :, full:]
+        self._check_finite("keys", last if looks else known)
+        filled = keys[:, :, :full], None if valid is None else valid[:, :full]
+        if executor is None or not executor.encodes:
+            codes = self._encoded(*filled) if full else {}
+        else:
+            wrong = self._wrong(looks)
+            codes = executor.prepare(*filled, room=last.shape[2], wrong=wrong)
+            if wrong is not None and not self._defers and bool(wrong):
+                executor.discard()
+                self._check_finite("keys", known)  # which says what is wrong
+        return ({"open_keys": last.clone()} if self._block_tokens > 1 else {}), codes
 
-    def _wrong(self, keys: Tensor) -> Tensor | None:
-        """A flag that kernels set to 1 for a valid key that is not finite, if they are to look."""
-        if self._check is False:
-            return None
-        if self._defers:
-            return self._flag("keys", check.ALLOWED_NUMBER)
-        return torch.zeros((), dtype=torch.int32, device=keys.device)
-
-    def _learned_before(self, length: int) -> Codes:
-        if not self.config.center or not self._learned:
-            return self._learned
-        segments = -(-length // self.config.center)
-        centers, known = self._learned["centers"][:, :, :segments], self._learned["known"]
-        return {**self._learned, "centers": centers.clone(), "known": known[:, :segments].clone()}
-
-    def _floats(self, keys: Tensor, learned: Codes) -> dict[str, Tensor]:
-        """Codes with float32 weights."""
-        keys = keys.float()
-        if "centers" in learned:
-            ids = torch.arange(len(self), len(self) + keys.shape[2], device=keys.device)
-            keys = keys - learned["centers"][:, :, ids // self.config.center].float()
-        directions, norms = self.ops.transform.normalize(keys)
-        rotated = self.ops.transform.rotate(directions, self._rotation)
-        codes: dict[str, Tensor] = self.ops.codes.encode(
-            rotated, norms, self._levels, block=self._block
-        )
-        return codes
+    def _since(
+        self, start: int, keys: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Keys from id `start` on, the first of the open block, and which are valid, once these
+        are appended.
+        """
+        if start == len(self):
+            return keys, valid
+        if valid is not None or self.valid is not None:
+            ones = torch.ones((len(keys), keys.shape[2]), dtype=torch.bool, device=keys.device)
+            held = ones[:, :1].expand(-1, len(self) - start)
+            held = held if self.valid is None else self.valid[:, start:]
+            valid = torch.cat([held, ones if valid is None else valid], dim=1)
+        return torch.cat([self._learned["open_keys"], keys], dim=2), valid
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        codes, bits = self._floats(keys, learned), self.config.weight_bits
-        if self.config.weights == "bfloat16":
+        start = len(self._codes)
+        codes = self._encoded(*self._since(start, keys, None))
+        new = len(self) - start
+        return {name: codes[name] if name == "centers" else codes[name][:, :, new:] for name in codes}
+
+    def _encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """Codes of keys `[B, G, N, D]`, the first of which begins a block."""
+        ops, config, codes = self.ops, self.config, {}
+        floats = keys.float()
+        if config.center:
+            codes["centers"] = ops.codes.centers(keys, valid, config.center)
+            spread = codes["centers"].repeat_interleave(config.center, dim=2)
+            floats = floats - spread[:, :, : keys.shape[2]].float()
+        directions, norms = ops.transform.normalize(floats)
+        rotated = ops.transform.rotate(directions, self._rotation)
+        codes = ops.codes.encode(rotated, norms, self._levels, block=self._block) | codes
+        if config.weights == "bfloat16":
             return {**codes, "weights": codes["weights"].bfloat16()}
-        weight_scale = learned["weight_scale"][:, :, None, None]
-        logs = self.ops.codes.log_codes(codes["weights"], weight_scale, bits)
-        if bits <= 8:
+        logs = ops.codes.log_codes(codes["weights"], config.weight_bits)
+        if valid is not None:
+            logs = logs.masked_fill(~valid[:, None, :, None], 0)
+        if config.weight_bits == 8:
             return {**codes, "weights": logs.to(torch.uint8)}
         lower = (logs & 255).to(torch.uint8)
         return {**codes, "weights": (logs >> 8).to(torch.uint8), "fractions": lower}
+
+    def _learned_before(self, length: int) -> Codes:
+        """The keys of the block that is open then: of one that was full, as the store has them."""
+        start, held = length // self._block_tokens * self._block_tokens, len(self._codes)
+        if not self._learned or start == held:
+            keys = self._learned.get("open_keys")
+            return {} if keys is None else {"open_keys": keys[:, :, : length - start]}
+        ids = torch.arange(start, length, device=self.geometry.device)
+        ids = ids.expand(len(self.counts), self.geometry.kv_heads, -1)
+        keys = self._store.gather(ids).keys
+        if self.valid is not None:
+            keys = keys.masked_fill(~self.valid[:, None, start:length, None], 0)
+        return {"open_keys": keys}
+
+    def _wrong(self, looks: bool) -> Tensor | None:
+        """A flag that kernels set to 1 for a valid key that is not finite, if they are to look."""
+        if self._check is False or not looks:
+            return None
+        if self._defers:
+            return self._flag("keys", check.ALLOWED_NUMBER)
+        return torch.zeros((), dtype=torch.int32, device=self.geometry.device)
+
+    def _parts(self) -> list[Codes]:
+        """Codes of the full blocks and of the open one, where there are."""
+        full = {name: self._codes[name] for name in self._codes} if len(self._codes) else {}
+        return [part for part in (full, self._open or self._opened()) if part]
+
+    def _opened(self) -> Codes:
+        """Codes of the open block, if there is one."""
+        start = len(self._codes)
+        if start == len(self):
+            return {}
+        valid = None if self.valid is None else self.valid[:, start:]
+        return self._encoded(self._learned["open_keys"], valid)
 
     # Search
 
@@ -429,67 +485,82 @@ class ParisKV(BaseIndex):
     def _estimates(self, asked: _Asked, ids: Tensor) -> Tensor:
         """Of `q·k`, for rows int64 `[B, G, C]`: float32 `[B, G, g, C]`, `-inf` for an id of -1."""
         found: Tensor = self.ops.rerank.estimate(
-            asked.rotated_queries, *self._codes_of(ids), self._levels
+            asked.rotated_queries, *self._codes_of(asked, ids), self._levels
         )
         if asked.offsets is not None:
-            segments = (ids.clamp_min(0) // self.config.center)[:, :, None]
-            found = found + asked.offsets.gather(-1, segments.expand_as(found))
+            blocks = (ids.clamp_min(0) // self.config.center)[:, :, None]
+            found = found + asked.offsets.gather(-1, blocks.expand_as(found))
         return found.masked_fill((ids < 0)[:, :, None], float("-inf"))
 
     def _errors(self, asked: _Asked, ids: Tensor) -> Tensor:
         """Standard deviations of `_estimates`."""
         tangent = self.ops.codes.tangent(self._block, self.config.magnitude_bits)
-        codes = self._codes_of(ids)
+        codes = self._codes_of(asked, ids)
         found: Tensor = self.ops.rerank.errors(asked.rotated_queries, *codes, self._levels, tangent)
         return found
 
-    def _codes_of(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _codes_of(self, asked: _Asked, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Signs, magnitudes and weights of rows int64 `[B, G, C]`."""
         ops = self.ops
-        codes = {name: ops.fetch.gather_rows(self._codes[name], ids) for name in self._codes}
+        names = [name for name in asked.codes[0] if name != "centers"]
+        codes = {name: asked.codes_of(name, ids, ops.fetch.gather_rows) for name in names}
         weights = codes["weights"]
         if self.config.weights == "log":
             weights = weights.int()
             if "fractions" in codes:
                 weights = weights << 8 | codes["fractions"].int()
-            weight_scale = self._learned["weight_scale"][:, :, None, None]
-            weights = ops.codes.log_weights(weights, weight_scale, self.config.weight_bits)
+            weights = ops.codes.log_weights(weights, self.config.weight_bits)
         return codes["signs"], codes["magnitudes"], weights
 
     def _candidates(self, asked: _Asked, k: int) -> Tensor:
         """Ids that are reranked: ascending `[B, G, C]`, then -1."""
-        ops, signs, factors, offsets = self.ops, self._codes["signs"], None, None
+        ops, config = self.ops, self.config
         tiers, limits = self._limits(k)
-        if self.config.coarse == "none" or int(self.counts.max()) <= self.config.single_stage_below:
-            flags = torch.ones(signs.shape[:1] + signs.shape[2:3], dtype=torch.bool)
-            flags = flags.to(signs.device) if self.valid is None else self.valid
-            ids: Tensor = ops.select.compact(flags[:, None].expand(-1, signs.shape[1], -1))
+        if config.coarse == "none" or int(self.counts.max()) <= config.single_stage_below:
+            shape = (len(self.counts), len(self))
+            flags = torch.ones(shape, dtype=torch.bool, device=self.geometry.device)
+            flags = flags if self.valid is None else self.valid
+            ids: Tensor = ops.select.compact(flags[:, None].expand(-1, self.geometry.kv_heads, -1))
             return ids
-        if self.config.coarse == "tiers":
+        if config.coarse == "tiers":
             table = ops.coarse.tier_table(asked.rotated_directions, self._histogram, tiers)
         else:
-            query_max = min(self.config.query_max, 2**15 // self.geometry.head_dim)
+            query_max = min(config.query_max, 2**15 // self.geometry.head_dim)
             table = ops.coarse.dot_table(asked.rotated_directions, query_max)
-            if self.config.weights == "log":
-                factors = self._factors[self._codes["weights"].long()]
+        factors = offsets = [None] * len(asked.codes)
+        if config.coarse == "dots" and config.weights == "log":
+            scale = self._scale_of(asked.codes)
+            factors = [
+                ops.codes.factors(part["weights"], scale, self._factors) for part in asked.codes
+            ]
             if asked.offsets is not None:
-                scale = self._learned["weight_scale"], self._level
-                offsets = ops.coarse.dot_offsets(
-                    asked.offsets, asked.rotated_queries, query_max, *scale
-                )
-        votes = ops.coarse.votes(signs, table, factors, offsets, self.config.center)
-        if self.config.candidates_per == "group":
+                of_blocks = asked.offsets, asked.rotated_queries, query_max, scale, self._level
+                counts = [part["centers"].shape[2] for part in asked.codes]
+                offsets = ops.coarse.dot_offsets(*of_blocks).split(counts, dim=-1)
+        every = zip(asked.codes, factors, offsets, strict=True)
+        votes = torch.cat(
+            [ops.coarse.votes(part["signs"], table, *own, config.center) for part, *own in every],
+            dim=-1,
+        )
+        if config.candidates_per == "group":
             votes = votes.amax(2, keepdim=True)
         ids = ops.select.candidates(votes, limits, self.valid)
         return ids
 
+    def _scale_of(self, parts: list[Codes]) -> Tensor:
+        """The weight scale of all keys, float32 `[B, G]`."""
+        if self._weight_scale is None:
+            largest = torch.stack([part["weights"].flatten(2).amax(2) for part in parts]).amax(0)
+            self._weight_scale = self.ops.codes.weight_scale(largest)
+        return self._weight_scale
+
     def _scanned(self) -> list[Tensor]:
-        names = list(self._codes)
+        names: list[str] = []
         if self.config.coarse != "none" and len(self) > self.config.single_stage_below:
             weighted = self.config.coarse == "dots" and self.config.weights == "log"
             names = ["signs", "weights"] if weighted else ["signs"]
-        centers = [self._learned["centers"]] if self.config.center else []
-        return [*(self._codes[name] for name in names), *centers]
+            names += ["centers"] if self.config.center else []
+        return [part[name] for part in self._parts() for name in names or part]
 
     def _limits(self, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`."""
@@ -512,8 +583,11 @@ class ParisKV(BaseIndex):
         self._update()
 
     def _update(self) -> None:
-        """Tell the executor what the index holds."""
-        if self._executor:
+        """What follows from tokens: codes of the open block, and what the executor is told."""
+        executor, self._weight_scale, self._open = self._executor, None, {}
+        if not executor or not executor.encodes:
+            self._open = self._opened()
+        if executor:
             tiered = self.config.coarse == "tiers"
             contents = Contents(
                 codes=self._codes,
@@ -522,10 +596,10 @@ class ParisKV(BaseIndex):
                 counts=self.counts,
                 valid=self.valid,
                 real_from=self._valid.all_from,
-                learned=self._learned,
+                opened=self._open or self._learned,
                 statistics={"histogram": self._histogram} if tiered else {},
             )
-            self._executor = self._executor.update(contents)
+            self._executor = executor.update(contents)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
         if self.config.coarse != "tiers":

@@ -161,7 +161,8 @@ def weight_scale(largest: Tensor) -> Tensor:
     largest: integers; float32 of their shape. The least such of those that begin an octave.
     """
     octave = torch.div(largest.int() * OCTAVES, 256, rounding_mode="floor")
-    return torch.ldexp(torch.ones((), device=largest.device), octave + 1 - OCTAVES // 2)
+    one = torch.ones(octave.shape, device=largest.device)
+    return torch.ldexp(one, octave + 1 - OCTAVES // 2)
 
 
 def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:

@@ -35,7 +35,7 @@ class Columns(Restorable):
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of the column: its shape has `len(self)` at the token axis."""
-        return self._data[name].narrow(self._axis, 0, self._length)
+        return self._data[name].narrow(self._axis, 0, self._entries(name, self._length))
 
     @property
     def batch(self) -> int:
@@ -60,9 +60,12 @@ class Columns(Restorable):
         """As `append`, but for copying: where the caller is to write each of `new`."""
         self.reserve(new)
         start = self._length
-        self._length += next(iter(new.values())).shape[self._axis]
+        self._length += max(tensor.shape[self._axis] for tensor in new.values())
         return {
-            name: self._data[name].narrow(self._axis, start, self._length - start) for name in new
+            name: self._data[name].narrow(
+                self._axis, self._entries(name, start), tensor.shape[self._axis]
+            )
+            for name, tensor in new.items()
         }
 
     def truncate(self, length: int) -> None:
@@ -81,7 +84,7 @@ class Columns(Restorable):
 
     def reordered(self, batch_indices: Tensor) -> Columns:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
-        copy = type(self)(self._axis, self._fill)
+        copy = self._fresh()
         copy._length = self._length
         copy._data = {
             name: tensor.index_select(0, batch_indices.to(tensor.device))
@@ -91,7 +94,7 @@ class Columns(Restorable):
 
     def expand_batch(self, count: int) -> Columns:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
-        view = type(self)(self._axis, self._fill)
+        view = self._fresh()
         view._length = self._length
         view._data = {
             name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in self._data.items()
@@ -114,16 +117,24 @@ class Columns(Restorable):
 
     def emptied(self) -> Self:
         """The same before its first append, names and sizes included."""
-        return type(self)(self._axis, self._fill)
+        return self._fresh()
 
     def nbytes(self) -> int:
         """Bytes in use (what is reserved beyond the length is not counted)."""
         return sum(self[name].numel() * self[name].element_size() for name in self._data)
 
+    def _fresh(self) -> Self:
+        return type(self)(self._axis, self._fill)
+
+    def _entries(self, name: str, tokens: int) -> int:
+        """Entries of a column for so many tokens."""
+        return tokens
+
     def _room(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         grown = dict(self._data)
         for name, tensor in new.items():
-            need = self._length + tensor.shape[self._axis]
+            held_entries = self._entries(name, self._length)
+            need = held_entries + tensor.shape[self._axis]
             held = self._data.get(name)
             if held is not None and not self._length and not _alike(held, tensor, self._axis):
                 held = None  # left by a first append that failed
@@ -134,12 +145,34 @@ class Columns(Restorable):
             shape[self._axis] = max(need, 2 * capacity)
             grown[name] = self._new(tensor, shape)
             if held is not None:
-                grown[name].narrow(self._axis, 0, self._length).copy_(self[name])
+                grown[name].narrow(self._axis, 0, held_entries).copy_(self[name])
         return grown
 
     def _new(self, like: Tensor, shape: list[int]) -> Tensor:
         make = torch.ones if self._fill else torch.zeros
         return make(shape, dtype=like.dtype, device=like.device)
+
+
+class BlockColumns(Columns):
+    """Columns of whole blocks of `block` tokens; the column `centers` has an entry for each block.
+
+    What is appended begins and ends a block, and one that `truncate` cuts into goes whole.
+    """
+
+    def __init__(self, block: int = 1) -> None:
+        super().__init__()
+        self._block = block
+
+    def truncate(self, length: int) -> None:
+        """Keep the blocks that the first `length` tokens fill."""
+        super().truncate(length // self._block * self._block)
+
+    def _entries(self, name: str, tokens: int) -> int:
+        """As `Columns._entries`."""
+        return tokens // self._block if name == "centers" else tokens
+
+    def _fresh(self) -> Self:
+        return type(self)(self._block)
 
 
 def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
