@@ -196,7 +196,7 @@ def _estimates(
     fields = config.layout.fields(state.codes, state.tokens)
     own = {name: fetch.gather_rows(part, ids) for name, part in fields.items()}
     logs = own["logs"][..., :1].int() | own["logs"][..., 1:].int() << 8  # little-endian
-    weights = codes.log_weights(logs, state.weight_scale[..., None, None], 16)
+    weights = codes.log_weights(logs, 16)
     parts = own["signs"], own["magnitudes"], weights, config.levels
     return reranking.estimate(queries, *parts).mT + fetch.gather_rows(products, ids // BLOCK)
 
@@ -229,6 +229,7 @@ def select_rows(state: State, reranked: Reranked, k: int, config: StepConfig) ->
     estimates = reranked.estimates.gather(2, order[..., None].expand_as(reranked.estimates))
     estimates = estimates.masked_fill((ids == tokens)[..., None], attention.NEVER)
     agreed = group.agree(estimates.mT, config.policy, scale=g.scale, softcap=g.softcap)
+    agreed = agreed.masked_fill(agreed.isnan(), torch.nan)  # one with a sign would be below -inf
     scores, slots = select.top_k(agreed, k)
     best = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, tokens)
     best, order = best.sort(dim=-1)

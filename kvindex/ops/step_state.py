@@ -118,7 +118,7 @@ class StepConfig:
 
     @cached_property
     def factors(self) -> Tensor:
-        """Of a log weight's upper byte, int32 `[256]`."""
+        """Of `codes.log_factors`, int32 `[256]`."""
         return codes.log_factors(16, self.geometry.device)
 
     @property

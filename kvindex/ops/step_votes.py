@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvindex.ops import coarse, group
+from kvindex.ops import coarse, codes, group
 from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.step_state import BINS, LEAST, State, StepConfig, cut_of
 
@@ -58,7 +58,7 @@ def votes_of(
     fields = config.layout.fields(state.codes, state.tokens)
     integers = integers_of(planes).float()
     table = coarse.dot_table(integers, config.largest)  # which rounds integers to themselves
-    factors = config.factors[fields["weights"].long()]
+    factors = codes.factors(fields["weights"], state.weight_scale, config.factors)
     scaled = (products * units[:, :, None]).nan_to_num(-(2.0**30))
     offsets = scaled.clamp(-(2**30), 2**30).round().int()
     votes = coarse.votes(fields["signs"], table, factors, offsets.mT, BLOCK)

@@ -10,14 +10,17 @@ from kvindex.ops.codes import (
     OCTAVES,
     SUBSPACE,
     TINY,
+    centers,
     centroids,
     decode,
+    factors,
     levels,
     lloyd_max,
     log_factors,
     pack,
     tangent,
     unpack,
+    weight_scale,
 )
 from kvindex_cuda.runtime.arguments import of_shape, of_type
 from kvindex_cuda.runtime.constants import CODES_THREADS, MOST_BITS
@@ -28,9 +31,11 @@ __all__ = [
     "OCTAVES",
     "SUBSPACE",
     "TINY",
+    "centers",
     "centroids",
     "decode",
     "encode",
+    "factors",
     "levels",
     "lloyd_max",
     "log_codes",
@@ -39,6 +44,7 @@ __all__ = [
     "pack",
     "tangent",
     "unpack",
+    "weight_scale",
 ]
 
 MOST_BLOCKS = 2**16
@@ -88,55 +94,37 @@ def encode(
     return codes
 
 
-def log_codes(weights: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
-    """Weights float32 `[..., N, W]` on a scale of equal ratios, int32 of `bits` bits.
+def log_codes(weights: Tensor, bits: int) -> Tensor:
+    """Weights float32 on an absolute scale of equal ratios, int32 of `bits` bits.
 
     As `kvindex.ops.codes.log_codes`: the logarithm in double too.
     """
     given = of_type("weights", weights, torch.float32).contiguous()
-    weight_scales, each = _weight_scales(weight_scale, weights)
     codes = torch.empty(weights.shape, dtype=torch.int32, device=weights.device)
-    count = weights.numel()
-    launch(
-        "ops/codes.cu",
-        "log_codes",
-        (-(-count // CODES_THREADS),),
-        (CODES_THREADS,),
-        arguments=dict(
-            weights=given,
-            weight_scale=weight_scales,
-            codes=codes,
-            count=count,
-            each=each,
-            bits=_scale(bits),
-            octaves=float(OCTAVES),
-        ),
-    )
+    _on_scale("log_codes", bits, weights=given, codes=codes)
     return codes
 
 
-def log_weights(codes: Tensor, weight_scale: Tensor, bits: int) -> Tensor:
-    """What the codes int32 of `log_codes` stand for, float32 of their shape."""
+def log_weights(codes: Tensor, bits: int) -> Tensor:
+    """Weights that the codes int32 of `log_codes` represent, float32 of their shape."""
     given = of_type("codes", codes, torch.int32).contiguous()
-    weight_scales, each = _weight_scales(weight_scale, codes)
     weights = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    _on_scale("log_weights", bits, codes=given, weights=weights)
+    return weights
+
+
+def _on_scale(kernel: str, bits: int, *, weights: Tensor, codes: Tensor) -> None:
+    """Launch a kernel that makes one of them of the other. Raises ValueError for wrong bits."""
+    if not 1 <= bits <= 16:
+        raise ValueError(f"bits: got {bits}, allowed are 1 to 16")
     count = codes.numel()
     launch(
         "ops/codes.cu",
-        "log_weights",
+        kernel,
         (-(-count // CODES_THREADS),),
         (CODES_THREADS,),
-        arguments=dict(
-            codes=given,
-            weight_scale=weight_scales,
-            weights=weights,
-            count=count,
-            each=each,
-            bits=_scale(bits),
-            steps=2**bits / OCTAVES,
-        ),
+        arguments=dict(weights=weights, codes=codes, count=count, bits=bits),
     )
-    return weights
 
 
 def _bits_of(levels: Tensor) -> int:
@@ -147,16 +135,3 @@ def _bits_of(levels: Tensor) -> int:
             f"levels: got shape {tuple(levels.shape)}, allowed are 2^bits for 0 to {MOST_BITS} bits"
         )
     return bits
-
-
-def _scale(bits: int) -> int:
-    if not 1 <= bits <= 16:
-        raise ValueError(f"bits: got {bits}, allowed are 1 to 16")
-    return bits
-
-
-def _weight_scales(weight_scale: Tensor, weights: Tensor) -> tuple[Tensor, int]:
-    """One for each pair of the outer dimensions, float32, and how many weights share it."""
-    of_type("weight_scale", weight_scale, torch.float32)
-    wide = weight_scale.expand(*weights.shape[:-2], 1, 1).contiguous()
-    return wide, max(1, weights.shape[-2:].numel())

@@ -48,8 +48,9 @@ class State:
     Dv]`; resident_mask: uint8 `[B, W]`; resident_count: int64 `[1]`, how many of the `W` there are;
     row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; cache:
     of rows that were fetched, as they lie; wrong: int32 of one element, which a step sets to 1
-    where a query is not finite. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
-    256]`; tiers: keys that bound each, int64 `[B, 6]`.
+    where a query is not finite. Of log weights alone: largest: upper byte of a weight in full
+    blocks, int32 `[B, G]`, which no step reads. Of tiers alone: histogram: keys per centroid, int64
+    `[B, G, M, 256]`; tiers: keys that bound each, int64 `[B, 6]`.
     """
 
     codes: Tensor
@@ -66,6 +67,7 @@ class State:
     codec: str = "plain"
     cache: RowCache | None = None
     wrong: Tensor | None = None
+    largest: Tensor | None = None
     histogram: Tensor | None = None
     tiers: Tensor | None = None
 

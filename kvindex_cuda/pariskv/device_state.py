@@ -37,6 +37,7 @@ def opened(geometry: Geometry, table: Tensor, histogram: Tensor | None) -> State
         resident_mask=none,
         resident_count=none,
         row_bytes=0,
+        largest=ints(batch, geometry.kv_heads) if histogram is None else None,
         histogram=None if histogram is None else torch.zeros_like(histogram).contiguous(),
         tiers=None if histogram is None else ints(batch, len(TIERS), dtype=torch.int64),
     )

@@ -63,7 +63,13 @@ that a block sorts."""
 ROTATE_TALL, ROTATE_BROAD = 32, 64
 """Vectors and outputs of a block of `rotate`."""
 
-EVERYWHERE = dict(TOKENS=TOKENS, BINS=BINS, APART=APART, LONGEST=int(transform.LONGEST))
+EVERYWHERE = dict(
+    TOKENS=TOKENS,
+    BINS=BINS,
+    APART=APART,
+    LONGEST=int(transform.LONGEST),
+    OCTAVES=codes.OCTAVES,
+)
 SHARES = dict(EDGE=EDGE, BUCKETS=BUCKETS)
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 

@@ -22,6 +22,7 @@ from kvindex_cuda.runtime.constants import BINS
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
 from tests.support.helpers import Case, left_padding
+from tests.support.steps import codes_of
 
 
 def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, **options):
@@ -31,8 +32,8 @@ def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, 
     index = case.index("pariskv", **options)
     index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
     layout, kind = layout_of(index.config, index.geometry), kind_of(index.config, index.geometry)
-    centers = index._learned.get("centers")
-    blocks = layout.pack({name: index._codes[name] for name in index._codes}, centers)
+    codes, centers, weight_scale = codes_of(index)
+    blocks = layout.pack(codes, centers)
     S, rows = blocks.shape[1], torch.cat([keys, values], dim=-1)
     padded = rows.new_zeros(*rows.shape[:2], S * BLOCK, rows.shape[-1])
     padded[:, :, :count] = rows[:, :, :count]
@@ -56,9 +57,7 @@ def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, 
         length=torch.tensor([count], device=device),
         wanted=torch.tensor(wanted, dtype=torch.int32, device=device),
         counted=counts.int(),
-        weight_scale=index._learned.get(
-            "weight_scale", torch.zeros(case.batch, case.kv_heads, device=device)
-        ),
+        weight_scale=weight_scale,
         resident=rows[:, :, count:].contiguous(),
         resident_mask=torch.ones(case.batch, resident, dtype=torch.uint8, device=device),
         resident_count=torch.tensor([resident], device=device),
@@ -275,7 +274,7 @@ def test_centers_meet_queries_as_in_float32(dtype, device):
     queries = case.queries().to(device)
     with emulator.emulated() if device == "cpu" else nullcontext():
         step.select(queries, state)
-    centers, asked = index._learned["centers"].double(), queries.double().view(1, 2, 4, 96)
+    centers, asked = codes_of(index)[1].double(), queries.double().view(1, 2, 4, 96)
     want = torch.einsum("bgsd,bghd->bgsh", centers, asked)
     terms = torch.einsum("bgsd,bghd->bgsh", centers.abs(), asked.abs())
     got = step._products.view(1, 2, -1, 4)[:, :, : want.shape[2]].double()

@@ -1,15 +1,20 @@
-"""What a step reads of how many tokens there are, by one launch."""
+"""What a step reads of how many tokens there are and of their weights, by one launch."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kvindex.ops.block_layout import words_of
+from kvindex.ops import codes
+from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout, places, words_of
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.update_state import update_state
+from tests.cuda import emulator
 
 BATCH, HEADS, ROOM = 2, 3, 5
+
+LAYOUT = Layout(64, 3)
 
 
 def made(device):
@@ -24,6 +29,7 @@ def made(device):
         valid=full(BATCH, ROOM, 8),
         length=full(1, dtype=torch.int64),
         counted=full(BATCH),
+        largest=full(BATCH, HEADS),
         weight_scale=full(BATCH, HEADS, dtype=torch.float32),
         row_bytes=0,
     )
@@ -35,9 +41,7 @@ def test_all_that_is_given_is_put_and_nothing_else(device, tokens, first):
     state, last = made(device), -(-tokens // 256)
     first = min(first, last)
     wanted = torch.zeros(BATCH, dtype=torch.int32, device=device)
-    reference = torch.rand(BATCH, HEADS, device=device)
-    how = dict(first=first, count=tokens - 3, wanted=wanted, candidates=9, weight_scale=reference)
-    update_state(state, tokens, **how)
+    update_state(state, tokens, first=first, count=tokens - 3, wanted=wanted, candidates=9)
     ones = torch.ones(BATCH, tokens, dtype=torch.bool, device=device)
     assert torch.equal(state.valid[:, first:last], words_of(ones, last)[:, first:])
     assert (state.valid[:, :first] == 7).all()
@@ -45,21 +49,15 @@ def test_all_that_is_given_is_put_and_nothing_else(device, tokens, first):
     assert state.length.tolist() == [tokens]
     assert state.counted.tolist() == [tokens - 3] * BATCH
     assert wanted.tolist() == [9] * BATCH
-    assert torch.equal(state.weight_scale, reference)
+    assert (state.weight_scale == 7).all()
 
 
 def test_what_is_not_given_stays(device):
     state = made(device)
     update_state(state, 600)
     assert state.length.tolist() == [600]
-    assert all((part == 7).all() for part in (state.valid, state.counted, state.weight_scale))
-
-
-def test_a_view_of_one_row_as_several(device):
-    state = made(device)
-    reference = torch.rand(1, HEADS, device=device).expand(BATCH, -1)
-    update_state(state, 600, weight_scale=reference)
-    assert torch.equal(state.weight_scale, reference)
+    stays = state.valid, state.counted, state.weight_scale, state.largest
+    assert all((part == 7).all() for part in stays)
 
 
 def test_more_words_than_threads(device):
@@ -73,16 +71,102 @@ def test_more_words_than_threads(device):
     assert not valid[:, :2].any()
 
 
+class Weights:
+    """A state over blocks whose weights' upper bytes are `[B, G, room · 256]`, in order of ids."""
+
+    def __init__(self, device, room=ROOM):
+        shape = BATCH, room, HEADS
+        self.blocks = torch.full((*shape, LAYOUT.head_bytes), 255, dtype=torch.uint8, device=device)
+        size = self.blocks[0, 0].numel()
+        table = torch.arange(BATCH * room, device=device) * size + self.blocks.data_ptr()
+        valid = torch.zeros((BATCH, room, 8), dtype=torch.int32, device=device)
+        self.state = replace(made(device), codes=table.view(BATCH, room), valid=valid)
+        self.bytes = torch.randint(1, 200, (BATCH, HEADS, room * BLOCK), generator=seeded())
+
+    def write(self, *largest):
+        """Bytes as they are; each of `largest` is `(id, byte)`, of the second head of row 1."""
+        for at, byte in largest:
+            self.bytes[1, 1, at] = byte
+        ordered = self.bytes.unflatten(2, (-1, BLOCK))[..., places().argsort()]
+        field = LAYOUT.views(self.blocks)["weights"][..., 0]
+        field.copy_(ordered.transpose(1, 2))
+
+    def update(self, tokens, codes_from):
+        update_state(self.state, tokens, codes_from=codes_from, layout=LAYOUT)
+
+    def holds(self, tokens):
+        """Whether the state has what the codes of so many tokens say."""
+        held, full = self.bytes[:, :, :tokens], tokens // BLOCK * BLOCK
+        none = torch.zeros((BATCH, HEADS, 1), dtype=self.bytes.dtype)
+        of_full, of_all = (torch.cat([none, part], 2).amax(2) for part in (held[..., :full], held))
+        assert self.state.largest.tolist() == of_full.tolist()
+        assert torch.equal(self.state.weight_scale.cpu(), codes.weight_scale(of_all))
+        assert self.state.length.tolist() == [tokens]
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 255, 256, 257, 700, 1280])
+def test_the_scale_is_of_the_largest_weight_that_is_held(device, tokens):
+    weights = Weights(device)
+    weights.write()
+    weights.update(tokens, 0)
+    weights.holds(tokens)
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 40, 100, 255])
+def test_a_token_alone_sets_the_scale_from_when_on_it_is_held(device, at):
+    weights = Weights(device)
+    weights.write((512 + at, 250))
+    weights.update(512 + at, 0)
+    weights.holds(512 + at)
+    before = weights.state.weight_scale.clone()
+    weights.update(512 + at + 1, 2)
+    weights.holds(512 + at + 1)
+    assert weights.state.weight_scale[1, 1] > before[1, 1]
+    assert (weights.state.weight_scale != before).sum() == 1
+
+
+def test_the_unfilled_block_is_forgotten_and_full_ones_are_not(device):
+    weights = Weights(device)
+    weights.write((100, 220), (600, 250))
+    weights.update(601, 0)
+    weights.holds(601)
+    weights.write((600, 3))  # encoded again, as it filled
+    weights.update(768, 2)
+    weights.holds(768)
+    assert weights.state.largest[1, 1] == 220
+    weights.write((100, 3))  # which no one looks at again
+    weights.update(900, 3)
+    assert weights.state.largest[1, 1] == 220
+    weights.update(300, 0)  # unless all is read anew, after a truncation
+    weights.holds(300)
+
+
+@pytest.mark.parametrize("order", [None, "backward", "random"])
+def test_many_blocks_by_several_thread_blocks(device, order):
+    if order and device != "cpu":
+        pytest.skip("a GPU has an order of its own")
+    weights = Weights(device, room=200)
+    for at, byte in ((0, 240), (100 * BLOCK + 9, 245), (199 * BLOCK - 1, 250)):
+        weights.write((at, byte))
+        with emulator.emulated(order=order, seed=1) if order else nullcontext():
+            weights.update(199 * BLOCK + 5, 0)
+            weights.update(199 * BLOCK + 5, 0)
+        weights.holds(199 * BLOCK + 5)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (dict(tokens=1281), "tokens: got 1281, allowed is 0 to 1280"),
         (dict(first=3), "first: got 3, allowed is 0 to 2"),
         (dict(wanted=torch.zeros(2)), "wanted: got torch.float32, allowed is torch.int32"),
-        (
-            dict(weight_scale=torch.zeros(2, 4)),
-            r"weight_scale: got shape \(2, 4\), allowed is \(2, 3\)",
-        ),
+        (dict(codes_from=2, layout=LAYOUT), "codes_from: got 2, allowed is 0 to 1"),
+        (dict(codes_from=0), "layout, largest: got None"),
+        (dict(codes_from=0, layout=SubspaceLayout(64, 3)), "layout, largest: got SubspaceLayout"),
     ],
     ids=str,
 )

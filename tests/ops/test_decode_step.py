@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvindex.ops import coarse, select
+from kvindex.ops import coarse, codes, select
 from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout, flags_of, words_of
 from kvindex.ops.decode_step import (
     Selected,
@@ -34,7 +34,7 @@ from kvindex.ops.step_state import (
 from kvindex.ops.step_votes import integers_of, planes_of
 from kvindex.storage.codecs import NAMES
 from tests.support.helpers import Case, hits_of, left_padding
-from tests.support.steps import Layer
+from tests.support.steps import Layer, codes_of
 
 PRESETS = ("fast", "precise", "paper")
 
@@ -180,9 +180,10 @@ def test_candidates_are_the_best_votes():
     integers = integers_of(prepared.planes).float()
     table = coarse.dot_table(integers, layer.config.largest)
     assert torch.equal(coarse.rounded(integers, layer.config.largest).float(), integers)
-    factors = index._factors[index._codes["weights"].long()]
+    own, _, weight_scale = codes_of(index)
+    factors = codes.factors(own["weights"], weight_scale, codes.log_factors(16))
     units = (scanned.products * prepared.units[:, :, None]).round().int().mT
-    votes = coarse.votes(index._codes["signs"], table, factors, units, BLOCK).amax(2, keepdim=True)
+    votes = coarse.votes(own["signs"], table, factors, units, BLOCK).amax(2, keepdim=True)
     want = select.candidates(votes, torch.tensor([target]))
     assert torch.equal(id_of(reranked.candidates[..., :target]).sort(-1).values, want)
 
@@ -281,14 +282,13 @@ def test_blocks_unpack_to_what_was_packed(preset, count):
     index = Layer.of(Case(q_heads=4, kv_heads=2, head_dim=40, batch=2), count, preset=preset).index
     kind = SubspaceLayout if preset == "paper" else Layout
     layout = kind(40, index.config.magnitude_bits)
-    codes = {name: index._codes[name] for name in index._codes}
-    centers = index._learned.get("centers")
-    blocks = layout.pack(codes, centers)
+    own, centers, _ = codes_of(index)
+    blocks = layout.pack(own, centers)
     unpacked = layout.unpack(blocks, count)
-    assert unpacked.keys() == codes.keys()
+    assert unpacked.keys() == own.keys()
     for name, part in unpacked.items():
-        assert torch.equal(part, codes[name]), name
+        assert torch.equal(part, own[name]), name
     if centers is not None:
         assert torch.equal(layout.centers(blocks), centers)
         scanned = layout.fields(blocks, count)["weights"]
-        assert torch.equal(scanned, codes["weights"])
+        assert torch.equal(scanned, own["weights"])

@@ -8,11 +8,25 @@ import torch
 from torch import Tensor
 
 from kvindex import Hits
+from kvindex.ops import codes as encoding
 from kvindex.ops.attention import NEVER, cap
 from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout, words_of
 from kvindex.ops.step_state import State, StepConfig
 from kvindex.storage.codecs import codec
 from tests.support.helpers import Case
+
+
+def codes_of(index: object) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
+    """Codes `[B, G, N, ...]` of an index without an executor, centers `[B, G, S, D]` or None.
+
+    And the scale of its log weights `[B, G]`: 0 of others.
+    """
+    parts = index._parts()
+    codes = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
+    centers, weights = codes.pop("centers", None), codes["weights"]
+    if index.config.weights != "log":
+        return codes, centers, torch.zeros(weights.shape[:2], device=weights.device)
+    return codes, centers, encoding.weight_scale(weights.amax((2, 3)))
 
 
 @dataclass(frozen=True)
@@ -44,8 +58,8 @@ class Layer:
         index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
         g, c = index.geometry, index.config
         layout = (SubspaceLayout if c.block == "subspace" else Layout)(g.head_dim, c.magnitude_bits)
-        codes = {name: index._codes[name] for name in index._codes}
-        blocks = layout.pack(codes, index._learned.get("centers"))
+        codes, centers, weight_scale = codes_of(index)
+        blocks = layout.pack(codes, centers)
         S = blocks.shape[1]
         flags = torch.ones(case.batch, count, dtype=torch.bool) if valid is None else valid
         encoded = codec(row_codec, g).encode(keys[:, :, :count], values[:, :, :count])
@@ -60,7 +74,7 @@ class Layer:
             length=torch.tensor([count]),
             wanted=wanted.int(),
             counted=flags.sum(1).int(),
-            weight_scale=index._learned.get("weight_scale", torch.zeros(case.batch, g.kv_heads)),
+            weight_scale=weight_scale,
             resident=torch.cat([keys, values], -1)[:, :, count:].contiguous(),
             resident_mask=mask.to(torch.uint8),
             resident_count=torch.tensor([resident - 1]),

@@ -1,5 +1,6 @@
 // What the kernels share: types, conversions, the matrix instruction, orders, small reductions.
-// TOKENS (of a block), BINS (of a histogram), APART (of counters), LONGEST: runtime/constants.py.
+// TOKENS (of a block), BINS (of a histogram), APART (of counters), LONGEST, OCTAVES (of log weights):
+// runtime/constants.py.
 // Compiled by NVRTC for a GPU; by g++ with tests/cuda/emulator.h, which defines EMULATED.
 // Longer than most files: kernels include one header, and what one does not call costs it nothing.
 #pragma once

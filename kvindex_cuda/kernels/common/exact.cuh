@@ -17,6 +17,7 @@ struct Voters {
     const int* factors;
     const u32* valid;  // its row of the batch
     i64 tokens;
+    u32 shifts;
 };
 
 // Entries of 32 keys, from a multiple of 32 on: that of the lane's `own_key`, 0 for no valid key.
@@ -31,7 +32,8 @@ __device__ __forceinline__ u64 entry_of(const Voters& voters, const Group& group
     Signs signs;
     load(signs, codes, part);
     const char* factors = reinterpret_cast<const char*>(voters.factors);
-    int vote = vote_of(signs, load_weights(codes + WEIGHTS, part), group, offsets, factors);
+    u32 weights = load_weights(codes + WEIGHTS, part);
+    int vote = vote_of(signs, weights, voters.shifts, group, offsets, factors);
     bool inside = first + own_key() < voters.tokens && voters.valid[i64(s) * 8 + part] >> own_key() & 1;
     return inside ? entry_of(vote, int(first) + own_key()) : 0;
 }

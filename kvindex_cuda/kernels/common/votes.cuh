@@ -176,12 +176,22 @@ __device__ __forceinline__ int own_key() {
     return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
 }
 
-// The group's vote of `own_key`. factors: int32 [256], by weight, aligned to 1,024 bytes (FACTORS).
+// From the bytes of weights to their entries of the factors, for a scale of 2^e (ops.codes.factors): as
+// much to each of four. No sum passes 255 but of a byte that lies behind the tokens, and then behind all of
+// its word that do not: what it carries changes none of them.
+__device__ __forceinline__ u32 shifts_of(float weight_scale) {
+    int exponent = int(__float_as_uint(weight_scale) >> 23) - 127;
+    return u32(OCTAVES / 2 - exponent) * (256 / OCTAVES) * 0x01010101u;
+}
+
+// The group's vote of `own_key`. shifts: of `shifts_of`; factors: int32 [256], of ops.codes.log_factors,
+// aligned to 1,024 bytes (FACTORS).
 #define FACTORS __align__(1024)
 template <class Place>
-__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, const Group& group,
+__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                        const int (&offsets)[SETS][2], Place factors) {
     bool later = threadIdx.x & 1, upper = threadIdx.x & 2;  // which 16 keys, which 8 of them
+    weights += shifts;
     weights = __funnelshift_l(weights, weights, upper ? 26 : 2);
     int factor[2], best[2];
 #pragma unroll

@@ -75,30 +75,25 @@ encode(const __grid_constant__ EncodeArguments args) {
 }
 
 struct LogArguments {
-    const float* weights;        // [count]
-    const float* weight_scale;   // [count / each]
-    int* codes;                  // [count]
-    i64 count, each, bits;
-    float octaves;
+    const float* weights;  // [count]
+    int* codes;            // [count]
+    i64 count, bits;
 };
 
-// Grid: a thread per weight. Reads 4 bytes and writes 4; a scale serves `each` weights.
+// Grid: a thread per weight. Reads 4 bytes and writes 4.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_codes(const __grid_constant__ LogArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= args.count) return;
-    double top = double((1 << args.bits) - 1), steps = double(1 << args.bits) / args.octaves;
-    double weight_scale = fmax(double(args.weight_scale[i / args.each]), 2.2250738585072014e-308);
-    double code = log2(double(args.weights[i]) / weight_scale) * steps + top;
+    double top = double((1 << args.bits) - 1), steps = double(1 << args.bits) / OCTAVES;
+    double code = log2(double(args.weights[i])) * steps + double(1 << (args.bits - 1));
     args.codes[i] = args.weights[i] > 0 ? int(fmin(fmax(rint(code), 1.0), top)) : 0;
 }
 
 struct WeightArguments {
-    const int* codes;            // [count]
-    const float* weight_scale;   // [count / each]
-    float* weights;              // [count]
-    i64 count, each, bits;
-    float steps;                 // 2^bits / octaves
+    float* weights;     // [count]
+    const int* codes;   // [count]
+    i64 count, bits;
 };
 
 // Grid and bytes as above.
@@ -106,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 log_weights(const __grid_constant__ WeightArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= args.count) return;
-    float octaves = __fdiv_rn(float(args.codes[i] - ((1 << args.bits) - 1)), args.steps);
-    args.weights[i] = args.codes[i] ? exp2f(octaves) * args.weight_scale[i / args.each] : 0.0f;
+    float steps = float(1 << args.bits) / OCTAVES;  // powers of two, both
+    float octaves = __fdiv_rn(float(args.codes[i] - (1 << (args.bits - 1))), steps);
+    args.weights[i] = args.codes[i] ? exp2f(octaves) : 0.0f;
 }

@@ -73,7 +73,7 @@ struct Arguments {
     const i64* length;          // [1]
     const int* wanted;          // [B]: C
     const int* counted;         // [B]: valid keys
-    const int* factors;         // [256]: of a weight's upper byte (ops.codes.log_factors)
+    const int* factors;         // [256]: of ops.codes.log_factors
     u32* planes;                // [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments
     int* sums;                  // [BG, 4 SETS]: Σ r
     float* units;               // [BG, 4 SETS]: votes per unit of q·k
@@ -236,7 +236,8 @@ prepare_query(const __grid_constant__ Arguments args) {
         if (tokens > 0) {
             int offsets[SETS][2];
             offsets_of<false>(offsets, sampled.mean, group, nullptr);
-            vote = vote_of(sampled.signs, sampled.weights, group, offsets, shared_place(factors));
+            u32 shifts = shifts_of(weight_scale);
+            vote = vote_of(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors));
             bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
             if (!in || !(sampled.valid >> own_key() & 1)) vote = LEAST;
             int next = i + gridDim.x * 8;

@@ -34,7 +34,7 @@ struct Work {
     u64 *candidates, *buckets, *edge;
     float *estimates, *edge_estimates;
     int *many, *edges;
-    float weight_scale, scale, softcap, octaves;
+    float scale, softcap;
     float down[COLUMNS][2];
     Cutoff cutoff;
     Levels levels;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
 #pragma unroll
         for (int half = 0; half < ROWS; half++) {
             int key = key_of(half), log = log_of(now.tile, half), slot = here[min(key, many - 1)].slot;
-            float weight = log ? exp2f(float(log - 65535) * (work.octaves / 65536)) * work.weight_scale : 0.0f;
+            float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f;
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 int h = head_of(set, side);
@@ -171,7 +171,6 @@ struct Arguments {
     const float* ups;
     const float* products;        // [BG, row, GROUP]
     const float* levels;          // [LEVELS]
-    const float* weight_scale;    // [BG]
     const int* wanted;            // [B]
     const int* counted;           // [B]
     const int* bases;
@@ -191,12 +190,13 @@ struct Arguments {
     const int* sums;
     const void* queries;
     const float* units;
+    const float* weight_scale;
     const int* factors;
     const u32* valid;
     const i64* length;
     int* signals;                 // of scan.cu, whose `scanners` warps it counts, and of this kernel's blocks (common.cuh)
     i64 row, head_bytes, logs, magnitudes, scanners, capacity, kv_heads;
-    float scale, softcap, octaves;
+    float scale, softcap;
 };
 
 // Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
@@ -220,8 +220,8 @@ rerank(const __grid_constant__ Arguments args) {
         args.products + bg * args.row * GROUP, args.list + bg * args.capacity,
         args.candidates + bg * args.capacity, args.buckets + bg * (GROUP * BUCKETS), args.edge + bg * EDGE,
         args.estimates + bg * args.capacity * GROUP, args.edge_estimates + bg * (EDGE * GROUP),
-        args.candidate_counts + bg * APART, args.edge_counts + bg * APART, args.weight_scale[bg],
-        args.scale, args.softcap, args.octaves,
+        args.candidate_counts + bg * APART, args.edge_counts + bg * APART, args.scale,
+        args.softcap,
     };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; i++) {
@@ -262,7 +262,8 @@ rerank(const __grid_constant__ Arguments args) {
     if (n < target || n > args.capacity) {
         if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = {-1, 0};
         Voters voters = {args.codes + batch * args.row, args.head_bytes, bg, args.kv_heads, args.planes, args.sums,
-                         args.queries, args.units, args.factors, args.valid + batch * args.row * 8, *args.length};
+                         args.queries, args.units, args.factors, args.valid + batch * args.row * 8, *args.length,
+                         shifts_of(args.weight_scale[bg])};
         estimate_alone(work, voters, target);
         done();
         return;

@@ -28,6 +28,7 @@ struct Arguments {
     const int* sums;
     const void* queries;      // DTYPE [BG, GROUP, D]
     const float* units;
+    const float* weight_scale;  // [BG]
     const int* factors;       // [256]
     const u32* valid;         // [B, row, 8]: a bit per token
     const i64* length;        // [1]
@@ -105,17 +106,18 @@ scan(const __grid_constant__ Arguments args) {
 
     Group group;
     u32 bg = team, s = own;
-    int threshold = 0, base = 0, shift = 0, binned = 0;
-    float* product = nullptr;
+    u32 shifts = 0;
+    int threshold = 0, binned = 0;
     Shared tail = buffer;  // where the lane's next entry goes
     auto enter = [&]() {
         load(group, args.queries, args.planes, args.sums, args.units, bg);
-        threshold = args.thresholds[bg], base = args.bases[bg], shift = args.shifts[bg];
-        product = args.products + (i64(bg) * args.row + s) * GROUP + 2 * lane % 4;
+        shifts = shifts_of(args.weight_scale[bg]);
+        threshold = args.thresholds[bg];
     };
     auto flush = [&]() {
         int mine = int(tail - buffer) / 256, all = warp_sum(mine);
         int start = lane == 0 ? atomicAdd(args.counts + bg * APART, all) : 0;
+        int base = args.bases[bg], shift = args.shifts[bg];  // no registers are left for them
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
         start = __shfl_sync(ALL, start, 0);
@@ -148,7 +150,8 @@ scan(const __grid_constant__ Arguments args) {
         Mean mean;
         int offsets[SETS][2];
         load(mean, codes + CENTER);
-        offsets_of<true>(offsets, mean, group, product);
+        float* products = args.products + (i64(bg) * args.row + s) * GROUP + 2 * lane % 4;
+        offsets_of<true>(offsets, mean, group, products);
         u32 id = s * TOKENS + own_key();
 #pragma unroll UNROLLED
         for (int first_part = 0; first_part < 8; first_part += AT_ONCE) {
@@ -158,7 +161,7 @@ scan(const __grid_constant__ Arguments args) {
                 Signs signs;
                 load(signs, codes, first_part + i);
                 u32 weights = load_weights(codes + WEIGHTS, first_part + i);
-                votes[i] = vote_of(signs, weights, group, offsets, factor_places);
+                votes[i] = vote_of(signs, weights, shifts, group, offsets, factor_places);
             }
             if (!whole)
 #pragma unroll
@@ -172,7 +175,6 @@ scan(const __grid_constant__ Arguments args) {
         __syncwarp();
         fetch();
         s += members;
-        product += i64(members) * GROUP;
         if (s >= blocks) {
             if (__any_sync(ALL, tail > buffer)) flush();
             s = own, bg += teams;
