@@ -253,7 +253,9 @@ class ParisKV(BaseIndex):
             if wrong is not None and not self._defers and bool(wrong):
                 executor.discard()
                 self._check_finite("keys", known)  # which says what is wrong
-        return ({"open_keys": last.clone()} if self._block_tokens > 1 else {}), codes
+        learned = {"open_keys": last.clone()} if self._block_tokens > 1 else {}
+        stays = not last.numel() and held == len(self) > 0  # nothing was open, nothing is
+        return self._learned if stays else learned, codes
 
     def _since(
         self, start: int, keys: Tensor, valid: Tensor | None

@@ -29,13 +29,14 @@ class Run(NamedTuple):
 class Fill:
     """Codes of `count` tokens of a batch of `batch` that a kernel writes, centers with them.
 
-    write: called with addresses of blocks, int64 `[B, S]`; beyond: tokens of an open block that
-    is written once these are there.
+    write: called with addresses of blocks, int64 `[B, S]`; late: whether not before they are
+    appended, as where an open block lies; beyond: tokens of an open block after these.
     """
 
     batch: int
     count: int
     write: Callable[[Tensor], None]
+    late: bool = False
     beyond: int = 0
 
 
@@ -154,9 +155,12 @@ class CodeBlocks(Restorable):
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
         """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
-        if isinstance(new, Fill) and self._written is not new:
-            if new.count:
-                new.write(self.table)
+        if isinstance(new, Fill) and not new.late:
+            self._fill(new)
+
+    def _fill(self, new: Fill) -> None:
+        if new.count and self._written is not new:
+            new.write(self.table)
             self._written = new
 
     def append(self, new: Mapping[str, Tensor] | Fill) -> None:
@@ -168,7 +172,7 @@ class CodeBlocks(Restorable):
         if not isinstance(new, Fill):
             self._copy(new, start, count)
         else:
-            self.write(new)
+            self._fill(new)
         self._written = None
         self._length += count
 

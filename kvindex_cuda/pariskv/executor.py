@@ -180,13 +180,16 @@ class ParisKVExecutor:
             raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
 
         def write(table: Tensor) -> None:
-            self._opened = None  # these come in its place
-            encode(keys, table, first=held // BLOCK, valid=valid, wrong=wrong)
+            opened, self._opened = self._opened, None  # these come in its place
+            try:
+                encode(keys, table, first=held // BLOCK, valid=valid, wrong=wrong)
+            except Exception:  # nothing was launched
+                self._opened = opened
+                raise
 
-        fill = Fill(keys.shape[0], keys.shape[2], write, beyond)
+        fill = Fill(keys.shape[0], keys.shape[2], write, self._length > held, beyond)
         self.codes.reserve(fill)
-        if self._length == held:
-            self.codes.write(fill)  # beyond the last token, where nobody looks
+        self.codes.write(fill)  # beyond the last token, where nobody looks
         return fill
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""`ParisKV.append` whose kernels learn and write codes, against itself in plain torch."""
+"""`ParisKV.append` whose kernel writes codes, against itself in plain torch."""
 
 import pytest
 import torch
@@ -6,10 +6,8 @@ import torch
 from kvindex.core.check import LARGEST
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.ops import codes
-from kvindex.ops.learn import SEEN
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.runtime import launch
-from tests.cuda.devices import poisoned
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part, sampled
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -37,37 +35,44 @@ def tokens_of(case, count, device, seed=0):
     return (keys + shift).to(device), values.to(device)
 
 
+def codes_of(index):
+    """Columns of all tokens, those of the open block as well, `[B, G, N, ...]`."""
+    if index._executor is None:
+        parts = index._parts()
+        return {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
+    blocks = index._codes._shallow()
+    blocks._length = -(-len(index) // BLOCK) * BLOCK
+    return {
+        name: blocks[name] if name == "centers" else blocks[name][:, :, : len(index)]
+        for name in blocks
+    }
+
+
 def assert_same(mine, theirs):
-    """The same tokens, learned values to the bit, and codes but for some at an edge."""
+    """The same tokens, and codes but for some at an edge, or of a center that rounds otherwise."""
     assert mine._executor.encodes
     assert theirs._executor is None
     assert len(mine) == len(theirs)
-    assert mine._learned.keys() == theirs._learned.keys()
-    for name, learned in theirs._learned.items():
-        if name != "centers":
-            assert torch.equal(mine._learned[name], learned), name
+    if mine.config.center:
+        assert torch.equal(mine._learned["open_keys"], theirs._learned["open_keys"])
+    if not len(mine):
+        return
+    held, want = codes_of(mine), codes_of(theirs)
     real = torch.ones((mine._batch, len(mine)), dtype=torch.bool, device=mine.geometry.device)
     real = (real if mine.valid is None else mine.valid)[:, None].expand(
         -1, mine.geometry.kv_heads, -1
     )
-    if "centers" in theirs._learned:
-        real = real & ~tipped(mine._learned["centers"], theirs._learned["centers"], len(mine))
+    if "centers" in want:
+        real = real & ~tipped(held["centers"], want["centers"], len(mine))
     differ = 0
     for name in ("signs", "magnitudes"):
-        flips = mine._codes[name] ^ theirs._codes[name]
+        flips = held[name] ^ want[name]
         differ += int(codes.unpack(flips)[real].sum())
     assert differ <= FLIPPED * int(real.sum()) * mine.geometry.head_dim + 4
-    logs = [
-        (index._codes["fractions"].int() | index._codes["weights"].int() << 8)[real]
-        for index in (mine, theirs)
-    ]
+    logs = [(some["fractions"].int() | some["weights"].int() << 8)[real] for some in (held, want)]
     assert int(((logs[0] - logs[1]).abs() > 1).sum()) <= differ  # a level is another
-    if "centers" in theirs._learned:
-        for b, held in enumerate(mine._codes._held):
-            where = torch.cat([mine._codes._fields(run)["center"] for run in held])
-            centers = mine._learned["centers"][b].transpose(0, 1)
-            raw = centers.contiguous().view(torch.uint8).view(where[: len(centers)].shape)
-            assert torch.equal(where[: len(centers)], raw)
+    if mine.valid is not None:
+        assert not held["weights"].masked_fill(mine.valid[:, None, :, None], 0).any()
 
 
 def tipped(mine, theirs, tokens):
@@ -108,7 +113,7 @@ def append(indexes, keys, values, **options):
         index.append(keys, values, **options)
 
 
-def test_segments_are_shared_out_where_there_are_more_than_blocks(device):
+def test_blocks_are_shared_out_where_there_are_more_than_of_threads(device):
     """Twice: whatever the blocks of an append have counted is no matter of the next one."""
     case, count = Case(q_heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16), 1300
     if device == "cuda":
@@ -121,8 +126,8 @@ def test_segments_are_shared_out_where_there_are_more_than_blocks(device):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_history_learns_and_encodes_the_same(seed, device):
-    """Padded rows, segments that go on, truncated ones, other batches."""
+def test_any_history_encodes_the_same(seed, device):
+    """Padded rows, blocks that fill, truncated ones, other batches."""
     case = Case(q_heads=2, kv_heads=1, head_dim=16, batch=3)
     draw = torch.Generator().manual_seed(seed)
 
@@ -192,8 +197,7 @@ def test_the_stride_of_one_token_is_nobodys(device):
     assert_same(*both)
 
 
-@pytest.mark.parametrize("count", [1, 256, 700])
-def test_an_append_is_two_kernels(count, device, monkeypatch):
+def test_one_kernel_encodes_the_full_blocks_and_one_the_open_one(device, monkeypatch):
     index, names = pair(device)[0], []
     run = launch.LOADERS[device]
 
@@ -202,10 +206,30 @@ def test_an_append_is_two_kernels(count, device, monkeypatch):
         return run(*which)
 
     monkeypatch.setitem(launch.LOADERS, device, load)
-    for _ in range(2):
+    for count, encoded in ((512, 1), (100, 1), (156, 1), (300, 2), (1, 1)):
+        names.clear()
         index.append(*tokens_of(CASE, count, device))
-    few = device == "cuda" and count <= BLOCK  # rows that a kernel writes there
-    assert names == ["learn", "encode", *(["write_rows"] if few else [])] * 2
+        assert names.count("encode") == encoded, names
+
+
+@pytest.mark.parametrize("pieces", [[1] * 20, [100, 300, 300], [256, 400, 44], [700, -1, 1]], ids=str)
+def test_bytes_are_a_function_of_the_tokens(pieces, device):
+    """However they came, to the bit."""
+    once, parts = pair(device)[0], pair(device)[0]
+    tokens = tokens_of(CASE, 700, device)
+    for count in pieces:
+        if count < 0:
+            parts.truncate(len(parts) + count)
+        else:
+            parts.append(*part(tokens, len(parts), len(parts) + count))
+    once.append(*part(tokens, 0, len(parts)))
+    held, want = codes_of(parts), codes_of(once)
+    for name in want:
+        assert torch.equal(held[name], want[name]), name
+    queries = CASE.queries().to(device)
+    hits = [index.search(queries, k=20) for index in (parts, once)]
+    assert torch.equal(hits[0].ids, hits[1].ids)
+    assert torch.equal(hits[0].scores, hits[1].scores)
 
 
 def test_what_was_never_written_is_never_read(device, monkeypatch):
@@ -234,7 +258,7 @@ def test_what_was_never_written_is_never_read(device, monkeypatch):
     ids=str,
 )
 def test_keys_out_of_range_change_nothing(wrong, place, device):
-    """In a segment that is learned as it is coded, in one that another leans on, at the end."""
+    """In a full block, in the open one, at the end."""
     both = pair(device, check=True)
     tokens = tokens_of(CASE, 900, device)
     append(both, *part(tokens, 0, 256))
@@ -256,27 +280,7 @@ def test_the_largest_keys_have_the_centers_of_the_reference(dtype, device):
     keys[:, :, 100:140, 3] = LARGEST
     keys[:, :, 300:, 5] = -LARGEST
     append((mine, theirs), keys, values)
-    assert torch.equal(mine._learned["centers"], theirs._learned["centers"])
-
-
-def test_a_reference_is_of_the_first_tokens(device):
-    """Padding and zeros before them; longer keys behind them, seen or not."""
-    case = Case(q_heads=2, kv_heads=2, head_dim=16, batch=4)
-    keys, values = tokens_of(case, SEEN + 1000, device)
-    keys[1, 1, :700] = 0
-    keys[3] = 0
-    for place in (SEEN - 1, SEEN + 299, SEEN + 300, SEEN + 700):
-        keys[0 if place < SEEN else 1, :, place] *= 2.0 ** (place % 7 + 5)
-    keys[2, :, SEEN + 300 + 55] *= 2.0**20
-    valid = left_padding([0, 300, 355, 0], SEEN + 1000).to(device)
-    both = pair(device, case)
-    append(both, keys, values, valid=valid)
-    found = both[0]._learned["weight_scale"]
-    assert torch.equal(found, both[1]._learned["weight_scale"])
-    assert (found > 0).tolist() == [[True, True], [True, True], [True, True], [False, False]]
-    append(both, *tokens_of(case, 100, device, seed=1))
-    assert torch.equal(both[0]._learned["weight_scale"][:3], found[:3])
-    assert torch.equal(both[0]._learned["weight_scale"], both[1]._learned["weight_scale"])
+    assert torch.equal(codes_of(mine)["centers"], codes_of(theirs)["centers"])
 
 
 def test_invalid_keys_may_be_anything_and_unchecked_ones_pass(device):
@@ -312,7 +316,7 @@ def test_keys_that_are_not_finite_are_told_of_later(place, device, monkeypatch):
 
 @pytest.mark.parametrize("part_of", ["_codes", "_store"])
 def test_no_memory_leaves_the_index_as_it_was(part_of, device, monkeypatch):
-    """An append that goes on in a segment of which one row has no valid token yet."""
+    """An append that goes on in a block of which one row has no valid token yet."""
     both = pair(device)
     tokens, valid = tokens_of(CASE, 900, device), left_padding([0, 100], 100).to(device)
     append(both, *part(tokens, 0, 100), valid=valid)
@@ -350,37 +354,9 @@ def test_a_kernel_that_does_not_run_leaves_the_index_as_it_was(device, monkeypat
     assert_searches_alike(*both, CASE.queries().to(device))
 
 
-def test_centers_grow_where_they_lie(device):
-    """So that an append late in a sequence copies none of the earlier ones."""
-    index, places = pair(device)[0], []
-    tokens = tokens_of(CASE, 256 * 12, device)
-    for start in range(0, 256 * 12, 256):
-        index.append(*part(tokens, start, start + 256))
-        places.append(index._learned["centers"].data_ptr())
-    assert len(set(places)) == 5  # capacities 1, 2, 4, 8, 16
-    before = index._learned["centers"].clone()
-    index.append(*part(tokens, 0, 100))
-    assert torch.equal(index._learned["centers"][:, :, :12], before)
-
-
 def test_another_rotation_is_seen(device):
     mine, theirs = pair(device, seed=1)[0], pair(device)[1]
     tokens = tokens_of(CASE, 300, device)
     append((mine, theirs), *tokens)
     with pytest.raises(AssertionError):
         assert_same(mine, theirs)
-
-
-@pytest.mark.parametrize("count", [1, 256, 300])
-def test_a_reference_is_right_wherever_it_lies(count, device, monkeypatch):
-    """Of so few keys that one block looks at them nobody has set it to zero before."""
-    both = pair(device)
-    tokens = tokens_of(CASE, 2 * count, device)
-    poisoned(monkeypatch)
-    valid = left_padding([0, count], count).to(device)
-    append(both, *part(tokens, 0, count), valid=valid)
-    found = both[0]._learned["weight_scale"]
-    assert torch.equal(found, both[1]._learned["weight_scale"])
-    assert (found > 0).tolist() == [[True, True], [False, False]]
-    append(both, *part(tokens, count, 2 * count))
-    assert_same(*both)
