@@ -369,7 +369,7 @@ class Executor(Protocol):
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Any:
-        """The codes of keys `[B, G, N, D]` of whole blocks, after the full ones: for `codes.append`.
+        """Codes of whole blocks, of keys `[B, G, N, D]` after the full ones: for `codes.append`.
 
         Written at once, beyond the last token, unless a block is open. beyond: tokens that come
         after them, of the next open block. wrong: int32 `[]`, set to 1 where a valid key is not

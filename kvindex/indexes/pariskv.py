@@ -253,9 +253,9 @@ class ParisKV(BaseIndex):
             if wrong is not None and not self._defers and bool(wrong):
                 executor.discard()
                 self._check_finite("keys", known)  # which says what is wrong
-        learned = {"open_keys": last.clone()} if self._block_tokens > 1 else {}
-        stays = not last.numel() and held == len(self) > 0  # nothing was open, nothing is
-        return self._learned if stays else learned, codes
+        if self._block_tokens == 1 or (not last.numel() and held == len(self) > 0):
+            return self._learned, codes  # nothing was open, nothing is
+        return {"open_keys": last.clone()}, codes
 
     def _since(
         self, start: int, keys: Tensor, valid: Tensor | None

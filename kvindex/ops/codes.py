@@ -18,7 +18,7 @@ from kvindex.ops.transform import LONGEST
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 32
-"""Range of logarithmic weights, `2^-16` to `2^16`: absolute, so that a code needs no other number."""
+"""Range of logarithmic weights, `2^-16` to `2^16`: an absolute scale needs no other number."""
 
 FACTOR = 2**15 - 1
 """The coarse stage's integer for a weight as large as the weight scale: votes of signed dots stay

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
+from kvindex.core.protocol import UNUSED, Attended, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.storage.store import AddressedRows

@@ -143,7 +143,7 @@ WRONG = {
         r"state\['codes.more'\]: got torch.float32 \[1\], allowed is none",
     ),
     "shape": (
-        lambda state: {**state, "codes.signs": state["codes.signs"][:, :, :7]},
+        lambda state: {**state, "rows": state["rows"][:, :, :7]},
         r"state\['codes.signs'\]: got torch.uint8 \[2, 2, 7, 2\], allowed is .*\[2, 2, 30, 2\]",
     ),
     "dtype": (

@@ -212,7 +212,9 @@ def test_one_kernel_encodes_the_full_blocks_and_one_the_open_one(device, monkeyp
         assert names.count("encode") == encoded, names
 
 
-@pytest.mark.parametrize("pieces", [[1] * 20, [100, 300, 300], [256, 400, 44], [700, -1, 1]], ids=str)
+@pytest.mark.parametrize(
+    "pieces", [[1] * 20, [100, 300, 300], [256, 400, 44], [700, -1, 1]], ids=str
+)
 def test_bytes_are_a_function_of_the_tokens(pieces, device):
     """However they came, to the bit."""
     once, parts = pair(device)[0], pair(device)[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvindex.storage.columns import Columns
+from kvindex.storage.columns import BlockColumns, Columns
 from kvindex_cuda.memory.code_blocks import SLAB_BYTES, CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK, Layout
 
@@ -85,14 +85,45 @@ def test_a_view_repeats_the_one_row():
     assert_same(blocks.expand_batch(3), columns.expand_batch(3))
 
 
-def test_centers_go_to_their_blocks():
-    blocks, _ = both(codes(600))
-    centers = torch.randn(2, 3, 3, 40).bfloat16()
-    blocks.put_centers(centers, 0)
-    blocks.put_centers(centers * 2, 2)
-    found = [blocks._fields(blocks._at(1, block))["center"].contiguous() for block in range(3)]
-    assert torch.equal(found[0].view(torch.bfloat16)[0, ..., 0], centers[1, :, 0])
-    assert torch.equal(found[2].view(torch.bfloat16)[0, ..., 0], 2 * centers[1, :, 2])
+def centered(count, seed=0):
+    """Codes of whole blocks, with centers."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.randn(2, 3, -(-count // BLOCK), 40, generator=generator).bfloat16()
+    return {**codes(count, seed=seed), "centers": centers}
+
+
+def whole_blocks():
+    options = dict(unit=BLOCK, centered=True)
+    return CodeBlocks(LAYOUT, 3, torch.device("cpu"), 4096, **options), BlockColumns(BLOCK)
+
+
+def test_whole_blocks_come_and_go_with_their_centers():
+    blocks, columns = pair = whole_blocks()
+    for count in (256, 768, 512):
+        for each in pair:
+            each.append(centered(count, seed=count))
+        assert_same(blocks, columns)
+    for length in (1535, 700, 256):
+        for each in pair:
+            each.truncate(length)
+        assert len(blocks) == length // BLOCK * BLOCK
+        assert_same(blocks, columns)
+    assert_same(blocks.reordered(torch.tensor([1])), columns.reordered(torch.tensor([1])))
+    assert blocks.nbytes() == 2 * 3 * (256 * (8 + 24 + 3) + 80)
+
+
+def test_an_open_block_follows_and_is_not_counted():
+    blocks, columns = pair = whole_blocks()
+    for each in pair:
+        each.append(centered(512))
+    new = centered(100, seed=1)
+    blocks.reserve_open(2)
+    blocks.put_open(new)
+    assert_same(blocks, columns)
+    held = blocks._shallow()
+    held._length = 768
+    assert torch.equal(held["signs"][:, :, 512:612], new["signs"])
+    assert torch.equal(held["centers"][:, :, 2:], new["centers"])
 
 
 def test_a_kernel_may_write_the_codes():
@@ -111,8 +142,17 @@ def test_a_kernel_may_write_the_codes():
     columns.append(new)
     assert_same(blocks, columns)
     assert seen[0] is blocks.table
-    blocks.put_centers(torch.ones(2, 3, 3, 40).bfloat16(), 0)  # it has written them
-    assert not blocks._fields(blocks._at(0, 2))["center"].any()
+
+
+def test_what_comes_late_is_written_as_it_is_appended():
+    blocks, written = both(codes(256))[0], []
+    fill = Fill(2, 256, lambda table: written.append(len(blocks)), late=True, beyond=1)
+    blocks.reserve(fill)
+    assert blocks._blocks == 3
+    blocks.write(fill)
+    assert not written
+    blocks.append(fill)
+    assert written == [256]
 
 
 def test_a_kernel_that_fails_changes_nothing():
