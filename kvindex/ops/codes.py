@@ -17,8 +17,8 @@ from kvindex.ops.transform import LONGEST
 
 TINY = torch.finfo(torch.float64).tiny
 
-OCTAVES = 64
-"""Range of logarithmic weights, `2^-32` to `2^32`: absolute, so that a code needs no other number."""
+OCTAVES = 32
+"""Range of logarithmic weights, `2^-16` to `2^16`: absolute, so that a code needs no other number."""
 
 FACTOR = 2**15 - 1
 """The coarse stage's integer for a weight as large as the weight scale: votes of signed dots stay
