@@ -1,13 +1,12 @@
-"""Append's fast path: keys to codes in blocks, in one kernel (`kernels/append/encode.cu`)."""
+"""Append's fast path: blocks of keys to centers and codes, in one kernel (`append/encode.cu`)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import transform
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.runtime.arguments import (
@@ -29,49 +28,19 @@ ROOM = 2.0**-10
 """The largest size of a coordinate that is told apart lies above the last edge by this share."""
 
 
-@dataclass(frozen=True)
-class Fresh:
-    """Segments whose centers the kernel makes: `count` from `first` on, which the keys hold whole.
-
-    known: bool `[B, S]`, set for each where a valid key is in it, or None; wrong: int32 of one
-    element, set to 1 where a valid key of one is not finite; taken: int32 of one element, 0 before
-    and after a call: how many segments blocks have taken beyond two each; made if it is None.
-    """
-
-    first: int
-    count: int
-    known: Tensor | None
-    wrong: Tensor
-    taken: Tensor | None = None
-
-    def check(self, batch: int, start: int, count: int) -> None:
-        """Raises ValueError if `count` keys from id `start` on do not hold them, for others."""
-        inside = -(-start // BLOCK), (start + count) // BLOCK
-        if not inside[0] <= self.first <= inside[1] - self.count:
-            last = self.first + self.count
-            raise ValueError(f"fresh: got {self.first} to {last}, allowed is in {inside}")
-        for name in ("wrong", "taken"):
-            one = getattr(self, name)
-            if one is not None and of_type(name, one, torch.int32).numel() != 1:
-                raise ValueError(f"{name}: got {one.numel()} elements, allowed is one")
-        if self.known is None:
-            return
-        most = max(-(-(start + count) // BLOCK), self.known.shape[-1])
-        of_shape("known", of_type("known", self.known, torch.bool), batch, most)
-        if not self.known.is_contiguous():
-            raise ValueError(f"known: got strides {self.known.stride()}, allowed are dense ones")
-
-
 class Encoder:
     """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
 
     rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
     a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
+    centered: whether a block's center is made and taken off its keys.
     Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
     head dimension that 8 does not divide or above 256, more than 7 bits.
     """
 
-    def __init__(self, layout: Layout, rotation: Tensor, levels: Tensor) -> None:
+    def __init__(
+        self, layout: Layout, rotation: Tensor, levels: Tensor, *, centered: bool = True
+    ) -> None:
         D, bits = layout.head_dim, layout.magnitude_bits
         if D % 8 or not 8 <= D <= WIDEST or not 0 <= bits <= MOST_BITS:
             raise ValueError(
@@ -80,7 +49,7 @@ class Encoder:
             )
         of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
         of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
-        self.layout, self.device = layout, rotation.device
+        self.layout, self.device, self.centered = layout, rotation.device, centered
         signs, hartley = _factors(rotation.cpu())
         self._flips = _flips(signs).to(self.device)
         self._hartley = hartley.to(self.device)
@@ -90,79 +59,60 @@ class Encoder:
     def __call__(
         self,
         keys: Tensor,
-        centers: Tensor | None,
-        weight_scale: Tensor,
         table: Tensor,
         *,
-        start: int,
+        first: int,
         valid: Tensor | None = None,
-        fresh: Fresh | None = None,
+        wrong: Tensor | None = None,
     ) -> None:
-        """Write codes of keys `[B, G, N, D]`, the first of which has the id `start`, to blocks.
+        """Write codes of keys `[B, G, N, D]`, the first of which begins block `first`.
 
-        All fields of the keys' places, and the center of each block that has one; the rest of a
-        block stays as it is. An invalid key counts as zero before the center is taken off.
+        All fields of the keys' places, and of each block the center, as `ops.codes.centers` makes
+        it but for rounding (sums are in float32, a warp's 32 keys at a time); the rest of a block
+        stays as it is. An invalid key counts as zero before the center is taken off, and has no
+        share in it; its weight is 0.
 
-        centers: bfloat16 `[B, G, S, D]`, one for each block of 256 ids, or None for zeros;
-        weight_scale: float32 `[B, G]`; table: int64 `[B, S]`, addresses of blocks; valid: bool
-        `[B, N]`; fresh: segments of which `centers` are written as `ops.learn.centers` makes them,
-        but for rounding (sums are in float32, a warp's 32 keys at a time), then used.
-        Raises ValueError for wrong dtypes or shapes, ids beyond the table, fresh segments that the
-        keys do not hold whole or whose centers have no dense rows.
+        table: int64 `[B, S]`, addresses of blocks; valid: bool `[B, N]`, or None: all are; wrong:
+        int32 of one element, set to 1 where a valid key is not finite or far above
+        `check.LARGEST`, or None. Raises ValueError for wrong dtypes or shapes, blocks beyond the
+        table.
         """
         L, D = self.layout, self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
         of_shape("keys", keys, B, G, N, D)
-        of_shape("weight_scale", of_type("weight_scale", weight_scale, torch.float32), B, G)
         of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
-        first, stop = start // BLOCK, -(-(start + N) // BLOCK)
-        held = table.shape[1] if centers is None else min(table.shape[1], centers.shape[2])
-        if start < 0 or stop > held:
-            raise ValueError(
-                f"start: got {start} for {N} keys, allowed are ids from 0 to {held * BLOCK - 1}"
-            )
-        if centers is not None:
-            of_type("centers", centers, torch.bfloat16)
-            given = contiguous_rows(of_shape("centers", centers, B, G, centers.shape[2], D), 1)
-            if fresh and given is not centers:
-                raise ValueError(f"centers: got strides {centers.stride()}, allowed are dense rows")
-            centers = given
-        if fresh and fresh.count:
-            fresh.check(B, start, N)
+        blocks = -(-N // BLOCK)
+        if not 0 <= first <= table.shape[1] - blocks:
+            within = f"within the table's {table.shape[1]}"
+            raise ValueError(f"first: got {first} for {blocks} blocks of keys, allowed is {within}")
         if valid is not None:
             valid = contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+        if wrong is not None and of_type("wrong", wrong, torch.int32).numel() != 1:
+            raise ValueError(f"wrong: got {wrong.numel()} elements, allowed is one")
         keys = contiguous_rows(keys, 1)
-        units = (stop - first) * G * B
-        known = fresh.known if fresh else None
-        begins = wide(keys)
+        segments, begins = blocks * G * B, wide(keys)
         resident = _resident(D, keys.element_size(), begins)
-        blocks = busy(keys.device, 1, units, 1, resident) if N and units else 0
-        taken = fresh.taken if fresh else None
-        if taken is None and units > blocks:
-            taken = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        grid = busy(keys.device, 1, segments, 1, resident) if segments else 0
+        more = segments > grid  # than one each: blocks of threads take the next ones in turns
         launch(
             "append/encode.cu",
             "encode",
-            (blocks,),
+            (grid,),
             (32 * ENCODE_WARPS,),
             arguments=dict(
                 **strides("keys", keys, "batch", "head", "token"),
                 **strides("valid", valid, "batch"),
-                **strides("centers", centers, "batch", "head", "block"),
                 keys=keys,
                 valid=valid,
-                centers=centers,
-                weight_scale=weight_scale.contiguous(),
                 codes=table.contiguous(),
                 flips=self._flips,
                 hartley=self._hartley,
                 tables=self._tables,
-                known=known,
-                wrong=fresh.wrong if fresh else None,
-                taken=taken,
+                wrong=wrong,
+                taken=torch.zeros(1, dtype=torch.int32, device=keys.device) if more else None,
                 count=N,
-                start=start,
-                blocks=stop - first,
+                first=first,
+                blocks=blocks,
                 kv_heads=G,
                 batches=B,
                 row=table.shape[1],
@@ -171,20 +121,26 @@ class Encoder:
                 logs=L.logs,
                 magnitudes=L.magnitudes,
                 center=L.center,
-                fresh=fresh.first if fresh else 0,
-                fresh_end=fresh.first + fresh.count if fresh else 0,
-                known_row=0 if known is None else known.shape[1],
                 size_scale=1 / self.largest,
                 root=D**-0.5,
             ),
-            overlap=fresh is not None,  # `learn` comes right before
             shared_bytes=_staged(D, keys.element_size(), begins, resident),
             D=D,
             BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
             WIDE=int(begins),
             RESIDENT=resident,
+            CENTERED=int(self.centered),
         )
+
+
+def encoder_of(
+    config: ParisKVConfig, layout: Layout, rotation: Tensor, levels: Tensor
+) -> Encoder | None:
+    """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it."""
+    if config.block != "key" or layout.head_dim > WIDEST:
+        return None
+    return Encoder(layout, rotation, levels, centered=bool(config.center))
 
 
 def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:

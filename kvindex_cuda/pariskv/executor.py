@@ -9,6 +9,7 @@ search reads, who updates it and when it is made anew are one matter.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.append import Writer, writer
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.device_state import opened, put, put_tiers, put_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadable
+from kvindex_cuda.pariskv.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared
 from kvindex_cuda.pariskv.stage_token import stage_token
@@ -83,7 +84,7 @@ class ParisKVExecutor:
         config: ParisKVConfig,
         kind: str,
         codes: CodeBlocks,
-        writer: Writer | None,
+        writer: Encoder | None,
     ) -> None:
         self._geometry, self._config, self._kind = geometry, config, kind
         self.codes, self._layout, self._writer = codes, codes.layout, writer
@@ -156,8 +157,7 @@ class ParisKVExecutor:
         """The same, of codes that were reordered, expanded or copied."""
         if not isinstance(codes, CodeBlocks):
             raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
-        writer = self._writer.fresh() if self._writer else None
-        return ParisKVExecutor(self._geometry, self._config, self._kind, codes, writer)
+        return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._writer)
 
     def prepare(
         self,
@@ -171,11 +171,11 @@ class ParisKVExecutor:
         """As `Executor.prepare`. Raises RuntimeError unless it `encodes`."""
         if self._writer is None:
             raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
-        begun = self._writer.learn(keys, valid, learned, start=start, wrong=wrong)
-        fill = self._writer.codes(keys, valid, begun, start=start)
+        write = partial(self._writer, keys, first=start // BLOCK, valid=valid, wrong=wrong)
+        fill = Fill(keys.shape[0], keys.shape[2], write)
         self.codes.reserve(fill)
         self.codes.write(fill)  # beyond the last token, where nobody looks
-        return begun.learned, fill
+        return learned, fill
 
     def discard(self) -> None:
         """As `Executor.discard`."""
@@ -378,5 +378,5 @@ def executor_of(
         return None
     layout = layout_of(config, geometry)
     codes = CodeBlocks(layout, geometry.kv_heads, geometry.device)
-    append = writer(config, layout, rotation, levels)
+    append = encoder_of(config, layout, rotation, levels)
     return ParisKVExecutor(geometry, config, kind, codes, append)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvindex.ops import block_layout, coarse, codes, learn, transform
+from kvindex.core import check
+from kvindex.ops import block_layout, coarse, codes, transform
 from kvindex.ops import step_state as step
 from kvindex.ops import step_votes as votes
 from kvindex.ops import table_step as table
@@ -47,9 +48,6 @@ STAGE_THREADS, UPDATE_THREADS, WRITE_THREADS = 128, 256, 256
 ENCODE_WARPS = 8
 """Of a block of `encode`."""
 
-LEARN_THREADS, LEARN_TALL = 256, 32
-"""Threads of a block of `learn`, and keys that it reads at once at most."""
-
 CODES_THREADS, MOST_BITS = 256, 7
 """Of `ops/codes.cu`: threads of a block, magnitude bits at most."""
 
@@ -86,14 +84,7 @@ FILES: dict[str, dict[str, int]] = {
     "step/stage_token.cu": dict(THREADS=STAGE_THREADS),
     "append/update_state.cu": dict(THREADS=UPDATE_THREADS),
     "append/write_rows.cu": dict(THREADS=WRITE_THREADS),
-    "append/encode.cu": dict(WARPS=ENCODE_WARPS, OCTAVES=codes.OCTAVES),
-    "append/learn.cu": dict(
-        LEAN=learn.LEAN,
-        HEADROOM=learn.HEADROOM,
-        SEEN=learn.SEEN,
-        THREADS=LEARN_THREADS,
-        TALL=LEARN_TALL,
-    ),
+    "append/encode.cu": dict(WARPS=ENCODE_WARPS, OCTAVES=codes.OCTAVES, LARGEST=int(check.LARGEST)),
     "ops/coarse.cu": dict(WIDE=0, FACTORS=0, TABLES=1),
     "ops/codes.cu": dict(THREADS=CODES_THREADS, MOST_BITS=MOST_BITS),
     "ops/sampling.cu": dict(THREADS=DRAW_THREADS),

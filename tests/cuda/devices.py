@@ -47,5 +47,5 @@ def torch_ops_and_an_executor(monkeypatch, *, far, **others):
     both = {name: getattr(ops, name) for name in ops.__all__} | doors | others
     both, resolve = SimpleNamespace(**both, ready=lambda device: None), backend.resolve
     monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
-    monkeypatch.setattr(executor, "writer", lambda *given: None)
+    monkeypatch.setattr(executor, "encoder_of", lambda *given: None)
     monkeypatch.setattr(DeviceAllocator, "far", far)

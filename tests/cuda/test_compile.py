@@ -41,9 +41,8 @@ AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
-ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3)
+ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0)
-LEARN = dict(DTYPE=2, WIDE=1)
 COUNT = dict(D=128, GROUP=4)
 WEIGH = COUNT | dict(BITS=3, SOFTCAP=0)
 DEFINES = {
@@ -95,6 +94,7 @@ DEFINES = {
         ENCODE | dict(D=96, BITS=5),
         ENCODE | dict(D=120, RESIDENT=2),
         ENCODE | dict(D=256, RESIDENT=1),
+        ENCODE | dict(CENTERED=0),
     ],
     "ops/rerank.cu": [
         ESTIMATE,
@@ -106,11 +106,6 @@ DEFINES = {
     "append/update_state.cu": [{}],
     "step/stage_token.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
     "append/write_rows.cu": [{}],
-    "append/learn.cu": [
-        LEARN,
-        LEARN | dict(DTYPE=1, WIDE=0),
-        LEARN | dict(DTYPE=0),
-    ],
     "step/rerank.cu": [
         RERANK,
         RERANK | dict(GROUP=8),

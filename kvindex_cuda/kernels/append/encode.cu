@@ -1,31 +1,30 @@
-// Keys to codes in blocks: center off, normalize, rotate, code, log weight (paper, A.1 to A.3;
-// ops/{transform,codes}.py with block = D, kvindex_cuda/memory/layout.py). Centers of segments whose keys are
-// all here are made on the way (ops/learn.py), so that keys come from memory once.
+// Keys to codes in blocks: center made and taken off, normalize, rotate, code, log weight (paper, A.1
+// to A.3; ops/{transform,codes}.py with block = D, ops/block_layout.py), so that keys come from memory
+// once and a block's codes are a function of its keys.
 //
 // How a key is rotated and coded: rotated.cuh.
 //
-// Grid: as many blocks as there is room for, 8 warps; a block takes segments of heads as it is done
-// with others (those of a multiprocessor are not equally fast), a warp 32 keys of one. Where a segment's
-// keys fit (STAGED; dynamic shared memory: 256 ROW bytes), they come by copies that go on while the segment before is coded: as soon as a warp has 8
-// keys in registers, it sends for 8 of the next segment's to the same place. A fresh segment's keys are
-// added up there, which the matrix unit does with ones on the other side (an instruction for 256
-// coordinates); then the block makes the center and codes. Elsewhere a warp adds up what it loads, and
-// loads again from L1 or L2 to code; before the last 8 keys are coded, the next segment's are sent for.
-// From memory a key is read once, 2 D bytes of a center that is given per 256; written are (1 + BITS)
-// STRIDE + 3 bytes per key and 2 D per 256, of a fresh segment 4 D.
+// Grid: as many blocks as there is room for, 8 warps; a block takes segments (256 tokens of a head)
+// as it is done with others (those of a multiprocessor are not equally fast), a warp 32 keys of one.
+// Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW bytes), they come by copies that
+// go on while the segment before is coded: as soon as a warp has 8 keys in registers, it sends for 8 of
+// the next segment's to the same place. A segment's keys are added up there, which the matrix unit does
+// with ones on the other side (an instruction for 256 coordinates); then the block makes the center and
+// codes. Elsewhere a warp adds up what it loads, and loads again from L1 or L2 to code; before the last
+// 8 keys are coded, the next segment's are sent for. The last segment may lack keys: it is made of
+// those that are there.
+// From memory a key is read once; written are (1 + BITS) STRIDE + 3 bytes per key and 2 D per 256.
 // Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
-// 16-bit keys): 1,490 instructions of a warp per 16 keys, 1,350 of them to code and to send, 140 for
-// centers and what a segment needs; 23.3 cycles of an SM per key, .84 ms for the 8.4 million keys of 8
-// heads on 132 SMs at 1.76 GHz, where their 2.73 GB take .60 ms at the measured rate of reading;
-// shuffles, shared memory and keys take that pipe some 21 cycles per key. Between the two barriers of a
-// segment all warps of a block wait for its center; other blocks code meanwhile.
+// 16-bit keys): 1,450 instructions of a warp per 16 keys, 1,330 of them to code and to send, the rest
+// for centers and what a segment needs. Between the two barriers of a segment all warps of a block wait
+// for its center; other blocks code meanwhile.
 // Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
 // As the reference but for rounding: sums are in float32, and the center goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
 // Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
-// multiple of 16 bytes), RESIDENT (blocks of a multiprocessor). Longer than most files: it is one
-// kernel.
+// multiple of 16 bytes), RESIDENT (blocks of a multiprocessor), CENTERED (whether blocks have centers).
+// Longer than most files: it is one kernel.
 #include "common/rotated.cuh"
 
 constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
@@ -35,7 +34,7 @@ constexpr bool AHEAD = !STAGED && C * BYTE_WORDS <= 16;     // registers hold th
 constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight to be added up
 constexpr int HALF = 8, GROUP = 32;                   // keys at a time; whose weights lie together
 constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
-constexpr double STEPS = 65536.0 / OCTAVES;           // of a log weight to an octave
+constexpr int STEPS = 65536 / OCTAVES;                // of a log weight to an octave
 
 // Eight coordinates as they lie in memory. LAST: nobody reads them again.
 template <bool LAST>
@@ -74,18 +73,14 @@ __device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared
 // then, for no registers are left for it.
 enum { NONE, SOME, WHOLE };
 struct Segment {
-    const char* keys;  // of token 0, which may come before the first that is there
+    const char* keys;  // of its first token
     const u8* flags;   // likewise, or null
-    char* block;
-    u16* center;  // or null
-    u8* known;    // or null
-    i64 head;     // where the head begins in a block
-    float weight_scale, inverted;
-    u32 from, to;  // tokens that are there
-    u32 unit;      // its number, of all
-    u32 after;     // where the next one lies
-    bool fresh;    // whether its center is made here
-    u8 state;      // NONE: no such segment; WHOLE: all keys are there, and there are no flags
+    char* block;       // of all heads
+    i64 head;          // where the head begins in it
+    u32 to;            // tokens that are there
+    u32 unit;          // its number, of all
+    u32 after;         // where the next one lies
+    u8 state;          // NONE: no such segment; WHOLE: all keys are there, and there are no flags
 };
 
 // Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
@@ -131,53 +126,33 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
 // Above ‖y‖² of every key whose coordinates are allowed (check.LARGEST, 2^48): (2^49 D)² at most.
 constexpr float TOO_LONG = 1.3e36f;
 
-// The mean of coordinate d of a segment's n valid keys, of the warps' sums. All lanes call it.
-static __device__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n, i64 step,
-                              const Segment& own, int* wrong) {
+// The mean of coordinate d of a segment's n valid keys, of the warps' sums.
+__device__ __forceinline__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n) {
     double total = 0;
     for (int w = 0; w < WARPS; w++) total += sums[w][d];
-    bool odd = !(fabs(total) <= 3.4e38);  // a key that is not finite, or sums beyond float32's range
-    if (__any_sync(ALL, odd)) {
-        total = 0;
-        for (int i = 0; i < TOKENS; i++) {
-            if (d >= D || (own.flags && !own.flags[i])) continue;
-            const char* at = own.keys + i * step + d * BYTES;
-            float x = DTYPE == 0 ? *reinterpret_cast<const float*>(at) : 0;
-            if (DTYPE == 1) x = from_float16(*reinterpret_cast<const u16*>(at));
-            if (DTYPE == 2) x = from_bfloat16(*reinterpret_cast<const u16*>(at));
-            if (!(fabsf(x) <= 3.402823466e38f)) *wrong = 1;
-            total += x;
-        }
-    }
     float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));  // a product, as a rule
     return to_bfloat16(fminf(fmaxf(mean, -float(LONGEST)), float(LONGEST)));
 }
 
 struct Arguments {
-    const void* keys;            // DTYPE [B, G, N, D]
-    const u8* valid;             // bool [B, N], or null
-    u16* centers;                // bfloat16 [B, G, S, D], or null
-    const float* weight_scale;   // [B, G]
-    const i64* codes;            // [B, row]: addresses of blocks, of KV head g at g · head_bytes
-    const uint4* flips;          // [C, 4]: sign bits of s
-    const float* hartley;        // [ORDER, ORDER]
-    const float* tables;         // CELLS edges by the scale (+inf for none), 2 CELLS indices of levels, by cell and side,
-                                 // LEVELS levels, float16 for 3 bits at most
-    u8* known;                   // bool [B, known_row], or null
-    int* wrong;                  // [1]: set to 1 where a valid key of a fresh segment is not finite, or null
-    int* taken;                  // [1]: 0, also afterwards, or null where there are no more segments than blocks
-    i64 count;                   // N
-    i64 start;                   // id of the first key
-    i64 blocks;                  // touched, of a head
+    const void* keys;     // DTYPE [B, G, N, D]
+    const u8* valid;      // bool [B, N], or null
+    const i64* codes;     // [B, row]: addresses of blocks, of KV head g at g · head_bytes
+    const uint4* flips;   // [C, 4]: sign bits of s
+    const float* hartley; // [ORDER, ORDER]
+    const float* tables;  // CELLS edges by the scale (+inf for none), 2 CELLS indices of levels, by cell and side,
+                          // LEVELS levels, float16 for 3 bits at most
+    int* wrong;           // [1]: set to 1 where a valid key is not finite or out of range, or null
+    int* taken;           // [1]: 0, also afterwards, or null where there are no more segments than blocks
+    i64 count;            // N
+    i64 first;            // block of the first key, which begins it
+    i64 blocks;           // of a head, of which the last may lack keys
     i64 kv_heads, batches;
-    i64 keys_batch, keys_head, keys_token;           // strides
+    i64 keys_batch, keys_head, keys_token;  // strides
     i64 valid_batch;
-    i64 centers_batch, centers_head, centers_block;  // strides
     i64 row, head_bytes, weights, logs, magnitudes, center;
-    i64 fresh, fresh_end;        // segments whose centers are made: the first, and the one after the last
-    i64 known_row;
-    float size_scale;            // 1 by the largest |u| that is told apart
-    float root;                  // 1 / √D
+    float size_scale;     // 1 by the largest |u| that is told apart
+    float root;           // 1 / √D
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
@@ -196,31 +171,19 @@ encode(const __grid_constant__ Arguments args) {
 
     i64 step = args.keys_token * BYTES;
     u32 units = u32(args.blocks * args.kv_heads * args.batches);
-    // One thread plans a segment while the second before it is coded, for that waits for memory; once
-    // what it asked for is there, the rest (`planned`).
+    // One thread plans a segment while the second before it is coded, for its address comes from memory.
     auto plan = [&](u32 unit, Segment& found) {
-        found.unit = unit, found.fresh = false;
-        found.from = found.to = 0, found.state = NONE;
+        found.unit = unit, found.to = 0, found.state = NONE;
         if (unit >= units) return;
-        i64 s = u32(args.start) / TOKENS + unit % u32(args.blocks), bg = unit / u32(args.blocks);
+        i64 s = unit % u32(args.blocks), bg = unit / u32(args.blocks), token = s * TOKENS;
         i64 g = u32(bg) % u32(args.kv_heads), batch = u32(bg) / u32(args.kv_heads);
-        i64 offset = s * TOKENS - args.start;  // of the segment's first token among the keys
-        copy_piece<8>(shared_place(&found.block), args.codes + batch * args.row + s);
-        copy_piece<4>(shared_place(&found.weight_scale), args.weight_scale + bg);
+        copy_piece<8>(shared_place(&found.block), args.codes + batch * args.row + args.first + s);
         found.head = g * args.head_bytes;
-        i64 first_key = batch * args.keys_batch + g * args.keys_head + offset * args.keys_token;
+        i64 first_key = batch * args.keys_batch + g * args.keys_head + token * args.keys_token;
         found.keys = static_cast<const char*>(args.keys) + first_key * BYTES;
-        found.flags = args.valid ? args.valid + batch * args.valid_batch + offset : nullptr;
-        i64 own_center = batch * args.centers_batch + g * args.centers_head + s * args.centers_block;
-        found.center = args.centers ? args.centers + own_center : nullptr;
-        found.known = args.known && g == 0 ? args.known + batch * args.known_row + s : nullptr;
-        found.from = u32(max(-offset, i64(0))), found.to = u32(min(args.count - offset, i64(TOKENS)));
-        found.fresh = s >= args.fresh && s < args.fresh_end;
-        found.state = !args.valid && found.to - found.from == TOKENS ? WHOLE : SOME;
-    };
-    auto planned = [&](Segment& found) {
-        if (found.unit >= units) return;
-        found.block += found.head, found.inverted = 1.0f / found.weight_scale;
+        found.flags = args.valid ? args.valid + batch * args.valid_batch + token : nullptr;
+        found.to = u32(min(args.count - token, i64(TOKENS)));
+        found.state = !args.valid && found.to == TOKENS ? WHOLE : SOME;
     };
     // Eight of a segment's keys, the half-th, on their way to shared memory, zeros for those that are
     // not there. piece: where this lane's first 16 bytes of them are, which is moved on.
@@ -244,7 +207,7 @@ encode(const __grid_constant__ Arguments args) {
 #pragma unroll 1
         for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step) {
             u32 id = half * HALF + j + lane / PADDED;
-            bool in = id >= segment.from && id < segment.to;
+            bool in = id < segment.to;
             if (args.valid && in) in = segment.flags[id];
             if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
         }
@@ -256,13 +219,8 @@ encode(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < CELLS; i += WARPS * 32) edges[i] = args.tables[i];
     for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(args.tables[CELLS + i]);
     for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = args.tables[3 * CELLS + i];
-    after_previous();  // which teaches the reference
-    if (threadIdx.x < 2) {
-        Segment& found = segments[threadIdx.x];
-        plan(blockIdx.x + threadIdx.x * gridDim.x, found);
-        pieces_wait();
-        planned(found);
-    }
+    if (threadIdx.x < 2) plan(blockIdx.x + threadIdx.x * gridDim.x, segments[threadIdx.x]);
+    pieces_wait();
     __syncthreads();
     Tables tables;
     tables.edges = edges, tables.levels = levels, tables.indices = indices;
@@ -278,10 +236,10 @@ encode(const __grid_constant__ Arguments args) {
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) send(segments[0], half, coming);
     for (u32 slot = 0; segments[slot].unit < units; slot = segments[slot].after) {
         const Segment& own = segments[slot];
-        u32 from = max(own.from, u32(warp * GROUP)), to = min(own.to, u32((warp + 1) * GROUP));
+        u32 to = min(own.to, u32((warp + 1) * GROUP));
         pieces_wait();
         __syncwarp();
-        if (own.fresh && STAGED) {
+        if (CENTERED && STAGED) {
             Shared keys = stage + (warp * GROUP + t) * ROW;
             add_up(sums[warp], [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
 #pragma unroll
@@ -289,37 +247,32 @@ encode(const __grid_constant__ Arguments args) {
                     of_stage(words, r, keys + i * ROW + tile * 8 * CHUNKS * 16 +
                                            placed(lane / 4 * CHUNKS + r, t) * 16);
             });
-        } else if (own.fresh) {
+        } else if (CENTERED) {
             const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
-            const u8* flags = args.valid ? own.flags + warp * GROUP + t : nullptr;
             auto read = [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
                 load<false>(words, keys + i * step + tile * 64 * BYTES);
             };
-            if (args.valid)
-                add_up(sums[warp], [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
-                    if (flags[i]) read(words, i, tile);
-                });
-            else
+            if (own.state == WHOLE)
                 add_up(sums[warp], read);
+            else
+                add_up(sums[warp], [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
+                    u32 id = warp * GROUP + t + i;
+                    if (id < own.to && (!args.valid || own.flags[id])) read(words, i, tile);
+                });
         }
         // all keys of the segment before are coded, all of this one added up
-        int n = __syncthreads_count(own.fresh && (!args.valid || own.flags[threadIdx.x]));
+        bool real = CENTERED && threadIdx.x < own.to && (!args.valid || own.flags[threadIdx.x]);
+        int n = __syncthreads_count(real);
         u32 unit = ~0u;  // none
-        if (threadIdx.x == WARPS * 32 - 1) {
-            if (own.unit != blockIdx.x) planned(segments[own.after]);
-            if (segments[own.after].unit < units) unit = 2 * gridDim.x + u32(atomicAdd(args.taken, 1));
-        }
-        for (int c = warp; c < C; c += WARPS) {
+        if (threadIdx.x == WARPS * 32 - 1 && segments[own.after].unit < units)
+            unit = 2 * gridDim.x + u32(atomicAdd(args.taken, 1));
+        for (int c = warp; CENTERED && c < C; c += WARPS) {
             int d = c * 32 + lane;
-            u16 x = own.center && !own.fresh && d < D ? own.center[d] : 0;
-            if (own.fresh) {
-                x = mean_of(sums, d, n, step, own, args.wrong);
-                if (!own.center) x = 0;
-                if (own.center && d < D) own.center[d] = x;
-                if (own.known && d == 0) *own.known = n > 0;
-            }
+            u16 x = mean_of(sums, d, n);
+            // so a key that is its block's only one, and leaves nothing to look at, is seen
+            if (args.wrong && fabsf(from_bfloat16(x)) > float(LARGEST)) *args.wrong = 1;
             means[d] = x;
-            if (d < D) reinterpret_cast<u16*>(own.block + args.center)[d] = x;
+            if (d < D) reinterpret_cast<u16*>(own.block + own.head + args.center)[d] = x;
             __syncwarp();
             uint4 all = reinterpret_cast<const uint4*>(means)[c * 4 + t];
             u32 pairs[4] = {all.x, all.y, all.z, all.w};
@@ -331,7 +284,7 @@ encode(const __grid_constant__ Arguments args) {
                     bases[c * 8 + n * 4 + t] = {0 - rotated[n][0], 0 - rotated[n][1],
                                                 0 - rotated[n][2], 0 - rotated[n][3]};
         }
-        __syncthreads();
+        if (CENTERED) __syncthreads();
         const Segment& next = segments[own.after];
         if (threadIdx.x == WARPS * 32 - 1) {
             plan(unit, segments[next.after]);
@@ -342,9 +295,9 @@ encode(const __grid_constant__ Arguments args) {
         // a shuffle hides where an address comes from, which the compiler would compute each time
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
-        if (!STAGED) from = __shfl_sync(ALL, from, lane), to = __shfl_sync(ALL, to, lane);
+        if (!STAGED) to = __shfl_sync(ALL, to, lane);
         auto fetch = [&](u32 half) {
-            u32 id = min(max(half * HALF + lane / 4, from), to - 1);
+            u32 id = min(half * HALF + lane / 4, to - 1);
             const char* key = first + id * step;
             Shared line = stage + (half * HALF + lane / 4) * ROW;
             if (!STAGED && args.valid && !own.flags[id]) {
@@ -367,16 +320,16 @@ encode(const __grid_constant__ Arguments args) {
                     for (int r = 0; r < BYTE_WORDS; r++) raw[c][r] = 0;
                 }
         };
-        char* out = own.block + (t ? args.magnitudes + (t - 1) * STRIDE : 0);
+        char* out = own.block + own.head + (t ? args.magnitudes + (t - 1) * STRIDE : 0);
         out = reinterpret_cast<char*>(__shfl_sync(ALL, reinterpret_cast<u64>(out), lane));
-        if (AHEAD && from < to) fetch(from / HALF);
+        if (AHEAD && warp * GROUP < to) fetch(warp * 4);
 
         coming = first_of(next);
         float mine = 0;
 #pragma unroll 1
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) {
-            if (STAGED) from = own.from, to = own.to;
-            bool any = (half + 1) * HALF > from && half * HALF < to;
+            if (STAGED) to = own.to;
+            bool any = half * HALF < to;
             if (STAGED || (!AHEAD && any)) fetch(half);
             if (STAGED && next.state) {
                 __syncwarp();  // the keys that lay there are read
@@ -388,7 +341,7 @@ encode(const __grid_constant__ Arguments args) {
             for (int c = 0; c < C; c++) {
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    float4 less = bases[c * 8 + n * 4 + t];
+                    float4 less = CENTERED ? bases[c * 8 + n * 4 + t] : float4{};
                     y[c][n][0] = less.x, y[c][n][1] = less.y;
                     y[c][n][2] = less.z, y[c][n][3] = less.w;
                 }
@@ -399,7 +352,7 @@ encode(const __grid_constant__ Arguments args) {
                     multiply<DTYPE == 1>(y[c], parts[p], b, flip[c * 4 + t]);
             }
             if (AHEAD && (half + 1) * HALF < to) fetch(half + 1);
-            if (!STAGED && half % 4 == 2 && next.fresh) {
+            if (!STAGED && half % 4 == 2 && warp * GROUP + lane < next.to) {
                 const char* key = next.keys + (warp * GROUP + lane) * step;
 #pragma unroll
                 for (int i = 0; i < D * BYTES; i += 128) to_l2(key + i);
@@ -414,7 +367,7 @@ encode(const __grid_constant__ Arguments args) {
             // out of float32's range: y by a power of two that brings its largest to 1
             bool far = !(squares > 1e-24f && squares < 1e30f);
             if (__any_sync(ALL, far)) {
-                u32 seen = min(max(half * HALF + lane / 4, own.from), own.to - 1);
+                u32 seen = min(half * HALF + lane / 4, own.to - 1);
                 bool real = !own.flags || own.flags[seen];
                 if (args.wrong && real && !(squares <= TOO_LONG)) *args.wrong = 1;
                 float peak = 0;
@@ -459,8 +412,8 @@ encode(const __grid_constant__ Arguments args) {
                 u32 plane = w * 4 + t;  // 0 of signs
                 char* to_row = out + key * width;
                 if (w)
-                    to_row = own.block + args.magnitudes + (key * BITS + plane - 1) * STRIDE;
-                if (plane <= BITS && key >= from && key < to) store_row(to_row, mine);
+                    to_row = own.block + own.head + args.magnitudes + (key * BITS + plane - 1) * STRIDE;
+                if (plane <= BITS && key < to) store_row(to_row, mine);
             }
             aligned = quad_sum(aligned) * inverse;
             float norm = fminf(length * longer * args.root, float(LONGEST));
@@ -470,18 +423,18 @@ encode(const __grid_constant__ Arguments args) {
 
             // weights of up to 32 keys, one of each lane
             u32 id = half / 4 * GROUP + t * HALF + lane / 4;
-            int code = 0;
-            if (mine > 0) {  // ops.codes.log_codes; the exponent apart, for precision's sake
-                u32 ratio = __float_as_uint(fmaxf(mine * own.inverted, 6.103515625e-05f));
-                double power = int(ratio >> 23) - 127;
-                power += log2f(__uint_as_float((ratio & 0x7fffff) | 0x3f800000));
-                power = fmax(rint(power * STEPS + 65535.0), 1.0);
-                code = mine < own.weight_scale ? min(int(power), 65535) : 65535;
-            }
-            if (id >= from && id < to) {
-                u8* upper = reinterpret_cast<u8*>(own.block + args.weights);
-                upper[half / 4 * GROUP + lane] = u8(code >> 8);  // layout.places
-                reinterpret_cast<u16*>(own.block + args.logs)[id] = u16(code);
+            if (id < to) {
+                int code = 0;
+                if (mine > 0 && (!args.valid || own.flags[id])) {  // ops.codes.log_codes
+                    u32 bits = __float_as_uint(mine);
+                    float above = __log2f(__uint_as_float((bits & 0x7fffff) | 0x3f800000));
+                    code = (int(bits >> 23) - 127) * STEPS + 32768 + __float2int_rn(above * STEPS);
+                    code = min(max(code, 1), 65535);
+                }
+                char* record = own.block + own.head;
+                reinterpret_cast<u8*>(record + args.weights)[half / 4 * GROUP + lane] =
+                    u8(code >> 8);  // block_layout.places
+                reinterpret_cast<u16*>(record + args.logs)[id] = u16(code);
             }
         }
     }
