@@ -316,8 +316,9 @@ class Contents:
 
     codes: those of the executor, or a copy or a view of them; rows: the index's store; length: its
     tokens; counts: valid ones of each row of the batch, int64 `[B]` on the CPU; valid: which are,
-    bool `[B, N]`, or None where all are; real_from: the token from which on all are; learned,
-    statistics: named tensors.
+    bool `[B, N]`, or None where all are; real_from: the token from which on all are; opened: of
+    the last tokens, that fill no block, `open_keys` `[B, G, n, D]`, or, unless the executor
+    encodes, codes; statistics: named tensors.
     """
 
     codes: object
@@ -326,7 +327,7 @@ class Contents:
     counts: Tensor
     valid: Tensor | None
     real_from: int
-    learned: Codes
+    opened: Codes
     statistics: Codes
 
 
@@ -344,7 +345,7 @@ class Executor(Protocol):
 
     @property
     def encodes(self) -> bool:
-        """Whether kernels learn of keys and encode them (`prepare`), and nothing waits for it."""
+        """Whether kernels encode keys (`prepare`), and nothing waits for it."""
         ...
 
     @property
@@ -366,18 +367,13 @@ class Executor(Protocol):
         ...
 
     def prepare(
-        self,
-        keys: Tensor,
-        valid: Tensor | None,
-        learned: Codes,
-        *,
-        start: int,
-        wrong: Tensor | None = None,
-    ) -> tuple[Codes, Any]:
-        """What is learned once keys `[B, G, N, D]` are appended at `start`, and their codes.
+        self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
+    ) -> Any:
+        """The codes of keys `[B, G, N, D]` of whole blocks, after the full ones: for `codes.append`.
 
-        The codes are written beyond the last token, for `codes.append`. wrong: int32 `[]`, set to 1
-        where a valid key is not finite. Where `encodes` alone.
+        Written at once, beyond the last token, unless a block is open. beyond: tokens that come
+        after them, of the next open block. wrong: int32 `[]`, set to 1 where a valid key is not
+        finite. Where `encodes` alone.
         """
         ...
 

@@ -179,7 +179,9 @@ class _Asked:
             offsets = folded @ centers.float().mT
         return _Asked(rotated, rotated * norms[..., None], codes, offsets)
 
-    def codes_of(self, name: str, ids: Tensor, gather: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def codes_of(
+        self, name: str, ids: Tensor, gather: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """A column's entries of rows int64 `[B, G, C]`."""
         first, *rest = (part[name] for part in self.codes)
         if not rest:
@@ -247,7 +249,7 @@ class ParisKV(BaseIndex):
             codes = self._encoded(*filled) if full else {}
         else:
             wrong = self._wrong(looks)
-            codes = executor.prepare(*filled, room=last.shape[2], wrong=wrong)
+            codes = executor.prepare(*filled, beyond=last.shape[2], wrong=wrong)
             if wrong is not None and not self._defers and bool(wrong):
                 executor.discard()
                 self._check_finite("keys", known)  # which says what is wrong
@@ -272,7 +274,9 @@ class ParisKV(BaseIndex):
         start = len(self._codes)
         codes = self._encoded(*self._since(start, keys, None))
         new = len(self) - start
-        return {name: codes[name] if name == "centers" else codes[name][:, :, new:] for name in codes}
+        return {
+            name: codes[name] if name == "centers" else codes[name][:, :, new:] for name in codes
+        }
 
     def _encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Codes of keys `[B, G, N, D]`, the first of which begins a block."""

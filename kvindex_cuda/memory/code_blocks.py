@@ -29,26 +29,37 @@ class Run(NamedTuple):
 class Fill:
     """Codes of `count` tokens of a batch of `batch` that a kernel writes, centers with them.
 
-    write: called with addresses of blocks, int64 `[B, S]`.
+    write: called with addresses of blocks, int64 `[B, S]`; beyond: tokens of an open block that
+    is written once these are there.
     """
 
     batch: int
     count: int
     write: Callable[[Tensor], None]
+    beyond: int = 0
 
 
 class CodeBlocks(Restorable):
     """Codes of `ParisKV` with one 16-bit log weight per key, in blocks of 256 tokens.
 
-    The interface of `kvindex.storage.Columns`; a column is put together when it is asked for.
+    The interface of `kvindex.storage.BlockColumns`; a column is put together when it is asked for.
     table: addresses of blocks, int64 `[B, S]`, 0 where there is none: the same tensor for as long
-    as `B` stays. Raises ValueError beyond `max_tokens`.
+    as `B` stays. unit: tokens that come and go together, 1 or 256; centered: whether blocks have
+    centers. Raises ValueError beyond `max_tokens`.
     """
 
     def __init__(
-        self, layout: Layout, kv_heads: int, device: torch.device, max_tokens: int = MAX_TOKENS
+        self,
+        layout: Layout,
+        kv_heads: int,
+        device: torch.device,
+        max_tokens: int = MAX_TOKENS,
+        *,
+        unit: int = 1,
+        centered: bool = False,
     ) -> None:
         self.layout, self._heads, self._device = layout, kv_heads, device
+        self._unit, self._centered = unit, centered
         self._most = -(-max_tokens // BLOCK)
         self._block_bytes = kv_heads * layout.head_bytes
         self.reset()
@@ -60,7 +71,6 @@ class CodeBlocks(Restorable):
         self._held: list[list[Run]] = []  # of each row of the batch, in order
         self._blocks = 0  # of each row
         self._length = 0
-        self._filled = False  # whether a kernel writes codes and centers
         self._written: Fill | None = None  # after the last token, not yet counted
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
@@ -68,7 +78,8 @@ class CodeBlocks(Restorable):
         return self._length
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.names if self._held else ())
+        names = self.layout.names + (("centers",) if self._centered else ())
+        return iter(names if self._held else ())
 
     def __contains__(self, name: str) -> bool:
         return name in tuple(self)
@@ -77,18 +88,33 @@ class CodeBlocks(Restorable):
         """A copy of the column, `[B, G, N, ...]`."""
         rows = []
         for held in self._held:
-            runs = []
-            for run in held:
-                column = self.layout.column(name, self._fields(run))
-                runs.append(column.transpose(0, 1).flatten(1, 2))
-            rows.append(torch.cat(runs, dim=1)[:, : self._length])
+            runs = [self._column(name, run) for run in held]
+            count = self._length // (BLOCK if name == "centers" else 1)
+            rows.append(torch.cat(runs, dim=1)[:, :count])
         return torch.stack(rows)
+
+    def _column(self, name: str, run: Run) -> Tensor:
+        """The column of blocks, `[G, N, ...]`."""
+        fields = self._fields(run)
+        if name == "centers":
+            return fields["center"].transpose(0, 1).contiguous().view(torch.bfloat16)[..., 0]
+        return self.layout.column(name, fields).transpose(0, 1).flatten(1, 2)
 
     def reserve(self, new: Mapping[str, Tensor] | Fill) -> None:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
         if not new:
             return
-        self._room(*_shape(new))
+        beyond = new.beyond if isinstance(new, Fill) else 0
+        batch, count = _shape(new)
+        self._room(batch, count + beyond)
+
+    def reserve_open(self, batch: int) -> None:
+        """Make room for the open block. May run out of memory; what is held stays as it was."""
+        self._room(batch, 1)
+
+    def put_open(self, new: Mapping[str, Tensor]) -> None:
+        """Write codes of the open block, which is not counted."""
+        self._copy(new, self._length, _shape(new)[1])
 
     def reserve_tokens(self, tokens: int) -> None:
         """Room for codes of so many tokens, so that no append until then takes memory.
@@ -129,7 +155,8 @@ class CodeBlocks(Restorable):
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
         """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
         if isinstance(new, Fill) and self._written is not new:
-            new.write(self.table)
+            if new.count:
+                new.write(self.table)
             self._written = new
 
     def append(self, new: Mapping[str, Tensor] | Fill) -> None:
@@ -142,29 +169,16 @@ class CodeBlocks(Restorable):
             self._copy(new, start, count)
         else:
             self.write(new)
-        self._filled, self._written = isinstance(new, Fill), None
+        self._written = None
         self._length += count
 
     def forget(self) -> None:
         """What was written is not appended."""
         self._written = None
 
-    def put_centers(self, centers: Tensor, first: int) -> None:
-        """Write centers bfloat16 `[B, G, S, D]` into the blocks from `first` on.
-
-        Nothing to do where a kernel has written the codes (`Fill`).
-        """
-        if self._filled:
-            return
-        raw = centers.contiguous().view(torch.uint8)
-        raw = raw.view(*centers.shape, 2)
-        for row in range(len(self._held)):
-            for block in range(first, centers.shape[2]):
-                self._fields(self._at(row, block))["center"].copy_(raw[None, row, :, block])
-
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens; blocks stay with their rows."""
-        self._length, self._written = min(self._length, length), None
+        """Keep what the first `length` tokens fill; blocks stay with their rows."""
+        self._length, self._written = min(self._length, length // self._unit * self._unit), None
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
@@ -181,7 +195,7 @@ class CodeBlocks(Restorable):
                 copies = other._slabs[run.slab][run.first : run.first + run.blocks]
                 held = [self._slabs[s][first : first + n] for s, first, n in self._held[source]]
                 copies.copy_(torch.cat(held)[:blocks] if len(held) > 1 else held[0][:blocks])
-        other._blocks, other._length, other._filled = blocks, self._length, self._filled
+        other._blocks, other._length = blocks, self._length
         return other
 
     def expand_batch(self, count: int) -> CodeBlocks:
@@ -193,16 +207,19 @@ class CodeBlocks(Restorable):
 
     def emptied(self) -> CodeBlocks:
         """The same before its first append."""
-        most = self._most * BLOCK
-        return CodeBlocks(self.layout, self._heads, self._device, most)
+        most, same = self._most * BLOCK, dict[str, Any](unit=self._unit, centered=self._centered)
+        return CodeBlocks(self.layout, self._heads, self._device, most, **same)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeBlocks:
         """A copy in blocks of its own."""
         return self.reordered(torch.arange(len(self._held)))
 
     def nbytes(self) -> int:
-        """Bytes in use: what tokens take up, without the centers and what is not filled yet."""
-        return len(self._held) * self._heads * self._length * self.layout.key_bytes
+        """Bytes in use: what tokens of full blocks and centers take up."""
+        used = self._length * self.layout.key_bytes
+        if self._centered:
+            used += self._length // BLOCK * 2 * self.layout.head_dim
+        return len(self._held) * self._heads * used
 
     def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
         """Codes `[B, G, count, ...]` into the blocks of the tokens from `start`."""
@@ -218,6 +235,16 @@ class CodeBlocks(Restorable):
                     for run in self._runs(row, first // BLOCK, len(given)):
                         self._fields(run)[name][:, :, to] = given[: run.blocks]
                         given = given[run.blocks :]
+        if self._centered:
+            self._copy_centers(new["centers"], start // BLOCK)
+
+    def _copy_centers(self, centers: Tensor, first: int) -> None:
+        """Centers bfloat16 `[B, G, S, D]` into the blocks from `first` on."""
+        raw = centers.contiguous().view(torch.uint8).view(*centers.shape, 2).transpose(1, 2)
+        for row, given in enumerate(raw):  # [S, G, D, 2]
+            for run in self._runs(row, first, len(given)):
+                self._fields(run)["center"].copy_(given[: run.blocks])
+                given = given[run.blocks :]
 
     def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
         """Where a row's blocks from `block` on are, as many at a time as lie side by side."""
@@ -231,14 +258,6 @@ class CodeBlocks(Restorable):
     def _fields(self, run: Run) -> dict[str, Tensor]:
         """`Layout.views` of blocks, `[count, G, 256, ...]`."""
         return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
-
-    def _at(self, row: int, block: int) -> Run:
-        """Where a row's `block` is."""
-        for run in self._held[row]:
-            if block < run.blocks:
-                return Run(run.slab, run.first + block, 1)
-            block -= run.blocks
-        raise IndexError(block)
 
     def _name(self, row: int, block: int, run: Run) -> None:
         """Put a run's addresses in the table, from `block` on; the host waits for nothing."""

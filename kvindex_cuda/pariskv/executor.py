@@ -9,7 +9,6 @@ search reads, who updates it and when it is made anew are one matter.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,9 +70,9 @@ class _Use:
 class ParisKVExecutor:
     """`ParisKV` on its kernels: a `kvindex.core.protocol.Executor`.
 
-    codes: blocks that take the place of the index's columns; writer: append's kernels, where they
-    serve it; kind: of the step (`dispatch.STEPS`). cache: of rows that `attend` fetched from the
-    host; `search` fetches none.
+    codes: full blocks, which take the place of the index's columns; encoder: append's kernel, where
+    it serves it; kind: of the step (`dispatch.STEPS`). cache: of rows that `attend` fetched from
+    the host; `search` fetches none. The open block follows the full ones, where `update` writes it.
     """
 
     _contents: Contents  # since the first `update`
@@ -84,14 +83,15 @@ class ParisKVExecutor:
         config: ParisKVConfig,
         kind: str,
         codes: CodeBlocks,
-        writer: Encoder | None,
+        encoder: Encoder | None,
     ) -> None:
         self._geometry, self._config, self._kind = geometry, config, kind
-        self.codes, self._layout, self._writer = codes, codes.layout, writer
+        self.codes, self._layout, self._encode = codes, codes.layout, encoder
+        self._opened: object = None  # what the open block was made of
         self._store: object = None
         self._rows: AddressedRows | None = None  # the store's, where kernels read them
         self.cleared()
-        self._length = len(codes)  # with their centers
+        self._length = len(codes)
 
     @property
     def length(self) -> Tensor | None:
@@ -101,7 +101,7 @@ class ParisKVExecutor:
     @property
     def encodes(self) -> bool:
         """As `Executor.encodes`."""
-        return self._writer is not None
+        return self._encode is not None
 
     @property
     def attends(self) -> bool:
@@ -113,7 +113,7 @@ class ParisKVExecutor:
         return "\n".join(
             [
                 f"executor: fused {self._kind}",
-                f"append: {'kernels write codes' if self._writer else 'codes are made op by op'}",
+                f"append: {'kernels write codes' if self._encode else 'codes are made op by op'}",
                 f"attend: {unreadable(self._contents.rows, self._geometry) or 'in one go'}",
             ]
         )
@@ -123,7 +123,7 @@ class ParisKVExecutor:
         self._state: State | None = None
         self._uses: list[_Use] = []  # of each k the newest one last
         self.cache: RowCache | None = None
-        self._length = 0
+        self._length = self._read = 0  # tokens; blocks whose largest weight the state has
         self._replays = Replays(self._geometry.device)
 
     def update(self, contents: Contents) -> ParisKVExecutor:
@@ -137,8 +137,7 @@ class ParisKVExecutor:
         if self.cache is not None and contents.length < self._length:
             self.cache.forget()
         self._length = contents.length
-        if "centers" in contents.learned and self._length:
-            self.codes.put_centers(contents.learned["centers"], first)
+        self._put_open(contents)
         if self._state is not None:
             if self._state.codes is not self.codes.table:  # another batch has begun
                 self.cleared()
@@ -153,29 +152,42 @@ class ParisKVExecutor:
         if isinstance(store, AddressedRows) and unreadable(store, self._geometry) is None:
             self._rows = store
 
+    def _put_open(self, contents: Contents) -> None:
+        """Write the codes of the open block, if there is one and it has changed."""
+        start, opened = len(self.codes), contents.opened
+        if start == contents.length or opened is self._opened:
+            return
+        self.codes.reserve_open(len(contents.counts))
+        if self._encode:
+            valid = None if contents.valid is None else contents.valid[:, start:]
+            self._encode(opened["open_keys"], self.codes.table, first=start // BLOCK, valid=valid)
+        else:
+            self.codes.put_open(opened)
+        self._opened = opened
+
     def _over(self, codes: object) -> ParisKVExecutor:
         """The same, of codes that were reordered, expanded or copied."""
         if not isinstance(codes, CodeBlocks):
             raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
-        return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._writer)
+        return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
 
     def prepare(
-        self,
-        keys: Tensor,
-        valid: Tensor | None,
-        learned: Codes,
-        *,
-        start: int,
-        wrong: Tensor | None = None,
-    ) -> tuple[Codes, Fill]:
+        self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
+    ) -> Fill:
         """As `Executor.prepare`. Raises RuntimeError unless it `encodes`."""
-        if self._writer is None:
+        encode, held = self._encode, len(self.codes)
+        if encode is None:
             raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
-        write = partial(self._writer, keys, first=start // BLOCK, valid=valid, wrong=wrong)
-        fill = Fill(keys.shape[0], keys.shape[2], write)
+
+        def write(table: Tensor) -> None:
+            self._opened = None  # these come in its place
+            encode(keys, table, first=held // BLOCK, valid=valid, wrong=wrong)
+
+        fill = Fill(keys.shape[0], keys.shape[2], write, beyond)
         self.codes.reserve(fill)
-        self.codes.write(fill)  # beyond the last token, where nobody looks
-        return learned, fill
+        if self._length == held:
+            self.codes.write(fill)  # beyond the last token, where nobody looks
+        return fill
 
     def discard(self) -> None:
         """As `Executor.discard`."""
@@ -361,7 +373,12 @@ class ParisKVExecutor:
                 together |= dict(wanted=use.wanted, candidates=asked[0])
             else:
                 put(use.wanted, asked)
-        update_state(state, tokens, weight_scale=contents.learned.get("weight_scale"), **together)
+        if state.largest is not None:
+            full = tokens // BLOCK
+            begin = self._read if self._read <= full else 0
+            together |= dict(codes_from=begin, layout=self._layout)
+            self._read = full
+        update_state(state, tokens, **together)
         if valid is not None and not real:
             put_valid(state, valid, first, -(-tokens // BLOCK))
         if "histogram" in contents.statistics:
@@ -377,6 +394,8 @@ def executor_of(
     if kind is None:
         return None
     layout = layout_of(config, geometry)
-    codes = CodeBlocks(layout, geometry.kv_heads, geometry.device)
-    append = encoder_of(config, layout, rotation, levels)
-    return ParisKVExecutor(geometry, config, kind, codes, append)
+    encoder = encoder_of(config, layout, rotation, levels)
+    centered = bool(config.center)
+    unit = BLOCK if centered or encoder else 1
+    codes = CodeBlocks(layout, geometry.kv_heads, geometry.device, unit=unit, centered=centered)
+    return ParisKVExecutor(geometry, config, kind, codes, encoder)

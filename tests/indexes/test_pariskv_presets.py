@@ -1,8 +1,9 @@
-"""ParisKV past its paper: what it learns, what it keeps, and what cannot go wrong.
+"""ParisKV past its paper: codes are a function of their block, and what cannot go wrong.
 
-A little longer than most files: what is learned, kept and searched for is the presets' in common.
+Longer than most files: what is coded and searched for is the presets' in common.
 """
 
+import copy
 import dataclasses
 
 import pytest
@@ -60,61 +61,128 @@ def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
 
 
 @pytest.mark.parametrize("preset", PAST)
-@pytest.mark.parametrize("power", [-20, 3, 20])
-def test_scaling_all_keys_by_a_power_of_two_changes_no_code(preset, power):
-    keys, values = CASE.tokens(60)
-    index, scaled = filled(preset, keys, values), filled(preset, keys * 2.0**power, values)
-    for name in index._codes:
-        assert torch.equal(index._codes[name], scaled._codes[name])
+@pytest.mark.parametrize("power", [-8, 3, 8])
+def test_scaling_all_keys_by_a_power_of_two_changes_no_hit(preset, power):
+    keys, values = CASE.tokens(300)
+    plain, scaled = filled(preset, keys, values), filled(preset, keys * 2.0**power, values)
+    queries = CASE.queries()  # of half the norm for twice the keys: the same shares
+    same = plain.search(queries, k=20), scaled.search(queries * 2.0**-power, k=20)
+    assert torch.equal(same[0].ids, same[1].ids)
+    assert torch.equal(same[0].scores, same[1].scores)
 
 
-def test_what_is_learned_is_learned_from_the_first_valid_tokens_and_kept():
-    keys, values = CASE.tokens(80)
-    valid = left_padding([10, 30], 30)  # the second row has seen nothing yet
+HISTORIES = {
+    "one by one": [1] * 700,
+    "pieces": [100, 500, 100],
+    "blocks": [256, 256, 188],
+    "across": [255, 2, 443],
+    "cut inside the open block": [650, -40, 90],
+    "cut inside a full block": [700, -300, 300],
+    "cut where a block ends": [700, -188, 188],
+    "cut and filled": [300, -100, 500],
+}
+
+
+def played(index, tokens, pieces, valid=None):
+    for count in pieces:
+        start = len(index)
+        if count < 0:
+            index.truncate(start + count)
+            continue
+        some = None if valid is None else valid[:, start : start + count]
+        index.append(*part(tokens, start, start + count), valid=some)
+    return index
+
+
+def assert_same_codes(got, want):
+    assert len(got) == len(want)
+    assert len(got._codes) == len(want._codes)
+    for mine, theirs in zip(got._parts(), want._parts(), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in theirs:
+            assert torch.equal(mine[name], theirs[name]), name
+    hits = [index.search(CASE.queries(), k=30) for index in (got, want)]
+    assert torch.equal(hits[0].ids, hits[1].ids)
+    assert torch.equal(hits[0].scores, hits[1].scores)
+
+
+@pytest.mark.parametrize("preset", [*PAST, "paper"])
+@pytest.mark.parametrize("history", HISTORIES)
+def test_codes_are_a_function_of_their_tokens(preset, history):
+    """However these came, equal to the bit."""
+    if history == "one by one" and preset != "fast":
+        pytest.skip("one preset does")
+    keys, values = CASE.tokens(700)
+    valid = left_padding([0, 300], 700)
+    options = dict(beta=0.2, rho=0.25) if preset == "paper" else {}
+    tokens = 3 + keys, values
+    want = played(made(preset, **options), tokens, [sum(HISTORIES[history])], valid)
+    got = played(made(preset, **options), tokens, HISTORIES[history], valid)
+    assert_same_codes(got, want)
+
+
+def test_a_fork_a_rollback_and_a_state_have_the_same_codes():
+    tokens = CASE.tokens(700)
+    index = played(made("fast"), tokens, [300])
+    before, fork = index.checkpoint(), copy.deepcopy(index)
+    index.append(*part(tokens, 400, 700))
+    index.rollback(before)
+    assert_same_codes(index, fork)
+    loaded = made("fast")
+    loaded.load_state_dict(fork.state_dict())
+    for each in (index, fork, loaded):
+        assert_same_codes(played(each, tokens, [250]), played(made("fast"), tokens, [550]))
+    fork.reorder(torch.tensor([1, 1]))
+    assert torch.equal(fork._open["signs"][0], loaded._open["signs"][1])
+
+
+def test_a_lossy_store_gives_the_keys_of_a_block_that_opens_again():
+    tokens = CASE.tokens(300)
+    index = played(made("fast", row_codec="int8"), tokens, [300, -100])
+    keys = index._learned["open_keys"]
+    assert torch.equal(keys, index._store.gather(torch.arange(200).expand(2, 2, -1)).keys)
+    torch.testing.assert_close(keys, tokens[0][:, :, :200], rtol=0, atol=0.03)
+
+
+def test_a_full_block_is_encoded_once():
+    keys, values = CASE.tokens(600)
+    index = filled("fast", keys[:, :, :512], values[:, :, :512])
+    first = {name: index._codes[name].clone() for name in index._codes}
+    index.append(*part((100 * keys, values), 512, 600))
+    for name, codes in first.items():
+        assert torch.equal(index._codes[name], codes)
+
+
+def test_padding_has_no_weight_and_no_part_in_a_center():
+    keys, values = CASE.tokens(300)
+    valid = left_padding([0, 270], 300)
     index = made("fast")
-    index.append(*part((keys, values), 0, 30), valid=valid)
-    mean = keys[0, :, 10:30].mean(1)
-    torch.testing.assert_close(index._learned["centers"][0, :, 0].float(), mean, rtol=8e-3, atol=0)
-    assert not index._learned["centers"][1].any()
-    assert index._learned["known"].tolist() == [[True], [False]]
-    first = dict(index._learned)
-    index.append(*part((keys, values), 30, 50))
-    mean = keys[1, :, 30:50].mean(1)
-    torch.testing.assert_close(index._learned["centers"][1, :, 0].float(), mean, rtol=8e-3, atol=0)
-    assert torch.equal(index._learned["centers"][0], first["centers"][0])
-    second = dict(index._learned)
-    index.append(*part((100 * keys, values), 50, 80))
-    index.truncate(1)
-    index.append(*part((keys, values), 50, 80))
-    for name, learned in second.items():
-        assert torch.equal(index._learned[name], learned), "learned once"
-    index.reorder(torch.tensor([1]))
-    assert torch.equal(index._learned["centers"], second["centers"][1:])
-    index.reset()
-    assert index._learned == {}
+    index.append(9 + keys, values, valid=valid)
+    full, opened = index._parts()
+    assert not full["weights"][1].any()
+    assert not full["centers"][1].any()
+    assert not opened["weights"][1, :, :14].any()
+    mean = 9 + keys[1, :, 270:].mean(1)
+    torch.testing.assert_close(opened["centers"][1, :, 0].float(), mean, rtol=8e-3, atol=0)
 
 
-def test_a_first_append_of_zeros_or_of_one_token_leaves_the_scale_open():
+def test_zeros_and_a_token_alone_are_found_like_any_others():
     keys, values = CASE.tokens(40)
     index = made("fast")
     index.append(0 * keys[:, :, :5], values[:, :, :5])
-    assert not index._learned["weight_scale"].any()
+    assert (index.search(CASE.queries(), k=5).ids.sort(-1).values == torch.arange(5)).all()
     index.append(keys, values)
-    assert (index._learned["weight_scale"] > 0).all()
     hits = index.search(CASE.queries(), k=10)
     assert (hits.ids >= 5).float().mean() > 0.9
     alone = made("fast")
     alone.append(keys[:, :, :1], values[:, :, :1])  # its own center: nothing is left to code
-    hits = alone.search(CASE.queries(), k=1)
-    truth = CASE.queries().reshape(2, 2, 2, 64) @ keys[:, :, 0, :, None]
-    assert (hits.ids == 0).all()
+    assert (alone.search(CASE.queries(), k=1).ids == 0).all()
     shares = alone.search(CASE.queries(), k=1, coverage=0.5)
     torch.testing.assert_close(shares.coverage, torch.ones(2, 4))
-    assert truth.isfinite().all()
 
 
-def test_a_wrong_reference_costs_accuracy_alone():
-    """Later keys 2^10 times as large as those that the scale was learned from."""
+def test_keys_of_very_different_norms_are_ranked_by_what_they_are():
+    """Later keys 2^10 times as large as those before."""
     keys, values = CASE.tokens(100)
     index = made("fast", beta=1.0)
     index.append(keys[:, :, :50] * 2.0**-10, values[:, :, :50])
@@ -128,7 +196,6 @@ def test_a_wrong_reference_costs_accuracy_alone():
 @pytest.mark.parametrize("preset", PAST)
 @pytest.mark.parametrize("times", [16.0, 2.0**-6])
 def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
-    """The scale of the weights has room above for keys 16 times as large, and more below."""
     keys, values = CASE.tokens(600)
     mean = CASE.queries().reshape(2, 2, 2, 64).mean(2)
     true = (mean[:, :, None] @ keys[:, :, 100:].mT)[:, :, 0].topk(20).indices + 100
@@ -221,8 +288,7 @@ def test_bad_options_are_named(option, value):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(weights="log", weight_bits=4),
-        dict(weights="log", weight_bits=1),
+        dict(weights="log", weight_bits=8),
         dict(coarse="dots"),  # bfloat16 weights: the coarse stage does without
         dict(coarse="dots", query_max=7, weights="log"),
         dict(coarse="dots", weights="log", center=32),
@@ -289,29 +355,3 @@ def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
         index.append(keys, values)
         width = index._candidates(_Asked.of(index, CASE.queries()), 10).shape[-1]
         assert (width == most) if lists == "group" else 40 < width <= most
-
-
-def test_segments_that_are_gone_learn_anew():
-    keys, values = CASE.tokens(600)
-    index = filled("fast", 9 + keys, values)
-    before = index._learned["centers"]
-    index.truncate(512)
-    assert torch.equal(index._learned["centers"], before[:, :, :2])
-    index.append(*part((keys - 9, values), 512, 600))
-    assert (index._learned["centers"][:, :, 2] < 0).all()
-    assert torch.equal(index._learned["centers"][:, :, :2], before[:, :, :2])
-    index.truncate(0)
-    index.append(keys, values)
-    assert torch.equal(index._learned["centers"], filled("fast", keys, values)._learned["centers"])
-
-
-def test_an_append_in_pieces_of_whole_segments_learns_the_same():
-    keys, values = CASE.tokens(600)
-    whole, pieces = filled("fast", keys, values), made("fast")
-    for start in range(0, 600, 256):
-        pieces.append(*part((keys, values), start, min(start + 256, 600)))
-    assert torch.equal(whole._learned["centers"], pieces._learned["centers"])
-    one_by_one = made("fast")
-    for start in range(300):
-        one_by_one.append(*part((keys, values), start, start + 1))
-    assert one_by_one._learned["centers"].shape == (2, 2, 2, 64)

@@ -423,9 +423,9 @@ def test_a_vote_and_its_offset_are_on_one_scale():
     directions, norms = transform.normalize(keys)
     levels = codes.levels(D, 3)
     found = codes.encode(transform.rotate(directions, turn), norms, levels, block=D)
-    reference = torch.full((1, 1), 64.0)
-    logs = codes.log_codes(found["weights"], reference[..., None, None], 16)
-    factors = codes.log_factors(16)[logs.long() >> 8]
+    upper = (codes.log_codes(found["weights"], 16) >> 8).to(torch.uint8)
+    reference = codes.weight_scale(upper.amax((2, 3)))
+    factors = codes.factors(upper, reference, codes.log_factors(16))
     turned = transform.rotate(queries, turn)
     table, level = coarse.dot_table(turned, 127), codes.lloyd_max(D, 0)[0]
     product = (queries @ center)[..., None]

@@ -66,18 +66,16 @@ def encode_part(part, key_norm, levels):
     return sign_byte(part), *encode_block(part, key_norm, levels)
 
 
-def log_code(weight, reference, bits):
-    """The nearest of `2^bits - 1` points in equal ratios, the last of which is `reference`."""
-    top = 2**bits - 1
+def log_code(weight, bits):
+    """32 octaves, the middle code for 1."""
     if weight == 0:
         return 0
-    steps = math.log2(weight / reference) * 2**bits / 12  # twelve octaves
-    return min(max(round(steps + top), 1), top)
+    code = round(math.log2(weight) * 2**bits / 32) + 2 ** (bits - 1)
+    return min(max(code, 1), 2**bits - 1)
 
 
-def log_weight(code, reference, bits):
-    """What that code stands for."""
-    return reference * 2 ** ((code - (2**bits - 1)) * 12 / 2**bits) if code else 0.0
+def log_weight(code, bits):
+    return 0.0 if code == 0 else 2.0 ** ((code - 2 ** (bits - 1)) * 32 / 2**bits)
 
 
 def decode_part(bits, index, levels):
