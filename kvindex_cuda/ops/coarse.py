@@ -122,7 +122,7 @@ def dot_offsets(
     `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
 
     offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    query_max: as for the table; weight_scale: of the weights, float32 `[B, G]`; level: `E|u_j|`,
+    query_max: as for the table; weight_scale: above the weights, float32 `[B, G]`; level: `E|u_j|`,
     the one level of 0 magnitude bits.
     """
     B, G, g, M = _checked(queries)

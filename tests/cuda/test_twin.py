@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvindex.ops import decode_step, table_step
+from kvindex.ops.block_layout import BLOCK, places
 from kvindex.ops.codes import FACTOR
 from kvindex.ops.step_state import queries_of, rotated
 from kvindex.ops.step_votes import integers_of, sample_of, thresholds_of, votes_of
@@ -37,8 +38,14 @@ FAST = CASES | {
     "int8": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(row_codec="int8")),
     "fp8": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(row_codec="fp8")),
     "257": (Case(q_heads=4, kv_heads=2, head_dim=64), 257, {}),
-    "full": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(capacity=90)),
+    "full": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(capacity=90, scales=0)),
     "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
+    # more groups than warps of the scan, each with a weight scale of its own
+    "scales": (
+        Case(q_heads=3, kv_heads=3, head_dim=32, batch=8),
+        300,
+        dict(scales=-10, multiprocessors=1),
+    ),
 }
 
 
@@ -48,18 +55,24 @@ def ran(name, preset, device):
     case, count, options = FAST[name]
     options = dict(preset=preset) | options
     pads, capacity = options.pop("pads", None), options.pop("capacity", None)
+    multiprocessors = options.pop("multiprocessors", 4)
     keys, values = case.tokens(count + 40)
     if options.pop("ties", False):
         keys[:, :, 5:] = keys[:, :, 5:6]
+    if (least := options.pop("scales", None)) is not None:  # a power of two for each head
+        powers = torch.arange(case.batch * case.kv_heads) % 12 + least
+        keys *= torch.exp2(powers.float()).view(*keys.shape[:2], 1, 1)
     valid = None if pads is None else left_padding(pads, count)
     layer = Layer.of(case, count, tokens=(keys, values), valid=valid, **options)
-    config, sizes = layer.config, dict(batch=case.batch, k=layer.k, multiprocessors=4)
+    config, sizes = layer.config, dict(batch=case.batch, k=layer.k, multiprocessors=multiprocessors)
     options = dict(seed=config.seed, policy=config.policy) | sizes
     geometry = replace(config.geometry, device=torch.device(device))
     if preset == "paper":
         step = TableStep(geometry, config.layout, most=count, **options)
     else:
         options |= dict(query_max=config.query_max, centered=config.centered)
+        behind = places()[1 + (count - 1) % BLOCK :]
+        config.layout.views(layer.state.codes)["weights"][:, -1, :, behind] = 255
         step = Step(geometry, config.layout, most=int(layer.state.wanted.max()), **options)
     step.capacity = capacity or step.capacity
     state, wrong, _blocks = addressed(layer.state, device)

@@ -176,9 +176,9 @@ __device__ __forceinline__ int own_key() {
     return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
 }
 
-// From the bytes of weights to their entries of the factors, for a scale of 2^e (ops.codes.factors): as
-// much to each of four. No sum passes 255 but of a byte that lies behind the tokens, and then behind all of
-// its word that do not: what it carries changes none of them.
+// What is added to the four bytes of weights in a word for their entries of the factors (ops.codes.factors).
+// Only bytes behind the last token may pass 255, and they come after all others in a word: what they carry
+// changes none of these.
 __device__ __forceinline__ u32 shifts_of(float weight_scale) {
     int exponent = int(__float_as_uint(weight_scale) >> 23) - 127;
     return u32(OCTAVES / 2 - exponent) * (256 / OCTAVES) * 0x01010101u;
