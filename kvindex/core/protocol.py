@@ -236,6 +236,19 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
+class EncodesBlocks(Protocol):
+    """It encodes tokens a block at a time: whoever appends whole blocks appends at the least cost.
+
+    Tokens of a block that is not full are encoded, and again as it fills.
+    """
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        ...
+
+
+@runtime_checkable
 class AppendsAsync(Protocol):
     """An append leaves the host and other streams alone: a layer has it run beside its steps."""
 

@@ -24,6 +24,7 @@ from kvindex.core.protocol import (
     Codes,
     Contents,
     DecodesStep,
+    EncodesBlocks,
     Executor,
     Hits,
     Rows,
@@ -227,10 +228,8 @@ class ParisKV(BaseIndex):
             self._factors = ops.codes.log_factors(config.weight_bits, g.device)
         constants = {"rotation": self._rotation, "levels": self._levels}
         self._executor = executor = backend.accelerate(self.backend, g, config, constants)
-        self._block_tokens = config.center or 1
-        if executor and executor.encodes:
-            self._block_tokens = BLOCK
-        self._codes = executor.codes if executor else BlockColumns(self._block_tokens)
+        self.block_tokens = BLOCK if executor and executor.encodes else config.center or 1
+        self._codes = executor.codes if executor else BlockColumns(self.block_tokens)
         self._update()
 
     # Encoding: `_codes` has the full blocks, `_learned` the keys of the open one
@@ -241,7 +240,7 @@ class ParisKV(BaseIndex):
         executor, held = self._executor, len(self._codes)
         looks = executor is not None and executor.encodes and held == len(self)
         keys, valid = self._since(held, known, valid)
-        full = keys.shape[2] // self._block_tokens * self._block_tokens
+        full = keys.shape[2] // self.block_tokens * self.block_tokens
         last = keys[:, :, full:]
         self._check_finite("keys", last if looks else known)
         filled = keys[:, :, :full], None if valid is None else valid[:, :full]
@@ -253,7 +252,7 @@ class ParisKV(BaseIndex):
             if wrong is not None and not self._defers and bool(wrong):
                 executor.discard()
                 self._check_finite("keys", known)  # which says what is wrong
-        if self._block_tokens == 1 or (not last.numel() and held == len(self) > 0):
+        if self.block_tokens == 1 or (not last.numel() and held == len(self) > 0):
             return self._learned, codes  # nothing was open, nothing is
         return {"open_keys": last.clone()}, codes
 
@@ -303,7 +302,7 @@ class ParisKV(BaseIndex):
 
     def _learned_before(self, length: int) -> Codes:
         """The keys of the block that is open then: of one that was full, as the store has them."""
-        start, held = length // self._block_tokens * self._block_tokens, len(self._codes)
+        start, held = length // self.block_tokens * self.block_tokens, len(self._codes)
         if not self._learned or start == held:
             keys = self._learned.get("open_keys")
             return {} if keys is None else {"open_keys": keys[:, :, : length - start]}
@@ -348,6 +347,8 @@ class ParisKV(BaseIndex):
     def _offers(self, wanted: type) -> bool:
         if wanted in (Attends, DecodesStep):
             return self.attends
+        if wanted is EncodesBlocks:
+            return self.block_tokens > 1
         return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
 
     @property

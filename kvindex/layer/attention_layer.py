@@ -23,6 +23,7 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
     DecodesStep,
+    EncodesBlocks,
     KeepsState,
     KVIndex,
     ObservesQueries,
@@ -57,9 +58,11 @@ class AttentionLayer(Guarded):
     the regions in tokens; dense_below: while the sequence is shorter, attention is dense (the index
     fills all the same).
 
-    Of an index whose appends run beside searches (`protocol.AppendsAsync`), updates end `LAG`
-    tokens after they began, and the window is so much longer; update_phase: when the length is this
-    share of `update_every` past a multiple of it, they begin even so, that layers may take turns.
+    Into an index of blocks (`protocol.EncodesBlocks`) go whole ones, where `update_every` is a
+    multiple of them. Of an index whose appends run beside searches (`protocol.AppendsAsync`),
+    updates end `LAG` tokens after they began, and the window is so much longer; update_phase: they
+    begin when the length is this share of `update_every` past a multiple of it, that layers may
+    take turns; a block may then wait for its turn.
     graphs: on a GPU, steps that are all alike are captured in a CUDA graph and replayed, by an
     index that can (`protocol.DecodesStep`); results are the same. Raises ValueError for sizes out
     of range, or a coverage that the index cannot tell.
@@ -97,10 +100,14 @@ class AttentionLayer(Guarded):
         self.graphs = check.flag("graphs", graphs)
         self._turn = None if update_phase is None else int(update_phase * update_every)
         self._lag = min(LAG, update_every)
+        blocks = capability(index, EncodesBlocks)
+        unit = 1 if blocks is None or update_every % blocks.block_tokens else blocks.block_tokens
+        # tokens that wait for their block to be full, and then for the layer's turn
+        self._most = update_every if unit == 1 or self._turn is None else 2 * update_every
         sizes = dict(
-            sink_size=sink, local_size=local_window, room=local_window + update_every + self._lag
+            sink_size=sink, local_size=local_window, room=local_window + self._most + self._lag
         )
-        self._regions = Regions(index.geometry, **sizes)
+        self._regions = Regions(index.geometry, unit=unit, **sizes)
         self._move: AsyncAppend | None = None  # of the rows that are leaving
         self._sealed = False
         self._tally = Tally()
@@ -320,7 +327,7 @@ class AttentionLayer(Guarded):
             if beside is not None and not turn and regions.buffer < self._lag:
                 return
             self._finish()
-        if regions.buffer < self.update_every and not turn:
+        if regions.buffer < (self.update_every if beside is None else self._most) and not turn:
             return
         leaving = regions.oldest(len(self.index))
         if leaving.count:

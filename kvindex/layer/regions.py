@@ -39,7 +39,8 @@ class Leaving:
 class Regions(NamedState, Restorable):
     """Rows of the newest tokens, and of the first ones among those that have left for the index.
 
-    sink_size, local_size: in tokens; room: tokens that the window holds while single ones come.
+    sink_size, local_size: in tokens; room: tokens that the window holds while single ones come;
+    unit: tokens that leave together, counted from the index's first one.
     The window is `leaving` tokens on their way into the index, then `local` ones, then the
     `buffer`: tokens that came since. Positions are those in the sequence, `indexed` is how many
     tokens the index holds, `N` those and the window's.
@@ -52,8 +53,10 @@ class Regions(NamedState, Restorable):
     local: int
     sink: Sink | None
 
-    def __init__(self, geometry: Geometry, *, sink_size: int, local_size: int, room: int) -> None:
-        self._geometry = geometry
+    def __init__(
+        self, geometry: Geometry, *, sink_size: int, local_size: int, room: int, unit: int = 1
+    ) -> None:
+        self._geometry, self._unit = geometry, unit
         self._sink_size, self._local_size, self._room = sink_size, local_size, room
         self.reset()
 
@@ -194,8 +197,9 @@ class Regions(NamedState, Restorable):
     # They leave for the index: `oldest`, `begin`, then `without` and `end`, or `stay`
 
     def oldest(self, indexed: int) -> Leaving:
-        """All but the newest tokens, of which as many as are local stay; changes nothing."""
+        """All that are not local, up to the last unit that they fill; changes nothing."""
         count = len(self) - min(len(self), self._local_size)
+        count = max(count - (indexed + count) % self._unit, 0)
         window = self.window
         rows = Rows(window.keys[:, :, :count], window.values[:, :, :count])
         if not count:
@@ -208,9 +212,9 @@ class Regions(NamedState, Restorable):
         return Leaving(rows, ~new if real is None else real & ~new, sink)
 
     def begin(self, count: int) -> None:
-        """The oldest `count` tokens are leaving; what stays is local."""
+        """The oldest `count` tokens are leaving."""
         self._local_before, self.leaving = self.local, count
-        self.local = len(self) - count
+        self.local = min(len(self) - count, self._local_size)
 
     def without(self, count: int) -> Columns:
         """A copy of the window without its oldest `count` tokens, for `end`; need not grow soon."""
