@@ -223,18 +223,13 @@ def test_codes_are_a_function_of_their_block(dim, dtype, device):
     want = written(encode, keys, valid)
     for pieces in ([1, 255, 256, 257, 512, 513, 523], [300, 523], [512, 523]):
         assert torch.equal(written(encode, keys, valid, pieces=pieces), want)
+    short = written(encode, keys, valid, pieces=[522])  # a comparison that can fail
+    assert torch.equal(short[:, :2], want[:, :2])
+    assert not torch.equal(short, want)
     with on(device):
         shifted = want.clone().fill_(GARBAGE)
         encode(keys[:, :, 256:], table_of(shifted), first=0, valid=valid[:, 256:])
     assert torch.equal(shifted[:, :2], want[:, 1:])
-
-
-def test_what_is_written_twice_may_be_left_out():
-    """The comparison above fails where a block that was open is not written again."""
-    keys, encode = keys_of(Case(head_dim=64), 300), encoder(64)
-    want, got = written(encode, keys), written(encode, keys, pieces=[270])
-    assert not torch.equal(got, want)
-    assert torch.equal(got[:, 0], want[:, 0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
