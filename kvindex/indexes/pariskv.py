@@ -195,8 +195,8 @@ class _Asked:
 class ParisKV(BaseIndex):
     """A few bits per coordinate and a scale; nothing to train, nothing that drift makes wrong.
 
-    Codes are a function of their block of `center` tokens: a full block is encoded once, the last
-    one, while it is open, from the keys it has (docs/decisions/0026-codes-of-a-block.md).
+    Codes are a function of their block: a full block is encoded once, the last one, while it is
+    open, from the keys it has (docs/decisions/0024-codes-of-a-block.md).
     Hits' scores: what `group.agree` returns for the estimates of `q·k`.
     """
 
@@ -228,7 +228,7 @@ class ParisKV(BaseIndex):
             self._factors = ops.codes.log_factors(config.weight_bits, g.device)
         constants = {"rotation": self._rotation, "levels": self._levels}
         self._executor = executor = backend.accelerate(self.backend, g, config, constants)
-        self.block_tokens = BLOCK if executor and executor.encodes else config.center or 1
+        self.block_tokens = config.center or (BLOCK if config.weights == "log" else 1)
         self._codes = executor.codes if executor else BlockColumns(self.block_tokens)
         self._update()
 

@@ -399,6 +399,6 @@ def executor_of(
     layout = layout_of(config, geometry)
     encoder = encoder_of(config, layout, rotation, levels)
     centered = bool(config.center)
-    unit = BLOCK if centered or encoder else 1
+    unit = BLOCK if config.weights == "log" else 1
     codes = CodeBlocks(layout, geometry.kv_heads, geometry.device, unit=unit, centered=centered)
     return ParisKVExecutor(geometry, config, kind, codes, encoder)

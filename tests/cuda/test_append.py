@@ -53,8 +53,7 @@ def assert_same(mine, theirs):
     assert mine._executor.encodes
     assert theirs._executor is None
     assert len(mine) == len(theirs)
-    if mine.config.center:
-        assert torch.equal(mine._learned["open_keys"], theirs._learned["open_keys"])
+    assert torch.equal(mine._learned["open_keys"], theirs._learned["open_keys"])
     if not len(mine):
         return
     held, want = codes_of(mine), codes_of(theirs)
@@ -354,6 +353,18 @@ def test_a_kernel_that_does_not_run_leaves_the_index_as_it_was(device, monkeypat
     assert_same(*both)
     append(both, *part(tokens, 100, 400))
     assert_searches_alike(*both, CASE.queries().to(device))
+
+
+@pytest.mark.parametrize("center", [256, 0])
+def test_a_state_goes_from_one_backend_to_the_other(center, device):
+    both, others = pair(device, center=center), pair(device, center=center)
+    tokens = tokens_of(CASE, 900, device)
+    append(both, *part(tokens, 0, 600))
+    for index, other in zip(both, reversed(others), strict=True):
+        other.load_state_dict(index.state_dict())
+    assert_same(*others)
+    append(others, *part(tokens, 600, 900))
+    assert_searches_alike(*others, CASE.queries().to(device))
 
 
 def test_another_rotation_is_seen(device):
