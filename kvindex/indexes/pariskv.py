@@ -212,7 +212,7 @@ class ParisKV(BaseIndex):
 
     _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], which tiers need
 
-    _open: Codes  # of the open block, `[B, G, n, ...]`; empty with an executor that encodes
+    _open: Codes | None  # of the open block, `[B, G, n, ...]`, once they were asked for
     _weight_scale: Tensor | None  # since the last change
 
     _executor: Executor | None = None  # made once the base is
@@ -324,15 +324,15 @@ class ParisKV(BaseIndex):
     def _parts(self) -> list[Codes]:
         """Codes of the full blocks and of the open one, where there are."""
         full = {name: self._codes[name] for name in self._codes} if len(self._codes) else {}
-        return [part for part in (full, self._open or self._opened()) if part]
+        return [part for part in (full, self._opened()) if part]
 
     def _opened(self) -> Codes:
-        """Codes of the open block, if there is one."""
+        """Codes of the open block, if there is one; made when they are asked for."""
         start = len(self._codes)
-        if start == len(self):
-            return {}
-        valid = None if self.valid is None else self.valid[:, start:]
-        return self._encoded(self._learned["open_keys"], valid)
+        if self._open is None and start < len(self):
+            valid = None if self.valid is None else self.valid[:, start:]
+            self._open = self._encoded(self._learned["open_keys"], valid)
+        return self._open or {}
 
     # Search
 
@@ -590,10 +590,8 @@ class ParisKV(BaseIndex):
         self._update()
 
     def _update(self) -> None:
-        """What follows from tokens: codes of the open block, and what the executor is told."""
-        executor, self._weight_scale, self._open = self._executor, None, {}
-        if not executor or not executor.encodes:
-            self._open = self._opened()
+        """What follows from the tokens is made anew, and the executor is told of them."""
+        executor, self._weight_scale, self._open = self._executor, None, None
         if executor:
             tiered = self.config.coarse == "tiers"
             contents = Contents(
@@ -603,7 +601,7 @@ class ParisKV(BaseIndex):
                 counts=self.counts,
                 valid=self.valid,
                 real_from=self._valid.all_from,
-                opened=self._open or self._learned,
+                opened=self._learned if executor.encodes else self._opened(),
                 statistics={"histogram": self._histogram} if tiered else {},
             )
             self._executor = executor.update(contents)

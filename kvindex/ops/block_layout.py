@@ -1,6 +1,6 @@
 """The memory layout of codes: blocks of 256 tokens, one record for each KV head in it.
 
-A block is also a segment that shares a center. Blocks never move, so that captured graphs, which
+A block of codes shares a center. Blocks never move, so that captured graphs, which
 hold the address of a table of blocks, stay valid while an index grows. A record's fields, in
 order: signs, weights, center, logs, magnitudes; each key's signs and planes padded to whole words.
 The first three are what the scan reads, in one copy.

@@ -99,7 +99,7 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Votes that `⟨q, μ⟩` of a segment's center adds to each of its keys, int32 `[B, G, g, S]`.
+    """Votes that `⟨q, μ⟩` of a block's center adds to each of its keys, int32 `[B, G, g, S]`.
 
     A vote with factors represents `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
     of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of

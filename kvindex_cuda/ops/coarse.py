@@ -115,7 +115,7 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """What `⟨q, μ⟩` of a segment's center adds to the votes of its keys, int32 `[B, G, g, S]`.
+    """What `⟨q, μ⟩` of a block's center adds to the votes of its keys, int32 `[B, G, g, S]`.
 
     A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
     of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of

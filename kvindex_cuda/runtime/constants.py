@@ -11,7 +11,7 @@ from kvindex.ops import step_votes as votes
 from kvindex.ops import table_step as table
 
 TOKENS = block_layout.BLOCK
-"""Of a block of codes or rows, which is also a segment that shares a center."""
+"""Of a block of codes or rows."""
 
 BINS, EDGE, BUCKETS = step.BINS, 1024, step.BUCKETS
 """Of a histogram of votes or shares; entries of the cut's bin that are told apart in shared memory;

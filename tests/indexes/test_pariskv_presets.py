@@ -133,7 +133,7 @@ def test_a_fork_a_rollback_and_a_state_have_the_same_codes():
     for each in (index, fork, loaded):
         assert_same_codes(played(each, tokens, [250]), played(made("fast"), tokens, [550]))
     fork.reorder(torch.tensor([1, 1]))
-    assert torch.equal(fork._open["signs"][0], loaded._open["signs"][1])
+    assert torch.equal(fork._opened()["signs"][0], loaded._opened()["signs"][1])
 
 
 def test_a_lossy_store_gives_the_keys_of_a_block_that_opens_again():
