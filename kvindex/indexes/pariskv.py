@@ -88,9 +88,8 @@ class ParisKVConfig:
     center: tokens of a block, which share a center, taken off their keys; 0 for none. What it adds
       to a query's scores is known.
     candidates_per: whose candidates are reranked: "head": each query head takes `C` keys by its own
-    votes,
-      and all heads of the group rerank the union; "group": the group takes `C` keys by the largest
-      vote of its heads (each head's votes on its own scale).
+      votes, and all heads of the group rerank the union; "group": the group takes `C` keys by the
+      largest vote of its heads (each head's votes on its own scale).
     group: how query heads agree on the estimates (`kvindex.ops.group`).
     seed: of the rotation's signs.
     """

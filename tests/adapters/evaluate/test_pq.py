@@ -150,7 +150,7 @@ def test_a_wrong_center_never_costs_correctness(preset, norms):
 
 @pytest.mark.parametrize("preset", CENTERED)
 def test_a_wrong_center_costs_accuracy(preset):
-    """The right one is learned from the very keys that are searched."""
+    """The right one is of the very keys that are searched."""
     first, later = normal(1, 2, 50, 32), far_keys(10)
     found = {"wrong": 0.0, "right": 0.0}
     for seed in range(8):
@@ -174,9 +174,7 @@ def test_a_wrong_center_costs_accuracy(preset):
 def test_scores_stay_within_the_codes_error(preset, norms):
     """`|q·k̂ - q·k| ≤ ‖q‖ ‖k̂ - k‖`, and the codes err by less than a quarter of `‖k - center‖`.
 
-    All 250 lie in one segment, whose center is that of the first 50. A weight above the learned
-    reference counts as the reference: of a key that far from the center what is beyond is lost as
-    well, and weights are at most 4/3 of that distance.
+    All 250 lie in one block, whose center is between the first 50 and the others.
     """
     first, later = normal(1, 2, 50, 32), far_keys(norms)
     index, queries = indexed(preset, first, later), normal(1, 2, 32, seed=2)
@@ -184,10 +182,9 @@ def test_scores_stay_within_the_codes_error(preset, norms):
     hits = index.search(queries, k=250)
     scores = torch.zeros(1, 2, 250).scatter_(2, hits.ids, hits.scores)
     true = (keys @ queries[..., None])[..., 0]
-    radius = (keys - index._learned["centers"].float()).norm(dim=-1)
-    beyond = 4 / 3 * radius - index._learned["weight_scale"][..., None]
-    allowed = radius / 4 + beyond.clamp_min(0)
-    assert ((scores - true).abs() <= queries.norm(dim=-1)[..., None] * allowed).all()
+    (codes,) = index._parts()
+    radius = (keys - codes["centers"].float()).norm(dim=-1)
+    assert ((scores - true).abs() <= queries.norm(dim=-1)[..., None] * radius / 4).all()
 
 
 @pytest.mark.parametrize("preset", CENTERED)
