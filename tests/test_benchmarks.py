@@ -242,7 +242,7 @@ def test_recall_is_measured(tiny, monkeypatch):
 def test_kl_of_exact_is_its_own_and_that_of_fewer_candidates_is_larger(tiny, monkeypatch):
     texts, model = tiny
     index = "pariskv:preset=scan", "streaming:budget=8", "exact:group=union"
-    given = ["kl", *texts, "--tokens", 400, "--steps", 100, "-k", 8, "--index", *index, *model]
+    given = ["kl", *texts, "--tokens", 640, "--steps", 100, "-k", 8, "--index", *index, *model]
     found = ran(quality.main, given, monkeypatch)["indexes"]
     assert found["exact"]["ratio"] == found["exact:group=union"]["ratio"] == 1
     assert found["streaming:budget=8"]["ratio_95"][0] > 1
