@@ -102,8 +102,9 @@ class AttentionLayer(Guarded):
         self._lag = min(LAG, update_every)
         blocks = capability(index, EncodesBlocks)
         unit = 1 if blocks is None or update_every % blocks.block_tokens else blocks.block_tokens
-        # tokens that wait for their block to be full, and then for the layer's turn
-        self._most = update_every if unit == 1 or self._turn is None else 2 * update_every
+        turns = self._turn is not None and capability(index, AppendsAsync) is not None
+        # of the buffer: a block that is full waits for the layer's turn, and tokens come
+        self._most = 2 * update_every if turns and unit > 1 else update_every
         sizes = dict(
             sink_size=sink, local_size=local_window, room=local_window + self._most + self._lag
         )
