@@ -1,5 +1,7 @@
 """What an index can do is answered by the instance, and every wrapper passes it on."""
 
+from pathlib import Path
+
 import pytest
 
 import kvindex
@@ -144,3 +146,8 @@ def test_a_wrapper_says_what_its_inner_index_lacks():
     wrapper = Wrapper(kvindex.create("h2o", q_heads=2, kv_heads=1, head_dim=8))
     with pytest.raises(TypeError, match="inner: got H2O, allowed is one that offers ExpandsBatch"):
         wrapper.expand_batch(2)
+
+
+def test_the_page_of_words_names_every_capability():
+    page = (Path(__file__).parents[2] / "docs/notation.md").read_text()
+    assert [found.__name__ for found in CAPABILITIES if f"`{found.__name__}`" not in page] == []
