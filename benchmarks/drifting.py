@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,22 +21,6 @@ from kvindex_adapters.evaluate.recall import bytes_per_key
 
 BETA, FACTOR = 0.05, 4
 """Share of the keys that the coarse stage leaves, and how many for a row at least."""
-
-
-class Searcher(Protocol):
-    """Something that keys are added to, and that finds the nearest of them."""
-
-    def add(self, keys: Tensor) -> None:
-        """Keys `[G, N, D]`."""
-        ...
-
-    def find(self, queries: Tensor, k: int) -> Tensor:
-        """Ids `[H, T, k]` for queries `[H, T, D]`."""
-        ...
-
-    def bytes(self) -> dict[str, float]:
-        """Per key and KV head, kept and scanned."""
-        ...
 
 
 class Indexed:
@@ -62,6 +46,9 @@ class Indexed:
     def bytes(self) -> dict[str, float]:
         """Per key and KV head, kept and scanned."""
         return bytes_per_key(self.spec, self.index.geometry.head_dim)
+
+
+Searcher: TypeAlias = Indexed | Quantized
 
 
 @dataclass(frozen=True)

@@ -31,26 +31,27 @@ FOREIGN = {
 }
 """File -> private names of others' objects that it reads, and why. May only shrink."""
 
+INDEX = {"index", "indexes", "inner"}
+"""Names that are an index, wherever they stand."""
+
 OF_A_TUPLE = {"_replace", "_asdict", "_fields"}
 """Public names of `typing.NamedTuple`."""
 
 
 def indexes_of_any_type(source):
-    """Parameters and variables that are an index by their name, and `Any` by their annotation."""
+    """Parameters, variables and functions named as an index, and annotated as `Any`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.arg):
             name, hint = node.arg, node.annotation
         elif isinstance(node, ast.AnnAssign):
             name, hint = ast.unparse(node.target).rpartition(".")[2], node.annotation
+        elif isinstance(node, ast.FunctionDef):
+            name, hint = node.name, node.returns
         else:
             continue
-        if name in ("index", "inner") and hint is not None and "Any" in names(hint):
+        names = {part.id for part in ast.walk(hint) if isinstance(part, ast.Name)} if hint else ()
+        if name in INDEX and "Any" in names:
             yield name
-
-
-def names(node):
-    """The names in an annotation, but those of a mapping's parts: options of an index may be."""
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def is_private(name):
@@ -85,6 +86,7 @@ def test_an_index_has_a_type():
 def test_the_search_for_types_can_find_one():
     source = "def f(index: Any | None, k: Any): inner: list[Any] = []\nself.index: Any = g()"
     assert [*indexes_of_any_type(source)] == ["index", "inner", "index"]
+    assert [*indexes_of_any_type("def index(name) -> Any: pass")] == ["index"]
     assert [*indexes_of_any_type("def f(index: KVIndex, options: Any): pass")] == []
 
 
