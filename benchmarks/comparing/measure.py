@@ -28,10 +28,10 @@ def built(
 ) -> Iterator[tuple[int, KVIndex, float]]:
     """An index each time that it is to be asked: the point, the index, seconds to `end_prompt`.
 
-    In the spec, {k} stands for k. As a layer tells it: the prompt's queries, its tokens in one
-    append, their ids, the seal. pieces: the last `generated` tokens come later, queries, ids and
-    then keys in pieces of `every`, as of a text that is read on. A wrapper that decides step by
-    step hears their queries one by one and is searched at each. options: for `kvindex.create`.
+    In the spec, {k} stands for k. It is told what a layer tells: the prompt's queries, its tokens
+    in one append, their ids, `end_prompt`. pieces: the last `generated` tokens come later, in
+    pieces of `every`: queries, ids, then keys. A wrapper that decides step by step observes these
+    queries one by one and is searched at each. options: for `kvindex.create`.
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     points = setting.points if pieces else [setting.tokens]

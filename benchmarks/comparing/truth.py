@@ -23,7 +23,7 @@ class Setting:
 
     sink: first ones, always attended to; local: the newest ones before a query that asks, which
     with all after them are attended to as well. All others are the index's. generated: how many of
-    the text's last tokens come after the prompt was sealed, where the text comes in pieces; every:
+    the text's last tokens come after the prompt has ended, where the text comes in pieces; every:
     in pieces of how many (`kvindex.layer.attention_layer`).
     """
 
