@@ -155,9 +155,9 @@ class Wrapper(Capable, NamedState, Guarded):
         return f"wrapper: {self._described()}\n{self._inner(Explains).explain()}"
 
     def _described(self) -> str:
-        """The wrapper's name, and its options, which are attributes of the same names."""
-        given = inspect.signature(type(self)).parameters
-        options = [f"{name}={vars(self)[name]!r}" for name in given if name != "inner"]
+        """The wrapper's name, and those of its options that are attributes of the same names."""
+        given = [name for name in inspect.signature(type(self)).parameters if name != "inner"]
+        options = [f"{name}={vars(self)[name]!r}" for name in given if name in vars(self)]
         return f"{type(self).__name__}({', '.join(options)})"
 
     @property

@@ -136,6 +136,16 @@ def test_a_wrapped_index_explains_the_wrapper_and_then_itself(name):
     assert Case().index(f"exact+{name}").explain().startswith(lines[0])
 
 
+def test_what_a_wrapper_keeps_under_another_name_is_not_explained():
+    class Noting(Wrapper):
+        def __init__(self, inner, *, notes, every=2):
+            super().__init__(inner)
+            self._notes, self.every = notes, every
+
+    said = Noting(Case().index("exact"), notes=[]).explain()
+    assert said.startswith("wrapper: Noting(every=2)\nbackend: torch")
+
+
 def test_counts_of_a_wrapper_are_its_inner_indexs():
     index = Case(batch=2).index("exact+reuse+recall")
     index.append(*Case(batch=2).tokens(5))
