@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 import kvindex
+from kvindex.core.capability import required
+from kvindex.core.protocol import ExpandsBatch
 from kvindex.ops.coarse import ceil_share
 from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.evaluate.pq import Quantized
 from kvindex_adapters.evaluate.recall import bytes_per_key
 
-BETA, POOL = 0.05, 4
+BETA, FACTOR = 0.05, 4
+"""Share of the keys that the coarse stage leaves, and how many for a row at least."""
 
 
 class Indexed:
@@ -37,11 +40,15 @@ class Indexed:
     def find(self, queries: Tensor, k: int) -> Tensor:
         """Ids `[H, T, k]` for queries `[H, T, D]`."""
         asked = queries.float().transpose(0, 1).contiguous()
-        return self.index.expand_batch(len(asked)).search(asked, k=k).ids.transpose(0, 1)
+        many = required(self.index, ExpandsBatch).expand_batch(len(asked))
+        return many.search(asked, k=k).ids.transpose(0, 1)
 
     def bytes(self) -> dict[str, float]:
         """Per key and KV head, kept and scanned."""
         return bytes_per_key(self.spec, self.index.geometry.head_dim)
+
+
+Searcher: TypeAlias = Indexed | Quantized
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,16 @@ class System:
     """
 
     name: str
-    make: Callable[[Captured], Any]
+    make: Callable[[Captured], Searcher]
     rebuilt: bool = False
     rescored: bool = False
 
-    def recall(self, searcher: Any, keys: Tensor, queries: Tensor, k: int) -> Tensor:
+    def recall(self, searcher: Searcher, keys: Tensor, queries: Tensor, k: int) -> Tensor:
         """Share of the true top `k` of keys `[G, N, D]` that queries `[H, T, D]` find, `[H]`."""
         keys = keys.float().repeat_interleave(len(queries) // len(keys), 0)
         scores = queries.float() @ keys.mT  # [H, T, N]
         n = keys.shape[1]
-        count = min(max(ceil_share(n, BETA), POOL * k), n) if self.rescored else k
+        count = min(max(ceil_share(n, BETA), FACTOR * k), n) if self.rescored else k
         ids = searcher.find(queries.float(), count)
         chosen = torch.zeros(*ids.shape[:2], n + 1, dtype=torch.bool, device=ids.device)
         chosen = chosen.scatter_(-1, ids.where(ids >= 0, n), True)[..., :n]
@@ -75,16 +82,18 @@ class System:
 def systems() -> list[System]:
     """ParisKV's presets, and product quantization at 1 and at 4 bits per coordinate."""
 
-    def preset(name: str, more: str = "") -> Callable[[Captured], Any]:
+    def preset(name: str, more: str = "") -> Callable[[Captured], Searcher]:
         return partial(Indexed, f"pariskv:preset={name}:beta={BETA}{more}")
 
-    def pq(subspace: int) -> Callable[[Captured], Any]:
+    def pq(subspace: int) -> Callable[[Captured], Searcher]:
         return lambda layer: Quantized(subspace=subspace)
 
     paper, one = ":rho=.25", ":refine_factor=1"  # as many candidates as rows are asked for
     return [
         System("paper", preset("paper", paper)),
-        System("paper, pool 4", preset("paper", f"{paper}:refine_factor={POOL}")),
+        System(
+            f"paper, refine_factor {FACTOR}", preset("paper", f"{paper}:refine_factor={FACTOR}")
+        ),
         System("fast", preset("fast")),
         System("fast", preset("fast"), rebuilt=True),
         System("fast, one center", preset("fast", ":center=65536")),

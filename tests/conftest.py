@@ -1,3 +1,5 @@
+"""What every test runs with: the profile of Hypothesis, marks that are skipped, torch's threads."""
+
 import os
 from importlib.util import find_spec
 

@@ -153,6 +153,12 @@ def test_the_api_has_every_public_door():
     assert {door for door in missing if f"kvindex.{door.split('.')[-1]}" not in shown} == set()
 
 
+def test_the_site_is_built_so_that_a_dead_link_fails():
+    """mkdocs counts warnings, which make it fail, where it says them."""
+    build = re.search(r"mkdocs build(.*)", (ROOT / "Makefile").read_text())[1].split()
+    assert build == ["--strict"]
+
+
 FILE = re.compile(r"`([\w./-]+\.(?:py|cuh?|h|json|toml|txt|yml|md)|[\w./-]+/)(?:: [^`]*)?`")
 ELSEWHERE = {"decode_step_five.json", "site/"}
 """Of an earlier commit; made by `make docs`."""

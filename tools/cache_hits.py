@@ -26,6 +26,8 @@ from torch import Tensor
 import kvindex
 from benchmarks import report
 from benchmarks.common.reading import add_model, described, ids_of, loaded, read_and_write, write
+from kvindex.core.capability import required
+from kvindex.core.protocol import ExpandsBatch
 from kvindex_adapters.evaluate.capture import Captured
 
 Ints = NDArray[np.int64]
@@ -43,12 +45,13 @@ def selected(layer: Captured, index: str, k: int) -> Tensor:
     The index must serve many queries of one sequence at once (`expand_batch`).
     """
     (H, T, D), (G, N, _) = layer.queries.shape, layer.keys.shape
-    made: Any = kvindex.create(index, q_heads=H, kv_heads=G, head_dim=D, device=layer.keys.device)
+    made = kvindex.create(index, q_heads=H, kv_heads=G, head_dim=D, device=layer.keys.device)
     keys = layer.keys.float()[None, :, : N - T]
     made.append(keys, keys)
     queries = layer.queries.float().transpose(0, 1).contiguous()
     parts = queries.split(max(PIECE // (H * N), 1))
-    return torch.cat([made.expand_batch(len(part)).search(part, k=k).ids.cpu() for part in parts])
+    many = required(made, ExpandsBatch).expand_batch
+    return torch.cat([many(len(part)).search(part, k=k).ids.cpu() for part in parts])
 
 
 def found(ids: Ints, rows: int) -> Ints:

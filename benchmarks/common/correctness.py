@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.common.workload import WINDOW, K, created, queries_of, tokens_of
+from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Attends
 from kvindex.core.resident import ResidentRows
 
 CHECKED = 20_224
@@ -40,8 +42,9 @@ def check(
     resident.add(keys[:, :, CHECKED:], values[:, :, CHECKED:], None)
     queries = queries_of(g, batch)
     got, again, want = (i.search(queries, k=k).ids.sort(-1).values for i in (mine, mine, theirs))
+    attends = required(mine, Attends)
     outputs = [
-        mine.attend(queries, resident, k=k) for _ in range(2)
+        attends.attend(queries, resident, k=k) for _ in range(2)
     ]  # from the host, from the cache
     true = over(g, queries, keys, values, got, CHECKED)
     result = {

@@ -10,7 +10,9 @@ from torch import Tensor
 import kvindex
 from benchmarks.common import workload
 from benchmarks.common.timing import settled
+from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Reserves
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.placement import default_placement
 
@@ -34,7 +36,7 @@ class Decoding:
         options = dict(sink=0, local_window=LOCAL, update_every=UPDATE, dense_below=0) | options
         self.turns = [int(n / layers * options["update_every"]) for n in range(layers)]
         for number in range(layers):
-            index: Any = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
+            index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
             layer = AttentionLayer(index, update_phase=number / layers, **options)
             keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
             # a layer would attend from all of these
@@ -42,7 +44,7 @@ class Decoding:
             keys, values = keys[:, :, -LOCAL:], values[:, :, -LOCAL:]
             layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)
             if room:
-                index.reserve(tokens + room)
+                required(index, Reserves).reserve(tokens + room)
             self.layers.append(layer)
         self._queries = workload.queries_of(g, 64, layers, 1)[..., None, :]
         rows = workload.queries_of(g, 2, 64, layers, 1, seed=2)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import kvindex
 from benchmarks.common.timing import settled
+from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attended, Attends
+from kvindex.core.protocol import Attended, Attends, KVIndex, WarmsUp
 from kvindex.core.resident import ResidentRows
 
 H, G, D, K = 32, 8, 128, 100
@@ -79,7 +80,7 @@ def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:
     return ((own + shared) / math.sqrt(2)).flatten(-3, -2).to(g.dtype)
 
 
-def created(g: Geometry, spec: str, **options: Any) -> Any:
+def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
     """An empty index. options: `backend`, "cuda" by default, and `store`."""
     return kvindex.create(spec, **{**g.options(), "backend": "cuda", **options})
 
@@ -112,13 +113,14 @@ class Layers:
         window: int = WINDOW,
     ) -> None:
         self.geometry, self.k, self.place = g, k, place
-        self.indexes, self.residents = [], []
+        self.indexes: list[KVIndex] = []
+        self.residents: list[ResidentRows] = []
         for layer in range(layers):
             index, resident = created(g, spec, store=place), ResidentRows(g, batch, window)
             for keys, values in tokens_of(g, layer, batch, tokens):
                 index.append(keys, values)
             resident.add(keys[:, :, -window:], values[:, :, -window:], None)
-            index.warm_up(k=k, tokens=tokens)
+            required(index, WarmsUp).warm_up(k=k, tokens=tokens)
             self.indexes.append(index)
             self.residents.append(resident)
         self._sets = queries_of(g, SETS, layers, batch)
@@ -132,7 +134,10 @@ class Layers:
     def run(self) -> list[Attended]:
         """A step of every layer."""
         layers = zip(self.indexes, self.queries, self.residents, strict=True)
-        return [index.attend(queries, resident, k=self.k) for index, queries, resident in layers]
+        return [
+            required(index, Attends).attend(queries, resident, k=self.k)
+            for index, queries, resident in layers
+        ]
 
     def ask(self, number: int, hit_rate: float = 0.0) -> None:
         """Let the next step read other queries, of that many KV heads those of a set."""

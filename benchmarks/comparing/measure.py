@@ -13,7 +13,7 @@ import torch
 import kvindex
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.truth import Setting, Truth, asking, truth, worth
-from kvindex import BaseIndex, Hits, Rows
+from kvindex import BaseIndex, Hits, KVIndex, Rows
 from kvindex.core.capability import capability
 from kvindex.core.protocol import ExpandsBatch
 from kvindex.wrappers import Wrapper
@@ -25,19 +25,19 @@ Truths = dict[int, Truth]
 
 def built(
     layer: Layer, spec: str, setting: Setting, *, k: int, pieces: bool = False, **options: Any
-) -> Iterator[tuple[int, Any, float]]:
+) -> Iterator[tuple[int, KVIndex, float]]:
     """An index each time that it is to be asked: the point, the index, seconds to `end_prompt`.
 
-    In the spec, {k} stands for k. As a layer tells it: the prompt's queries, its tokens in one
-    append, their ids, the seal. pieces: the last `generated` tokens come later, queries, ids and
-    then keys in pieces of `every`, as of a text that is read on. A wrapper that decides step by
-    step hears their queries one by one and is searched at each. options: for `kvindex.create`.
+    In the spec, {k} stands for k. It is told what a layer tells: the prompt's queries, its tokens
+    in one append, their ids, `end_prompt`. pieces: the last `generated` tokens come later, in
+    pieces of `every`: queries, ids, then keys. A wrapper that decides step by step observes these
+    queries one by one and is searched at each. options: for `kvindex.create`.
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     points = setting.points if pieces else [setting.tokens]
     positions = torch.arange(keys.shape[2], device=keys.device)
     made = {**layer.options(), **options}
-    index: Any = kvindex.create(spec.replace("{k}", str(k)), **made)
+    index = kvindex.create(spec.replace("{k}", str(k)), **made)
 
     def append(start: int, stop: int) -> None:
         part, valid = slice(start, stop), setting.valid(start, stop, keys.device)
@@ -69,7 +69,7 @@ def built(
         yield point, index, seconds
 
 
-def read(layer: Layer, index: Any, start: int, stop: int) -> None:
+def read(layer: Layer, index: KVIndex, start: int, stop: int) -> None:
     """Tell an index the ids of these tokens of the text, after their step, as a layer does."""
     if layer.tokens is not None:
         index.observe_tokens(layer.tokens[start:stop], first=start)
@@ -110,7 +110,7 @@ def measure(
 
 
 def _asked(
-    layer: Layer, setting: Setting, index: Any, known: Truth, rows: list[int]
+    layer: Layer, setting: Setting, index: KVIndex, known: Truth, rows: list[int]
 ) -> dict[int, dict[str, Any]]:
     """By k, what the queries after a point find, told and asked one by one; times are medians."""
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
@@ -133,8 +133,7 @@ def _asked(
 def sizes(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> dict[str, float]:
     """`BaseIndex.bytes_per_key` on these keys in bfloat16."""
     _, index, _ = next(built(layer.to(dtype=torch.bfloat16), spec, setting, k=k, **options))
-    found: dict[str, float] = inmost(index).bytes_per_key()
-    return found
+    return inmost(index).bytes_per_key()
 
 
 def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
@@ -147,9 +146,10 @@ def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
     return made, time.perf_counter() - start
 
 
-def inmost(index: Any) -> BaseIndex:
-    """The index inside all wrappers."""
+def inmost(index: KVIndex) -> BaseIndex:
+    """The index inside all wrappers. Raises TypeError for one of others."""
     while isinstance(index, Wrapper):
         index = index.inner
-    found: BaseIndex = index
-    return found
+    if not isinstance(index, BaseIndex):
+        raise TypeError(f"index: got a {type(index).__name__}, allowed is one on BaseIndex")
+    return index

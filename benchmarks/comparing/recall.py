@@ -51,7 +51,7 @@ def summary(found: Recall) -> dict[str, float]:
         "recall": float(found.recall.mean()),
         "recall_worst_layer": float(found.recall.mean(1).min()),
         "recall_worst_decile": float(heads[: max(len(heads) // 10, 1)].mean()),
-        "mass_ratio": float(found.coverage.mean() / found.mass_true.mean()),
+        "mass_ratio": float(found.coverage.mean() / found.coverage_true.mean()),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.comparing.layers import Layer
-from kvindex import BaseIndex, Hits, Rows
+from kvindex import Hits, KVIndex, Rows
 from kvindex.core.protocol import UNUSED
 from kvindex.ops.attention import attend, cap
 
@@ -23,7 +23,7 @@ class Setting:
 
     sink: first ones, always attended to; local: the newest ones before a query that asks, which
     with all after them are attended to as well. All others are the index's. generated: how many of
-    the text's last tokens come after the prompt was sealed, where the text comes in pieces; every:
+    the text's last tokens come after the prompt has ended, where the text comes in pieces; every:
     in pieces of how many (`kvindex.layer.attention_layer`).
     """
 
@@ -71,7 +71,7 @@ def asking(layer: Layer, setting: Setting, point: int) -> range:
     return range(point, point + layer.keys.shape[1] - setting.tokens)
 
 
-def truth(layer: Layer, setting: Setting, exact: BaseIndex, point: int, rows: list[int]) -> Truth:
+def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list[int]) -> Truth:
     """By full attention, and by `exact`, which holds what an index is to be asked about."""
     outputs, shares = [], []
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}

@@ -77,8 +77,8 @@ def _going_on(runs: list[dict[str, Any]]) -> str:
     about = "; ".join(f"*{_short(run)}* {_last(run)}" for run in runs)
     return (
         f"**As a text goes on:** {about}. At the end, with {middle_of(runs[0])} rows: the error "
-        "over that of exact search, recall in parentheses; before the arrow, when the prompt was "
-        f"sealed.\n\n{table(('index', *head), rows)}"
+        "over that of exact search, recall in parentheses; before the arrow, when the prompt "
+        f"ended.\n\n{table(('index', *head), rows)}"
     )
 
 

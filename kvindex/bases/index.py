@@ -35,6 +35,8 @@ class BaseIndex(StatefulIndex):
     once; False: it is never looked for; None: at once on a CPU, and on a CUDA device, where looking
     would stop it, at the next call that stops it anyway); `preset` and single fields of the index's
     own `Config`.
+
+    row_bytes: bytes of a token's key and value for one head, as they are stored and fetched.
     """
 
     parts_are_its_own = True
@@ -77,7 +79,7 @@ class BaseIndex(StatefulIndex):
         if self.backend != "torch":
             self.ops.ready(self.geometry.device)
         self._store = row_store(store, self.geometry, backend=self.backend, row_codec=row_codec)
-        self.row_codec = self._store.row_codec
+        self.row_codec, self.row_bytes = self._store.row_codec, self._store.row_bytes
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
                 "rope: got None, allowed are the inverse frequencies of the keys' rotary "
@@ -307,11 +309,6 @@ class BaseIndex(StatefulIndex):
         return [f"backend: {self.backend} ({self._why})", store]
 
     # Shared parts
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token's key and value for one head, as they are stored and fetched."""
-        return self._store.row_bytes
 
     @property
     def valid(self) -> Tensor | None:

@@ -20,7 +20,7 @@ class Sentences:
 
     ends: bool `[B, X]`, or `[1, X]` for all rows: which of the first `X` tokens end a sentence.
     queries `[B, H, n, D]` with ids `positions`, int64 `[n]` on the CPU, ascending: the newest
-    since the prompt was sealed. newest: id of the newest query of all, -1 for none.
+    since the prompt ended. newest: id of the newest query of all, -1 for none.
     """
 
     ends: Tensor

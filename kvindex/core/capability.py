@@ -39,3 +39,16 @@ def capability(index: object, wanted: type[P]) -> P | None:
     if isinstance(index, Capable):
         return index.capability(wanted)
     return index if isinstance(index, wanted) else None
+
+
+def required(index: object, wanted: type[P], *, name: str = "index") -> P:
+    """`index`, which can do what the protocol `wanted` says. Raises TypeError where it cannot.
+
+    name: what the error calls it.
+    """
+    able = capability(index, wanted)
+    if able is None:
+        raise TypeError(
+            f"{name}: got {type(index).__name__}, allowed is one that offers {wanted.__name__}"
+        )
+    return able

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core import check
-from kvindex.core import rope as turning
+from kvindex.core import rope as rotary
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -81,7 +81,7 @@ class Geometry:
             raise ValueError(
                 f"device: got {device!r}, allowed is one that this torch has ({reason})"
             ) from error
-        rope = turning.checked(rope, head_dim, place)
+        rope = rotary.checked(rope, head_dim, place)
         return Geometry(q_heads, kv_heads, head_dim, value_dim, scale, softcap, rope, dtype, place)
 
     @property

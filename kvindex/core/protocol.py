@@ -5,7 +5,7 @@ Letters used in every signature, docstring and page:
 dimension, `M` subspaces of `m = D / M` dimensions, `C` candidates after the coarse stage,
 `K` rows selected per KV head. `Dv` is the value dimension, `T` a number of new tokens.
 
-Invariants (`tests/contract/test_contract.py` holds every index to them):
+Invariants (`kvindex.testing.check_index` holds an index to them):
   - ids are dense and in append order, the first token is 0; an invalid token keeps its id;
   - `search` returns exactly `k` slots: ids distinct within a row, scores descending, equal
     scores by the lower id, unused slots `-1` with score `-inf`;
@@ -40,8 +40,7 @@ class Hits:
     scores: float32 `[B, G, K]`, descending; what the group of query heads agreed on.
     log_weight: float32 `[B, H, K]` added to the attention logit before softmax, or None (zeros).
     coverage: float32 `[B, H]`, the share of the index's attention that each query head is believed
-    to
-      find in these rows, where the search was asked for one; else None.
+      to find in these rows, where the search was asked for one; else None.
     """
 
     ids: Tensor
@@ -182,6 +181,25 @@ class TellsRowBytes(Protocol):
     @property
     def row_bytes(self) -> int:
         """Bytes of a token's key and value for one head, as they are stored and fetched."""
+        ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """It knows how many tokens of each row of the batch are real."""
+
+    @property
+    def counts(self) -> Tensor:
+        """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
+        ...
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """It says how it runs."""
+
+    def explain(self) -> str:
+        """Which backend, store and path of execution it has, and why, a line each."""
         ...
 
 

@@ -45,9 +45,9 @@ class ResidentRows:
         return self._masked
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Hold rows more: keys `[B, G, n, D]`, values `[B, G, n, Dv]`, shown bool `[B, n]`.
+        """Add rows: keys `[B, G, n, D]`, values `[B, G, n, Dv]`, for which there must be room.
 
-        mask: None where all are. There must be room.
+        mask: bool `[B, n]`, which of them are attended to; None for all.
         """
         start = self.claim(keys.shape[2])
         some = slice(start, self._count)

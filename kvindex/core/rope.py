@@ -1,7 +1,7 @@
 """The rotary embedding that keys come with, for indexes that look behind it.
 
-`Geometry.rope` are its inverse frequencies, float `[F]`: coordinate `j < F` of the token at place
-`t` has been turned with coordinate `j + F` by the angle `t · rope[j]`; others have not.
+`Geometry.rope` are its inverse frequencies, float `[F]`: coordinate `j < F` of the token at
+position `t` is rotated with coordinate `j + F` by the angle `t · rope[j]`; others are not rotated.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def checked(rope: Any, head_dim: int, device: torch.device) -> Tensor | None:
     return found
 
 
-def rotate(vectors: Tensor, places: Tensor, rope: Tensor | None) -> Tensor:
-    """Vectors float32 `[…, n, D]` turned by the angles of places, integers `[…, n]`; `-places`
-    turns back.
+def rotate(vectors: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
+    """Vectors float32 `[…, n, D]`, rotated by the angles of positions, integers `[…, n]`.
+
+    Negated positions undo the rotation.
     """
     if rope is None:
         return vectors
-    angles = places[..., None].double() * rope.double()
+    angles = positions[..., None].double() * rope.double()
     cos, sin = angles.cos().float(), angles.sin().float()
     F = len(rope)
     a, b, rest = vectors[..., :F], vectors[..., F : 2 * F], vectors[..., 2 * F :]

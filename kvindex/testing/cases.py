@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
+from kvindex.core.protocol import KVIndex
 from kvindex.registry import create, get
 
 Tokens: TypeAlias = tuple[Tensor, Tensor]
@@ -40,7 +41,7 @@ class Case:
         """The keywords of an index for such a layer, `rope` apart."""
         return {key: value for key, value in asdict(self).items() if key != "batch"}
 
-    def index(self, name: str, **options: object) -> Any:
+    def index(self, name: str, **options: Any) -> KVIndex:
         """A new index by its name or line, as `kvindex.create` makes it."""
         geometry = self.geometry()
         if get(name.partition("+")[0].partition(":")[0]).needs_rope:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core.protocol import Hits
+from kvindex.storage.state import above, below, extended
 from kvindex.testing.cases import Case, Tokens, join, left_padding, part, rope
 from kvindex.testing.compare import (
     ROUNDED,
@@ -37,9 +38,6 @@ except ImportError as error:
     ) from error
 
 STEPS = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
-
-seeds = st.integers(0, 10_000)
-
 
 seeds = st.integers(0, 10_000)
 
@@ -184,7 +182,8 @@ class IndexMachine(RuleBasedStateMachine):
     def fresh(self) -> BaseIndex:
         """A new index of the same tokens and the same learned parameters."""
         index = self.new_index()
-        index._learned = dict(self.index._learned)
+        learned = above("learned", below("learned", self.index.state_dict()))
+        index.load_state_dict(extended(index.state_dict(), learned))
         if self.count:
             index.append(*self.held, valid=self.valid)
         return index

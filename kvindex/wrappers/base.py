@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from kvindex.core.capability import Capable, P, capability
+from kvindex.core.capability import Capable, P, capability, required
 from kvindex.core.geometry import Geometry
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import (
@@ -16,7 +17,9 @@ from kvindex.core.protocol import (
     Attended,
     Attends,
     Codes,
+    CountsTokens,
     ExpandsBatch,
+    Explains,
     Hits,
     KeepsState,
     KVIndex,
@@ -135,13 +138,7 @@ class Wrapper(Capable, NamedState, Guarded):
 
     def _inner(self, wanted: type[P]) -> P:
         """The inner index as one with this capability. Raises TypeError where it has it not."""
-        inner = capability(self.inner, wanted)
-        if inner is None:
-            raise TypeError(
-                f"inner: got {type(self.inner).__name__}, allowed is one that offers "
-                f"{wanted.__name__}"
-            )
-        return inner
+        return required(self.inner, wanted, name="inner")
 
     @property
     def backend(self) -> str:
@@ -152,6 +149,21 @@ class Wrapper(Capable, NamedState, Guarded):
     def ops(self) -> Any:
         """The inner index's ops."""
         return self._inner(RunsOps).ops
+
+    def explain(self) -> str:
+        """The wrapper and its options, then what the inner index says."""
+        return f"wrapper: {self._described()}\n{self._inner(Explains).explain()}"
+
+    def _described(self) -> str:
+        """The wrapper's name, and those of its options that are attributes of the same names."""
+        given = [name for name in inspect.signature(type(self)).parameters if name != "inner"]
+        options = [f"{name}={vars(self)[name]!r}" for name in given if name in vars(self)]
+        return f"{type(self).__name__}({', '.join(options)})"
+
+    @property
+    def counts(self) -> Tensor:
+        """The inner index's."""
+        return self._inner(CountsTokens).counts
 
     @property
     def row_bytes(self) -> int:

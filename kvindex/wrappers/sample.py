@@ -9,8 +9,6 @@ real model: docs/decisions/0010-rows-drawn-at-random.md.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -68,8 +66,7 @@ class Sample(Wrapper):
         g = self.geometry
         super().warm_up(k=k * self.pool, tokens=tokens)
         if self.capability(Attends) is not None:
-            inner: Any = self.inner
-            batch = len(inner.counts)
+            batch = len(self.counts)
             queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
             self.attend(queries, ResidentRows(g, batch, 1), k=k)
 

@@ -1,3 +1,5 @@
+"""The real model of the adapter's tests, loaded once."""
+
 import pytest
 
 from kvindex_adapters.hf.load_model import load, smollm2

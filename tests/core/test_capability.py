@@ -1,5 +1,7 @@
 """What an index can do is answered by the instance, and every wrapper passes it on."""
 
+from pathlib import Path
+
 import pytest
 
 import kvindex
@@ -122,7 +124,40 @@ def test_an_index_of_others_can_do_what_it_has_the_methods_for():
     assert Wrapper(foreign).capability(TellsCoverage) is not None
 
 
+@pytest.mark.parametrize("name", sorted(wrapper_options()))
+def test_a_wrapped_index_explains_the_wrapper_and_then_itself(name):
+    inner = Case().index("exact")
+    wrapped = CLASSES[name](inner)
+    options = ", ".join(f"{o}={value!r}" for o, value in wrapper_options()[name].items())
+    lines = [f"wrapper: {CLASSES[name].__name__}({options})", inner.explain()]
+    assert wrapped.explain() == "\n".join(lines)
+    twice = Wrapper(wrapped).explain()
+    assert twice == "\n".join(["wrapper: Wrapper()", *lines])
+    assert Case().index(f"exact+{name}").explain().startswith(lines[0])
+
+
+def test_what_a_wrapper_keeps_under_another_name_is_not_explained():
+    class Noting(Wrapper):
+        def __init__(self, inner, *, notes, every=2):
+            super().__init__(inner)
+            self._notes, self.every = notes, every
+
+    said = Noting(Case().index("exact"), notes=[]).explain()
+    assert said.startswith("wrapper: Noting(every=2)\nbackend: torch")
+
+
+def test_counts_of_a_wrapper_are_its_inner_indexs():
+    index = Case(batch=2).index("exact+reuse+recall")
+    index.append(*Case(batch=2).tokens(5))
+    assert index.counts.tolist() == [5, 5]
+
+
 def test_a_wrapper_says_what_its_inner_index_lacks():
     wrapper = Wrapper(kvindex.create("h2o", q_heads=2, kv_heads=1, head_dim=8))
     with pytest.raises(TypeError, match="inner: got H2O, allowed is one that offers ExpandsBatch"):
         wrapper.expand_batch(2)
+
+
+def test_the_page_of_words_names_every_capability():
+    page = (Path(__file__).parents[2] / "docs/notation.md").read_text()
+    assert [found.__name__ for found in CAPABILITIES if f"`{found.__name__}`" not in page] == []

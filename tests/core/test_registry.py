@@ -1,3 +1,5 @@
+"""Indexes and wrappers by name: the line that names them, near matches, installed packages."""
+
 import dataclasses
 import sys
 from importlib.metadata import EntryPoint

@@ -1,3 +1,5 @@
+"""Row codecs: bytes of a row and back, within the rounding of their scale."""
+
 import pytest
 import torch
 from hypothesis import given

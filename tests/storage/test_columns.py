@@ -1,3 +1,5 @@
+"""Growable tensors per token: room, cuts, another order; and the flags of valid tokens."""
+
 import pytest
 import torch
 from hypothesis import given

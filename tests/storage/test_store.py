@@ -1,3 +1,5 @@
+"""The store of plain torch: rows by id, in order, cut, reordered, and their bytes."""
+
 import pytest
 import torch
 

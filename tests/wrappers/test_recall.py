@@ -1,3 +1,5 @@
+"""Recall against exact search, counted while an index is in use."""
+
 import pytest
 import torch
 

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from kvindex.indexes.exact import Exact
 from kvindex.ops.sampling import drawn_in_order, inclusion
-from kvindex.wrappers import Sample
+from kvindex.wrappers import Sample, Wrapper
 from tests.support.helpers import Case, assert_well_formed
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=32, value_dim=32, batch=2)
@@ -168,3 +169,25 @@ def test_rows_of_an_index_of_others_that_have_weights_are_refused(monkeypatch):
     )
     with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
         index.search(CASE.queries(), k=5)
+
+
+class Attending(Exact):
+    """Takes note of what it is asked to warm up and to attend to."""
+
+    def warm_up(self, *, k, tokens):
+        self.warmed = k
+
+    def attend(self, queries, resident, *, k):
+        raise AssertionError("the rows that were drawn are attended to, and no others")
+
+    def attend_hits(self, queries, hits, resident):
+        self.attended = queries.shape, hits.ids.shape
+
+
+@pytest.mark.parametrize("between", [lambda index: index, Wrapper], ids=["bare", "wrapped"])
+def test_warming_up_draws_rows_once_whatever_is_between(between):
+    inner = Attending(q_heads=6, kv_heads=2, head_dim=32)
+    index = Sample(between(inner), pool=4)
+    index.append(*CASE.tokens(50))
+    index.warm_up(k=5, tokens=100)
+    assert (inner.warmed, inner.attended) == (20, ((2, 6, 32), (2, 2, 5)))

@@ -12,7 +12,7 @@ import torch
 import kvindex
 from kvindex.core import check
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.attach import check_index
+from kvindex_adapters.hf.attach import check_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,7 +41,7 @@ def check_search(index: str, k: int, device: str, regions: Mapping[str, Any] | N
     check_size("k", k, 1)
     for name in regions.keys() & {"sink", "local_window", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
-    check_index(index)
+    check_spec(index)
     rope = torch.ones(4, device=device)  # the model gives its own later
     trial = kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
     AttentionLayer(trial, k=k, **regions)

@@ -17,7 +17,7 @@ class ParallelLayer(AttentionLayer):
     """After `begin`, each of several tokens attends as a decoding step of its own would.
 
     Between two updates an index does not change, so all steps between them can search it at once,
-    and it hears of their queries one by one before the update. For a batch of 1 without padding.
+    and it observes their queries one by one before the update. For a batch of 1 without padding.
     Raises ValueError for an index whose steps cannot be searched at once (`ExpandsBatch`).
     """
 

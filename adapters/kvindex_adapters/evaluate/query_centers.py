@@ -59,7 +59,7 @@ def calibrate_centers(
         if geometry.get("rope") is None:
             raise ValueError(
                 "model: got one whose rotary embedding cannot be told, allowed is one of fixed "
-                "frequencies whose coordinates turn in two halves"
+                "frequencies that rotates coordinates in two halves"
             )
         return _Averager(kvindex.create("exact", **geometry))
 

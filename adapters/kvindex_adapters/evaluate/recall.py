@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import kvindex
-from kvindex import BaseIndex
+from kvindex import BaseIndex, KVIndex
+from kvindex.core.capability import required
+from kvindex.core.protocol import ExpandsBatch
 from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
 
@@ -26,12 +28,12 @@ class Recall:
     """Per layer and query head, float64 `[L, H]`, means over queries.
 
     recall: share of the true top `k` rows by `q·k`; coverage: share of the softmax of the hits over
-    the rows of the index, and mass_true: of the true top `k`.
+    the rows of the index, and coverage_true: of the true top `k`.
     """
 
     recall: Tensor
     coverage: Tensor
-    mass_true: Tensor
+    coverage_true: Tensor
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,11 @@ def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
 
 def _prepare(
     layer: Captured, spec: str, prompt: int, first: int | None
-) -> tuple[BaseIndex, Tensor, Tensor]:
+) -> tuple[KVIndex, Tensor, Tensor]:
     """An index expanded to `T` rows, their queries `[T, H, D]`, and true `q·k` `[T, H, N]`."""
     H, T, D = layer.queries.shape
     keys = layer.keys[None, :, SINK:prompt].repeat_interleave(H // len(layer.keys), dim=1)
-    index: Any = kvindex.create(
+    index = kvindex.create(
         spec,
         q_heads=H,
         kv_heads=H,
@@ -117,7 +119,7 @@ def _prepare(
         index.append(part, part)
     queries = layer.queries.transpose(0, 1).contiguous()
     scores = (layer.queries.float() @ keys[0].float().mT).transpose(0, 1)
-    return index.expand_batch(T), queries, scores
+    return required(index, ExpandsBatch).expand_batch(T), queries, scores
 
 
 def _flags(ids: Tensor, scores: Tensor) -> Tensor:

@@ -124,10 +124,10 @@ def _check_options(index: object, index_options: object, layer_options: object) 
     for name, options in {"index_options": index_options, **named}.items():
         if not isinstance(options, Mapping | None):
             raise ValueError(f"{name}: got {options!r}, allowed is a mapping from name to value")
-        check_index(index, options)
+        check_spec(index, options)
 
 
-def check_index(index: object, index_options: Mapping[str, Any] | None = None) -> None:
+def check_spec(index: object, index_options: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError for what is no index, and for options that the model decides."""
     names = set(index_options or {})
     if isinstance(index, str):

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import Reserves, RunsOps
-from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.attach import IndexFactory, attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import (
     check_follows,
@@ -63,7 +63,7 @@ def generate(
     tokenizer: Any,
     prompt: Prompt,
     *,
-    index: Any = INDEX,
+    index: str | IndexFactory | None = INDEX,
     k: int = K,
     cache: IndexCache | None = None,
     used: str = "refuse",
@@ -166,7 +166,9 @@ def _append_answer(model: PreTrainedModel, cache: IndexCache, answer: Tensor, le
         prefill(model, answer[-missing:], cache, stop=missing, chunk=missing + 1)
 
 
-def _check_cache(cache: Any, used: str, index: Any, k: int, attach_options: Any) -> None:
+def _check_cache(
+    cache: IndexCache | None, used: str, index: object, k: int, attach_options: object
+) -> None:
     """Raises ValueError for a cache that cannot be used so, or options that `attach` decided."""
     if cache is None:
         if used != "refuse":

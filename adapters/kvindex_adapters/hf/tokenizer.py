@@ -8,6 +8,7 @@ from typing import Any
 
 import kvindex
 from kvindex.core.config import parse_spec
+from kvindex_adapters.hf.attach import IndexFactory
 
 ENDS = ".!?…。！？؟।\n"
 """Characters that end a sentence; a new line for texts without stops (code, lists)."""
@@ -30,7 +31,9 @@ def sentence_ends(tokenizer: Any) -> tuple[int, ...]:
 
 
 def punctuated(
-    index: Any, tokenizer: Any, attach_options: Mapping[str, Any] | None = None
+    index: str | IndexFactory,
+    tokenizer: Any,
+    attach_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`attach_options`, with `punctuation` for an index that has such an option and no value.
 

@@ -7,11 +7,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kvindex.bases.index import BaseIndex
 from kvindex.testing.cases import Case
 from kvindex.testing.compare import assert_same_snapshot, hits_of, raises, snapshot
 from kvindex.testing.contract.common import Make, N, filled
 
-Wrong: TypeAlias = tuple[str, str, Callable[[Any], object]]
+Wrong: TypeAlias = tuple[str, str, Callable[[BaseIndex], object]]
 """The argument that the error names, what is wrong with it, and the call of an index."""
 
 
@@ -35,7 +36,9 @@ def check_wrong_appends_leave_an_empty_index_empty(make: Make, case: Case) -> No
     assert len(index) == N
 
 
-def _assert_refused(index: Any, argument: str, what: str, call: Callable[[Any], object]) -> None:
+def _assert_refused(
+    index: BaseIndex, argument: str, what: str, call: Callable[[BaseIndex], object]
+) -> None:
     try:
         with raises(ValueError, TypeError, says=(argument, "got", "allowed")):
             call(index)
@@ -48,9 +51,9 @@ def _appends(case: Case) -> Iterator[Wrong]:
     flags = torch.ones(case.batch, N, dtype=torch.bool, device=case.device)
     bad = keys.clone()
     bad[-1, -1, 5, 3] = float("nan")
-    more = case.tokens(N, batch=case.batch + 1)
+    more, numbers = case.tokens(N, batch=case.batch + 1), _as_anything([1.0])
     yield "keys", "of rank 3", lambda i: i.append(keys[0], values)
-    yield "keys", "that are no tensor", lambda i: i.append([1.0], values)
+    yield "keys", "that are no tensor", lambda i: i.append(numbers, values)
     yield "keys", "of another dtype", lambda i: i.append(keys.double(), values)
     yield "keys", "on another device", lambda i: i.append(keys.to("meta"), values)
     yield "keys", "of too many heads", lambda i: i.append(keys.repeat(1, 2, 1, 1), values)
@@ -80,15 +83,20 @@ def _reads(case: Case) -> Iterator[Wrong]:
     yield "queries", "of another dtype", lambda i: i.search(queries.double(), k=3)
     yield "queries", "with NaN", lambda i: i.search(bad, k=3)
     yield "length", "below 0", lambda i: i.truncate(-1)
-    yield "length", "as a decimal", lambda i: i.truncate(3.5)
+    yield "length", "as a decimal", lambda i: i.truncate(_as_anything(3.5))
     yield "ids", "past the end", lambda i: i.fetch(hits_of(ids(B, G, 3, fill=N)))
     yield "ids", "that name no row", lambda i: i.fetch(hits_of(ids(B, G, 3, fill=-(2**40))))
     yield "ids", "of another batch", lambda i: i.fetch(hits_of(ids(B + 1, G, 3)))
-    yield "hits", "that are ids", lambda i: i.fetch(ids(B, G, 3))
+    yield "hits", "that are ids", lambda i: i.fetch(_as_anything(ids(B, G, 3)))
     yield "batch_indices", "past the batch", lambda i: i.reorder(ids(1, fill=B))
     yield "batch_indices", "below 0", lambda i: i.reorder(ids(1, fill=-1))
     yield "batch_indices", "of no row", lambda i: i.reorder(ids(0))
     yield "batch_indices", "as flags", lambda i: i.reorder(ids(1).bool())
+
+
+def _as_anything(wrong: object) -> Any:
+    """A value whose type a checker of types would refuse."""
+    return wrong
 
 
 def _padded(flags: torch.Tensor) -> torch.Tensor:

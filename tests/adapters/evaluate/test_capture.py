@@ -41,10 +41,10 @@ def test_exact_search_recalls_everything_and_a_bad_index_does_not():
     exact = measure(layers, "exact", k=20, prompt=290)
     assert exact.recall.shape == (4, 4)
     assert (exact.recall == 1).all()
-    torch.testing.assert_close(exact.coverage, exact.mass_true)
+    torch.testing.assert_close(exact.coverage, exact.coverage_true)
     rough = measure(layers, "pariskv:beta=.1:magnitude_bits=0", k=20, prompt=290)
     assert 20 / (290 - SINK) < rough.recall.mean() < 0.95
-    assert (rough.coverage <= rough.mass_true + 1e-9).all()
+    assert (rough.coverage <= rough.coverage_true + 1e-9).all()
 
 
 @pytest.mark.parametrize(
