@@ -18,6 +18,7 @@ from kvindex.core.protocol import (
     Attends,
     Codes,
     CountsTokens,
+    EncodesBlocks,
     ExpandsBatch,
     Explains,
     Hits,
@@ -144,6 +145,11 @@ class Wrapper(Capable, NamedState, Guarded):
     def backend(self) -> str:
         """The inner index's backend."""
         return self._inner(RunsOps).backend
+
+    @property
+    def block_tokens(self) -> int:
+        """The inner index's."""
+        return self._inner(EncodesBlocks).block_tokens
 
     @property
     def ops(self) -> Any:
