@@ -85,12 +85,12 @@ def test_readmes_examples_print_what_it_shows():
 @pytest.mark.model
 @pytest.mark.slow
 def test_readmes_report_is_what_the_model_prints():
-    from kvindex_adapters import models
     from kvindex_adapters.evaluate.tasks import hide
     from kvindex_adapters.evaluate.texts import python_reference
+    from kvindex_adapters.hf.load_model import load, smollm2
 
-    folder, file = models.smollm2()
-    model, tokenizer = models.load(folder, gguf_file=file)
+    folder, file = smollm2()
+    model, tokenizer = load(folder, gguf_file=file)
     needle = hide(tokenizer, python_reference(), tokens=2500, seed=0)
     code, output = FENCE.findall(README)[1][1], FENCE.findall(README)[2][1]
     given = {"model": model, "inputs": {"input_ids": torch.as_tensor(needle.ids).reshape(1, -1)}}
