@@ -62,7 +62,11 @@ def test_the_needle_is_found_at_4000_tokens(smollm2_model):
 
 @pytest.mark.parametrize(
     "index",
-    ["exact", "pariskv", pytest.param("pariskv:preset=paper", marks=pytest.mark.slow)],
+    [
+        pytest.param("exact", marks=pytest.mark.slow),
+        "pariskv",
+        pytest.param("pariskv:preset=paper", marks=pytest.mark.slow),
+    ],
 )
 def test_the_needle_is_found(smollm2_model, needle, index):
     assert_found(smollm2_model, needle, index, 0.5, attach_options=REGIONS)
@@ -147,6 +151,7 @@ def test_demo(loaded, tmp_path, monkeypatch):
     index = written["index"]
     assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
     assert index["backend"] == "torch"
+    assert index["found"] is True
     assert index["recall_at_k"] == index["recall_limit"]
     assert 0 < index["rows_read_fraction"] < 0.5
     assert index["kl_mean"] >= 0
