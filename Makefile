@@ -27,7 +27,7 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -q -n auto -m slow
 
-# Both, and the slow tests but the longest
+# Both, and the slow tests but the longest: what CI runs
 test-ci: lint test
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "slow and not not_in_ci"
 

@@ -1,5 +1,6 @@
 """The real model of the adapter's tests, loaded once."""
 
+import numpy as np
 import pytest
 
 from kvindex_adapters.hf.load_model import load, smollm2
@@ -12,4 +13,11 @@ def smollm2_model():
         folder, file = smollm2()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    return load(folder, gguf_file=file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "memmap", in_memory)
+        return load(folder, gguf_file=file)
+
+
+def in_memory(path, mode="r", dtype=np.uint8):
+    """A file as an array: of a memory map each of a million small slices costs twice as much."""
+    return np.fromfile(path, dtype)

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import kvindex
 from kvindex.ops import kmeans
 from kvindex_adapters.cli import app, main
-from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import bars
 from kvindex_adapters.hf.load_model import load, smollm2
@@ -33,76 +32,6 @@ def process(code, *arguments):
     given = dict(capture_output=True, text=True, check=False)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, "-c", code, *arguments], env=env, **given)
-
-
-@pytest.fixture
-def loaded(smollm2_model, monkeypatch):
-    """Commands get the model that is loaded already."""
-    monkeypatch.setattr(
-        "kvindex_adapters.hf.load_model.load", lambda *args, **options: smollm2_model
-    )
-
-
-@pytest.mark.model
-def test_demo(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_module, "ANSWER_TOKENS", 32)
-    out = tmp_path / "demo.json"
-    sizes = ("--tokens", 1200, "--dense-below", 600, "-k", 50)
-    result = run("demo", *sizes, "--index", "exact:group=union", "--json", out)
-    assert result.exit_code == 0, result.output
-    written = json.loads(out.read_text())
-    assert set(written) >= {"model", "prompt_tokens", "needle", "machine", "full", "index"}
-    assert set(written["full"]) == {"answer", "found", "prefill_s", "token_s"}
-    assert set(written["index"]) >= {
-        *("name", "config", "k", "answer", "found", "prefill_s", "token_s", "backend"),
-        *("rows_read_fraction", "recall_at_k", "kl_mean", "agreement", "nbytes"),
-    }
-    assert 1000 <= written["prompt_tokens"] <= 1200  # past the threshold
-    assert written["full"]["found"] is True
-    assert written["needle"] in written["full"]["answer"]
-    index = written["index"]
-    assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
-    assert index["backend"] == "torch"
-    assert index["recall_at_k"] == index["recall_limit"]
-    assert 0 < index["rows_read_fraction"] < 0.5
-    assert index["kl_mean"] >= 0
-    assert "50 prompt" in result.output or f"{written['prompt_tokens']} prompt" in result.output
-
-
-@pytest.mark.model
-def test_demo_hides_the_needle_in_a_text_of_the_user(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_module, "ANSWER_TOKENS", 8)
-    text, out = tmp_path / "text.txt", tmp_path / "demo.json"
-    text.write_text("\n\n".join(f"Paragraph {i} says that {i} is a number." for i in range(25)))
-    result = run("demo", "--prompt-file", text, "--seed", 3, "--json", out)
-    assert result.exit_code == 0, result.output
-    written = json.loads(out.read_text())
-    assert 200 < written["prompt_tokens"] < 500  # the file is shorter than --tokens
-    assert written["index"]["rows_read_fraction"] == 1.0  # below the threshold: dense
-    assert written["index"]["recall_at_k"] is None
-    assert "nothing was searched" in result.output
-    assert written["index"]["read"] == "shorter than 2048 tokens: attention was dense"
-
-
-@pytest.mark.model
-def test_generate_streams_and_writes(loaded, tmp_path):
-    prompt, out = tmp_path / "prompt.txt", tmp_path / "out.json"
-    prompt.write_text("What is the capital of France?")
-    result = run(
-        *("generate", "--model", "somewhere", "--gguf-file", "some.gguf", "--prompt-file", prompt),
-        *("--index", "pariskv:beta=.5", "-k", 20, "--max-new-tokens", 12, "--chat", "--json", out),
-    )
-    assert result.exit_code == 0, result.output
-    written = json.loads(out.read_text())
-    assert "Paris" in written["answer"]
-    assert written["answer"].split()[0] in result.output
-    assert written["machine"]["torch"]
-    full = run(
-        *("generate", "--model", "somewhere", "--prompt-file", prompt, "--index", "none"),
-        *("--max-new-tokens", 12, "--chat"),
-    )
-    assert full.exit_code == 0
-    assert "Paris" in full.output
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])

@@ -191,7 +191,9 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(model, used):
 
 
 def test_linear_attention_cannot_branch():
-    hybrid = build("qwen3_next", layer_types=["linear_attention", "full_attention"] * 2)
+    hybrid = build(
+        "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
     with kvhf.attach(hybrid, **REGIONS) as cache:
         read(hybrid, cache, ids(30))
         with pytest.raises(ValueError, match='"branch", allowed is "continue" for a model with'):

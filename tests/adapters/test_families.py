@@ -14,12 +14,16 @@ FEW = ("llama", "gemma2", "cohere2", "gemma4_text", "zamba2", "inkling_text")
 """Grouped, with a softcap, with sliding windows, of two head sizes, hybrid, with a bias."""
 
 
-def slow(family):
-    return pytest.param(family, marks=pytest.mark.slow)
+def slow(*given):
+    return pytest.param(*given, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("batch", "padded"), [(1, False), (3, True)], ids=["one", "padded-3"])
+@pytest.mark.parametrize(
+    ("family", "batch", "padded"),
+    [(family, 3, True) for family in FAMILIES]
+    + [(family, 1, False) if family in FEW else slow(family, 1, False) for family in FAMILIES],
+    ids=str,
+)
 def test_logits_equal_full_attention(family, batch, padded):
     model, inputs = build(family), prompt(batch, sum(SIZES), padded=padded)
     expected = dense_steps(model, inputs, SIZES)

@@ -1,4 +1,6 @@
-"""The real model: it finds the needle, and stays near full attention.
+"""The real model: it finds the needle, by the commands too, and stays near full attention.
+
+One file, for a worker of the suite has the whole of it and loads the model once.
 
 The limits are 1.5 times what was first measured (`smollm2_fidelity.json`, written by
 `python -m benchmarks.quality fidelity --json tests/adapters/smollm2_fidelity.json`).
@@ -10,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kvindex
 from benchmarks.common.reading import SEED
 from benchmarks.comparing.fidelity import CONTINUATION, PROMPT, K, text_ids
 from kvindex.core.protocol import UNUSED, Hits
 from kvindex.wrappers import Wrapper
+from kvindex_adapters.cli import app
+from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.evaluate.fidelity import BLOCK, kl
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.evaluate.tasks import hide
@@ -26,15 +31,15 @@ from kvindex_adapters.hf.prefill import prefill
 
 FIRST = json.loads(Path(__file__).with_name("smollm2_fidelity.json").read_text())
 MARGIN = 1.5
-SEARCHED = dict(dense_below=600)
-"""So that a prompt of half the default threshold is searched: it costs half as much to read."""
+REGIONS = dict(sink=16, local_window=64, update_every=64, dense_below=300)
+"""So that most of a short prompt, which is read in a second or two, is searched."""
 
 pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
 def needle(smollm2_model):
-    return hidden(smollm2_model, 1200)
+    return hidden(smollm2_model, 600)
 
 
 def hidden(model, tokens):
@@ -55,9 +60,16 @@ def test_the_needle_is_found_at_4000_tokens(smollm2_model):
     assert_found(smollm2_model, hidden(smollm2_model, 4000), "pariskv", 0.15)
 
 
-@pytest.mark.parametrize("index", ["exact", "pariskv", "pariskv:preset=paper"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param("exact", marks=pytest.mark.slow),
+        "pariskv",
+        pytest.param("pariskv:preset=paper", marks=pytest.mark.slow),
+    ],
+)
 def test_the_needle_is_found(smollm2_model, needle, index):
-    assert_found(smollm2_model, needle, index, 0.5, attach_options=SEARCHED)
+    assert_found(smollm2_model, needle, index, 0.5, attach_options=REGIONS)
 
 
 class Nothing(Wrapper):
@@ -74,7 +86,7 @@ def test_without_retrieval_the_needle_is_lost(smollm2_model, needle):
     def nothing(**geometry):
         return Nothing(kvindex.create("exact", **geometry))
 
-    options = dict(index=nothing, k=1, max_new_tokens=32, attach_options=SEARCHED)
+    options = dict(index=nothing, k=1, max_new_tokens=32, attach_options=REGIONS)
     answer = generate(*smollm2_model, needle.ids, **options)
     assert not needle.found(answer.text)
 
@@ -102,3 +114,79 @@ def test_fidelity_stays_near_what_was_first_measured(smollm2_model):
     agreement = (full.argmax(-1) == now.argmax(-1)).double().mean()
     assert kl_mean <= MARGIN * first["kl_mean"]
     assert 1 - agreement <= MARGIN * (1 - first["agreement"])
+
+
+# The commands
+
+
+@pytest.fixture
+def loaded(smollm2_model, monkeypatch):
+    """Commands get the model that is loaded already."""
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.load", lambda *args, **options: smollm2_model
+    )
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_demo(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "ANSWER_TOKENS", 32)
+    out = tmp_path / "demo.json"
+    sizes = [part for name, n in REGIONS.items() for part in (f"--{name.replace('_', '-')}", n)]
+    sizes += ["--tokens", 600, "-k", 50]
+    result = run("demo", *sizes, "--index", "exact:group=union", "--json", out)
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert set(written) >= {"model", "prompt_tokens", "needle", "machine", "full", "index"}
+    assert set(written["full"]) == {"answer", "found", "prefill_s", "token_s"}
+    assert set(written["index"]) >= {
+        *("name", "config", "k", "answer", "found", "prefill_s", "token_s", "backend"),
+        *("rows_read_fraction", "recall_at_k", "kl_mean", "agreement", "nbytes"),
+    }
+    assert 500 <= written["prompt_tokens"] <= 600  # past the threshold
+    assert written["full"]["found"] is True
+    assert written["needle"] in written["full"]["answer"]
+    index = written["index"]
+    assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
+    assert index["backend"] == "torch"
+    assert index["found"] is True
+    assert index["recall_at_k"] == index["recall_limit"]
+    assert 0 < index["rows_read_fraction"] < 0.5
+    assert index["kl_mean"] >= 0
+    assert "50 prompt" in result.output or f"{written['prompt_tokens']} prompt" in result.output
+
+
+def test_demo_hides_the_needle_in_a_text_of_the_user(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "ANSWER_TOKENS", 8)
+    text, out = tmp_path / "text.txt", tmp_path / "demo.json"
+    text.write_text("\n\n".join(f"Paragraph {i} says that {i} is a number." for i in range(12)))
+    result = run("demo", "--prompt-file", text, "--seed", 3, "--json", out)
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert 100 < written["prompt_tokens"] < 300  # the file is shorter than --tokens
+    assert written["index"]["rows_read_fraction"] == 1.0  # below the threshold: dense
+    assert written["index"]["recall_at_k"] is None
+    assert "nothing was searched" in result.output
+    assert written["index"]["read"] == "shorter than 2048 tokens: attention was dense"
+
+
+def test_generate_streams_and_writes(loaded, tmp_path):
+    prompt, out = tmp_path / "prompt.txt", tmp_path / "out.json"
+    prompt.write_text("What is the capital of France?")
+    result = run(
+        *("generate", "--model", "somewhere", "--gguf-file", "some.gguf", "--prompt-file", prompt),
+        *("--index", "pariskv:beta=.5", "-k", 20, "--max-new-tokens", 12, "--chat", "--json", out),
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert "Paris" in written["answer"]
+    assert written["answer"].split()[0] in result.output
+    assert written["machine"]["torch"]
+    full = run(
+        *("generate", "--model", "somewhere", "--prompt-file", prompt, "--index", "none"),
+        *("--max-new-tokens", 12, "--chat"),
+    )
+    assert full.exit_code == 0
+    assert "Paris" in full.output

@@ -154,7 +154,7 @@ def test_memory_that_runs_out_at_each_operation_changes_no_layer(name, spec):
 @pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_changes_no_layer(name, spec):
-    hold_to(CALLS[name], lines_of, interrupt_at, spec, 60 if name == "update" else 15)
+    hold_to(CALLS[name], lines_of, interrupt_at, spec, 30 if name == "update" else 15)
 
 
 @pytest.mark.slow

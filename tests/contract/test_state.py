@@ -10,7 +10,7 @@ import kvindex
 from kvindex.core.protocol import KeepsState
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers import Wrapper
-from tests.support.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding, sampled
 from tests.support.sequences import SIZES, Sequence
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=24, batch=2)
@@ -80,8 +80,7 @@ def assert_same_state(first, second):
         assert torch.equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("spec", "seed"), sampled(SPECS, [0, 1, 2]))
 def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, seed):
     index, other, deeds = made(spec), made(spec), [*enumerate(life(seed))]
     at = random.Random(seed).randrange(len(deeds))
@@ -217,8 +216,10 @@ def test_a_load_that_fails_leaves_the_index_as_it_was(monkeypatch):
     assert_same_state(index, other)
 
 
-@pytest.mark.parametrize("spec", ["exact", "pariskv", "snapkv", "h2o+reuse", "quest+recall"])
-@pytest.mark.parametrize("at", [0, 5, 22, 41])
+@pytest.mark.parametrize(
+    ("spec", "at"),
+    sampled(["exact", "pariskv", "snapkv", "h2o+reuse", "quest+recall"], [0, 5, 22, 41]),
+)
 def test_a_layer_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, at):
     case = Case(q_heads=4, kv_heads=2, batch=2)
     sequence = Sequence.of(case, 60, [3, 0])

@@ -37,7 +37,7 @@ def hold(name, examples):
 
 @pytest.mark.parametrize("name", [*kvindex.names(), "pariskv:preset=paper"])
 def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
-    hold(name, 12)
+    hold(name, 8)
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ class Able(Exact):
     """Has the methods of all capabilities, and offers those in `offered`."""
 
     offered = frozenset(CAPABILITIES)
+    block_tokens = 256
 
     def decode_step(self):
         """Never called, as those that follow."""

@@ -28,7 +28,7 @@ HEADER = Path(__file__).with_name("emulator.h")
 ORDERS = ("forward", "backward", "random")
 CHECKS = "bounds,alignment,null,shift-exponent,integer-divide-by-zero,signed-integer-overflow"
 FLAGS = (
-    *("-std=c++17", "-O1", "-fPIC", "-w", "-fvisibility=hidden", "-fno-exceptions"),
+    *("-std=c++17", "-Og", "-fPIC", "-w", "-fvisibility=hidden", "-fno-exceptions"),
     *("-fno-strict-aliasing", "-ffp-contract=off", "-fdata-sections", "-U_FORTIFY_SOURCE"),
     *(f"-fsanitize={CHECKS}", "-fno-sanitize-recover=all"),
 )

@@ -169,7 +169,7 @@ def test_rows_of_every_codec_are_attended_to(name, rows, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "rows"), sampled(CASES, reversed(NAMES)))
+@pytest.mark.parametrize(("name", "rows"), sampled(CASES, NAMES))
 def test_weights_are_added_to_the_logits_of_each_head(name, rows, device):
     case = CASES[name]
     one, queries = Attending(case, rows, device), case.queries().to(device)
@@ -181,7 +181,9 @@ def test_weights_are_added_to_the_logits_of_each_head(name, rows, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize(
+    "group", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_of_no_visible_row_the_log_sum_exp_is_minus_infinity(group, device):
     case = Case(q_heads=2 * group, kv_heads=2, head_dim=32, value_dim=16, softcap=2.0)
     one, queries = Attending(case, "plain", device), case.queries().to(device)
@@ -270,8 +272,7 @@ def assert_kept(one, cache):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("rows", NAMES)
+@pytest.mark.parametrize(("rows", "given"), sampled(NAMES, [False, True]))
 def test_a_cache_keeps_rows_as_they_are_stored(rows, given, device):
     case = CASES["g3-D80-Dv24-float16"]
     one, queries = Attending(case, rows, device), case.queries().to(device)

@@ -9,7 +9,14 @@ from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.block_store import BlockStore
 from tests.cuda.host_memory import FakeAllocator
 from tests.support.beside import alone
-from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.support.helpers import (
+    ROUNDED,
+    Case,
+    assert_same_hits,
+    left_padding,
+    part,
+    sampled,
+)
 
 PRESETS = [
     f"pariskv:preset={preset}:candidates_per={lists}"
@@ -57,8 +64,9 @@ def test_every_preset_searches_as_in_torch(spec, device):
     assert torch.equal(rows[0].values, rows[1].values)
 
 
-@pytest.mark.parametrize("spec", [f"pariskv:preset={name}" for name in LAYERED])
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "pinned"), sampled([f"pariskv:preset={name}" for name in LAYERED], [False, True])
+)
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
     """Rows go into both indexes at the same steps, beside them where kernels write the codes."""
     indexes = pair(spec, device)

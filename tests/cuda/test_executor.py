@@ -74,7 +74,11 @@ def test_a_fused_search_is_the_reference_search(device, k):
 
 @pytest.mark.parametrize(
     ("group", "options"),
-    [(dict(q_heads=2), dict(preset="precise")), (dict(q_heads=6), dict(center=0))],
+    [
+        (dict(q_heads=2), {}),
+        (dict(q_heads=4), dict(preset="precise")),
+        (dict(q_heads=4), dict(center=0)),
+    ],
     ids=str,
 )
 def test_other_groups_and_options(device, group, options):
@@ -504,6 +508,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     assert cache.counts.sum(0).tolist() == [4 * 50, 4 * 30]
 
 
+@pytest.mark.slow
 def test_what_the_sanitizers_run_runs(device):
     assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 12
 

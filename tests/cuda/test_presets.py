@@ -47,6 +47,10 @@ CASES = {
 }
 
 
+WHOLE = {"g8-D256", "one", "1025", "bits", "bfloat16"}
+"""Beside what `test_twin.py` compares launch by launch, the ends: the others are slow."""
+
+
 def made(case, count, device, **options):
     return setting(
         case, count, device=device, **dict(preset="paper", candidates_per="head") | options
@@ -54,7 +58,9 @@ def made(case, count, device, **options):
 
 
 @on_devices
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in WHOLE else pytest.mark.slow) for n in CASES]
+)
 def test_a_step_selects_and_attends_as_the_reference(name, device):
     case, count, options = CASES[name]
     index, layout, state, _kept, k = made(case, count, device, **options)

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.cuda.test_backend import CASE, moved, pair
-from tests.support.helpers import left_padding, part
+from tests.support.helpers import left_padding, part, sampled
 
 
-@pytest.mark.parametrize("spec", ["exact", "pariskv", "pariskv:preset=paper", "pariskv:center=0"])
-@pytest.mark.parametrize("row_codec", ["plain", "int8"])
+@pytest.mark.parametrize(
+    ("spec", "row_codec"),
+    sampled(["exact", "pariskv", "pariskv:preset=paper", "pariskv:center=0"], ["int8", "plain"]),
+)
 def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, row_codec, device):
     mine, plain = pair(spec, device, row_codec=row_codec)
     other, _ = pair(spec, device, row_codec=row_codec)

@@ -21,7 +21,7 @@ from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.runtime.constants import BINS
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
-from tests.support.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding, sampled
 from tests.support.steps import codes_of
 
 
@@ -93,8 +93,8 @@ CASES = {
 }
 
 
-TWINNED = {"g4", "g1-B2", "g3-D96", "g12", "257", "one", "softcap", "max_share", "precise"}
-"""Whose like `test_twin.py` compares launch by launch: slow."""
+WHOLE = {"g3-D120", "g8-D256", "g16", "blocks"}
+"""Beside what `test_twin.py` compares launch by launch, the ends: the others are slow."""
 
 POISONED = ("ids", "_cleared", "_edge", "_finalists", "_candidates", "_list", "_sample")
 POISONED += ("_pieces", "_votes")
@@ -173,7 +173,7 @@ def assert_close(got, want, hits, *, missing=0.0):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in TWINNED else ()) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in WHOLE else pytest.mark.slow) for n in CASES]
 )
 def test_a_step_selects_and_attends_as_the_reference(name, device):
     case, count, options = CASES[name]
@@ -187,7 +187,11 @@ def test_a_step_selects_and_attends_as_the_reference(name, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "options",
-    [dict(multiprocessors=1), dict(votes=dict(BINNED=800)), dict(votes=dict(BINNED=0))],
+    [
+        dict(multiprocessors=1),
+        dict(votes=dict(BINNED=800)),
+        pytest.param(dict(votes=dict(BINNED=0)), marks=pytest.mark.slow),
+    ],
     ids=["more than a warp reads at once", "a histogram that fills", "none"],
 )
 def test_a_long_list(device, options):
@@ -263,6 +267,7 @@ def test_a_zero_query_and_a_single_key_give_numbers(device):
     torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # `test_twin.py` holds the same products of each case to a like bound
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_centers_meet_queries_as_in_float32(dtype, device):
@@ -298,8 +303,11 @@ def test_queries_may_begin_anywhere(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["g4", "g12", "bfloat16", "g2-D80"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e20])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    sampled(["g4", "g12", "bfloat16"], [torch.nan, torch.inf, -torch.inf, 1e20])
+    + [pytest.param("g2-D80", bad, marks=pytest.mark.slow) for bad in (torch.nan, 1e20)],
+)
 def test_a_query_out_of_range_is_told_and_harms_no_other_group(name, bad, device):
     case, count, options = CASES[name]
     index, layout, state, _kept, k = setting(case, count, device=device, **options)

@@ -6,23 +6,25 @@ import torch
 from kvindex.layer.attention_layer import LAG
 from kvindex.wrappers import MeasureRecall, Wrapper
 from tests.support.beside import CASES, beside, feed, leaving, singles
-from tests.support.helpers import Case, all_rows
+from tests.support.helpers import Case, all_rows, sampled
 from tests.support.sequences import Sequence, layer_of, steps_of
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        dict(),
-        dict(local_window=0),
-        dict(sink=0),
-        dict(update_every=1),
-        dict(update_every=3, local_window=9),
-    ],
+    ("sizes", "case", "threshold"),
+    sampled(
+        [
+            dict(),
+            dict(local_window=0),
+            dict(sink=0),
+            dict(update_every=1),
+            dict(update_every=3, local_window=9),
+        ],
+        CASES,
+        [0, 30, 1000],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("threshold", [0, 30, 1000])
 def test_every_step_is_dense_attention(case, sizes, threshold):
     case, pads = CASES[case]
     plan = steps_of(17, *[1] * 20, 2, 9, *[1] * 14)

@@ -124,7 +124,9 @@ def test_an_index_that_was_changed_by_others_ends_in_words():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=pytest.mark.slow if s >= 12 else ()) for s in range(30)]
+)
 def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
     """Steps, cuts, other orders, failures, in any order; all is attended to."""
     draw = random.Random(seed)

@@ -17,6 +17,7 @@ import torch
 
 from kvindex.ops import codes
 from kvindex.ops.transform import normalize, rotation
+from tests.support.helpers import sampled
 
 FAILURE = 1e-9
 SAMPLES = 20_000
@@ -170,9 +171,9 @@ def assert_variance(errors, variances):
 QUERY = DENSE / DENSE.norm() + torch.linspace(1, -1, 24).sin()
 
 
-@pytest.mark.parametrize("bits", [0, 1, 3, 5])
-@pytest.mark.parametrize("block", [8, 24])
-@pytest.mark.parametrize("given", ["key", "key and parts"])
+@pytest.mark.parametrize(
+    ("given", "block", "bits"), sampled(["key", "key and parts"], [8, 24], [0, 1, 3, 5])
+)
 def test_variance_of_the_estimate(given, block, bits):
     """Σ_b ‖k_b‖² tan² θ_b ‖q_b^⊥‖² / (m - 1), and with its mean over q̃ given k̃ for the parts."""
     errors, squares, across = errors_and_parts(DENSE, QUERY, 11, block, bits)
@@ -223,8 +224,7 @@ RATIOS = {
 """Mean of tan² θ over (1 - A)/A (docs/pipeline/rerank.md), by 500,000 directions or more."""
 
 
-@pytest.mark.parametrize("block", RATIOS)
-@pytest.mark.parametrize("bits", [0, 1, 3, 5])
+@pytest.mark.parametrize(("block", "bits"), sampled(RATIOS, [0, 1, 3, 5]))
 def test_mean_angle_against_the_levels_own_figure(block, bits):
     """Within 2% of the ratios above. Neither 1 for small m, as the radial part of the error is
     divided out and tan² is convex, nor far from it for large m, where both vanish."""
@@ -269,8 +269,7 @@ def sparse_keys(dim, nonzero, count=20):
         yield key
 
 
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("whole", [False, True], ids=["block 8", "block D"])
+@pytest.mark.parametrize(("dim", "whole"), sampled([64, 80, 128], [False, True]))
 def test_bias_of_one_hadamard_round_on_sparse_keys_is_bounded(dim, whole, record_property):
     """Not 0, as it is for a Haar rotation. For the worst query, as a share of ‖k‖‖q‖, worst of 20
     keys (docs/pipeline/transform.md has all figures; printed with `-s`)."""
@@ -296,8 +295,7 @@ def test_bias_of_one_hadamard_round_on_sparse_keys_is_bounded(dim, whole, record
         assert 0.1 < max(squares[1]) < 1
 
 
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("whole", [False, True], ids=["block 8", "block D"])
+@pytest.mark.parametrize(("dim", "whole"), sampled([64, 80, 128], [False, True]))
 def test_one_hadamard_round_on_gaussian_keys_is_nearly_haar(dim, whole, record_property):
     """Bias by 4,096 draws of the signs, less what so many draws of no bias would show."""
     block, draws = dim if whole else 8, 4096

@@ -48,7 +48,7 @@ def at_single_steps(model, inputs, index):
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return build("llama", num_hidden_layers=2)
 
 
 def at_once(model, ids, start, sizes, index, **options):
