@@ -341,18 +341,6 @@ def test_drift_is_measured(tiny, monkeypatch):
 # Tools
 
 
-def test_a_cache_gives_up_its_oldest_row(tiny, monkeypatch):
-    hits = tool("cache_hits")
-    same = [i for i in range(20_000) if (i * 2654435761 & 0xFFFFFFFF) >> 12 & 3 == 0][:5]
-    a, b, c, d, e = same
-    steps = [[a, -1], [b, -1], [c, d], [a, -1], [e, -1], [b, -1]]
-    found = hits.found(torch.tensor([[step] for step in steps]).numpy(), 16)
-    assert found[:, 0].tolist() == [0, 0, 0, 1, 0, 0]
-    given = [*tiny[0], "--tokens", 80, "--written", 6, "-k", 5, "--index", "exact", *tiny[1]]
-    result = ran(hits.main, given, monkeypatch)
-    assert "| a | 80 | 4,096 |" in report.TABLES["hit_rate"](result)
-
-
 def counters(profile, **values):
     """A table as `ncu` writes it."""
     head = ["ID", "Kernel Name", "Grid Size", *profile.COUNTERS.values()]
