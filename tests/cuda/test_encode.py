@@ -161,6 +161,7 @@ def checked(case, count, valid=None, *, bits=3, device="cpu"):
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIMS = (8, 40, 72, 96, 112, 192, 248)
+SLOW = pytest.mark.slow
 WIDTHS = [(dim, dtype) for dim in (64, 80, 128, 256) for dtype in DTYPES]
 WIDTHS += [(dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)]
 
@@ -177,7 +178,7 @@ def test_centers_and_codes_are_the_references(dim, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bits", [0, 1, 2, 4, 5, 6, 7])
+@pytest.mark.parametrize("bits", [0, 2, 5, 7, *(pytest.param(n, marks=SLOW) for n in (1, 4, 6))])
 def test_any_number_of_bits(bits, device):
     checked(Case(head_dim=128, dtype=torch.bfloat16), 300, bits=bits, device=device)
 
