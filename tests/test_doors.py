@@ -146,10 +146,10 @@ def files_crossed(call, kernels):
 
 
 def file_of(frame):
-    """A frame's file below the root, or "" for one of others."""
+    """A frame's file below the root, or "" for one of others (.venv may lie there)."""
     name = frame.f_code.co_filename
     below = name.removeprefix(f"{ROOT}/")
-    return "" if below == name else below
+    return "" if below == name or below.startswith(".") else below
 
 
 def crossed(backend, graphs):
