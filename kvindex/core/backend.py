@@ -14,7 +14,7 @@ from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
 
-BACKENDS = {"torch": "kvindex.ops", "cuda": "kvindex_cuda"}
+BACKENDS = {"torch": "kvindex.ops", "cuda": "kvindex_cuda", "cpu": "kvindex.cpu"}
 
 
 def resolve(backend: str) -> ModuleType:

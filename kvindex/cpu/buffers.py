@@ -1,0 +1,27 @@
+"""Room for what a step makes on its way: made once for each thread, shared by all indexes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+
+class Buffers(threading.local):
+    """Arrays by name, which keep their memory: whoever asks next writes over them."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
+        """An array of that shape; what it holds means nothing."""
+        count = math.prod(shape)
+        held = self._memory.get(name)
+        if held is None or len(held) < count:
+            held = self._memory[name] = np.empty(count + count // 2, dtype)
+        return held[:count].reshape(shape)
+
+
+BUFFERS = Buffers()
