@@ -18,7 +18,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels.numbers import KINDS
-from kvindex.cpu.kernels.query import LANES, prepare
+from kvindex.cpu.kernels.query import GROUP, prepare
 from kvindex.cpu.kernels.scan import scan
 from kvindex.cpu.kernels.step import attend_groups, find_rows
 from kvindex.cpu.state import State, addresses
@@ -251,17 +251,19 @@ class ParisKVExecutor:
         blocks = -(-state.length // block)
         rotated = array("rotated", np.float32, groups, heads, D)
         units = array("units", np.float64, groups, heads)
-        tables = array("tables", np.uint64, groups, -(-heads // LANES), D // 8 * 256)
+        digits = 1 if constants.query_max < 2 ** (GROUP - 1) else 2
+        planes = array("planes", np.uint64, groups, heads, digits * GROUP, -(-D // 64))
+        totals = array("totals", np.int32, groups, heads)
         products = array("products", np.float32, groups, blocks, heads)
         votes = array("votes", np.int32, groups, state.length)
         lowest, highest = (array(name, np.int32, groups, blocks) for name in ("low", "high"))
         turned = constants.rotation, constants.query_max
-        prepare(queries, *turned, state.scales, constants.level, rotated, units, tables)
+        prepare(queries, *turned, state.scales, constants.level, rotated, units, planes, totals)
 
         def scan_part(i: int, parts: int) -> None:
             codes = state.signs, state.weights, state.centers, state.valid
             sizes = state.length, state.full, block
-            asked = state.factors, queries, units, tables
+            asked = state.factors, queries, units, planes, totals
             scan(i, parts, *codes, *sizes, *asked, products, votes, lowest, highest)
 
         few = groups * state.length <= FEW_KEYS

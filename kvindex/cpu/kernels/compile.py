@@ -46,6 +46,16 @@ def _pointer(_: Any, address: Any) -> Any:
     return types.voidptr(types.int64), code
 
 
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def popcount(_: Any, word: Any) -> Any:
+    """Ones among the bits of a uint64, a uint64: LLVM vectorizes it where the machine can."""
+
+    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), code
+
+
 @kernel
 def uint8_at(address: int, count: int) -> np.ndarray:
     """Numbers that lie at an address, uint8 `[count]`."""

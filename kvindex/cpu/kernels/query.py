@@ -1,4 +1,4 @@
-"""Prepare a step's queries: rotate, round to integers, tabulate votes (paper, A.1 and B.2.1)."""
+"""Prepare a step's queries: rotate, round to integers, bit planes (paper, A.1)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from kvindex.cpu.kernels.compile import Number, kernel
 from kvindex.ops.codes import FACTOR, TINY
 from kvindex.ops.transform import LONGEST
 
-LANES = 4
-"""Heads whose votes share a word of 64 bits, 16 bits each."""
-
-BIAS = 2**15
-"""Added to a lane, so that it is not negative: votes before weights are in ±(2^15 - 1)."""
-
-BIASES = np.uint64(0x8000_8000_8000_8000)
+GROUP = 6
+"""Bit planes of a digit of a rounded query, of -32 to 31."""
 
 
 @kernel
@@ -48,23 +43,20 @@ def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
 
 
 @kernel
-def tabulate(integers: np.ndarray, out: np.ndarray) -> None:
-    """As `ops.coarse.dot_table`, of heads int64 `[g, D]`, four to a word.
+def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
+    """Bit planes of integers int64 `[D]`: uint64 `[P, W]`, 64 numbers to a word.
 
-    out: uint64 `[W, M · 256]`, lanes of 16 bits that wrap; the first subspace has the biases.
+    A number is the sum of digits from -32 to 31 times powers of 64; a digit is `GROUP` planes in
+    two's complement.
     """
-    g, D = integers.shape
-    for w in range(len(out)):
-        for b in range(D // 8):
-            table = out[w, b * 256 : b * 256 + 256]
-            table[0] = BIASES if b == 0 else np.uint64(0)
-            for p in range(8):
-                packed = np.int64(0)
-                for lane in range(min(LANES, g - w * LANES)):
-                    packed += integers[w * LANES + lane, b * 8 + p] << np.int64(16 * lane)
-                for c in range(1 << p):
-                    table[c + (1 << p)] = table[c] + np.uint64(packed)
-                    table[c] -= np.uint64(packed)
+    out[:] = 0
+    for d in range(len(integers)):
+        left = integers[d]
+        for p in range(0, len(out), GROUP):
+            digit = ((left + 32) & 63) - 32
+            left = (left - digit) >> 6
+            for j in range(GROUP):
+                out[p + j, d >> 6] |= np.uint64(digit >> j & 1) << np.uint64(d & 63)
 
 
 @kernel
@@ -85,21 +77,24 @@ def prepare(
     level: float,
     rotated: np.ndarray,
     units: np.ndarray,
-    tables: np.ndarray,
+    planes: np.ndarray,
+    sums: np.ndarray,
 ) -> None:
     """All that stages read of the queries float32 `[B·G, g, D]`.
 
     scales: of weights, float64 `[B·G]`. Writes rotated float32 `[B·G, g, D]`, with norms; units
-    float64 `[B·G, g]`; tables uint64 `[B·G, W, M · 256]`.
+    float64 `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` and sums of their
+    coordinates, int32 `[B·G, g]`.
     """
     groups, g, D = queries.shape
-    integers = np.empty((g, D), np.int64)
+    integers = np.empty(D, np.int64)
     for group in range(groups):
         for h in range(g):
             one = rotated[group, h]
             norm = rotate(queries[group, h], rotation, one)
-            round_query(one, query_max, integers[h])
+            round_query(one, query_max, integers)
+            put_planes(integers, planes[group, h])
+            sums[group, h] = integers.sum()
             for i in range(D):
                 one[i] *= np.float32(norm)
             units[group, h] = vote_unit(one, scales[group], level, query_max)
-        tabulate(integers, tables[group])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import Number, kernel, uint8_at, uint64_at
+from kvindex.cpu.kernels.compile import Number, kernel, popcount, uint8_at, uint64_at
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
-from kvindex.cpu.kernels.query import BIAS, LANES
+from kvindex.cpu.kernels.query import GROUP
 
 PIECE = 256
 """Keys at a time: what is made of them stays in the first cache."""
@@ -18,61 +18,63 @@ HIGHEST = np.int32(np.iinfo(np.int32).max)
 
 MOST = 2.0**30
 
-BYTE = np.uint64(255)
-LANE = np.uint64(0xFFFF)
+BYTE = np.uint64(8)
+ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
 
 
 @kernel
-def look_up(signs: int, first: int, count: int, M: int, table: np.ndarray, out: np.ndarray) -> None:
-    """Sums of table entries uint64 `[M · 256]` over the sign bytes of keys, into `out[:count]`."""
-    if M % 8:
-        some = uint8_at(signs + first * M, count * M)
-        for i in range(count):
-            total = np.uint64(0)
-            for b in range(M):
-                total += table[b * 256 + np.int64(some[i * M + b])]
-            out[i] = total
+def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
+    """Sign bytes of keys `[count, M]` as words: uint64 `out[:, :count]`, zeros after the last."""
+    if M % 8 == 0:
+        W = M // 8
+        words = uint64_at(signs, count * W)
+        for w in range(W):
+            for i in range(count):
+                out[w, i] = words[i * W + w]
         return
-    W = M // 8
-    words = uint64_at(signs + first * M, count * W)
-    for w in range(W):
-        part = table[w * 2048 : w * 2048 + 2048]
+    some = uint8_at(signs, count * M)
+    for w in range(len(out)):
         for i in range(count):
-            word = words[i * W + w]
-            total = part[word & BYTE]
-            total += part[np.uint64(256) + (word >> np.uint64(8) & BYTE)]
-            total += part[np.uint64(512) + (word >> np.uint64(16) & BYTE)]
-            total += part[np.uint64(768) + (word >> np.uint64(24) & BYTE)]
-            total += part[np.uint64(1024) + (word >> np.uint64(32) & BYTE)]
-            total += part[np.uint64(1280) + (word >> np.uint64(40) & BYTE)]
-            total += part[np.uint64(1536) + (word >> np.uint64(48) & BYTE)]
-            total += part[np.uint64(1792) + (word >> np.uint64(56))]
-            out[i] = total if w == 0 else out[i] + total
+            word = np.uint64(0)
+            for b in range(w * 8, min(w * 8 + 8, M)):
+                word |= np.uint64(some[i * M + b]) << (BYTE * np.uint64(b - w * 8))
+            out[w, i] = word
 
 
 @kernel
-def of_heads(sums: np.ndarray, factors: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
-    """Each key's largest vote of up to four heads, if above `out`'s.
+def put_dots(words: np.ndarray, planes: np.ndarray, total: int, out: np.ndarray) -> None:
+    """Inner products of signs with a rounded query: `2 · (sum where they are 1) - total`.
 
-    sums: uint64 `[n]`, of `look_up`; factors: int32 `[n]`; offsets: int32 `[heads]`.
+    words: uint64 `[W, PIECE]`; planes: of the query, uint64 `[P, W]`; out: int32 `[n]`.
     """
-    for lane in range(len(offsets)):
-        offset, shift = offsets[lane], np.uint64(16 * lane)
-        for i in range(len(out)):
-            dot = np.int32(sums[i] >> shift & LANE) - np.int32(BIAS)
-            out[i] = max(out[i], np.int32(dot * factors[i] + offset))
+    for i in range(len(out)):
+        out[i] = -total
+    for w in range(len(words)):
+        own = words[w]
+        for p in range(0, len(planes), GROUP):
+            a, b, c = planes[p, w], planes[p + 1, w], planes[p + 2, w]
+            d, e, f = planes[p + 3, w], planes[p + 4, w], planes[p + 5, w]
+            up = np.uint64(p + 1)
+            for i in range(len(out)):
+                word = own[i]
+                sum_of = popcount(word & a) + (popcount(word & b) << ONE)
+                sum_of += (popcount(word & c) << TWO) + (popcount(word & d) << THREE)
+                sum_of += popcount(word & e) << FOUR
+                out[i] += np.int32((sum_of - (popcount(word & f) << FIVE)) << up)
 
 
 @kernel
-def multiply_center(center: int, queries: np.ndarray, out: np.ndarray) -> None:
-    """Inner products of queries float32 `[g, D]` with a center, bfloat16 `[D]` at an address."""
+def multiply_center(center: int, queries: np.ndarray, room: np.ndarray, out: np.ndarray) -> None:
+    """Inner products of queries float32 `[g, D]` with a center, bfloat16 `[D]` at an address.
+
+    room: float32 `[D]`.
+    """
     g, D = queries.shape
-    floats = np.empty(D, np.float32)
-    read(center, D, BFLOAT16, floats)
+    read(center, D, BFLOAT16, room)
     for h in range(g):
         dot = np.float32(0)
         for i in range(D):
-            dot += queries[h, i] * floats[i]
+            dot += queries[h, i] * room[i]
         out[h] = dot
 
 
@@ -91,32 +93,48 @@ def scan_block(
     valid: int,
     count: int,
     M: int,
-    tables: np.ndarray,
+    planes: np.ndarray,
+    totals: np.ndarray,
     factors: np.ndarray,
     offsets: np.ndarray,
+    words: np.ndarray,
+    dots: np.ndarray,
+    own: np.ndarray,
     votes: np.ndarray,
 ) -> None:
     """Votes int32 `[count]` of a block's keys.
 
-    signs, weights: addresses; valid: of bool `[count]`, or 0; tables: uint64 `[W, M · 256]`;
-    factors: int32 `[256]`, by weight; offsets: int32 `[g]`.
+    signs, weights: addresses; valid: of bool `[count]`, or 0; planes: uint64 `[g, P, W]`; totals:
+    int32 `[g]`; factors: int32 `[256]`, by weight; offsets: int32 `[g]`; words uint64
+    `[W, PIECE]`, dots and own int32 `[PIECE]`: room.
     """
-    sums = np.empty(PIECE, np.uint64)
-    own = np.empty(PIECE, np.int32)
     for start in range(0, count, PIECE):
         n = min(PIECE, count - start)
         bytes_of, out = uint8_at(weights + start, n), votes[start : start + n]
         for i in range(n):
             own[i] = factors[bytes_of[i]]
             out[i] = INVALID
-        for w in range(len(tables)):
-            look_up(signs, start, n, M, tables[w], sums)
-            of_heads(sums, own[:n], offsets[w * LANES : w * LANES + LANES], out)
+        put_words(signs + start * M, n, M, words)
+        for h in range(len(planes)):
+            put_dots(words, planes[h], totals[h], dots[:n])
+            offset = offsets[h]
+            for i in range(n):
+                out[i] = max(out[i], np.int32(dots[i] * own[i] + offset))
         if valid:
             flags = uint8_at(valid + start, n)
             for i in range(n):
                 if not flags[i]:
                     out[i] = INVALID
+
+
+@kernel
+def bounds(votes: np.ndarray) -> tuple[Number, Number]:
+    """The least and the largest vote that is none of `INVALID`."""
+    low, high = HIGHEST, INVALID
+    for i in range(len(votes)):
+        high = max(high, votes[i])
+        low = min(low, votes[i] if votes[i] != INVALID else HIGHEST)
+    return low, high
 
 
 @kernel
@@ -133,7 +151,8 @@ def scan(
     factors: np.ndarray,
     queries: np.ndarray,
     units: np.ndarray,
-    tables: np.ndarray,
+    planes: np.ndarray,
+    totals: np.ndarray,
     products: np.ndarray,
     votes: np.ndarray,
     lowest: np.ndarray,
@@ -143,14 +162,16 @@ def scan(
 
     signs, weights, centers: addresses int64 `[2, B·G]`, of full blocks and of the open one, the
     keys from `full` on; 0 centers: there are none. valid: addresses int64 `[B·G]` of flags, or 0;
-    factors: int32 `[B·G, 256]`; queries, units, tables: as for `query.prepare`. Writes products
+    factors: int32 `[B·G, 256]`; queries, units, planes, totals: as for `query.prepare`. Writes products
     with centers float32 `[B·G, S, g]`, votes int32 `[B·G, N]`, a block's least and largest vote
     int32 `[B·G, S]`.
     """
     groups, g, D = queries.shape
     M, blocks = D // 8, -(-length // block)
     total = groups * blocks
-    offsets = np.empty(g, np.int32)
+    offsets, words = np.empty(g, np.int32), np.empty((planes.shape[3], PIECE), np.uint64)
+    dots, own = np.empty(PIECE, np.int32), np.empty(PIECE, np.int32)
+    center = np.empty(D, np.float32)
     for unit in range(total * part // parts, total * (part + 1) // parts):
         group, s = unit // blocks, unit % blocks
         start = s * block
@@ -160,7 +181,7 @@ def scan(
             offsets[h] = 0
         if centers[opened, group]:
             at = centers[opened, group] + (0 if opened else s * D * 2)
-            multiply_center(at, queries[group], products[group, s])
+            multiply_center(at, queries[group], center, products[group, s])
             for h in range(g):
                 offsets[h] = offset_of(products[group, s, h], units[group, h])
         some = votes[group, start : start + count]
@@ -170,13 +191,13 @@ def scan(
             valid[group] + start if valid[group] else 0,
             count,
             M,
-            tables[group],
+            planes[group],
+            totals[group],
             factors[group],
             offsets,
+            words,
+            dots,
+            own,
             some,
         )
-        lowest[group, s], highest[group, s] = HIGHEST, INVALID
-        for i in range(count):
-            highest[group, s] = max(highest[group, s], some[i])
-            low = HIGHEST if some[i] == INVALID else some[i]
-            lowest[group, s] = min(lowest[group, s], low)
+        lowest[group, s], highest[group, s] = bounds(some)
