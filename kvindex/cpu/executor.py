@@ -20,6 +20,7 @@ from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels.numbers import KINDS
 from kvindex.cpu.kernels.query import GROUP, prepare
 from kvindex.cpu.kernels.scan import scan
+from kvindex.cpu.kernels.select import SAMPLED
 from kvindex.cpu.kernels.step import attend_groups, find_rows
 from kvindex.cpu.state import State, addresses
 from kvindex.indexes.pariskv import ParisKVConfig
@@ -256,7 +257,7 @@ class ParisKVExecutor:
         totals = array("totals", np.int32, groups, heads)
         products = array("products", np.float32, groups, blocks, heads)
         votes = array("votes", np.int32, groups, state.length)
-        lowest, highest = (array(name, np.int32, groups, blocks) for name in ("low", "high"))
+        highest = array("highest", np.int32, groups, blocks)
         turned = constants.rotation, constants.query_max
         prepare(queries, *turned, state.scales, constants.level, rotated, units, planes, totals)
 
@@ -264,32 +265,34 @@ class ParisKVExecutor:
             codes = state.signs, state.weights, state.centers, state.valid
             sizes = state.length, state.full, block
             asked = state.factors, queries, units, planes, totals
-            scan(i, parts, *codes, *sizes, *asked, products, votes, lowest, highest)
+            scan(i, parts, *codes, *sizes, *asked, products, votes, highest)
 
         few = groups * state.length <= FEW_KEYS
         threads.run(scan_part, 1 if few else groups * blocks)
         if not self._config.center:
             products.fill(0)
-        return self._finding(k, rotated, products, (votes, lowest, highest))
+        return self._finding(k, rotated, products, (votes, highest))
 
     def _finding(
         self,
         k: int,
         rotated: np.ndarray,
         products: np.ndarray,
-        scanned: tuple[np.ndarray, np.ndarray, np.ndarray],
+        scanned: tuple[np.ndarray, np.ndarray],
     ) -> tuple[Found, threads.Part]:
         """As `_scanned`, of what `scan` has written."""
         state, constants, array = self._ready(), self._constants, BUFFERS.array
         (groups, heads, _), g, config = rotated.shape, self._geometry, self._config
         counts = self._contents.counts.tolist()
         limits = np.repeat([config.candidates(n, k) for n in counts], g.kv_heads)
-        most = int(limits.max())
+        most, entries = int(limits.max()), state.length + 2 * SAMPLED
+        parts = threads.parts_of(self._most_parts())
         room = (
-            array("chosen", np.int32, groups, most),
-            array("estimates", np.float32, groups, heads, most),
-            array("agreed", np.float32, groups, most),
-            array("entries", np.int64, groups, most),
+            array("chosen", np.int32, parts, most),
+            array("estimates", np.float32, parts, heads, most),
+            array("agreed", np.float32, parts, most),
+            array("listed", np.int64, parts, entries),
+            array("entries", np.int64, parts, entries),
         )
         hits = Found(
             np.empty((groups, k), np.int64),

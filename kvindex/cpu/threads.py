@@ -20,9 +20,14 @@ _work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | None]]] = S
 _threads: list[Thread] = []
 
 
+def parts_of(most: int) -> int:
+    """How many parts `run` makes: as many as torch has threads, or `most`."""
+    return max(1, min(torch.get_num_threads(), most))
+
+
 def run(part: Part, most: int) -> None:
-    """Call `part(i, parts)` for each `i` below `parts`: torch's number of threads, or `most`."""
-    parts = max(1, min(torch.get_num_threads(), most))
+    """Call `part(i, parts)` for each `i` below `parts`."""
+    parts = parts_of(most)
     if parts == 1:
         part(0, 1)
         return

@@ -14,8 +14,6 @@ PIECE = 256
 INVALID = np.int32(np.iinfo(np.int32).min)
 """The vote of a token that no search finds."""
 
-HIGHEST = np.int32(np.iinfo(np.int32).max)
-
 MOST = 2.0**30
 
 BYTE = np.uint64(8)
@@ -128,16 +126,6 @@ def scan_block(
 
 
 @kernel
-def bounds(votes: np.ndarray) -> tuple[Number, Number]:
-    """The least and the largest vote that is none of `INVALID`."""
-    low, high = HIGHEST, INVALID
-    for i in range(len(votes)):
-        high = max(high, votes[i])
-        low = min(low, votes[i] if votes[i] != INVALID else HIGHEST)
-    return low, high
-
-
-@kernel
 def scan(
     part: int,
     parts: int,
@@ -155,7 +143,6 @@ def scan(
     totals: np.ndarray,
     products: np.ndarray,
     votes: np.ndarray,
-    lowest: np.ndarray,
     highest: np.ndarray,
 ) -> None:
     """Votes of a part of all groups' blocks, as `ops.coarse.votes` of the group's best head.
@@ -163,8 +150,8 @@ def scan(
     signs, weights, centers: addresses int64 `[2, B·G]`, of full blocks and of the open one, the
     keys from `full` on; 0 centers: there are none. valid: addresses int64 `[B·G]` of flags, or 0;
     factors: int32 `[B·G, 256]`; queries, units, planes, totals: as for `query.prepare`. Writes products
-    with centers float32 `[B·G, S, g]`, votes int32 `[B·G, N]`, a block's least and largest vote
-    int32 `[B·G, S]`.
+    with centers float32 `[B·G, S, g]`, votes int32 `[B·G, N]`, a block's largest int32
+    `[B·G, S]`.
     """
     groups, g, D = queries.shape
     M, blocks = D // 8, -(-length // block)
@@ -200,4 +187,4 @@ def scan(
             own,
             some,
         )
-        lowest[group, s], highest[group, s] = bounds(some)
+        highest[group, s] = some.max()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kvindex.cpu.kernels.compile import Number, kernel
 from kvindex.cpu.kernels.scan import INVALID
 
-BINS = 4096
+SAMPLED = 4096
+"""Votes that tell where to begin."""
 
 LAST = np.int64(2**32 - 1)
 
@@ -58,51 +61,71 @@ def put_best_first(entries: np.ndarray, k: int) -> None:
 
 
 @kernel
-def candidates(
-    votes: np.ndarray,
-    lowest: np.ndarray,
-    highest: np.ndarray,
-    block: int,
-    limit: int,
-    out: np.ndarray,
-) -> None:
-    """As `ops.select.candidates`, in another order: ids int32 `out[:limit]`.
+def threshold_of(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
+    """A vote that about `limit` of the votes int32 `[n]` reach, and some more, as a sample tells.
 
-    votes: int32 `[n]`, `INVALID` for none; lowest, highest: of each `block` of them; limit: at most
-    the number of valid ones.
+    more: how often there were too few: each time it is lower. room: int64, `2 · SAMPLED` at least.
     """
-    if limit == 0:
-        return
-    low, high = np.int64(lowest.min()), np.int64(highest.max())
-    shift = np.int64(0)
-    while (high - low) >> shift >= BINS:
-        shift += 1
-    counts = np.zeros(BINS, np.int32)
-    for i in range(len(votes)):
-        if votes[i] != INVALID:
-            counts[(np.int64(votes[i]) - low) >> shift] += 1
-    cut, above = BINS, 0
-    while above < limit:
-        cut -= 1
-        above += counts[cut]
-    edge, whole = np.empty(counts[cut], np.int64), above - counts[cut]
-    count, held = 0, 0
-    least = low + (np.int64(cut) << shift)
+    step = max(1, len(votes) // SAMPLED)
+    count = (len(votes) - 1) // step + 1
+    for i in range(count):
+        room[i] = entry_of(votes[i * step], i)
+    expected = limit / step
+    rank = int(expected + 3 * math.sqrt(expected) + 8) << more
+    if rank >= count:
+        return INVALID + 1
+    put_best_first(room[:count], rank)
+    return max(room[:rank].min() >> np.int64(32), INVALID + 1)
+
+
+@kernel
+def list_from(
+    votes: np.ndarray, highest: np.ndarray, block: int, threshold: int, out: np.ndarray
+) -> int:
+    """Entries of the votes from a threshold on, ascending by position; gives how many.
+
+    highest: of each `block` of votes; out: as long as they are.
+    """
+    count, least = 0, np.int32(threshold)
     for s in range(len(highest)):
         if highest[s] < least:
             continue
         for i in range(s * block, min(s * block + block, len(votes))):
-            if votes[i] < least or votes[i] == INVALID:
-                continue
-            if (np.int64(votes[i]) - low) >> shift > cut:
-                out[count] = i
+            if votes[i] >= least:
+                out[count] = entry_of(np.int64(votes[i]), i)
                 count += 1
-            else:
-                edge[held] = entry_of(np.int64(votes[i]), i)
-                held += 1
-    put_best_first(edge, limit - whole)
-    for i in range(limit - whole):
-        out[count + i] = position_of(edge[i])
+    return count
+
+
+@kernel
+def candidates(
+    votes: np.ndarray,
+    highest: np.ndarray,
+    block: int,
+    limit: int,
+    listed: np.ndarray,
+    room: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """As `ops.select.candidates`: ids int32 `out[:limit]`, ascending.
+
+    votes: int32 `[n]`, `INVALID` for none; highest: of each `block` of them; limit: at most the
+    number of valid ones; listed, room: int64 `[n + 2 · SAMPLED]`.
+    """
+    if limit == 0:
+        return
+    more, count = 0, 0
+    while count < limit:
+        threshold = threshold_of(votes, limit, more, room)
+        count = list_from(votes, highest, block, threshold, listed)
+        more += 1
+    room[:count] = listed[:count]
+    put_best_first(room[:count], limit)
+    least, taken = room[:limit].min(), 0
+    for i in range(count):
+        if listed[i] >= least:
+            out[taken] = position_of(listed[i])
+            taken += 1
 
 
 @kernel

@@ -15,7 +15,6 @@ def find_rows(
     part: int,
     parts: int,
     votes: np.ndarray,
-    lowest: np.ndarray,
     highest: np.ndarray,
     limits: np.ndarray,
     length: int,
@@ -37,24 +36,26 @@ def find_rows(
     chosen: np.ndarray,
     estimates: np.ndarray,
     agreed: np.ndarray,
-    entries: np.ndarray,
+    listed: np.ndarray,
+    room: np.ndarray,
     ids: np.ndarray,
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
     """The best `k` rows of a part of the groups: `select`, `rerank`, `group`, `select`.
 
-    limits: candidates `C`, int64 `[B·G]`; chosen int32 `[B·G, most]`, estimates float32
-    `[B·G, g, most]`, agreed float32 `[B·G, most]`, entries int64 `[B·G, most]`: room for them.
+    limits: candidates `C`, int64 `[B·G]`; chosen int32 `[parts, most]`, estimates float32
+    `[parts, g, most]`, agreed float32 `[parts, most]`, listed, room int64
+    `[parts, N + 2 · SAMPLED]`: room for them.
     Writes ids int64 `[B·G, k]`, best first, then -1, scores float32 `[B·G, k]` and how many there
     are, found int32 `[B·G]`.
     """
     groups, k, blocks = *ids.shape, -(-length // block)
     for group in range(groups * part // parts, groups * (part + 1) // parts):
         C = limits[group]
-        own, some, at = chosen[group, :C], agreed[group, :C], entries[group, :C]
-        parts_of = lowest[group, :blocks], highest[group, :blocks]
-        candidates(votes[group, :length], parts_of[0], parts_of[1], block, C, own)
+        own, some, at = chosen[part, :C], agreed[part, :C], room[part]
+        high = highest[group, :blocks]
+        candidates(votes[group, :length], high, block, C, listed[part], at, own)
         estimate(
             own,
             signs[:, group],
@@ -69,11 +70,11 @@ def find_rows(
             levels,
             sizes,
             spread,
-            estimates[group, :, :C],
+            estimates[part, :, :C],
         )
-        agree(estimates[group, :, :C], scale, softcap, largest, some)
+        agree(estimates[part, :, :C], scale, softcap, largest, some)
         count = min(k, C)
-        top_k(some, own, count, at)
+        top_k(some, own, count, at[:C])
         found[group] = count
         for i in range(k):
             ids[group, i] = position_of(at[i]) if i < count else -1
