@@ -22,7 +22,7 @@ from kvindex.cpu.kernels.query import GROUP, prepare
 from kvindex.cpu.kernels.scan import scan
 from kvindex.cpu.kernels.select import SAMPLED
 from kvindex.cpu.kernels.step import attend_groups, find_rows
-from kvindex.cpu.state import State, addresses
+from kvindex.cpu.state import ResidentState, State
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import codes as coding
 from kvindex.ops.block_layout import BLOCK
@@ -129,6 +129,7 @@ class ParisKVExecutor:
         self._geometry, self._config, self._constants = geometry, config, constants
         self.codes = codes
         self._state: State | None = None
+        self._resident: ResidentState | None = None
 
     @staticmethod
     def of(
@@ -238,6 +239,14 @@ class ParisKVExecutor:
             self._state = State.of(self._contents, self.codes, heads, factors)
         return self._state
 
+    def _limits(self, k: int) -> np.ndarray:
+        """Candidates `C` of each group for `k` rows, int64 `[B·G]`."""
+        state, counts = self._ready(), self._contents.counts.tolist()
+        if k not in state.limits:
+            candidates = [self._config.candidates(n, k) for n in counts]
+            state.limits[k] = np.repeat(candidates, self._geometry.kv_heads)
+        return state.limits[k]
+
     def _most_parts(self) -> int:
         """Threads that are worth their beginning."""
         groups = len(self._contents.counts) * self._geometry.kv_heads
@@ -283,8 +292,7 @@ class ParisKVExecutor:
         """As `_scanned`, of what `scan` has written."""
         state, constants, array = self._ready(), self._constants, BUFFERS.array
         (groups, heads, _), g, config = rotated.shape, self._geometry, self._config
-        counts = self._contents.counts.tolist()
-        limits = np.repeat([config.candidates(n, k) for n in counts], g.kv_heads)
+        limits = self._limits(k)
         most, entries = int(limits.max()), state.length + 2 * SAMPLED
         parts = threads.parts_of(self._most_parts())
         room = (
@@ -320,27 +328,24 @@ class ParisKVExecutor:
         resident: ResidentRows,
     ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
         """Room for output float32 `[B·G, g, Dv]` and lse `[B·G, g]`, and what writes them."""
-        g, array, rows = self._geometry, BUFFERS.array, self._contents.rows
-        assert isinstance(rows, TensorStore)
-        held, count = rows.contiguous_rows(), len(resident)
+        g, array, state, count = self._geometry, BUFFERS.array, self._ready(), len(resident)
         (groups, heads, _), K = queries.shape, ids.shape[1]
-        weights = np.empty((groups, heads, 0), np.float32)
+        weights = array("none", np.float32, groups, heads, 0)
         if log_weight is not None:
             weights = log_weight.contiguous().view(groups, heads, K).numpy()
-        mask = resident.mask[:, None].expand(-1, g.kv_heads, -1)
-        wide = resident.rows.shape[-1] * resident.rows.element_size()
-        beside = addresses(resident.rows), wide, addresses(mask), count
+        beside = self._resident = ResidentState.of(resident, self._resident)
+        rows = state.rows, state.row_bytes, weights
+        others = beside.rows, beside.row_bytes, beside.mask, count
         room = (
             array("addresses", np.int64, groups, K + count),
             array("logits", np.float32, groups, heads, K + count),
         )
         output = np.empty((groups, heads, g.value_dim), np.float32)
         lse = np.empty((groups, heads), np.float32)
-        found = addresses(held), rows.row_bytes, weights
 
         def attend(i: int, parts: int) -> None:
             policy = KINDS[g.dtype], g.scale, g.softcap or 0.0
-            attend_groups(i, parts, queries, ids, *found, *beside, *policy, *room, output, lse)
+            attend_groups(i, parts, queries, ids, *rows, *others, *policy, *room, output, lse)
 
         return output, lse, attend
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import Codes, Contents
+from kvindex.core.resident import ResidentRows
 from kvindex.ops import codes as coding
 from kvindex.storage.columns import BlockColumns
+from kvindex.storage.store import TensorStore
 
 CODES = "signs", "magnitudes", "weights", "fractions", "centers"
 
@@ -37,8 +40,9 @@ class State:
     """Addresses int64 `[2, B·G]`, of full blocks and of the open one; 0 where there is none.
 
     valid: addresses of flags `[B·G]`, or 0; full: tokens of full blocks; scales: of weights,
-    float64 `[B·G]`; factors: by a weight's byte, int32 `[B·G, 256]`; held: what the addresses are
-    of, which must live as long.
+    float64 `[B·G]`; factors: by a weight's byte, int32 `[B·G, 256]`; rows: addresses of the
+    store's, int64 `[B·G]`, of `row_bytes` each; held: what the addresses are of, which must live
+    as long.
     """
 
     signs: np.ndarray
@@ -51,7 +55,14 @@ class State:
     full: int
     scales: np.ndarray
     factors: np.ndarray
+    rows: np.ndarray
+    row_bytes: int
     held: list[Tensor]
+
+    @cached_property
+    def limits(self) -> dict[int, np.ndarray]:
+        """Candidates of each group int64 `[B·G]`, by `k`: whoever asks first puts them there."""
+        return {}
 
     @staticmethod
     def of(contents: Contents, codes: BlockColumns, heads: int, factors: Tensor) -> State:
@@ -72,6 +83,10 @@ class State:
             valid = addresses(contents.valid[:, None].expand(-1, heads, -1))
         scales, by_byte = weighed(parts, batch * heads, factors)
         held = [tensor for part in parts for tensor in part.values()]
+        rows, row_bytes = none, 0
+        if isinstance(contents.rows, TensorStore):
+            held.append(contents.rows.contiguous_rows())
+            rows, row_bytes = addresses(held[-1]), contents.rows.row_bytes
         return State(
             **found,
             valid=valid,
@@ -79,6 +94,8 @@ class State:
             full=len(codes),
             scales=scales,
             factors=by_byte,
+            rows=rows,
+            row_bytes=row_bytes,
             held=[*held, *([] if contents.valid is None else [contents.valid])],
         )
 
@@ -91,3 +108,26 @@ def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarra
     held = torch.arange(256).minimum(largest[:, None]).to(torch.uint8)  # none is larger
     by_byte = coding.factors(held[None, ..., None], scale[None], factors)
     return scale.double().numpy(), by_byte[0, ..., 0].numpy()
+
+
+@dataclass(frozen=True)
+class ResidentState:
+    """Addresses int64 `[B·G]` of a buffer's rows and of their mask.
+
+    made_of: those tensors, for as long as which it holds.
+    """
+
+    rows: np.ndarray
+    row_bytes: int
+    mask: np.ndarray
+    made_of: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def of(resident: ResidentRows, before: ResidentState | None) -> ResidentState:
+        """That of `resident`: the one before, if it is of the same tensors."""
+        rows, mask = resident.rows, resident.mask
+        if before is not None and before.made_of[0] is rows and before.made_of[1] is mask:
+            return before
+        wide = rows.shape[-1] * rows.element_size()
+        flags = mask[:, None].expand(-1, rows.shape[1], -1)
+        return ResidentState(addresses(rows), wide, addresses(flags), (rows, mask))

@@ -7,10 +7,8 @@ import math
 import numpy as np
 
 from kvindex.cpu.kernels.compile import kernel, uint8_at
-from kvindex.cpu.kernels.numbers import read
-from kvindex.cpu.kernels.rerank import cap
-
-NEVER = np.float32(-np.inf)
+from kvindex.cpu.kernels.numbers import exp, read
+from kvindex.cpu.kernels.rerank import NEVER, cap
 
 
 @kernel
@@ -52,7 +50,7 @@ def attend(
             peak = max(peak, logits[h, r])
         base = np.float32(0) if peak == NEVER else peak
         for r in range(len(rows)):
-            logits[h, r] = np.float32(math.exp(logits[h, r] - base))
+            logits[h, r] = exp(logits[h, r] - base)
             total += np.float64(logits[h, r])
         lse[h] = peak if total == 0 else np.float32(peak + math.log(total))
         share = np.float32(0) if total == 0 else np.float32(1 / total)

@@ -7,12 +7,15 @@ is kept on disk where a folder can be written to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 try:
     import numba
+    from llvmlite import ir
     from numba.core import cgutils, types
     from numba.extending import intrinsic
 except ImportError as error:
@@ -28,8 +31,16 @@ REORDERED = {"reassoc", "contract", "nsz"}
 """Freedoms of float arithmetic that sums need to be vectorized: infinities and NaN stay."""
 
 
+SOURCES = sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
+
+
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled when it is called first."""
+    """The function, compiled when it is called first.
+
+    Numba keeps code by a function's name and the date of its file; kernels of other files are part
+    of it, so that the name tells all of them.
+    """
+    function.__qualname__ += "_" + SOURCES.hexdigest()[:16]
     options: dict[str, Any] = dict(nogil=True, error_model="numpy", fastmath=REORDERED)
     try:
         compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
@@ -54,6 +65,22 @@ def popcount(_: Any, word: Any) -> Any:
         return builder.ctpop(arguments[0])
 
     return types.uint64(types.uint64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def prefetch(_: Any, address: Any) -> Any:
+    """Ask for the memory at an address, an int64, to be read soon."""
+
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(32)
+        type_of = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        name = "llvm.prefetch.p0"
+        function = cgutils.get_or_insert_function(builder.module, type_of, name)
+        place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        builder.call(function, [place, number(0), number(3), number(1)])  # to read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
 
 
 @kernel

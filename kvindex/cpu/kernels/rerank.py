@@ -6,11 +6,17 @@ import math
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import Number, kernel, uint8_at
+from kvindex.cpu.kernels.compile import Number, kernel, prefetch, uint8_at
+from kvindex.cpu.kernels.numbers import exp
 
 ONE = np.uint64(1)
 BYTE = np.uint64(255)
 EIGHT = np.uint64(8)
+
+NEVER = np.float32(-np.inf)
+
+AHEAD = 12
+"""Candidates whose codes are on their way."""
 
 
 @kernel
@@ -57,6 +63,14 @@ def estimate(
     g, D = queries.shape
     M, codes, values = D // 8, np.empty(D, np.uint8), np.empty(D, np.float32)
     for c in range(len(ids)):
+        if c + AHEAD < len(ids):
+            later = np.int64(ids[c + AHEAD])
+            of = int(later >= full)
+            later -= full * of
+            prefetch(signs[of] + later * M)
+            prefetch(magnitudes[of] + later * M * bits)
+            prefetch(weights[of] + later)
+            prefetch(fractions[of] + later)
         i = np.int64(ids[c])
         opened = int(i >= full)
         own = i - full * opened
@@ -90,29 +104,27 @@ def agree(
     largest: "max_share", else "mean_share".
     """
     g, C = estimates.shape
-    if g == 1:
-        for c in range(C):
-            out[c] = estimates[0, c]
+    if g == 1 or C == 0:
+        out[:] = estimates[0]
         return
+    out[:] = NEVER
     for h in range(g):
-        one, peak = estimates[h], np.float32(-np.inf)
+        one = estimates[h]
         for c in range(C):
             one[c] = cap(one[c], scale, softcap)
-            peak = max(peak, one[c])
-        total = 0.0
+        peak, total = NEVER, 0.0
         for c in range(C):
-            total += math.exp(np.float32(one[c] - peak))
+            peak = max(peak, one[c])
+        for c in range(C):
+            total += np.float64(exp(one[c] - peak))
         lse = np.float32(peak + math.log(total))
         for c in range(C):
             one[c] -= lse
+            out[c] = max(out[c], one[c])
+    if largest:
+        return
     for c in range(C):
-        peak = np.float32(-np.inf)
+        shares = np.float32(0)
         for h in range(g):
-            peak = max(peak, estimates[h, c])
-        if largest:
-            out[c] = peak
-            continue
-        total = 0.0
-        for h in range(g):
-            total += math.exp(np.float32(estimates[h, c] - peak))
-        out[c] = np.float32(peak + math.log(total / g))
+            shares += exp(estimates[h, c] - out[c])
+        out[c] = np.float32(out[c] + math.log(np.float64(shares) / g))

@@ -149,8 +149,8 @@ def scan(
 
     signs, weights, centers: addresses int64 `[2, B·G]`, of full blocks and of the open one, the
     keys from `full` on; 0 centers: there are none. valid: addresses int64 `[B·G]` of flags, or 0;
-    factors: int32 `[B·G, 256]`; queries, units, planes, totals: as for `query.prepare`. Writes products
-    with centers float32 `[B·G, S, g]`, votes int32 `[B·G, N]`, a block's largest int32
+    factors: int32 `[B·G, 256]`; queries, units, planes, totals: as for `query.prepare`. Writes
+    products with centers float32 `[B·G, S, g]`, votes int32 `[B·G, N]`, a block's largest int32
     `[B·G, S]`.
     """
     groups, g, D = queries.shape
