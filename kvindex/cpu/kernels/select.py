@@ -18,7 +18,9 @@ LAST = np.int64(2**32 - 1)
 @kernel
 def order_of(score: float) -> Number:
     """A number in the order of float32 scores; -0 equals 0."""
-    bits = np.int64(np.float32(np.float32(score) + np.float32(0)).view(np.int32))
+    bits = np.int64(np.float32(score).view(np.int32))
+    if score == 0:
+        bits = np.int64(0)
     return bits ^ (bits >> np.int64(31) & np.int64(0x7FFFFFFF))
 
 
@@ -61,6 +63,15 @@ def put_best_first(entries: np.ndarray, k: int) -> None:
 
 
 @kernel
+def least_of(entries: np.ndarray) -> Number:
+    """The least of entries int64 `[n]`."""
+    least = entries[0]
+    for i in range(len(entries)):
+        least = min(least, entries[i])
+    return least
+
+
+@kernel
 def threshold_of(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
     """A vote that about `limit` of the votes int32 `[n]` reach, and some more, as a sample tells.
 
@@ -75,7 +86,7 @@ def threshold_of(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> 
     if rank >= count:
         return INVALID + 1
     put_best_first(room[:count], rank)
-    return max(room[:rank].min() >> np.int64(32), INVALID + 1)
+    return max(least_of(room[:rank]) >> np.int64(32), INVALID + 1)
 
 
 @kernel
@@ -90,9 +101,10 @@ def list_from(
     for s in range(len(highest)):
         if highest[s] < least:
             continue
-        for i in range(s * block, min(s * block + block, len(votes))):
-            if votes[i] >= least:
-                out[count] = entry_of(np.int64(votes[i]), i)
+        own = votes[s * block : s * block + block]
+        for i in range(len(own)):
+            if own[i] >= least:
+                out[count] = entry_of(np.int64(own[i]), s * block + i)
                 count += 1
     return count
 
@@ -119,9 +131,10 @@ def candidates(
         threshold = threshold_of(votes, limit, more, room)
         count = list_from(votes, highest, block, threshold, listed)
         more += 1
-    room[:count] = listed[:count]
+    for i in range(count):
+        room[i] = listed[i]
     put_best_first(room[:count], limit)
-    least, taken = room[:limit].min(), 0
+    least, taken = least_of(room[:limit]), 0
     for i in range(count):
         if listed[i] >= least:
             out[taken] = position_of(listed[i])
