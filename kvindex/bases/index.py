@@ -27,8 +27,8 @@ from kvindex.storage.store import RowStore, row_store
 class BaseIndex(StatefulIndex):
     """Base of the indexes in `kvindex/indexes/`.
 
-    Keywords: those of `Geometry.of`; `backend` ("torch" or "cuda": whose ops run; None: "cuda" for
-    tensors on a GPU that its kernels can run on); `store` ("device" or "host": where rows live; or
+    Keywords: those of `Geometry.of`; `backend` ("torch", "cuda", "cpu": whose ops run; None: "cuda"
+    for tensors on a GPU that its kernels can run on); `store` ("device" or "host": their place; or
     an empty `kvindex.storage.store.RowStore`, which holds them); `row_codec` ("plain": kept as they
     are; "int8" or "fp8": as a byte per number and a scale for each key and value, and then `fetch`,
     and whatever else reads rows, gives what these stand for); `check` (True: NaN in keys raises at

@@ -14,7 +14,7 @@ from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
 
-BACKENDS = {"torch": "kvindex.ops", "cuda": "kvindex_cuda"}
+BACKENDS = {"torch": "kvindex.ops", "cuda": "kvindex_cuda", "cpu": "kvindex.cpu"}
 
 
 def resolve(backend: str) -> ModuleType:
@@ -32,9 +32,13 @@ def resolve(backend: str) -> ModuleType:
 
 
 def choose(device: torch.device) -> tuple[str, str]:
-    """The backend of an index that is told of none, and why: "cuda" where its kernels can run."""
+    """The backend of an index that is told of none, and why: "cuda" where its kernels can run.
+
+    "cpu" is for who asks for it.
+    """
     if device.type != "cuda":
-        return "torch", f"tensors lie on {device.type!r}"
+        asked = "; backend='cpu' is compiled" if device.type == "cpu" else ""
+        return "torch", f"tensors lie on {device.type!r}{asked}"
     try:
         resolve("cuda").ready(device)
     except (ImportError, RuntimeError, ValueError) as error:

@@ -251,6 +251,10 @@ class TensorStore(Restorable):
         """Append rows as `encoded` gave them."""
         self.append({"rows": rows.contiguous().view(WORD).to(self._device)})
 
+    def contiguous_rows(self) -> Tensor:
+        """All rows as they lie, int64 `[B, G, N, row_bytes / 8]`: a view, until the next change."""
+        return self._columns["rows"]
+
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows."""
         self._columns.truncate(length)

@@ -1,5 +1,8 @@
 """Which backend an index gets that is told of none, and what it says of itself."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,7 @@ from kvindex.core import backend
 from tests.cuda.devices import on, on_devices
 from tests.support.helpers import Case
 
+ROOT = Path(__file__).parents[2]
 SIZES = dict(q_heads=4, kv_heads=2, head_dim=64)
 GPU = torch.device("cuda:0")
 
@@ -26,7 +30,10 @@ def cuda(error=None):
 
 def test_tensors_on_a_cpu_run_in_plain_torch_and_ask_for_no_kernels(monkeypatch):
     monkeypatch.setattr(backend, "resolve", None)  # nobody is asked
-    assert backend.choose(torch.device("cpu")) == ("torch", "tensors lie on 'cpu'")
+    assert backend.choose(torch.device("cpu")) == (
+        "torch",
+        "tensors lie on 'cpu'; backend='cpu' is compiled",
+    )
 
 
 def test_on_a_gpu_kernels_run_where_they_can(monkeypatch):
@@ -50,7 +57,7 @@ def test_no_backend_is_chosen_in_silence():
     index = kvindex.create("pariskv", **SIZES)
     assert index.backend == "torch"
     assert index.explain().split("\n") == [
-        "backend: torch (tensors lie on 'cpu')",
+        "backend: torch (tensors lie on 'cpu'; backend='cpu' is compiled)",
         "store: TensorStore, row_codec 'plain'",
         "executor: none, op by op (plain torch has no executor)",
     ]
@@ -87,3 +94,14 @@ def test_other_indexes_run_op_by_op_on_kernels(device):
     with on(device):
         made = kvindex.create("exact", backend="cuda", device=device, **SIZES)
     assert made.explain() == "backend: cuda (as told)\nstore: BlockStore, row_codec 'plain'"
+
+
+def test_compiled_kernels_without_numba_are_refused_in_words():
+    code = "import sys; sys.modules['numba'] = None; import kvindex; \
+kvindex.create('pariskv', q_heads=1, kv_heads=1, head_dim=8); \
+kvindex.create('pariskv', q_heads=1, kv_heads=1, head_dim=8, backend='cpu')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    said = "backend: got 'cpu', but numba is not installed; allowed is pip install 'kvindex-torch"
+    assert f"ImportError: {said}[cpu]'" in done.stderr

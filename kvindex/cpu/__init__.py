@@ -1,0 +1,63 @@
+"""The backend for CPUs: the ops of `kvindex.ops`, and an executor compiled by Numba.
+
+Importing it needs Numba; kernels are compiled when they run first and kept on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Executor
+from kvindex.cpu import executor
+from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.ops import attention, coarse, codes, fetch, rerank, sampling, select, transform
+from kvindex.storage.store import TensorStore
+
+__all__ = [
+    "accelerate",
+    "attention",
+    "coarse",
+    "codes",
+    "fetch",
+    "ready",
+    "refusal",
+    "rerank",
+    "sampling",
+    "select",
+    "store",
+    "transform",
+]
+
+
+def ready(device: torch.device) -> None:
+    """Raises ValueError for a device that is not a CPU."""
+    if device.type != "cpu":
+        raise ValueError(f"device: got {device} with backend='cpu', allowed is 'cpu'")
+
+
+def store(geometry: Geometry, place: str, row_codec: str = "plain") -> TensorStore:
+    """Where rows live: in tensors, as of plain torch."""
+    return TensorStore(geometry, place, row_codec)
+
+
+def accelerate(
+    geometry: Geometry, config: object, constants: Mapping[str, Tensor]
+) -> Executor | None:
+    """What runs an index of this configuration on kernels; None where ops run one by one.
+
+    constants: of a ParisKV: its rotation and levels.
+    """
+    if not isinstance(config, ParisKVConfig) or executor.refusal(config, geometry):
+        return None
+    return executor.ParisKVExecutor.of(geometry, config, **constants)
+
+
+def refusal(geometry: Geometry, config: object) -> str:
+    """Why `accelerate` gives None."""
+    if not isinstance(config, ParisKVConfig):
+        return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
+    return executor.refusal(config, geometry) or "none"

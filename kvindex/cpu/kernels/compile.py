@@ -1,0 +1,107 @@
+"""Compiling kernels, and what LLVM offers beyond numpy: memory at an address, population counts.
+
+Kernels run on one thread without Python's lock (`kvindex.cpu.threads` runs several); compiled code
+is kept on disk where a folder can be written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+try:
+    import numba
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+except ImportError as error:
+    raise ImportError(
+        "backend: got 'cpu', but numba is not installed; allowed is "
+        "pip install 'kvindex-torch[cpu]'"
+    ) from error
+
+Number: TypeAlias = Any
+"""A number of Python or of numpy: kernels' are machine numbers of either name."""
+
+REORDERED = {"reassoc", "contract", "nsz"}
+"""Freedoms of float arithmetic that sums need to be vectorized: infinities and NaN stay."""
+
+
+SOURCES = sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled when it is called first.
+
+    Numba keeps code by a function's name and the date of its file; kernels of other files are part
+    of it, so that the name tells all of them.
+    """
+    function.__qualname__ += "_" + SOURCES.hexdigest()[:16]
+    options: dict[str, Any] = dict(nogil=True, error_model="numpy", fastmath=REORDERED)
+    try:
+        compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to keep it in
+        compiled = numba.njit(**options)(function)
+    return compiled
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
+def _pointer(_: Any, address: Any) -> Any:
+    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def popcount(_: Any, word: Any) -> Any:
+    """Ones among the bits of a uint64, a uint64: LLVM vectorizes it where the machine can."""
+
+    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def prefetch(_: Any, address: Any) -> Any:
+    """Ask for the memory at an address, an int64, to be read soon."""
+
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(32)
+        type_of = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        name = "llvm.prefetch.p0"
+        function = cgutils.get_or_insert_function(builder.module, type_of, name)
+        place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        builder.call(function, [place, number(0), number(3), number(1)])  # to read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@kernel
+def uint8_at(address: int, count: int) -> np.ndarray:
+    """Numbers that lie at an address, uint8 `[count]`."""
+    return numba.carray(_pointer(address), (count,), np.uint8)  # type: ignore[no-any-return]
+
+
+@kernel
+def uint16_at(address: int, count: int) -> np.ndarray:
+    """As `uint8_at`, uint16."""
+    return numba.carray(_pointer(address), (count,), np.uint16)  # type: ignore[no-any-return]
+
+
+@kernel
+def uint64_at(address: int, count: int) -> np.ndarray:
+    """As `uint8_at`, uint64."""
+    return numba.carray(_pointer(address), (count,), np.uint64)  # type: ignore[no-any-return]
+
+
+@kernel
+def float32_at(address: int, count: int) -> np.ndarray:
+    """As `uint8_at`, float32."""
+    return numba.carray(_pointer(address), (count,), np.float32)  # type: ignore[no-any-return]

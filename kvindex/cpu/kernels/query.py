@@ -1,0 +1,100 @@
+"""Prepare a step's queries: rotate, round to integers, bit planes (paper, A.1)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvindex.cpu.kernels.compile import Number, kernel
+from kvindex.ops.codes import FACTOR, TINY
+from kvindex.ops.transform import LONGEST
+
+GROUP = 6
+"""Bit planes of a digit of a rounded query, of -32 to 31."""
+
+
+@kernel
+def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
+    """The direction of a query float32 `[D]`, rotated, into `out`; gives its norm."""
+    D, total = len(query), 0.0
+    for i in range(D):
+        total += np.float64(query[i]) * np.float64(query[i])
+    norm = np.sqrt(total)
+    length = max(norm, TINY)
+    direction = np.empty(D, np.float32)
+    for i in range(D):
+        direction[i] = np.float32(query[i] / length)
+    for j in range(D):
+        dot = np.float32(0)
+        for i in range(D):
+            dot += rotation[j, i] * direction[i]
+        out[j] = dot
+    return np.float32(min(norm, LONGEST))
+
+
+@kernel
+def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
+    """As `ops.coarse.rounded`, of one query float32 `[D]`; out: int64 `[D]`."""
+    peak = 0.0
+    for i in range(len(rotated)):
+        peak = max(peak, abs(np.float64(rotated[i])))
+    factor = query_max / peak if peak > 0 else 0.0
+    for i in range(len(rotated)):
+        out[i] = np.int64(np.rint(np.float64(rotated[i]) * factor))
+
+
+@kernel
+def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
+    """Bit planes of integers int64 `[D]`: uint64 `[P, W]`, 64 numbers to a word.
+
+    A number is the sum of digits from -32 to 31 times powers of 64; a digit is `GROUP` planes in
+    two's complement.
+    """
+    out[:] = 0
+    for d in range(len(integers)):
+        left = integers[d]
+        for p in range(0, len(out), GROUP):
+            digit = ((left + 32) & 63) - 32
+            left = (left - digit) >> 6
+            for j in range(GROUP):
+                out[p + j, d >> 6] |= np.uint64(digit >> j & 1) << np.uint64(d & 63)
+
+
+@kernel
+def vote_unit(rotated: np.ndarray, scale: float, level: float, query_max: int) -> Number:
+    """What a vote stands for, of a query rotated with its norm (`ops.coarse.dot_offsets`)."""
+    peak = 0.0
+    for i in range(len(rotated)):
+        peak = max(peak, abs(np.float64(rotated[i])))
+    return peak * level * scale / (query_max * FACTOR)
+
+
+@kernel
+def prepare(
+    queries: np.ndarray,
+    rotation: np.ndarray,
+    query_max: int,
+    scales: np.ndarray,
+    level: float,
+    rotated: np.ndarray,
+    units: np.ndarray,
+    planes: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """All that stages read of the queries float32 `[B·G, g, D]`.
+
+    scales: of weights, float64 `[B·G]`. Writes rotated float32 `[B·G, g, D]`, with norms; units
+    float64 `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` and sums of their
+    coordinates, int32 `[B·G, g]`.
+    """
+    groups, g, D = queries.shape
+    integers = np.empty(D, np.int64)
+    for group in range(groups):
+        for h in range(g):
+            one = rotated[group, h]
+            norm = rotate(queries[group, h], rotation, one)
+            round_query(one, query_max, integers)
+            put_planes(integers, planes[group, h])
+            sums[group, h] = integers.sum()
+            for i in range(D):
+                one[i] *= np.float32(norm)
+            units[group, h] = vote_unit(one, scales[group], level, query_max)

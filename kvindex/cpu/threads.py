@@ -1,0 +1,68 @@
+"""Run a kernel's parts at once: on threads of this process that wait for work, as many as torch's.
+
+Not Numba's own: its parallel regions end a forked child, and a process in which two threads enter
+them at once (layer `workqueue`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeAlias
+
+import torch
+
+Part: TypeAlias = Callable[[int, int], None]
+
+_work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | None]]] = SimpleQueue()
+_threads: list[Thread] = []
+
+
+def parts_of(most: int) -> int:
+    """How many parts `run` makes: as many as torch has threads, or `most`."""
+    return max(1, min(torch.get_num_threads(), most))
+
+
+def run(part: Part, most: int) -> None:
+    """Call `part(i, parts)` for each `i` below `parts`."""
+    parts = parts_of(most)
+    if parts == 1:
+        part(0, 1)
+        return
+    while len(_threads) < parts - 1:
+        _threads.append(Thread(target=_serve, args=(_work,), name="kvindex-cpu", daemon=True))
+        _threads[-1].start()
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
+    for i in range(1, parts):
+        _work.put((part, i, parts, done))
+    try:
+        part(0, parts)
+    finally:
+        errors = [done.get() for _ in range(1, parts)]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _serve(work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | None]]]) -> None:
+    while True:
+        part, i, parts, done = work.get()
+        try:
+            part(i, parts)
+        except BaseException as error:
+            done.put(error)
+        else:
+            done.put(None)
+        del part, done
+
+
+def _forget() -> None:
+    """Threads stay behind where a process forks: the child begins its own."""
+    global _work
+    _work = SimpleQueue()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,18 @@
+"""ParisKV on compiled kernels against every invariant of the protocol."""
+
+import pytest
+
+from kvindex.testing import contract
+from kvindex.testing.cases import CASES
+
+CHECKS = [check for check in contract.CHECKS if check.__module__.rpartition(".")[2] != "devices"]
+"""All but what is asked on another device, which this backend refuses."""
+
+RUNS = [(check, CASES[(i + more) % 5]) for i, check in enumerate(CHECKS) for more in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("check", "case"), RUNS, ids=lambda part: getattr(part, "__name__", str(part))
+)
+def test_pariskv_keeps_the_contract_on_kernels(check, case):
+    check(lambda **options: case.index("pariskv", **{"backend": "cpu", **options}), case)

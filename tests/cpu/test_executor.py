@@ -1,0 +1,227 @@
+"""ParisKV on compiled kernels against itself in plain torch: search, attend, change, refusal."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvindex
+from kvindex.core.protocol import Attends
+from kvindex.core.resident import ResidentRows
+from kvindex.cpu.executor import stage_token
+from kvindex.layer import AttentionLayer
+from kvindex.ops.attention import attend
+from tests.support.helpers import (
+    ROUNDED,
+    Case,
+    assert_same_hits,
+    follow_changes,
+    left_padding,
+    part,
+)
+
+CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
+
+
+def pair(case=CASE, **options):
+    """The index on kernels, and in plain torch."""
+    return [case.index("pariskv", backend=name, **options) for name in ("cpu", "torch")]
+
+
+def assert_same(mine, theirs, queries, k=20):
+    assert mine._executor
+    assert not theirs._executor
+    assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (dict(head_dim=64), {}),
+        (dict(head_dim=64, q_heads=2), dict(preset="precise")),
+        (dict(head_dim=128, q_heads=14), dict(center=0)),
+        (dict(head_dim=80, q_heads=2), dict(center=100, group="max_share")),
+        (dict(head_dim=8, value_dim=3), dict(query_max=127, magnitude_bits=0)),
+        (dict(head_dim=24, softcap=5.0), dict(center=1, magnitude_bits=7)),
+        (dict(head_dim=256, dtype=torch.bfloat16), dict(center=512)),
+        (dict(head_dim=64, dtype=torch.float16), dict(beta=0.5)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [1, 256, 700])
+def test_a_search_is_the_reference_search(sizes, options, tokens):
+    case = replace(CASE, **sizes)
+    mine, theirs = pair(case, **options)
+    for index in (mine, theirs):
+        index.append(*case.tokens(tokens))
+    for k in (1, 20, tokens):
+        assert_same(mine, theirs, case.queries(), k)
+
+
+def test_it_follows_appends_truncation_reordering_and_reset():
+    follow_changes(*pair(), CASE, "cpu", assert_same)
+
+
+def test_many_queries_at_once():
+    case = replace(CASE, batch=1)
+    mine, theirs = pair(case)
+    for index in (mine, theirs):
+        index.append(*case.tokens(300))
+    queries = case.queries(batch=3)
+    found = [index.expand_batch(3).search(queries, k=9) for index in (mine, theirs)]
+    assert_same_hits(*found, close=ROUNDED)
+    assert_same(mine, theirs, queries[:1])
+
+
+def test_queries_of_zeros_and_equal_keys_take_the_lower_ids():
+    mine, theirs = pair()
+    keys, values = CASE.tokens(600)
+    keys = keys[:, :, :1].expand_as(keys).contiguous()
+    for index in (mine, theirs):
+        index.append(keys, values)
+    for queries in (CASE.queries() * 0, CASE.queries()):
+        assert_same(mine, theirs, queries)
+        assert mine.search(queries, k=5).ids.sort(-1).values[0, 0].tolist() == list(range(5))
+
+
+def test_a_row_of_the_batch_without_a_valid_token_finds_nothing():
+    mine, theirs = pair()
+    for index in (mine, theirs):
+        index.append(*CASE.tokens(300), valid=left_padding([300, 10], 300))
+    assert_same(mine, theirs, CASE.queries())
+    assert (mine.search(CASE.queries(), k=3).ids[0] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        dict(dtype=torch.bfloat16, softcap=2.0),
+        dict(dtype=torch.float16, value_dim=24),
+        dict(head_dim=8, q_heads=2, value_dim=5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("k", [7, 5000])
+def test_it_attends_to_what_it_finds_and_to_resident_rows(sizes, k):
+    case = replace(CASE, **sizes)
+    index, _ = pair(case)
+    keys, values = case.tokens(430)
+    index.append(*part((keys, values), 0, 400), valid=left_padding([0, 70], 400))
+    resident, queries = ResidentRows(index.geometry, 2, 40), case.queries()
+    shown = left_padding([3, 0], 30)
+    resident.add(*part((keys, values), 400, 430), shown)
+    hits = index.search(queries, k=min(k, 400))
+    hits = replace(hits, log_weight=case.tensor(3, 2, case.q_heads, hits.ids.shape[-1]).float())
+    for found, weights in ((index.attend(queries, resident, k=k), 0), (None, hits.log_weight)):
+        found = found or index.attend_hits(queries, hits, resident)
+        rows = index.fetch(hits)
+        seen = torch.cat([hits.ids >= 0, shown[:, None].expand(-1, case.kv_heads, -1)], dim=2)
+        bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+        bias = bias.repeat_interleave(case.q_heads // case.kv_heads, dim=1)
+        bias[..., : hits.ids.shape[-1]] += weights
+        both = [
+            torch.cat(two, dim=2)
+            for two in ((rows.keys, keys[:, :, 400:]), (rows.values, values[:, :, 400:]))
+        ]
+        g = index.geometry
+        output, lse = attend(
+            queries, *both, scale=g.scale, softcap=g.softcap, bias=bias, return_lse=True
+        )
+        torch.testing.assert_close(found.output, output, rtol=1e-2, atol=3e-3)
+        torch.testing.assert_close(found.lse, lse, rtol=1e-4, atol=1e-4)
+        assert found.found.tolist() == (hits.ids >= 0).sum(-1).tolist()
+
+
+def test_a_query_that_sees_no_row_gives_0():
+    index, _ = pair()
+    index.append(*CASE.tokens(20), valid=left_padding([20, 0], 20))
+    found = index.attend(CASE.queries(), ResidentRows(index.geometry, 2, 1), k=3)
+    assert (found.output[0] == 0).all()
+    assert (found.lse[0] == float("-inf")).all()
+    assert found.found.tolist() == [[0, 0], [3, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_layer_on_kernels_is_the_layer_in_plain_torch(dtype, softcap):
+    case = replace(CASE, dtype=dtype, softcap=softcap)
+    mine, theirs = pair(case)
+    layers = [
+        AttentionLayer(index, k=20, sink=4, local_window=16, update_every=8, dense_below=64)
+        for index in (mine, theirs)
+    ]
+    tokens = case.tokens(316)
+    for layer in layers:
+        queries = case.tensor(5, 2, 6, 300, 64)
+        layer.step(queries, *part(tokens, 0, 300), valid=left_padding([0, 9], 300))
+    for t in range(300, 316):
+        query = case.tensor(100 + t, 2, 6, 1, 64)
+        outputs = [layer.step(query, *part(tokens, t, t + 1)) for layer in layers]
+        torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-3)
+    mine, theirs = (layer.traffic for layer in layers)
+    assert mine.steps == theirs.steps == 16
+    assert float(mine.rows_read) == float(theirs.rows_read)
+
+
+def test_results_stay_as_they_are():
+    index, _ = pair()
+    index.append(*CASE.tokens(300))
+    resident = ResidentRows(index.geometry, 2, 1)
+    first = index.attend(CASE.queries(), resident, k=9)
+    hits = index.search(CASE.queries(), k=9)
+    before = first.output.clone(), first.lse.clone(), hits.ids.clone()
+    index.attend(CASE.queries(1), resident, k=9)
+    index.search(CASE.queries(1), k=9)
+    for now, then in zip((first.output, first.lse, hits.ids), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(preset="paper"), "coarse: got 'tiers'"),
+        (dict(candidates_per="head"), "candidates_per: got 'head'"),
+        (dict(group="union"), "group: got 'union'"),
+        (dict(single_stage_below=9), "single_stage_below: got 9"),
+    ],
+    ids=str,
+)
+def test_what_kernels_do_not_serve_runs_op_by_op_and_says_why(options, said):
+    mine, theirs = pair(**options)
+    assert said in mine.explain()
+    for index in (mine, theirs):
+        index.append(*CASE.tokens(300))
+    assert_same_hits(*(index.search(CASE.queries(), k=9) for index in (mine, theirs)))
+
+
+def test_rows_as_codes_are_fetched_and_said_so():
+    mine, theirs = pair(row_codec="int8")
+    assert "row_codec: got 'int8'" in mine.explain()
+    assert mine.capability(Attends) is None
+    for index in (mine, theirs):
+        index.append(*CASE.tokens(300))
+    assert_same(mine, theirs, CASE.queries())
+
+
+def test_plain_torch_is_the_default_and_says_so():
+    index = kvindex.create("pariskv", **CASE.geometry())
+    assert index.explain().startswith("backend: torch (tensors lie on 'cpu'")
+
+
+def test_another_device_is_refused():
+    with pytest.raises(ValueError, match="device: got meta with backend='cpu'"):
+        kvindex.create("exact", **CASE.geometry() | dict(device="meta"), backend="cpu")
+
+
+def test_a_token_of_another_shape_changes_nothing():
+    index, _ = pair()
+    resident = ResidentRows(index.geometry, 2, 1)
+    rows = kvindex.Rows(*CASE.tokens(1))
+    wrong = kvindex.Rows(rows.keys, rows.values[..., :3])
+    with pytest.raises(ValueError, match="values: got"):
+        stage_token(wrong, resident, rows)
+    resident.add(rows.keys, rows.values, None)
+    with pytest.raises(ValueError, match="resident: got 1 rows"):
+        stage_token(rows, resident, rows)
+    assert len(resident) == 1

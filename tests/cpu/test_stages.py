@@ -1,0 +1,148 @@
+"""Each kernel against the op of `kvindex.ops` that it compiles: integers to the bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvindex.cpu.kernels import numbers, query, rerank, scan, select
+from kvindex.ops import coarse, codes, group, transform
+from kvindex.ops import rerank as reranking
+from kvindex.ops import select as selecting
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", numbers.KINDS, ids=str)
+def test_every_number_of_16_bits_is_read_as_torch_reads_it(dtype):
+    if dtype == torch.float32:
+        values = torch.cat([drawn(99), torch.tensor([0.0, -0.0, 1e-40, float("inf")])])
+    else:
+        values = torch.arange(-(2**15), 2**15).short().view(dtype)
+    out = np.empty(len(values), np.float32)
+    numbers.read(values.data_ptr(), len(values), numbers.KINDS[dtype], out)
+    assert torch.equal(torch.from_numpy(out).nan_to_num(7), values.float().nan_to_num(7))
+
+
+def test_the_exponential_is_numpys_within_rounding():
+    for x in np.linspace(-86, 0, 1000, dtype=np.float32):
+        assert numbers.exp(x) == pytest.approx(np.exp(np.float64(x)), rel=4e-7)
+    assert numbers.exp(np.float32(-np.inf)) == 0 == numbers.exp(np.float32(-88))
+    assert numbers.exp(np.float32(0)) == 1
+
+
+@pytest.mark.parametrize("D", [8, 64, 80, 128])
+@pytest.mark.parametrize("query_max", [1, 21, 31, 32, 127])
+def test_dots_of_signs_are_sums_of_table_entries(D, query_max):
+    rotated, signs = drawn(1, 1, 1, D), torch.randint(0, 256, (300, D // 8), dtype=torch.uint8)
+    integers = np.empty(D, np.int64)
+    query.round_query(rotated[0, 0, 0].numpy(), query_max, integers)
+    assert integers.tolist() == coarse.rounded(rotated, query_max).flatten().tolist()
+    digits = 1 if query_max < 32 else 2
+    planes = np.empty((digits * query.GROUP, -(-D // 64)), np.uint64)
+    query.put_planes(integers, planes)
+    words = np.full((planes.shape[1], scan.PIECE), 2**64 - 1, np.uint64)
+    dots = np.empty(scan.PIECE, np.int32)
+    scan.put_words(signs.data_ptr(), scan.PIECE, D // 8, words)
+    scan.put_dots(words, planes, integers.sum(), dots)
+    table = coarse.dot_table(rotated, query_max)
+    want = coarse.votes(signs[None, None, : scan.PIECE], table)
+    assert dots.tolist() == want.flatten().tolist()
+
+
+def test_offsets_are_rounded_and_bounded():
+    products = torch.tensor([0.0, 0.5, 1.5, -2.5, 3e30, -3e30])
+    queries, scale = drawn(1, 1, 1, 64), torch.ones(1, 1)
+    want = coarse.dot_offsets(products[None, None, None], queries, 21, scale, 0.1)
+    unit = query.vote_unit(queries[0, 0, 0].numpy(), 1.0, 0.1, 21)
+    assert [int(scan.offset_of(p, unit)) for p in products.numpy()] == want.flatten().tolist()
+    assert scan.offset_of(5.0, 0.0) == 0
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 9000])
+@pytest.mark.parametrize("spread", [1, 40, 2**30])
+def test_candidates_are_the_reference_ones(n, spread):
+    generator = torch.Generator().manual_seed(n)
+    votes = torch.randint(-spread, spread, (n,), generator=generator, dtype=torch.int32)
+    valid = torch.rand(n, generator=generator) > 0.3
+    valid[0] = True
+    held = votes.masked_fill(~valid, int(scan.INVALID)).numpy()
+    highest = np.array([piece.max() for piece in np.split(held, range(100, n, 100))])
+    listed, room = (np.empty(n + 2 * select.SAMPLED, np.int64) for _ in range(2))
+    for limit in {1, int(valid.sum()) // 2 or 1, int(valid.sum())}:
+        out = np.full(limit, -7, np.int32)
+        select.candidates(held, highest, 100, limit, listed, room, out)
+        want = selecting.candidates(votes[None, None, None], torch.tensor([limit]), valid[None])
+        assert out.tolist() == want.flatten().tolist()
+
+
+def test_a_sample_that_misleads_costs_nothing_but_time():
+    votes = np.zeros(4 * select.SAMPLED, np.int32)
+    votes[::4] = 1000  # what the sample sees
+    highest = np.full(len(votes) // 256, 1000, np.int32)
+    listed, room = (np.empty(len(votes) + 2 * select.SAMPLED, np.int64) for _ in range(2))
+    limit = 2 * select.SAMPLED
+    out = np.empty(limit, np.int32)
+    select.candidates(votes, highest, 256, limit, listed, room, out)
+    want = selecting.candidates(torch.from_numpy(votes)[None, None, None], torch.tensor([limit]))
+    assert out.tolist() == want.flatten().tolist()
+
+
+@pytest.mark.parametrize("bits", [0, 3, 7])
+@pytest.mark.parametrize("D", [8, 64, 80])
+def test_estimates_are_the_reference_ones(bits, D):
+    levels, keys, queries = codes.levels(D, bits), drawn(1, 1, 60, D), drawn(1, 1, 3, D, seed=1)
+    directions, norms = transform.normalize(keys)
+    made = codes.encode(directions, norms, levels, block=D)
+    logs = codes.log_codes(made["weights"], 16)
+    want = reranking.estimate(
+        queries, made["signs"], made["magnitudes"], codes.log_weights(logs, 16), levels
+    )
+    parts = [made["signs"], made["magnitudes"], (logs >> 8).byte(), (logs & 255).byte()]
+    full = [part[:, :, :40].contiguous() for part in parts]
+    rest = [part[:, :, 40:].contiguous() for part in parts]
+    at = [np.array([a.data_ptr(), b.data_ptr()]) for a, b in zip(full, rest, strict=True)]
+    ids, out = np.array([59, 0, 39, 40, 7], np.int32), np.empty((3, 5), np.float32)
+    products = drawn(6, 3, seed=2)
+    rerank.estimate(
+        ids,
+        *at,
+        bits,
+        40,
+        10,
+        queries[0, 0].numpy(),
+        products.numpy(),
+        torch.cat([-levels, levels]).numpy(),
+        codes.log_weights(torch.arange(2**16), 16).numpy(),
+        codes.unpack(torch.arange(256, dtype=torch.uint8))
+        .contiguous()
+        .numpy()
+        .view(np.uint64)[:, 0],
+        out,
+    )
+    picked = torch.from_numpy(ids).long()
+    want = want[0, 0][:, picked] + products[picked // 10].mT
+    torch.testing.assert_close(torch.from_numpy(out), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["mean_share", "max_share"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_agree_as_the_reference_says(policy, softcap, heads):
+    estimates, out = drawn(1, 1, heads, 500) * 400, np.empty(500, np.float32)
+    want = group.agree(estimates, policy, scale=0.125, softcap=softcap)
+    own = estimates[0, 0].clone().numpy()
+    rerank.agree(own, 0.125, softcap or 0.0, policy == "max_share", out)
+    torch.testing.assert_close(torch.from_numpy(out), want[0, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 7, 200])
+def test_top_k_takes_the_lower_ids_of_equal_scores(k):
+    scores = (drawn(200) * 3).round()
+    scores[3] = -0.0
+    entries, ids = np.empty(200, np.int64), np.arange(200, dtype=np.int32)
+    select.top_k(scores.numpy(), ids, k, entries)
+    want, positions = selecting.top_k(scores, k)
+    assert [int(select.position_of(entry)) for entry in entries[:k]] == positions.tolist()
+    assert [float(select.score_of(entry)) for entry in entries[:k]] == want.tolist()

@@ -1,0 +1,108 @@
+"""Kernels beside other threads and processes: equal ids, and nothing that ends a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvindex.cpu import executor, threads
+
+ROOT = Path(__file__).parents[2]
+
+SETUP = """
+import os, sys, threading, torch, kvindex
+torch.manual_seed(0)
+def made():
+    torch.manual_seed(0)
+    index = kvindex.create("pariskv", q_heads=6, kv_heads=3, head_dim=64, backend="cpu")
+    index.append(torch.randn(2, 3, 3000, 64), torch.randn(2, 3, 3000, 64))
+    return index
+queries = torch.randn(2, 6, 64)
+index = made()
+def ids(index=index):
+    return index.search(queries, k=50).ids
+"""
+
+
+def said(code, before=""):
+    """What a process of its own prints."""
+    command = [sys.executable, "-c", before + SETUP + code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, cwd="/", check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_one_to_sixteen_threads_find_the_same():
+    code = """
+torch.set_num_threads(1)
+want = ids()
+for count in (2, 3, 16, 1):
+    torch.set_num_threads(count)
+    assert torch.equal(ids(), want), count
+print(threading.active_count())
+"""
+    # of 6 groups each has a thread: blocks of more are scanned at once
+    assert 2 < int(said(code)) <= 16
+
+
+def test_a_child_of_a_fork_searches():
+    code = """
+torch.set_num_threads(2)
+want = ids()
+child = os.fork()
+if not child:
+    os._exit(0 if torch.equal(ids(), want) else 3)
+print(os.waitpid(child, 0)[1], torch.equal(ids(), want))
+"""
+    assert said(code) == "0 True"
+
+
+def test_two_threads_search_at_once():
+    code = """
+torch.set_num_threads(2)
+indexes, want, equal = [made() for _ in range(4)], ids(), []
+def search(index):
+    equal.extend(torch.equal(ids(index), want) for _ in range(30))
+callers = [threading.Thread(target=search, args=(index,)) for index in indexes]
+for caller in callers: caller.start()
+for caller in callers: caller.join()
+print(len(equal), all(equal))
+"""
+    assert said(code) == "120 True"
+
+
+def test_a_thread_that_fails_says_so_and_the_next_works():
+    torch.set_num_threads(2)
+
+    def part(i, parts):
+        if i:
+            raise ValueError("part: got 1")
+
+    with pytest.raises(ValueError, match="part: got 1"):
+        threads.run(part, 2)
+    seen = []
+    threads.run(lambda i, parts: seen.append((i, parts)), 5)
+    assert sorted(seen) == [(0, 2), (1, 2)]
+
+
+def test_few_keys_are_scanned_by_one_thread():
+    assert executor.FEW_KEYS < 2 * 3 * 3000  # so that the tests above use several
+
+
+@pytest.mark.slow
+def test_a_process_without_a_folder_for_compiled_code_searches():
+    nowhere = """
+from numba.core import caching
+for cache in (caching.CacheImpl, caching.CompileResultCacheImpl): cache._locator_classes = []
+"""
+    code = """
+from kvindex.cpu.kernels.scan import scan
+print(len(ids()), type(scan._cache).__name__)
+"""
+    assert said(code, before=nowhere) == "2 NullCache"
