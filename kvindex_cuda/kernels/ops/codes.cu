@@ -87,7 +87,8 @@ log_codes(const __grid_constant__ LogArguments args) {
     if (i >= args.count) return;
     double top = double((1 << args.bits) - 1), steps = double(1 << args.bits) / OCTAVES;
     double code = log2(double(args.weights[i])) * steps + double(1 << (args.bits - 1));
-    args.codes[i] = args.weights[i] > 0 ? int(fmin(fmax(rint(code), 1.0), top)) : 0;
+    bool some = int(__float_as_uint(args.weights[i])) > 0;  // of a subnormal weight, too
+    args.codes[i] = some ? int(fmin(fmax(rint(code), 1.0), top)) : 0;
 }
 
 struct WeightArguments {
