@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
-from kvindex.cpu import executor
+from kvindex.cpu import served
+from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import attention, coarse, codes, fetch, rerank, sampling, select, transform
 from kvindex.storage.store import TensorStore
@@ -51,13 +52,13 @@ def accelerate(
 
     constants: of a ParisKV: its rotation and levels.
     """
-    if not isinstance(config, ParisKVConfig) or executor.refusal(config, geometry):
+    if not isinstance(config, ParisKVConfig) or served.refusal(config, geometry):
         return None
-    return executor.ParisKVExecutor.of(geometry, config, **constants)
+    return ParisKVExecutor.of(geometry, config, **constants)
 
 
 def refusal(geometry: Geometry, config: object) -> str:
     """Why `accelerate` gives None."""
     if not isinstance(config, ParisKVConfig):
         return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
-    return executor.refusal(config, geometry) or "none"
+    return served.refusal(config, geometry) or "none"

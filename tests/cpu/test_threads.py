@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvindex.cpu import executor, threads
+from kvindex.cpu import stages, threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +92,7 @@ def test_a_thread_that_fails_says_so_and_the_next_works():
 
 
 def test_few_keys_are_scanned_by_one_thread():
-    assert executor.FEW_KEYS < 2 * 3 * 3000  # so that the tests above use several
+    assert stages.FEW_KEYS < 2 * 3 * 3000  # so that the tests above use several
 
 
 @pytest.mark.slow

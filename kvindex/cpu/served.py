@@ -1,0 +1,48 @@
+"""What of ParisKV the kernels serve, and why not the rest."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from kvindex.core.geometry import Geometry
+from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.storage.store import TensorStore
+
+SERVED: dict[str, Any] = dict(
+    coarse="dots",
+    candidates_per="group",
+    block="key",
+    weights="log",
+    weight_bits=16,
+    single_stage_below=0,
+)
+
+POLICIES = "mean_share", "max_share"
+
+
+def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
+    """Why ops run one by one, by the first option in the way; None where kernels serve it."""
+    got = {field.name: value for field in fields(config) for value in [vars(config)[field.name]]}
+    for name, value in SERVED.items():
+        if got[name] != value:
+            return f"{name}: got {got[name]!r}, allowed is {value!r}"
+    if config.group not in POLICIES and geometry.group_size > 1:
+        return f"group: got {config.group!r}, allowed is {' or '.join(map(repr, POLICIES))}"
+    if query_max_of(config, geometry) * geometry.head_dim >= 2**15:
+        return f"query_max: got {config.query_max}, allowed is below 2^15 over head_dim"
+    return None
+
+
+def query_max_of(config: ParisKVConfig, geometry: Geometry) -> int:
+    """Largest coordinate of a rounded query."""
+    return min(config.query_max, 2**15 // geometry.head_dim)
+
+
+def unreadable(rows: object) -> str | None:
+    """Why kernels do not attend to the rows of a store, None where they do."""
+    if not isinstance(rows, TensorStore):
+        return f"store: got {type(rows).__name__}, allowed is TensorStore"
+    if rows.row_codec != "plain":
+        return f"row_codec: got {rows.row_codec!r}, allowed is 'plain'"
+    return None

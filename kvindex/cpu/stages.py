@@ -1,0 +1,178 @@
+"""The stages of a step, prepare_query, scan, select and rerank, attend: the room they need, and
+kernels on threads.
+
+What a stage makes on its way lies in buffers of the thread; results are new each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.resident import ResidentRows
+from kvindex.cpu import threads
+from kvindex.cpu.buffers import BUFFERS
+from kvindex.cpu.constants import Constants
+from kvindex.cpu.kernels.numbers import KINDS
+from kvindex.cpu.kernels.query import GROUP, prepare
+from kvindex.cpu.kernels.scan import scan
+from kvindex.cpu.kernels.select import SAMPLED
+from kvindex.cpu.kernels.step import attend_groups, find_rows
+from kvindex.cpu.state import ResidentState, State
+from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.ops.block_layout import BLOCK
+
+FEW_KEYS = 2**14
+"""So many keys of all groups are scanned by one thread: another takes as long to begin."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Queries `[B·G, g, D]` as stages read them.
+
+    queries, rotated: float32, the latter with their norms; units: what a vote stands for, float64
+    `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` and totals of their
+    coordinates, int32 `[B·G, g]`.
+    """
+
+    queries: np.ndarray
+    rotated: np.ndarray
+    units: np.ndarray
+    planes: np.ndarray
+    totals: np.ndarray
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """Votes int32 `[B·G, N]`, a block's largest int32 `[B·G, S]`, and products of the queries with
+    centers, float32 `[B·G, S, g]`.
+    """
+
+    votes: np.ndarray
+    highest: np.ndarray
+    products: np.ndarray
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows of a search: ids int64 `[B·G, k]`, best first, then -1; scores float32 `[B·G, k]`;
+    found int32 `[B·G]`.
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+    found: np.ndarray
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Those of an index in one state."""
+
+    geometry: Geometry
+    config: ParisKVConfig
+    constants: Constants
+    state: State
+
+    def most_parts(self, groups: int) -> int:
+        """Threads that are worth their beginning."""
+        return groups if groups * self.state.length > FEW_KEYS else 1
+
+    def prepare_query(self, queries: np.ndarray) -> Prepared:
+        """Rotate and round queries float32 `[B·G, g, D]`."""
+        constants, array = self.constants, BUFFERS.array
+        (groups, heads, D), query_max = queries.shape, constants.query_max
+        digits = 1 if query_max < 2 ** (GROUP - 1) else 2
+        rotated = array("rotated", np.float32, groups, heads, D)
+        units = array("units", np.float64, groups, heads)
+        planes = array("planes", np.uint64, groups, heads, digits * GROUP, -(-D // 64))
+        totals = array("totals", np.int32, groups, heads)
+        made = rotated, units, planes, totals
+        prepare(queries, constants.rotation, query_max, self.state.scales, constants.level, *made)
+        return Prepared(queries, *made)
+
+    def scan(self, asked: Prepared) -> Scanned:
+        """Votes of all keys."""
+        state, array = self.state, BUFFERS.array
+        (groups, heads, _), block = asked.queries.shape, self.config.center or BLOCK
+        blocks = -(-state.length // block)
+        votes = array("votes", np.int32, groups, state.length)
+        highest = array("highest", np.int32, groups, blocks)
+        products = array("products", np.float32, groups, blocks, heads)
+        if not self.config.center:
+            products.fill(0)
+
+        def part(i: int, parts: int) -> None:
+            codes = state.signs, state.weights, state.centers, state.valid
+            sizes = state.length, state.full, block
+            of = state.factors, asked.queries, asked.units, asked.planes, asked.totals
+            scan(i, parts, *codes, *sizes, *of, products, votes, highest)
+
+        threads.run(part, 1 if self.most_parts(groups) == 1 else groups * blocks)
+        return Scanned(votes, highest, products)
+
+    def find(
+        self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
+    ) -> tuple[Found, threads.Part]:
+        """Room for the best `k` rows, and what selects and reranks them, a part of the groups at
+        a time.
+
+        limits: candidates of each group, int64 `[B·G]`.
+        """
+        state, constants, array = self.state, self.constants, BUFFERS.array
+        groups, heads, _ = asked.queries.shape
+        most, entries = int(limits.max()), state.length + 2 * SAMPLED
+        parts = threads.parts_of(self.most_parts(groups))
+        room = (
+            array("chosen", np.int32, parts, most),
+            array("estimates", np.float32, parts, heads, most),
+            array("agreed", np.float32, parts, most),
+            array("listed", np.int64, parts, entries),
+            array("entries", np.int64, parts, entries),
+        )
+        ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
+        hits = Found(ids, scores, np.empty(groups, np.int32))
+
+        def part(i: int, parts: int) -> None:
+            g, config = self.geometry, self.config
+            sizes = state.length, state.full, config.center or BLOCK
+            codes = state.signs, state.magnitudes, state.weights, state.fractions
+            tables = constants.levels, constants.sizes, constants.spread
+            policy = g.scale, g.softcap or 0.0, config.group == "max_share"
+            of = asked.rotated, scanned.products, *tables, *policy
+            votes = scanned.votes, scanned.highest, limits
+            bits = config.magnitude_bits
+            find_rows(i, parts, *votes, *sizes, *codes, bits, *of, *room, ids, scores, hits.found)
+
+        return hits, part
+
+    def attend(
+        self,
+        queries: np.ndarray,
+        ids: np.ndarray,
+        log_weight: Tensor | None,
+        resident: ResidentRows,
+        beside: ResidentState,
+    ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
+        """Room for output float32 `[B·G, g, Dv]` and lse `[B·G, g]`, and what writes them."""
+        g, array, state, count = self.geometry, BUFFERS.array, self.state, len(resident)
+        (groups, heads, _), K = queries.shape, ids.shape[1]
+        weights = array("none", np.float32, groups, heads, 0)
+        if log_weight is not None:
+            weights = log_weight.contiguous().view(groups, heads, K).numpy()
+        rows = state.rows, state.row_bytes, weights
+        others = beside.rows, beside.row_bytes, beside.mask, count
+        room = (
+            array("addresses", np.int64, groups, K + count),
+            array("logits", np.float32, groups, heads, K + count),
+        )
+        output = np.empty((groups, heads, g.value_dim), np.float32)
+        lse = np.empty((groups, heads), np.float32)
+
+        def part(i: int, parts: int) -> None:
+            policy = KINDS[g.dtype], g.scale, g.softcap or 0.0
+            attend_groups(i, parts, queries, ids, *rows, *others, *policy, *room, output, lse)
+
+        return output, lse, part
