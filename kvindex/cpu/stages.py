@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
@@ -21,6 +22,7 @@ from kvindex.cpu.kernels.query import GROUP, prepare
 from kvindex.cpu.kernels.scan import scan
 from kvindex.cpu.kernels.select import SAMPLED
 from kvindex.cpu.kernels.step import attend_groups, find_rows
+from kvindex.cpu.kernels.vectors import FOUR
 from kvindex.cpu.state import ResidentState, State
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.block_layout import BLOCK
@@ -164,10 +166,17 @@ class Stages:
             weights = log_weight.contiguous().view(groups, heads, K).numpy()
         rows = state.rows, state.row_bytes, weights
         others = beside.rows, beside.row_bytes, beside.mask, count
+        R, parts = K + count, threads.parts_of(self.most_parts(groups))
+        fours = -(-R // FOUR) * FOUR
+        others_read = 1 if g.dtype == torch.float32 else R + 1
         room = (
-            array("addresses", np.int64, groups, K + count),
-            array("logits", np.float32, groups, heads, K + count),
+            array("addresses", np.int64, parts, R),
+            array("places", np.int64, parts, fours),
+            array("keys", np.float32, parts, others_read, g.head_dim),
+            array("values", np.float32, parts, others_read, g.value_dim),
+            array("logits", np.float32, parts, heads, fours),
         )
+        room[2][:, -1], room[3][:, -1] = 0, 0
         output = np.empty((groups, heads, g.value_dim), np.float32)
         lse = np.empty((groups, heads), np.float32)
 

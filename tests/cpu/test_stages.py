@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvindex.cpu.kernels import numbers, query, rerank, scan, select
+from kvindex.cpu.kernels import numbers, query, rerank, scan, select, vectors
 from kvindex.ops import coarse, codes, group, transform
 from kvindex.ops import rerank as reranking
 from kvindex.ops import select as selecting
@@ -23,6 +23,19 @@ def test_every_number_of_16_bits_is_read_as_torch_reads_it(dtype):
     out = np.empty(len(values), np.float32)
     numbers.read(values.data_ptr(), len(values), numbers.KINDS[dtype], out)
     assert torch.equal(torch.from_numpy(out).nan_to_num(7), values.float().nan_to_num(7))
+
+
+@pytest.mark.parametrize("D", [3, 8, 24, 64, 80, 128])
+def test_four_rows_are_multiplied_and_added_where_they_lie(D):
+    rows, query, shares = drawn(9, D), drawn(D, seed=1).numpy(), drawn(4, seed=2).numpy()
+    chosen = [7, 0, 7, 3]
+    places = np.array([rows[r].data_ptr() for r in chosen])
+    dots, sums = np.full(6, 5, np.float32), np.full(D + 2, 5, np.float32)
+    vectors.four_dots(query.ctypes.data, places.ctypes.data, D, dots.ctypes.data)
+    vectors.add_four(shares.ctypes.data, places.ctypes.data, D, sums.ctypes.data)
+    own = rows[chosen].double().numpy()
+    np.testing.assert_allclose(dots, [*(own @ query), 5, 5], atol=1e-5)
+    np.testing.assert_allclose(sums, [*(5 + shares @ own), 5, 5], atol=1e-5)
 
 
 def test_the_exponential_is_numpys_within_rounding():

@@ -98,6 +98,9 @@ def attend_groups(
     scale: float,
     softcap: float,
     addresses: np.ndarray,
+    places: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
     logits: np.ndarray,
     output: np.ndarray,
     lse: np.ndarray,
@@ -106,23 +109,27 @@ def attend_groups(
 
     queries: float32 `[B·G, g, D]`; bases, resident, mask: addresses int64 `[B·G]` of the store's
     rows, the resident ones and their mask; weights: float32 `[B·G, g, K]` or of no rows. addresses
-    int64 `[B·G, K + W]` and logits float32 `[B·G, g, K + W]`: room. Writes output float32
-    `[B·G, g, Dv]` and lse float32 `[B·G, g]`.
+    int64 `[parts, K + W]`, places, keys, values and logits as for `attend`, of each part: room.
+    Writes output float32 `[B·G, g, Dv]` and lse float32 `[B·G, g]`.
     """
     groups, K = ids.shape
     for group in range(groups * part // parts, groups * (part + 1) // parts):
-        rows = addresses[group, : K + count]
+        rows = addresses[part, : K + count]
         for i in range(K):
             rows[i] = bases[group] + ids[group, i] * row_bytes if ids[group, i] >= 0 else 0
         put_resident(resident[group], resident_bytes, mask[group], count, rows[K:])
         attend(
             queries[group],
             rows,
+            row_bytes,
             weights[group],
             kind,
             scale,
             softcap,
-            logits[group],
+            places[part],
+            keys[part],
+            values[part],
+            logits[part],
             output[group],
             lse[group],
         )

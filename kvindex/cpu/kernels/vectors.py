@@ -1,0 +1,150 @@
+"""Sums over rows of float32 as explicit vectors, which LLVM splits or maps to the machine's.
+
+Loops of a few dozen numbers, vectorized by LLVM itself, cost more to begin than to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from kvindex.cpu.kernels.compile import float32_at, int64_at, kernel
+
+LANES = 16
+"""Numbers of a vector: what 512 bits hold."""
+
+FOUR = 4
+"""Rows at a time."""
+
+FREE = "reassoc", "contract", "nsz"
+"""Freedoms of sums, as `compile.REORDERED`."""
+
+FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
+FLOATS = ir.VectorType(FLOAT, LANES)
+
+
+def element(builder: Any, address: Any, kind: Any, index: Any) -> Any:
+    """Pointer to element `index` of the `kind`s at an address."""
+    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+
+
+def chunk(builder: Any, address: Any, index: Any) -> Any:
+    """Pointer to the `index`-th vector of the float32 numbers at an address."""
+    at = builder.add(address, builder.mul(index, INT64(4 * LANES)))
+    return builder.inttoptr(at, FLOATS.as_pointer())
+
+
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a · b + c`."""
+    return builder.fadd(builder.fmul(a, b, flags=FREE), c, flags=FREE)
+
+
+def shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
+    """Numbers of two vectors, the second one's counted on from the first one's."""
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
+    return builder.shuffle_vector(a, b, mask)
+
+
+def totals(builder: Any, vectors: list[Any]) -> Any:
+    """Sums of four vectors' numbers, a vector of 4: halves are added, two vectors' at once."""
+    first, second, third, fourth = vectors
+    pairs = halved(builder, first, second, 8), halved(builder, third, fourth, 8)
+    sums = halved(builder, *pairs, 4)
+    for length in (2, 1):
+        sums = halved(builder, sums, None, length)
+    return sums
+
+
+def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
+    """Runs of `length` numbers plus those next to them, of a vector `a`, or of it and `b`."""
+    count = a.type.count * (1 if b is None else 2)
+    b = ir.Constant(a.type, ir.Undefined) if b is None else b
+    lower = [i for i in range(count) if not i // length % 2]
+    upper = [i + length for i in lower]
+    return builder.fadd(shuffle(builder, a, b, lower), shuffle(builder, a, b, upper), flags=FREE)
+
+
+def broadcast(builder: Any, number: Any, kind: Any) -> Any:
+    """A vector of `kind` whose numbers are all this one."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
+def _four_dots(_: Any, query: Any, rows: Any, chunks: Any, out: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        query, rows, chunks, out = arguments
+        places = [builder.load(element(builder, rows, INT64, INT64(r))) for r in range(FOUR)]
+        sums = [cgutils.alloca_once(builder, FLOATS) for _ in places]
+        for place in sums:
+            builder.store(ir.Constant(FLOATS, [0.0] * LANES), place)
+        with cgutils.for_range(builder, chunks) as loop:
+            own = builder.load(chunk(builder, query, loop.index), align=4)
+            for row, place in zip(places, sums, strict=True):
+                other = builder.load(chunk(builder, row, loop.index), align=4)
+                builder.store(multiply_add(builder, own, other, builder.load(place)), place)
+        dots = totals(builder, [builder.load(place) for place in sums])
+        builder.store(dots, builder.inttoptr(out, dots.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def _add_four(_: Any, shares: Any, rows: Any, chunks: Any, out: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        shares, rows, chunks, out = arguments
+        places = [builder.load(element(builder, rows, INT64, INT64(r))) for r in range(FOUR)]
+        some = [builder.load(element(builder, shares, FLOAT, INT64(r))) for r in range(FOUR)]
+        some = [broadcast(builder, share, FLOATS) for share in some]
+        with cgutils.for_range(builder, chunks) as loop:
+            here = chunk(builder, out, loop.index)
+            held = builder.load(here, align=4)
+            for row, share in zip(places, some, strict=True):
+                other = builder.load(chunk(builder, row, loop.index), align=4)
+                held = multiply_add(builder, other, share, held)
+            builder.store(held, here, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), code
+
+
+@kernel
+def four_dots(query: int, rows: int, D: int, out: int) -> None:
+    """Inner products of a query with four rows, float32 `[D]` all, into float32 `[4]`.
+
+    All by addresses; rows: of four addresses.
+    """
+    if D == 64:  # unrolled
+        _four_dots(query, rows, 4, out)
+    elif D == 128:
+        _four_dots(query, rows, 8, out)
+    else:
+        _four_dots(query, rows, D // LANES, out)
+    if D % LANES:
+        own, dots, places = float32_at(query, D), float32_at(out, FOUR), int64_at(rows, FOUR)
+        for r in range(FOUR):
+            row = float32_at(places[r], D)
+            for d in range(D - D % LANES, D):
+                dots[r] += own[d] * row[d]
+
+
+@kernel
+def add_four(shares: int, rows: int, D: int, out: int) -> None:
+    """Add four rows times four shares to float32 `[D]`; by addresses, as `four_dots`."""
+    if D == 64:  # unrolled
+        _add_four(shares, rows, 4, out)
+    elif D == 128:
+        _add_four(shares, rows, 8, out)
+    else:
+        _add_four(shares, rows, D // LANES, out)
+    if D % LANES:
+        some, sums, places = float32_at(shares, FOUR), float32_at(out, D), int64_at(rows, FOUR)
+        for r in range(FOUR):
+            row = float32_at(places[r], D)
+            for d in range(D - D % LANES, D):
+                sums[d] += some[r] * row[d]
