@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.cpu.kernels.rerank import STEPS
+from kvindex.cpu.kernels.vectors import LANES
 from kvindex.cpu.served import query_max_of
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import codes as coding
@@ -18,14 +20,13 @@ from kvindex.ops import codes as coding
 class Constants:
     """What follows from geometry and configuration, for kernels.
 
-    rotation float32 `[D, D]`; levels: signed, float32 `[2 · 2^bits]`; sizes: of weights by their
-    codes, float32 `[2^16]`; spread: a byte's bits as bytes, uint64 `[256]`; factors: int32 `[256]`.
+    rotation float32 `[D, D]`; levels float32 `[2^bits]`, and zeros up to 16; fine: weights of an
+    octave by their codes, from 1 on, float32 `[2^11]`; factors: int32 `[256]`.
     """
 
     rotation: np.ndarray
     levels: np.ndarray
-    sizes: np.ndarray
-    spread: np.ndarray
+    fine: np.ndarray
     factors: Tensor
     level: float
     query_max: int
@@ -35,12 +36,11 @@ class Constants:
         geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
     ) -> Constants:
         """Those of an index with this rotation and these levels."""
-        spread = coding.unpack(torch.arange(256, dtype=torch.uint8))
+        octave = 2**15 + torch.arange(STEPS)
         return Constants(
             rotation=rotation.contiguous().numpy(),
-            levels=torch.cat([-levels, levels]).numpy(),
-            sizes=coding.log_weights(torch.arange(2**16), 16).numpy(),
-            spread=spread.contiguous().numpy().view(np.uint64)[:, 0],
+            levels=torch.nn.functional.pad(levels, (0, max(0, LANES - len(levels)))).numpy(),
+            fine=coding.log_weights(octave, 16).numpy(),
             factors=coding.log_factors(config.weight_bits),
             level=coding.lloyd_max(geometry.head_dim, 0)[0],
             query_max=query_max_of(config, geometry),

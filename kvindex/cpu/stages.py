@@ -130,6 +130,7 @@ class Stages:
         room = (
             array("chosen", np.int32, parts, most),
             array("estimates", np.float32, parts, heads, most),
+            array("shares", np.float32, parts, most),
             array("agreed", np.float32, parts, most),
             array("listed", np.int64, parts, entries),
             array("entries", np.int64, parts, entries),
@@ -141,7 +142,7 @@ class Stages:
             g, config = self.geometry, self.config
             sizes = state.length, state.full, config.center or BLOCK
             codes = state.signs, state.magnitudes, state.weights, state.fractions
-            tables = constants.levels, constants.sizes, constants.spread
+            tables = constants.levels, constants.fine
             policy = g.scale, g.softcap or 0.0, config.group == "max_share"
             of = asked.rotated, scanned.products, *tables, *policy
             votes = scanned.votes, scanned.highest, limits

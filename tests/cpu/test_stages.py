@@ -45,6 +45,17 @@ def test_the_exponential_is_numpys_within_rounding():
     assert numbers.exp(np.float32(0)) == 1
 
 
+def test_the_logarithm_is_numpys_within_rounding():
+    for x in np.geomspace(1e-37, 1e37, 1000, dtype=np.float32):
+        assert numbers.log(x) == pytest.approx(np.log(np.float64(x)), rel=3e-7)
+    assert numbers.log(np.float32(1)) == 0
+
+
+def test_the_largest_is_told_by_integers():
+    for some in (drawn(99), -drawn(33).abs(), torch.tensor([-0.0, -float("inf")])):
+        assert numbers.largest(some.numpy()) == some.max()
+
+
 @pytest.mark.parametrize("D", [8, 64, 80, 128])
 @pytest.mark.parametrize("query_max", [1, 21, 31, 32, 127])
 def test_dots_of_signs_are_sums_of_table_entries(D, query_max):
@@ -102,8 +113,15 @@ def test_a_sample_that_misleads_costs_nothing_but_time():
     assert out.tolist() == want.flatten().tolist()
 
 
-@pytest.mark.parametrize("bits", [0, 3, 7])
-@pytest.mark.parametrize("D", [8, 64, 80])
+def test_a_weight_is_the_reference_one_to_the_bit():
+    logs = torch.arange(2**16)
+    fine = codes.log_weights(2**15 + torch.arange(rerank.STEPS), 16).numpy()
+    own = [rerank.weight_of(code >> 8, code & 255, fine) for code in logs.tolist()]
+    assert torch.equal(torch.tensor(own), codes.log_weights(logs, 16))
+
+
+@pytest.mark.parametrize("bits", [0, 3, 5, 7])
+@pytest.mark.parametrize("D", [8, 64, 80, 136])
 def test_estimates_are_the_reference_ones(bits, D):
     levels, keys, queries = codes.levels(D, bits), drawn(1, 1, 60, D), drawn(1, 1, 3, D, seed=1)
     directions, norms = transform.normalize(keys)
@@ -126,12 +144,8 @@ def test_estimates_are_the_reference_ones(bits, D):
         10,
         queries[0, 0].numpy(),
         products.numpy(),
-        torch.cat([-levels, levels]).numpy(),
-        codes.log_weights(torch.arange(2**16), 16).numpy(),
-        codes.unpack(torch.arange(256, dtype=torch.uint8))
-        .contiguous()
-        .numpy()
-        .view(np.uint64)[:, 0],
+        torch.nn.functional.pad(levels, (0, max(0, 16 - len(levels)))).numpy(),
+        codes.log_weights(2**15 + torch.arange(rerank.STEPS), 16).numpy(),
         out,
     )
     picked = torch.from_numpy(ids).long()
@@ -146,7 +160,8 @@ def test_heads_agree_as_the_reference_says(policy, softcap, heads):
     estimates, out = drawn(1, 1, heads, 500) * 400, np.empty(500, np.float32)
     want = group.agree(estimates, policy, scale=0.125, softcap=softcap)
     own = estimates[0, 0].clone().numpy()
-    rerank.agree(own, 0.125, softcap or 0.0, policy == "max_share", out)
+    shares = np.empty(500, np.float32)
+    rerank.agree(own, 0.125, softcap or 0.0, policy == "max_share", shares, out)
     torch.testing.assert_close(torch.from_numpy(out), want[0, 0], rtol=1e-5, atol=1e-5)
 
 

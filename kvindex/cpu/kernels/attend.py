@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import kernel, prefetch, uint8_at
-from kvindex.cpu.kernels.numbers import FLOAT32, exp, read
+from kvindex.cpu.kernels.compile import Number, kernel, prefetch, uint8_at
+from kvindex.cpu.kernels.numbers import FLOAT32, exp, largest, read
 from kvindex.cpu.kernels.rerank import NEVER, cap
 from kvindex.cpu.kernels.vectors import FOUR, add_four, four_dots
 
@@ -75,27 +75,26 @@ def add_rows(shares: np.ndarray, places: np.ndarray, g: int, Dv: int, out: int) 
 @kernel
 def put_shares(
     rows: np.ndarray, weights: np.ndarray, scale: float, softcap: float, out: np.ndarray
-) -> float:
+) -> Number:
     """Shares of rows in a head's attention, in place of inner products; gives their lse.
 
     rows: as of `attend`; weights: float32 `[R']`, added to the first logits; out: float32, longer
     than rows by zeros.
     """
-    peak, total = NEVER, np.float64(0)
-    for r in range(len(rows)):
-        out[r] = cap(out[r], scale, softcap)
+    some, total = out[: len(rows)], np.float64(0)
+    cap(some, scale, softcap)
     for r in range(len(weights)):
-        out[r] += weights[r]
+        some[r] += weights[r]
     for r in range(len(rows)):
-        out[r] = out[r] if rows[r] else NEVER
-        peak = max(peak, out[r])
+        some[r] = some[r] if rows[r] else NEVER
+    peak = largest(some) if len(rows) else NEVER
     base = np.float32(0) if peak == NEVER else peak
     for r in range(len(rows)):
-        out[r] = exp(out[r] - base)
-        total += np.float64(out[r])
+        some[r] = exp(some[r] - base)
+        total += np.float64(some[r])
     share = np.float32(0) if total == 0 else np.float32(1 / total)
     for r in range(len(rows)):
-        out[r] *= share
+        some[r] *= share
     out[len(rows) :] = 0
     return peak if total == 0 else np.float32(peak + math.log(total))
 

@@ -66,3 +66,48 @@ def exp(x: Number) -> Number:
     sum_of = np.float32(ONE + r * np.float32(ONE + r * np.float32(C2 + r * (C3 + r * sum_of))))
     power = np.int32((np.int32(octaves) + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(sum_of * power) if x >= LEAST else np.float32(0)
+
+
+HALF_ROOT = np.uint32(0x3F3504F3)
+"""Bits of the root of 1/2: mantissas are taken from there to twice that."""
+
+HALF = np.float32(0.5)
+MANTISSA = np.uint32(0x7FFFFF)
+LOG = tuple(
+    np.float32(c)
+    for c in (
+        *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+        *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+    )
+)
+"""Of Moshier's Cephes: `log(1 + r) = r - r²/2 + r³ Σ c_i r^(8 - i)`."""
+L0, L1, L2, L3, L4, L5, L6, L7, L8 = LOG
+
+
+@kernel
+def log(x: Number) -> Number:
+    """Natural logarithm of a normal positive float32, within a few units of the last place."""
+    beyond = np.uint32(np.float32(x).view(np.uint32) - HALF_ROOT)
+    octaves = np.float32(np.int32(beyond) >> np.int32(23))
+    r = np.float32(np.uint32((beyond & MANTISSA) + HALF_ROOT).view(np.float32) - ONE)
+    sum_of = np.float32(L3 + r * np.float32(L2 + r * np.float32(L1 + r * L0)))
+    sum_of = np.float32(L6 + r * np.float32(L5 + r * np.float32(L4 + r * sum_of)))
+    sum_of = np.float32(L8 + r * np.float32(L7 + r * sum_of))
+    square = np.float32(r * r)
+    rest = np.float32(square * np.float32(r * sum_of - HALF) + octaves * LN2_LOWER)
+    return np.float32(np.float32(r + rest) + octaves * LN2_UPPER)
+
+
+SMALLEST = np.int32(-(2**31))
+BELOW_SIGN = np.int32(0x7FFFFFFF)
+SIGN_SHIFT = np.int32(31)
+
+
+@kernel
+def largest(numbers: np.ndarray) -> Number:
+    """The largest of float32 numbers `[n]`, none NaN: by integers, whose order LLVM knows."""
+    most = SMALLEST
+    for i in range(len(numbers)):
+        bits = np.float32(numbers[i]).view(np.int32)
+        most = max(most, np.int32(bits ^ (bits >> SIGN_SHIFT & BELOW_SIGN)))
+    return np.int32(most ^ (most >> SIGN_SHIFT & BELOW_SIGN)).view(np.float32)

@@ -7,34 +7,68 @@ import math
 import numpy as np
 
 from kvindex.cpu.kernels.compile import Number, kernel, prefetch, uint8_at
-from kvindex.cpu.kernels.numbers import exp
-
-ONE = np.uint64(1)
-BYTE = np.uint64(255)
-EIGHT = np.uint64(8)
+from kvindex.cpu.kernels.decode import WORD, put_word
+from kvindex.cpu.kernels.numbers import exp, largest, log
+from kvindex.cpu.kernels.vectors import FOUR, four_dots
 
 NEVER = np.float32(-np.inf)
 
-AHEAD = 12
+AHEAD = 24
 """Candidates whose codes are on their way."""
+
+STEPS = 2**11
+"""Weights of an octave: of the 16 bits of a weight those below its power of two."""
 
 
 @kernel
-def decode(
-    signs: int, magnitudes: int, bits: int, M: int, spread: np.ndarray, out: np.ndarray
-) -> None:
-    """Indexes uint8 `[D]` of signed levels, from a key's sign and magnitude bytes.
+def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
+    """As `ops.codes.log_weights`, of a code's two bytes; fine: weights from 1, float32 `[2^11]`."""
+    code = np.int32(upper) << np.int32(8) | np.int32(lower)
+    if code == 0:
+        return np.float32(0)
+    exponent = np.int32((code >> np.int32(11)) + np.int32(127 - 16))
+    return fine[code & (STEPS - 1)] * np.int32(exponent << np.int32(23)).view(np.float32)
 
-    spread: a byte's bits as bytes, uint64 `[256]`.
+
+@kernel
+def put_direction(
+    signs: int, magnitudes: int, bits: int, M: int, levels: int, room: int, out: int
+) -> None:
+    """A key's quantized direction, float32 `[8 · M]` up to the next multiple of 64.
+
+    By addresses; signs: uint8 `[M]`; magnitudes: uint8 `[bits, M]`; room: uint8 `[1 + bits, 8]`.
     """
-    sign_bytes, planes = uint8_at(signs, M), uint8_at(magnitudes, bits * M)
-    for b in range(M):
-        word = spread[sign_bytes[b]] << np.uint64(bits)
-        for p in range(bits):
-            word |= spread[planes[p * M + b]] << np.uint64(p)
-        for j in range(8):
-            out[b * 8 + j] = np.uint8(word & BYTE)
-            word >>= EIGHT
+    for b in range(0, M - 7, 8):
+        put_word(signs + b, magnitudes + b, M, bits, levels, out + b * 32)
+    rest = M % 8
+    if rest:
+        some, last = uint8_at(room, 8 * (1 + bits)), M - rest
+        for p in range(1 + bits):
+            plane = uint8_at(signs if p == 0 else magnitudes + (p - 1) * M, M)
+            for j in range(rest):
+                some[8 * p + j] = plane[last + j]
+        put_word(room, room + 8, 8, bits, levels, out + last * 32)
+
+
+@kernel
+def ask_for(
+    id_of: int,
+    signs: np.ndarray,
+    magnitudes: np.ndarray,
+    weights: np.ndarray,
+    fractions: np.ndarray,
+    bits: int,
+    full: int,
+    M: int,
+) -> None:
+    """Have a key's codes come from memory; arguments as of `estimate`."""
+    of = int(id_of >= full)
+    own = id_of - full * of
+    prefetch(signs[of] + own * M)
+    prefetch(magnitudes[of] + own * M * bits)
+    prefetch(magnitudes[of] + (own + 1) * M * bits - 1)
+    prefetch(weights[of] + own)
+    prefetch(fractions[of] + own)
 
 
 @kernel
@@ -50,58 +84,81 @@ def estimate(
     queries: np.ndarray,
     products: np.ndarray,
     levels: np.ndarray,
-    sizes: np.ndarray,
-    spread: np.ndarray,
+    fine: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """As `ops.rerank.estimate`, with products of centers; out: float32 `[g, C]`.
 
     ids: int32 `[C]`; signs, magnitudes, weights, fractions: addresses int64 `[2]` of full blocks
     and of the open one, the keys from `full` on; queries: rotated, float32 `[g, D]`; products:
-    float32 `[S, g]`; levels: signed, float32 `[2 · 2^bits]`; sizes: of weights, float32 `[2^16]`.
+    float32 `[S, g]`; levels: float32 `[2^bits]`, `[16]` at least; fine: as of `weight_of`.
     """
-    g, D = queries.shape
-    M, codes, values = D // 8, np.empty(D, np.uint8), np.empty(D, np.float32)
-    for c in range(len(ids)):
-        if c + AHEAD < len(ids):
-            later = np.int64(ids[c + AHEAD])
-            of = int(later >= full)
-            later -= full * of
-            prefetch(signs[of] + later * M)
-            prefetch(magnitudes[of] + later * M * bits)
-            prefetch(weights[of] + later)
-            prefetch(fractions[of] + later)
-        i = np.int64(ids[c])
-        opened = int(i >= full)
-        own = i - full * opened
-        decode(signs[opened] + own * M, magnitudes[opened] + own * M * bits, bits, M, spread, codes)
-        upper = np.int64(uint8_at(weights[opened] + own, 1)[0])
-        weight = sizes[upper << 8 | np.int64(uint8_at(fractions[opened] + own, 1)[0])]
-        for d in range(D):
-            values[d] = levels[codes[d]]
+    (g, D), C = queries.shape, len(ids)
+    M, words = D // 8, -(-D // WORD)
+    values, sizes = np.empty((FOUR, words * WORD), np.float32), np.zeros(FOUR, np.float32)
+    dots, room = np.empty((g, FOUR), np.float32), np.zeros(8 * (1 + bits), np.uint8)
+    places, spare = np.empty(FOUR, np.int64), room.ctypes.data
+    for i in range(FOUR):
+        places[i] = values[i].ctypes.data
+    asked, table, to = queries.ctypes.data, levels.ctypes.data, dots.ctypes.data
+    for c in range(0, C, FOUR):
+        count = min(FOUR, C - c)
+        for i in range(min(c + AHEAD, C), min(c + AHEAD + FOUR, C)):
+            ask_for(np.int64(ids[i]), signs, magnitudes, weights, fractions, bits, full, M)
+        for i in range(count):
+            own = np.int64(ids[c + i])
+            of = int(own >= full)
+            own -= full * of
+            sign, plane = signs[of] + own * M, magnitudes[of] + own * M * bits
+            put_direction(sign, plane, bits, M, table, spare, places[i])
+            upper = uint8_at(weights[of] + own, 1)[0]
+            sizes[i] = weight_of(upper, uint8_at(fractions[of] + own, 1)[0], fine)
         for h in range(g):
-            dot = np.float32(0)
-            for d in range(D):
-                dot += queries[h, d] * values[d]
-            out[h, c] = dot * weight + products[i // block, h]
+            four_dots(asked + h * D * 4, places.ctypes.data, D, to + h * FOUR * 4)
+        for i in range(count):
+            s = np.int32(ids[c + i]) // np.int32(block)
+            for h in range(g):
+                out[h, c + i] = dots[h, i] * sizes[i] + products[s, h]
 
 
 @kernel
-def cap(logit: Number, scale: float, softcap: float) -> Number:
-    """As `ops.attention.cap`; softcap: 0 for none."""
-    scaled = np.float32(logit) * np.float32(scale)
-    if softcap == 0:
-        return scaled
-    return np.float32(softcap * math.tanh(scaled / softcap))
+def cap(logits: np.ndarray, scale: float, softcap: float) -> None:
+    """As `ops.attention.cap`, in place, of float32 `[n]`; softcap: 0 for none."""
+    factor = np.float32(scale)
+    for i in range(len(logits)):
+        logits[i] *= factor
+    if softcap != 0:
+        for i in range(len(logits)):
+            logits[i] = np.float32(softcap * math.tanh(logits[i] / softcap))
+
+
+@kernel
+def put_log_shares(logits: np.ndarray, most: np.ndarray) -> None:
+    """Logarithms of a head's softmax, in place of its logits float32 `[C]`.
+
+    most: float32 `[C]`, the largest so far.
+    """
+    peak, total = largest(logits), 0.0
+    for c in range(len(logits)):
+        total += np.float64(exp(logits[c] - peak))
+    lse = np.float32(peak + math.log(total))
+    for c in range(len(logits)):
+        logits[c] -= lse
+        most[c] = max(most[c], logits[c])
 
 
 @kernel
 def agree(
-    estimates: np.ndarray, scale: float, softcap: float, largest: bool, out: np.ndarray
+    estimates: np.ndarray,
+    scale: float,
+    softcap: float,
+    by_largest: bool,
+    shares: np.ndarray,
+    out: np.ndarray,
 ) -> None:
     """As `ops.group.agree`, of estimates float32 `[g, C]`, which it overwrites; out float32 `[C]`.
 
-    largest: "max_share", else "mean_share".
+    by_largest: "max_share", else "mean_share"; shares: float32 `[C]`, room.
     """
     g, C = estimates.shape
     if g == 1 or C == 0:
@@ -109,22 +166,15 @@ def agree(
         return
     out[:] = NEVER
     for h in range(g):
+        cap(estimates[h], scale, softcap)
+        put_log_shares(estimates[h], out)
+    if by_largest:
+        return
+    shares[:] = 0
+    for h in range(g):
         one = estimates[h]
         for c in range(C):
-            one[c] = cap(one[c], scale, softcap)
-        peak, total = NEVER, 0.0
-        for c in range(C):
-            peak = max(peak, one[c])
-        for c in range(C):
-            total += np.float64(exp(one[c] - peak))
-        lse = np.float32(peak + math.log(total))
-        for c in range(C):
-            one[c] -= lse
-            out[c] = max(out[c], one[c])
-    if largest:
-        return
+            shares[c] += exp(one[c] - out[c])
+    inverse = np.float32(1 / g)
     for c in range(C):
-        shares = np.float32(0)
-        for h in range(g):
-            shares += exp(estimates[h, c] - out[c])
-        out[c] = np.float32(out[c] + math.log(np.float64(shares) / g))
+        out[c] += log(shares[c] * inverse)

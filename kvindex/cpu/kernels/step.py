@@ -28,13 +28,13 @@ def find_rows(
     queries: np.ndarray,
     products: np.ndarray,
     levels: np.ndarray,
-    sizes: np.ndarray,
-    spread: np.ndarray,
+    fine: np.ndarray,
     scale: float,
     softcap: float,
-    largest: bool,
+    by_largest: bool,
     chosen: np.ndarray,
     estimates: np.ndarray,
+    shares: np.ndarray,
     agreed: np.ndarray,
     listed: np.ndarray,
     room: np.ndarray,
@@ -45,7 +45,7 @@ def find_rows(
     """The best `k` rows of a part of the groups: `select`, `rerank`, `group`, `select`.
 
     limits: candidates `C`, int64 `[B·G]`; chosen int32 `[parts, most]`, estimates float32
-    `[parts, g, most]`, agreed float32 `[parts, most]`, listed, room int64
+    `[parts, g, most]`, shares and agreed float32 `[parts, most]`, listed, room int64
     `[parts, N + 2 · SAMPLED]`: room for them.
     Writes ids int64 `[B·G, k]`, best first, then -1, scores float32 `[B·G, k]` and how many there
     are, found int32 `[B·G]`.
@@ -68,11 +68,10 @@ def find_rows(
             queries[group],
             products[group],
             levels,
-            sizes,
-            spread,
+            fine,
             estimates[part, :, :C],
         )
-        agree(estimates[part, :, :C], scale, softcap, largest, some)
+        agree(estimates[part, :, :C], scale, softcap, by_largest, shares[part, :C], some)
         count = min(k, C)
         top_k(some, own, count, at[:C])
         found[group] = count
