@@ -49,12 +49,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Votes int32 `[B·G, N]`, a block's largest int32 `[B·G, S]`, and products of the queries with
-    centers, float32 `[B·G, S, g]`.
-    """
+    """Votes int32 `[B·G, N]`, and products of the queries with centers, float32 `[B·G, S, g]`."""
 
     votes: np.ndarray
-    highest: np.ndarray
     products: np.ndarray
 
 
@@ -101,7 +98,6 @@ class Stages:
         (groups, heads, _), block = asked.queries.shape, self.config.center or BLOCK
         blocks = -(-state.length // block)
         votes = array("votes", np.int32, groups, state.length)
-        highest = array("highest", np.int32, groups, blocks)
         products = array("products", np.float32, groups, blocks, heads)
         if not self.config.center:
             products.fill(0)
@@ -110,10 +106,10 @@ class Stages:
             codes = state.signs, state.weights, state.centers, state.valid
             sizes = state.length, state.full, block
             of = state.factors, asked.queries, asked.units, asked.planes, asked.totals
-            scan(i, parts, *codes, *sizes, *of, products, votes, highest)
+            scan(i, parts, *codes, *sizes, *of, products, votes)
 
         threads.run(part, 1 if self.most_parts(groups) == 1 else groups * blocks)
-        return Scanned(votes, highest, products)
+        return Scanned(votes, products)
 
     def find(
         self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
@@ -128,12 +124,14 @@ class Stages:
         most, entries = int(limits.max()), state.length + 2 * SAMPLED
         parts = threads.parts_of(self.most_parts(groups))
         room = (
-            array("chosen", np.int32, parts, most),
+            array("chosen", np.int32, parts, most + 1),
             array("estimates", np.float32, parts, heads, most),
             array("shares", np.float32, parts, most),
             array("agreed", np.float32, parts, most),
-            array("listed", np.int64, parts, entries),
-            array("entries", np.int64, parts, entries),
+            array("listed", np.int32, parts, entries),
+            array("numbers", np.int32, parts, entries),
+            array("positions", np.int32, parts, k + 1),
+            array("entries", np.int64, parts, 2, k),
         )
         ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
         hits = Found(ids, scores, np.empty(groups, np.int32))
@@ -145,7 +143,7 @@ class Stages:
             tables = constants.levels, constants.fine
             policy = g.scale, g.softcap or 0.0, config.group == "max_share"
             of = asked.rotated, scanned.products, *tables, *policy
-            votes = scanned.votes, scanned.highest, limits
+            votes = scanned.votes, limits
             bits = config.magnitude_bits
             find_rows(i, parts, *votes, *sizes, *codes, bits, *of, *room, ids, scores, hits.found)
 

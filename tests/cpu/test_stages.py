@@ -92,25 +92,24 @@ def test_candidates_are_the_reference_ones(n, spread):
     valid = torch.rand(n, generator=generator) > 0.3
     valid[0] = True
     held = votes.masked_fill(~valid, int(scan.INVALID)).numpy()
-    highest = np.array([piece.max() for piece in np.split(held, range(100, n, 100))])
-    listed, room = (np.empty(n + 2 * select.SAMPLED, np.int64) for _ in range(2))
+    listed, room = (np.empty(n + 2 * select.SAMPLED, np.int32) for _ in range(2))
     for limit in {1, int(valid.sum()) // 2 or 1, int(valid.sum())}:
-        out = np.full(limit, -7, np.int32)
-        select.candidates(held, highest, 100, limit, listed, room, out)
+        out = np.full(limit + 2, -7, np.int32)
+        select.candidates(held, limit, listed, room, out[:-1])
         want = selecting.candidates(votes[None, None, None], torch.tensor([limit]), valid[None])
-        assert out.tolist() == want.flatten().tolist()
+        assert out[:limit].tolist() == want.flatten().tolist()
+        assert out[-1] == -7
 
 
 def test_a_sample_that_misleads_costs_nothing_but_time():
     votes = np.zeros(4 * select.SAMPLED, np.int32)
     votes[::4] = 1000  # what the sample sees
-    highest = np.full(len(votes) // 256, 1000, np.int32)
-    listed, room = (np.empty(len(votes) + 2 * select.SAMPLED, np.int64) for _ in range(2))
+    listed, room = (np.empty(len(votes) + 2 * select.SAMPLED, np.int32) for _ in range(2))
     limit = 2 * select.SAMPLED
-    out = np.empty(limit, np.int32)
-    select.candidates(votes, highest, 256, limit, listed, room, out)
+    out = np.empty(limit + 1, np.int32)
+    select.candidates(votes, limit, listed, room, out)
     want = selecting.candidates(torch.from_numpy(votes)[None, None, None], torch.tensor([limit]))
-    assert out.tolist() == want.flatten().tolist()
+    assert out[:limit].tolist() == want.flatten().tolist()
 
 
 def test_a_weight_is_the_reference_one_to_the_bit():
@@ -165,12 +164,13 @@ def test_heads_agree_as_the_reference_says(policy, softcap, heads):
     torch.testing.assert_close(torch.from_numpy(out), want[0, 0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("k", [1, 7, 200])
+@pytest.mark.parametrize("k", [1, 7, 200, 300])
 def test_top_k_takes_the_lower_ids_of_equal_scores(k):
-    scores = (drawn(200) * 3).round()
+    scores = (drawn(300) * 3).round()
     scores[3] = -0.0
-    entries, ids = np.empty(200, np.int64), np.arange(200, dtype=np.int32)
-    select.top_k(scores.numpy(), ids, k, entries)
+    ids, (orders, places) = np.arange(300, dtype=np.int32), np.empty((2, 301), np.int32)
+    room, entries = np.empty((2, 300), np.int64)
+    select.top_k(scores.numpy(), ids, k, orders, places, room, entries)
     want, positions = selecting.top_k(scores, k)
     assert [int(select.position_of(entry)) for entry in entries[:k]] == positions.tolist()
     assert [float(select.score_of(entry)) for entry in entries[:k]] == want.tolist()

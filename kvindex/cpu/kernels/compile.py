@@ -68,6 +68,16 @@ def popcount(_: Any, word: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
+def lowest_bit(_: Any, word: Any) -> Any:
+    """Position of the lowest 1 of a uint64, 64 for 0."""
+
+    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.IntType(1)(0))
+
+    return types.uint64(types.uint64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
 def prefetch(_: Any, address: Any) -> Any:
     """Ask for the memory at an address, an int64, to be read soon."""
 
@@ -99,6 +109,12 @@ def uint16_at(address: int, count: int) -> np.ndarray:
 def uint64_at(address: int, count: int) -> np.ndarray:
     """As `uint8_at`, uint64."""
     return numba.carray(_pointer(address), (count,), np.uint64)  # type: ignore[no-any-return]
+
+
+@kernel
+def int32_at(address: int, count: int) -> np.ndarray:
+    """As `uint8_at`, int32."""
+    return numba.carray(_pointer(address), (count,), np.int32)  # type: ignore[no-any-return]
 
 
 @kernel

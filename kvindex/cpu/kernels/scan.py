@@ -143,15 +143,13 @@ def scan(
     totals: np.ndarray,
     products: np.ndarray,
     votes: np.ndarray,
-    highest: np.ndarray,
 ) -> None:
     """Votes of a part of all groups' blocks, as `ops.coarse.votes` of the group's best head.
 
     signs, weights, centers: addresses int64 `[2, B·G]`, of full blocks and of the open one, the
     keys from `full` on; 0 centers: there are none. valid: addresses int64 `[B·G]` of flags, or 0;
     factors: int32 `[B·G, 256]`; queries, units, planes, totals: as for `query.prepare`. Writes
-    products with centers float32 `[B·G, S, g]`, votes int32 `[B·G, N]`, a block's largest int32
-    `[B·G, S]`.
+    products with centers float32 `[B·G, S, g]` and votes int32 `[B·G, N]`.
     """
     groups, g, D = queries.shape
     M, blocks = D // 8, -(-length // block)
@@ -187,4 +185,3 @@ def scan(
             own,
             some,
         )
-        highest[group, s] = some.max()

@@ -1,4 +1,8 @@
-"""The best by score, equal scores by the lower id: candidates by votes, then rows."""
+"""The best by score, equal scores by the lower id: candidates by votes, then rows.
+
+Thresholds are found by counting: no step of it depends on the data's order, which no machine can
+foresee.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,32 @@ import math
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import Number, kernel
+from kvindex.cpu.kernels.compile import Number, kernel, lowest_bit, popcount
 from kvindex.cpu.kernels.scan import INVALID
+from kvindex.cpu.kernels.vectors import reaching
 
 SAMPLED = 4096
 """Votes that tell where to begin."""
 
+WORD = 64
+"""Votes that are compared at once."""
+
+MARGIN = 4
+"""Room beyond what is listed: so many positions are written at once."""
+
+FEW = 256
+"""Up to so many rows are ordered by counting those before each."""
+
 LAST = np.int64(2**32 - 1)
+MOST = np.int32(2**31 - 1)
+ONE = np.uint64(1)
 
 
 @kernel
 def order_of(score: float) -> Number:
-    """A number in the order of float32 scores; -0 equals 0."""
-    bits = np.int64(np.float32(score).view(np.int32))
-    if score == 0:
-        bits = np.int64(0)
-    return bits ^ (bits >> np.int64(31) & np.int64(0x7FFFFFFF))
+    """An int32 in the order of float32 scores; -0 equals 0."""
+    bits = np.int32(0) if score == 0 else np.float32(score).view(np.int32)
+    return np.int32(bits ^ (bits >> np.int32(31) & np.int32(0x7FFFFFFF)))
 
 
 @kernel
@@ -37,126 +51,153 @@ def position_of(entry: int) -> Number:
 
 
 @kernel
-def put_best_first(entries: np.ndarray, k: int) -> None:
-    """Move the `k` largest of distinct entries int64 `[n]` to the front, in any order."""
-    low, high = 0, len(entries) - 1
+def score_of(entry: int) -> Number:
+    """The float32 score of an entry."""
+    order = np.int32(entry >> np.int64(32))
+    return np.int32(order ^ (order >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+@kernel
+def count_from(numbers: np.ndarray, threshold: int) -> int:
+    """How many of int32 numbers `[n]` are `threshold` or more."""
+    count, least = np.int32(0), np.int32(threshold)
+    for i in range(len(numbers)):
+        count += np.int32(numbers[i] >= least)
+    return count
+
+
+@kernel
+def threshold_for(numbers: np.ndarray, k: int) -> Number:
+    """The largest number that `k` of int32 numbers `[n]` reach, or one that just `k` do."""
+    low = high = np.int64(numbers[0])
+    for i in range(len(numbers)):
+        low, high = min(low, np.int64(numbers[i])), max(high, np.int64(numbers[i]))
     while low < high:
-        middle, last = (low + high) // 2, entries[high]
-        a, b = entries[low], entries[middle]
-        pivot = max(min(a, b), min(max(a, b), last))  # the median
-        i, j = low, high
-        while i <= j:
-            while entries[i] > pivot:
-                i += 1
-            while entries[j] < pivot:
-                j -= 1
-            if i <= j:
-                entries[i], entries[j] = entries[j], entries[i]
-                i += 1
-                j -= 1
-        if k <= j:
-            high = j
-        elif k >= i:
-            low = i
+        middle = low + (high - low + 1) // 2
+        count = count_from(numbers, middle)
+        if count == k:
+            return middle
+        if count > k:
+            low = middle
         else:
-            return
+            high = middle - 1
+    return low
 
 
 @kernel
-def least_of(entries: np.ndarray) -> Number:
-    """The least of entries int64 `[n]`."""
-    least = entries[0]
-    for i in range(len(entries)):
-        least = min(least, entries[i])
-    return least
+def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
+    """Positions of the `k` largest of int32 numbers `[n]`, equal ones the lower, in `out[:k]`.
+
+    They ascend; out is int32 and longer than `k`.
+    """
+    threshold = np.int32(threshold_for(numbers, k))
+    ties = k - (0 if threshold == MOST else count_from(numbers, threshold + 1))
+    taken = 0
+    for i in range(len(numbers)):
+        tie = np.int64(numbers[i] == threshold)
+        out[taken] = i
+        taken += np.int64(numbers[i] > threshold) | (tie & np.int64(ties > 0))
+        ties -= tie
 
 
 @kernel
-def threshold_of(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
+def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
     """A vote that about `limit` of the votes int32 `[n]` reach, and some more, as a sample tells.
 
-    more: how often there were too few: each time it is lower. room: int64, `2 · SAMPLED` at least.
+    more: how often there were too few: each time it is lower. room: int32, `2 · SAMPLED` at least.
     """
     step = max(1, len(votes) // SAMPLED)
     count = (len(votes) - 1) // step + 1
-    for i in range(count):
-        room[i] = entry_of(votes[i * step], i)
     expected = limit / step
-    rank = int(expected + 3 * math.sqrt(expected) + 8) << more
+    rank = limit if step == 1 else int(expected + 3 * math.sqrt(expected) + 8) << more
     if rank >= count:
         return INVALID + 1
-    put_best_first(room[:count], rank)
-    return max(least_of(room[:rank]) >> np.int64(32), INVALID + 1)
+    for i in range(count):
+        room[i] = votes[i * step]
+    return max(np.int64(threshold_for(room[:count], rank)), np.int64(INVALID) + 1)
 
 
 @kernel
-def list_from(
-    votes: np.ndarray, highest: np.ndarray, block: int, threshold: int, out: np.ndarray
-) -> int:
-    """Entries of the votes from a threshold on, ascending by position; gives how many.
+def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
+    """Positions of votes from a threshold on, ascending; gives how many.
 
-    highest: of each `block` of votes; out: as long as they are.
+    out: int32, `MARGIN` longer than they are.
     """
-    count, least = 0, np.int32(threshold)
-    for s in range(len(highest)):
-        if highest[s] < least:
-            continue
-        own = votes[s * block : s * block + block]
-        for i in range(len(own)):
-            if own[i] >= least:
-                out[count] = entry_of(np.int64(own[i]), s * block + i)
-                count += 1
+    count, least, at = 0, np.int32(threshold), votes.ctypes.data
+    whole = len(votes) // WORD * WORD
+    for start in range(0, whole, WORD):
+        ones = reaching(at + start * 4, least)
+        after = count + np.int64(popcount(ones))
+        while count < after:
+            for i in range(MARGIN):
+                out[count + i] = start + np.int64(lowest_bit(ones))
+                ones &= ones - ONE
+            count += MARGIN
+        count = after
+    for i in range(whole, len(votes)):
+        out[count] = i
+        count += np.int64(votes[i] >= least)
     return count
 
 
 @kernel
 def candidates(
-    votes: np.ndarray,
-    highest: np.ndarray,
-    block: int,
-    limit: int,
-    listed: np.ndarray,
-    room: np.ndarray,
-    out: np.ndarray,
+    votes: np.ndarray, limit: int, listed: np.ndarray, room: np.ndarray, out: np.ndarray
 ) -> None:
     """As `ops.select.candidates`: ids int32 `out[:limit]`, ascending.
 
-    votes: int32 `[n]`, `INVALID` for none; highest: of each `block` of them; limit: at most the
-    number of valid ones; listed, room: int64 `[n + 2 · SAMPLED]`.
+    votes: int32 `[n]`, `INVALID` for none; limit: at most the number of valid ones, and out is
+    longer; listed: int32 `[n + MARGIN]`; room: int32 `[n + 2 · SAMPLED]`.
     """
     if limit == 0:
         return
     more, count = 0, 0
     while count < limit:
-        threshold = threshold_of(votes, limit, more, room)
-        count = list_from(votes, highest, block, threshold, listed)
+        threshold = sampled_threshold(votes, limit, more, room)
+        count = list_from(votes, threshold, listed)
         more += 1
     for i in range(count):
-        room[i] = listed[i]
-    put_best_first(room[:count], limit)
-    least, taken = least_of(room[:limit]), 0
-    for i in range(count):
-        if listed[i] >= least:
-            out[taken] = position_of(listed[i])
-            taken += 1
+        room[i] = votes[listed[i]]
+    put_chosen(room[:count], limit, out)
+    for i in range(limit):
+        out[i] = listed[out[i]]
 
 
 @kernel
-def top_k(scores: np.ndarray, ids: np.ndarray, k: int, entries: np.ndarray) -> None:
-    """As `ops.select.top_k`: the entries of the best, best first, in int64 `entries[:k]`.
+def put_in_order(entries: np.ndarray, out: np.ndarray) -> None:
+    """Distinct entries int64 `[k]`, the largest first, in `out`."""
+    k = len(entries)
+    if k > FEW:
+        out[:k] = entries
+        out[:k].sort()
+        for i in range(k // 2):
+            out[i], out[k - 1 - i] = out[k - 1 - i], out[i]
+        return
+    for i in range(k):
+        before, own = 0, entries[i]
+        for j in range(k):
+            before += np.int64(entries[j] > own)
+        out[before] = own
 
-    scores: float32 `[C]` of rows int32 `[C]`, k at most C; entries: as long.
+
+@kernel
+def top_k(
+    scores: np.ndarray,
+    ids: np.ndarray,
+    k: int,
+    orders: np.ndarray,
+    places: np.ndarray,
+    room: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """As `ops.select.top_k`: the entries of the best, best first, in int64 `out[:k]`.
+
+    scores: float32 `[C]` of ascending rows int32 `[C]`, k at most C; orders int32 `[C]`, places
+    int32 `[k + 1]`, room int64 `[k]`.
     """
     for c in range(len(scores)):
-        entries[c] = entry_of(order_of(scores[c]), ids[c])
-    put_best_first(entries, k)
-    entries[:k].sort()
-    for i in range(k // 2):
-        entries[i], entries[k - 1 - i] = entries[k - 1 - i], entries[i]
-
-
-@kernel
-def score_of(entry: int) -> Number:
-    """The float32 score of an entry."""
-    order = np.int32(entry >> np.int64(32))
-    return np.int32(order ^ (order >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)
+        orders[c] = order_of(scores[c])
+    put_chosen(orders[: len(scores)], k, places)
+    for i in range(k):
+        room[i] = entry_of(orders[places[i]], ids[places[i]])
+    put_in_order(room[:k], out)

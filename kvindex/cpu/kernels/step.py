@@ -15,7 +15,6 @@ def find_rows(
     part: int,
     parts: int,
     votes: np.ndarray,
-    highest: np.ndarray,
     limits: np.ndarray,
     length: int,
     full: int,
@@ -38,24 +37,25 @@ def find_rows(
     agreed: np.ndarray,
     listed: np.ndarray,
     room: np.ndarray,
+    places: np.ndarray,
+    entries: np.ndarray,
     ids: np.ndarray,
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
     """The best `k` rows of a part of the groups: `select`, `rerank`, `group`, `select`.
 
-    limits: candidates `C`, int64 `[B·G]`; chosen int32 `[parts, most]`, estimates float32
-    `[parts, g, most]`, shares and agreed float32 `[parts, most]`, listed, room int64
-    `[parts, N + 2 · SAMPLED]`: room for them.
+    limits: candidates `C`, int64 `[B·G]`. Room: chosen int32 `[parts, most + 1]`, estimates float32
+    `[parts, g, most]`, shares and agreed float32 `[parts, most]`, listed and room int32
+    `[parts, N + 2 · SAMPLED]`, places int32 `[parts, k + 1]`, entries int64 `[parts, 2, k]`.
     Writes ids int64 `[B·G, k]`, best first, then -1, scores float32 `[B·G, k]` and how many there
     are, found int32 `[B·G]`.
     """
-    groups, k, blocks = *ids.shape, -(-length // block)
+    groups, k = ids.shape
     for group in range(groups * part // parts, groups * (part + 1) // parts):
         C = limits[group]
-        own, some, at = chosen[part, :C], agreed[part, :C], room[part]
-        high = highest[group, :blocks]
-        candidates(votes[group, :length], high, block, C, listed[part], at, own)
+        candidates(votes[group, :length], C, listed[part], room[part], chosen[part])
+        own, some = chosen[part, :C], agreed[part, :C]
         estimate(
             own,
             signs[:, group],
@@ -73,7 +73,8 @@ def find_rows(
         )
         agree(estimates[part, :, :C], scale, softcap, by_largest, shares[part, :C], some)
         count = min(k, C)
-        top_k(some, own, count, at[:C])
+        at = entries[part, 1]
+        top_k(some, own, count, room[part], places[part], entries[part, 0], at)
         found[group] = count
         for i in range(k):
             ids[group, i] = position_of(at[i]) if i < count else -1

@@ -113,6 +113,19 @@ def _add_four(_: Any, shares: Any, rows: Any, chunks: Any, out: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64, types.int64), code
 
 
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def reaching(_: Any, numbers: Any, threshold: Any) -> Any:
+    """Which of 64 int32 numbers at an address are `threshold` or more: bits of a uint64."""
+
+    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(32), 64)
+        own = builder.load(builder.inttoptr(arguments[0], kind.as_pointer()), align=4)
+        ones = builder.icmp_signed(">=", own, broadcast(builder, arguments[1], kind))
+        return builder.bitcast(ones, INT64)
+
+    return types.uint64(types.int64, types.int32), code
+
+
 @kernel
 def four_dots(query: int, rows: int, D: int, out: int) -> None:
     """Inner products of a query with four rows, float32 `[D]` all, into float32 `[4]`.
