@@ -58,7 +58,7 @@ def score_of(entry: int) -> Number:
 
 
 @kernel
-def count_from(numbers: np.ndarray, threshold: int) -> int:
+def count_from(numbers: np.ndarray, threshold: int) -> Number:
     """How many of int32 numbers `[n]` are `threshold` or more."""
     count, least = np.int32(0), np.int32(threshold)
     for i in range(len(numbers)):
@@ -94,9 +94,9 @@ def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
     ties = k - (0 if threshold == MOST else count_from(numbers, threshold + 1))
     taken = 0
     for i in range(len(numbers)):
-        tie = np.int64(numbers[i] == threshold)
+        tie = int(numbers[i] == threshold)
         out[taken] = i
-        taken += np.int64(numbers[i] > threshold) | (tie & np.int64(ties > 0))
+        taken += int(numbers[i] > threshold) | (tie & int(ties > 0))
         ties -= tie
 
 
@@ -127,7 +127,7 @@ def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
     whole = len(votes) // WORD * WORD
     for start in range(0, whole, WORD):
         ones = reaching(at + start * 4, least)
-        after = count + np.int64(popcount(ones))
+        after = count + int(popcount(ones))
         while count < after:
             for i in range(MARGIN):
                 out[count + i] = start + np.int64(lowest_bit(ones))
@@ -136,7 +136,7 @@ def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
         count = after
     for i in range(whole, len(votes)):
         out[count] = i
-        count += np.int64(votes[i] >= least)
+        count += int(votes[i] >= least)
     return count
 
 
@@ -176,7 +176,7 @@ def put_in_order(entries: np.ndarray, out: np.ndarray) -> None:
     for i in range(k):
         before, own = 0, entries[i]
         for j in range(k):
-            before += np.int64(entries[j] > own)
+            before += int(entries[j] > own)
         out[before] = own
 
 
