@@ -17,6 +17,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.constants import Constants
+from kvindex.cpu.kernels.lookup import LARGEST, NIBBLES, SERVED
 from kvindex.cpu.kernels.numbers import KINDS
 from kvindex.cpu.kernels.query import GROUP, prepare
 from kvindex.cpu.kernels.scan import scan
@@ -36,14 +37,14 @@ class Prepared:
     """Queries `[B·G, g, D]` as stages read them.
 
     queries, rotated: float32, the latter with their norms; units: what a vote stands for, float64
-    `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` and totals of their
-    coordinates, int32 `[B·G, g]`.
+    `[B·G, g]`; of the rounded queries planes, or tables, and totals, as for `kernels.query`.
     """
 
     queries: np.ndarray
     rotated: np.ndarray
     units: np.ndarray
     planes: np.ndarray
+    tables: np.ndarray
     totals: np.ndarray
 
 
@@ -86,9 +87,12 @@ class Stages:
         digits = 1 if query_max < 2 ** (GROUP - 1) else 2
         rotated = array("rotated", np.float32, groups, heads, D)
         units = array("units", np.float64, groups, heads)
-        planes = array("planes", np.uint64, groups, heads, digits * GROUP, -(-D // 64))
+        words, looked_up = -(-D // 64), SERVED and query_max <= LARGEST
+        counts = (0, words) if looked_up else (words, 0)
+        planes = array("planes", np.uint64, groups, heads, digits * GROUP, counts[0])
+        tables = array("tables", np.uint8, groups, heads, counts[1], NIBBLES, 16)
         totals = array("totals", np.int32, groups, heads)
-        made = rotated, units, planes, totals
+        made = rotated, units, planes, tables, totals
         prepare(queries, constants.rotation, query_max, self.state.scales, constants.level, *made)
         return Prepared(queries, *made)
 
@@ -105,8 +109,8 @@ class Stages:
         def part(i: int, parts: int) -> None:
             codes = state.signs, state.weights, state.centers, state.valid
             sizes = state.length, state.full, block
-            of = state.factors, asked.queries, asked.units, asked.planes, asked.totals
-            scan(i, parts, *codes, *sizes, *of, products, votes)
+            of = asked.queries, asked.units, asked.planes, asked.tables, asked.totals
+            scan(i, parts, *codes, *sizes, state.factors, *of, products, votes)
 
         threads.run(part, 1 if self.most_parts(groups) == 1 else groups * blocks)
         return Scanned(votes, products)

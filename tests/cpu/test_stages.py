@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvindex.cpu.kernels import numbers, query, rerank, scan, select, vectors
+from kvindex.cpu.kernels import lookup, numbers, query, rerank, scan, select, vectors
 from kvindex.ops import coarse, codes, group, transform
 from kvindex.ops import rerank as reranking
 from kvindex.ops import select as selecting
@@ -73,6 +73,27 @@ def test_dots_of_signs_are_sums_of_table_entries(D, query_max):
     table = coarse.dot_table(rotated, query_max)
     want = coarse.votes(signs[None, None, : scan.PIECE], table)
     assert dots.tolist() == want.flatten().tolist()
+
+
+@pytest.mark.parametrize("D", [8, 64, 80, 128])
+@pytest.mark.parametrize("query_max", [1, 21, 31])
+@pytest.mark.skipif(not lookup.SERVED, reason="needs AVX-512")
+def test_votes_by_tables_in_registers_are_those_by_planes(D, query_max):
+    rng, heads, W, n = np.random.default_rng(D), 3, -(-D // 64), 128
+    integers = rng.integers(-query_max, query_max + 1, (heads, D))
+    signs = rng.integers(0, 256, (n, D // 8), np.uint8)
+    tables, planes = np.empty((heads, W, 16, 16), np.uint8), np.empty((heads, 6, W), np.uint64)
+    totals = np.array([lookup.put_tables(integers[h], tables[h]) for h in range(heads)], np.int32)
+    for h in range(heads):
+        query.put_planes(integers[h], planes[h])
+    words, factors = np.empty((W, n), np.uint64), rng.integers(0, 2**15, n, np.int32)
+    offsets, out = rng.integers(-(2**30), 2**30, heads, np.int32), np.full((2, n), -(2**31))
+    out, nibbles = out.astype(np.int32), np.empty((W, 16, 64), np.uint8)
+    scan.put_words(signs.ctypes.data, n, D // 8, words)
+    lookup.raise_votes(words, tables, totals, factors, offsets, nibbles, out[0])
+    sums, dots = integers.sum(1).astype(np.int32), np.empty(n, np.int32)
+    scan.raise_by_planes(words, planes, sums, factors, offsets, dots, out[1])
+    assert (out[0] == out[1]).all()
 
 
 def test_offsets_are_rounded_and_bounded():

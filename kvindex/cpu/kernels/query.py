@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvindex.cpu.kernels.compile import Number, kernel
+from kvindex.cpu.kernels.lookup import put_tables
+from kvindex.cpu.kernels.vectors import FOUR, four_dots
 from kvindex.ops.codes import FACTOR, TINY
 from kvindex.ops.transform import LONGEST
 
@@ -23,11 +25,11 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
     direction = np.empty(D, np.float32)
     for i in range(D):
         direction[i] = np.float32(query[i] / length)
-    for j in range(D):
-        dot = np.float32(0)
-        for i in range(D):
-            dot += rotation[j, i] * direction[i]
-        out[j] = dot
+    rows, at, to = np.empty(FOUR, np.int64), rotation.ctypes.data, out.ctypes.data
+    for j in range(0, D, FOUR):
+        for r in range(FOUR):
+            rows[r] = at + (j + r) * D * 4
+        four_dots(direction.ctypes.data, rows.ctypes.data, D, to + j * 4)
     return np.float32(min(norm, LONGEST))
 
 
@@ -78,13 +80,15 @@ def prepare(
     rotated: np.ndarray,
     units: np.ndarray,
     planes: np.ndarray,
-    sums: np.ndarray,
+    tables: np.ndarray,
+    totals: np.ndarray,
 ) -> None:
     """All that stages read of the queries float32 `[B·G, g, D]`.
 
     scales: of weights, float64 `[B·G]`. Writes rotated float32 `[B·G, g, D]`, with norms; units
-    float64 `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` and sums of their
-    coordinates, int32 `[B·G, g]`.
+    float64 `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` or tables uint8
+    `[B·G, g, W, 16, 16]`, whichever has words, and totals int32 `[B·G, g]`, what dots of them are
+    too large by.
     """
     groups, g, D = queries.shape
     integers = np.empty(D, np.int64)
@@ -93,8 +97,11 @@ def prepare(
             one = rotated[group, h]
             norm = rotate(queries[group, h], rotation, one)
             round_query(one, query_max, integers)
-            put_planes(integers, planes[group, h])
-            sums[group, h] = integers.sum()
+            if tables.shape[2]:
+                totals[group, h] = put_tables(integers, tables[group, h])
+            else:
+                put_planes(integers, planes[group, h])
+                totals[group, h] = integers.sum()
             for i in range(D):
                 one[i] *= np.float32(norm)
             units[group, h] = vote_unit(one, scales[group], level, query_max)

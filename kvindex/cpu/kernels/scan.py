@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvindex.cpu.kernels.compile import Number, kernel, popcount, uint8_at, uint64_at
+from kvindex.cpu.kernels.lookup import raise_votes
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
 from kvindex.cpu.kernels.query import GROUP
 
@@ -85,6 +86,23 @@ def offset_of(product: float, unit: float) -> Number:
 
 
 @kernel
+def raise_by_planes(
+    words: np.ndarray,
+    planes: np.ndarray,
+    totals: np.ndarray,
+    factors: np.ndarray,
+    offsets: np.ndarray,
+    dots: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """As `lookup.raise_votes`, of planes uint64 `[g, P, W]` and any n; dots: int32 `[n]`, room."""
+    for h in range(len(planes)):
+        put_dots(words, planes[h], totals[h], dots)
+        for i in range(len(out)):
+            out[i] = max(out[i], np.int32(dots[i] * factors[i] + offsets[h]))
+
+
+@kernel
 def scan_block(
     signs: int,
     weights: int,
@@ -92,32 +110,36 @@ def scan_block(
     count: int,
     M: int,
     planes: np.ndarray,
+    tables: np.ndarray,
     totals: np.ndarray,
     factors: np.ndarray,
     offsets: np.ndarray,
     words: np.ndarray,
+    nibbles: np.ndarray,
     dots: np.ndarray,
     own: np.ndarray,
+    some: np.ndarray,
     votes: np.ndarray,
 ) -> None:
     """Votes int32 `[count]` of a block's keys.
 
-    signs, weights: addresses; valid: of bool `[count]`, or 0; planes: uint64 `[g, P, W]`; totals:
-    int32 `[g]`; factors: int32 `[256]`, by weight; offsets: int32 `[g]`; words uint64
-    `[W, PIECE]`, dots and own int32 `[PIECE]`: room.
+    signs, weights: addresses; valid: of bool `[count]`, or 0; planes uint64 `[g, P, W]`, tables
+    uint8 `[g, W, 16, 16]`, one of them of no words, and totals int32 `[g]`: of the queries;
+    factors: int32 `[256]`, by weight; offsets: int32 `[g]`; words uint64 `[W, PIECE]`, nibbles
+    uint8 `[W, 16, 64]`, dots, own and some int32 `[PIECE]`: room.
     """
     for start in range(0, count, PIECE):
         n = min(PIECE, count - start)
         bytes_of, out = uint8_at(weights + start, n), votes[start : start + n]
         for i in range(n):
             own[i] = factors[bytes_of[i]]
-            out[i] = INVALID
+        some[:] = INVALID
         put_words(signs + start * M, n, M, words)
-        for h in range(len(planes)):
-            put_dots(words, planes[h], totals[h], dots[:n])
-            offset = offsets[h]
-            for i in range(n):
-                out[i] = max(out[i], np.int32(dots[i] * own[i] + offset))
+        if tables.shape[1]:
+            raise_votes(words, tables, totals, own, offsets, nibbles, some)
+        else:
+            raise_by_planes(words, planes, totals, own, offsets, dots[:n], some[:n])
+        out[:] = some[:n]
         if valid:
             flags = uint8_at(valid + start, n)
             for i in range(n):
@@ -140,6 +162,7 @@ def scan(
     queries: np.ndarray,
     units: np.ndarray,
     planes: np.ndarray,
+    tables: np.ndarray,
     totals: np.ndarray,
     products: np.ndarray,
     votes: np.ndarray,
@@ -148,14 +171,14 @@ def scan(
 
     signs, weights, centers: addresses int64 `[2, B·G]`, of full blocks and of the open one, the
     keys from `full` on; 0 centers: there are none. valid: addresses int64 `[B·G]` of flags, or 0;
-    factors: int32 `[B·G, 256]`; queries, units, planes, totals: as for `query.prepare`. Writes
-    products with centers float32 `[B·G, S, g]` and votes int32 `[B·G, N]`.
+    factors: int32 `[B·G, 256]`; queries, units, planes, tables, totals: as for `query.prepare`.
+    Writes products with centers float32 `[B·G, S, g]` and votes int32 `[B·G, N]`.
     """
     groups, g, D = queries.shape
     M, blocks = D // 8, -(-length // block)
     total = groups * blocks
-    offsets, words = np.empty(g, np.int32), np.empty((planes.shape[3], PIECE), np.uint64)
-    dots, own = np.empty(PIECE, np.int32), np.empty(PIECE, np.int32)
+    offsets, words = np.empty(g, np.int32), np.zeros((-(-D // 64), PIECE), np.uint64)
+    nibbles, room = np.empty((len(words), 16, 64), np.uint8), np.zeros((3, PIECE), np.int32)
     center = np.empty(D, np.float32)
     for unit in range(total * part // parts, total * (part + 1) // parts):
         group, s = unit // blocks, unit % blocks
@@ -177,11 +200,14 @@ def scan(
             count,
             M,
             planes[group],
+            tables[group],
             totals[group],
             factors[group],
             offsets,
             words,
-            dots,
-            own,
+            nibbles,
+            room[0],
+            room[1],
+            room[2],
             some,
         )
