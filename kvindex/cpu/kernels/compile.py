@@ -40,8 +40,17 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     Numba keeps code by a function's name and the date of its file; kernels of other files are part
     of it, so that the name tells all of them.
     """
+    return _compiled(function)
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `kernel`, for one that becomes a part of each that calls it: a call takes as long."""
+    return _compiled(function, forceinline=True)
+
+
+def _compiled(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     function.__qualname__ += "_" + SOURCES.hexdigest()[:16]
-    options: dict[str, Any] = dict(nogil=True, error_model="numpy", fastmath=REORDERED)
+    options = dict(nogil=True, error_model="numpy", fastmath=REORDERED, **more)
     try:
         compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to keep it in

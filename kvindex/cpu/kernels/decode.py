@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvindex.cpu.kernels.compile import kernel
+from kvindex.cpu.kernels.compile import inlined
 from kvindex.cpu.kernels.vectors import FLOATS, LANES, broadcast, chunk, shuffle
 
 WORD = 64
@@ -86,7 +86,7 @@ def _put_word(
     return types.void(*[types.int64] * 7), code
 
 
-@kernel
+@inlined
 def put_word(signs: int, planes: int, step: int, bits: int, levels: int, out: int) -> None:
     """Signed levels of 64 coordinates, float32 `[64]`; all by addresses.
 

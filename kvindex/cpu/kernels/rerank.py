@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import Number, kernel, prefetch, uint8_at
+from kvindex.cpu.kernels.compile import Number, inlined, kernel, prefetch, uint8_at
 from kvindex.cpu.kernels.decode import WORD, put_word
 from kvindex.cpu.kernels.numbers import exp, largest, log
 from kvindex.cpu.kernels.vectors import FOUR, four_dots
@@ -20,7 +20,7 @@ STEPS = 2**11
 """Weights of an octave: of the 16 bits of a weight those below its power of two."""
 
 
-@kernel
+@inlined
 def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
     """As `ops.codes.log_weights`, of a code's two bytes; fine: weights from 1, float32 `[2^11]`."""
     code = np.int32(upper) << np.int32(8) | np.int32(lower)
@@ -30,7 +30,7 @@ def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
     return fine[code & (STEPS - 1)] * np.int32(exponent << np.int32(23)).view(np.float32)
 
 
-@kernel
+@inlined
 def put_direction(
     signs: int, magnitudes: int, bits: int, M: int, levels: int, room: int, out: int
 ) -> None:
@@ -50,7 +50,7 @@ def put_direction(
         put_word(room, room + 8, 8, bits, levels, out + last * 32)
 
 
-@kernel
+@inlined
 def ask_for(
     id_of: int,
     signs: np.ndarray,

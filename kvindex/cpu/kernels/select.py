@@ -14,8 +14,8 @@ from kvindex.cpu.kernels.compile import Number, kernel, lowest_bit, popcount
 from kvindex.cpu.kernels.scan import INVALID
 from kvindex.cpu.kernels.vectors import reaching
 
-SAMPLED = 4096
-"""Votes that tell where to begin."""
+SAMPLED, FEWEST = 4096, 1024
+"""Votes that tell where to begin: an eighth of all, within these bounds."""
 
 WORD = 64
 """Votes that are compared at once."""
@@ -106,7 +106,7 @@ def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray
 
     more: how often there were too few: each time it is lower. room: int32, `2 · SAMPLED` at least.
     """
-    step = max(1, len(votes) // SAMPLED)
+    step = max(1, len(votes) // min(max(len(votes) // 8, FEWEST), SAMPLED))
     count = (len(votes) - 1) // step + 1
     expected = limit / step
     rank = limit if step == 1 else int(expected + 3 * math.sqrt(expected) + 8) << more

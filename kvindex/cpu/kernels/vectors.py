@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvindex.cpu.kernels.compile import float32_at, int64_at, kernel
+from kvindex.cpu.kernels.compile import float32_at, inlined, int64_at
 
 LANES = 16
 """Numbers of a vector: what 512 bits hold."""
@@ -126,7 +126,7 @@ def reaching(_: Any, numbers: Any, threshold: Any) -> Any:
     return types.uint64(types.int64, types.int32), code
 
 
-@kernel
+@inlined
 def four_dots(query: int, rows: int, D: int, out: int) -> None:
     """Inner products of a query with four rows, float32 `[D]` all, into float32 `[4]`.
 
@@ -146,7 +146,7 @@ def four_dots(query: int, rows: int, D: int, out: int) -> None:
                 dots[r] += own[d] * row[d]
 
 
-@kernel
+@inlined
 def add_four(shares: int, rows: int, D: int, out: int) -> None:
     """Add four rows times four shares to float32 `[D]`; by addresses, as `four_dots`."""
     if D == 64:  # unrolled
