@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
+
+Room = TypeVar("Room")
+
+MOST_ROOMS = 64
+"""Of so many keys arrays are kept: layers are of few lengths."""
 
 
 class Buffers(threading.local):
@@ -15,6 +21,7 @@ class Buffers(threading.local):
     def __init__(self) -> None:
         self._memory: dict[str, np.ndarray] = {}
         self._last: dict[str, np.ndarray] = {}
+        self._rooms: dict[Any, Any] = {}
 
     def array(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
         """An array of that shape; what it holds means nothing. A name has one dtype."""
@@ -25,7 +32,18 @@ class Buffers(threading.local):
         held = self._memory.get(name)
         if held is None or len(held) < count:
             held = self._memory[name] = np.empty(count + count // 2, dtype)
+            self._rooms.clear()
         made = self._last[name] = held[:count].reshape(shape)
+        return made
+
+    def room(self, key: Any, make: Callable[[], Room]) -> Room:
+        """What `make` gives, arrays of this thread, once for each key."""
+        made: Room | None = self._rooms.get(key)
+        if made is None:
+            made = make()
+            if len(self._rooms) >= MOST_ROOMS:
+                self._rooms.clear()
+            self._rooms[key] = made
         return made
 
 

@@ -28,6 +28,7 @@ class ParisKVExecutor:
     length = None
 
     _contents: Contents  # since the first `update`
+    _most: int  # valid tokens of a row of the batch
 
     def __init__(
         self, geometry: Geometry, config: ParisKVConfig, constants: Constants, codes: BlockColumns
@@ -69,6 +70,7 @@ class ParisKVExecutor:
             other = ParisKVExecutor(self._geometry, self._config, self._constants, contents.codes)
             return other.update(contents)
         self._contents, self._ready = contents, None
+        self._most = int(contents.counts.max()) if len(contents.counts) else 0
         return self
 
     def prepare(
@@ -100,7 +102,7 @@ class ParisKVExecutor:
     ) -> Attended:
         """As `Executor.attend`."""
         folded = self._folded(queries)
-        hits, find = self._finding(folded, min(k, int(self._contents.counts.max())))
+        hits, find = self._finding(folded, min(k, self._most))
         beside = self._beside(resident)
         output, lse, attend = self._stages.attend(folded, hits.ids, None, resident, beside)
 
@@ -136,8 +138,8 @@ class ParisKVExecutor:
     def _folded(self, queries: Tensor) -> np.ndarray:
         """Queries `[B, H, D]` as float32 `[B·G, g, D]`."""
         g = self._geometry
-        floats = queries.float().reshape(-1, g.group_size, g.head_dim)
-        return floats.numpy()
+        floats: np.ndarray = queries.float().contiguous().numpy()
+        return floats.reshape(-1, g.group_size, g.head_dim)
 
     @property
     def _stages(self) -> Stages:
@@ -154,9 +156,10 @@ class ParisKVExecutor:
 
     def _limits(self, k: int) -> np.ndarray:
         """Candidates `C` of each group for `k` rows, int64 `[B·G]`."""
-        limits, counts = self._stages.state.limits, self._contents.counts
+        limits = self._stages.state.limits
         if k not in limits:
-            candidates = [self._config.candidates(n, k) for n in counts.tolist()]
+            counts = self._contents.counts.tolist()
+            candidates = [self._config.candidates(n, k) for n in counts]
             limits[k] = np.repeat(candidates, self._geometry.kv_heads)
         return limits[k]
 
@@ -171,9 +174,9 @@ class ParisKVExecutor:
     ) -> Attended:
         g, (batch, heads, _) = self._geometry, queries.shape
         return Attended(
-            torch.from_numpy(output).view(batch, heads, g.value_dim).to(g.dtype),
-            torch.from_numpy(lse).view(batch, heads),
-            torch.from_numpy(found).view(batch, -1),
+            torch.from_numpy(output.reshape(batch, heads, g.value_dim)).to(g.dtype),
+            torch.from_numpy(lse.reshape(batch, heads)),
+            torch.from_numpy(found.reshape(batch, -1)),
         )
 
 

@@ -7,6 +7,8 @@ What a stage makes on its way lies in buffers of the thread; results are new eac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +69,44 @@ class Found:
     found: np.ndarray
 
 
+def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray, ...]:
+    """What `prepare` writes of queries of this shape."""
+    array, (groups, heads, D) = BUFFERS.array, shape
+    digits = 1 if query_max < 2 ** (GROUP - 1) else 2
+    words, looked_up = -(-D // 64), SERVED and query_max <= LARGEST
+    counts = (0, words) if looked_up else (words, 0)
+    return (
+        array("rotated", np.float32, groups, heads, D),
+        array("units", np.float64, groups, heads),
+        array("planes", np.uint64, groups, heads, digits * GROUP, counts[0]),
+        array("tables", np.uint8, groups, heads, counts[1], NIBBLES, 16),
+        array("totals", np.int32, groups, heads),
+    )
+
+
+def room_of_votes(votes: tuple[int, ...], products: tuple[int, ...]) -> Scanned:
+    """What `scan` writes, of these shapes."""
+    array = BUFFERS.array
+    return Scanned(array("votes", np.int32, *votes), array("products", np.float32, *products))
+
+
+def room_of_candidates(
+    parts: int, heads: int, most: int, length: int, k: int
+) -> tuple[np.ndarray, ...]:
+    """What `find_rows` makes on its way, of `most` candidates of a group."""
+    array, entries = BUFFERS.array, length + 2 * SAMPLED
+    return (
+        array("chosen", np.int32, parts, most + 1),
+        array("estimates", np.float32, parts, heads, most),
+        array("shares", np.float32, parts, most),
+        array("agreed", np.float32, parts, most),
+        array("listed", np.int32, parts, entries),
+        array("numbers", np.int32, parts, entries),
+        array("positions", np.int32, parts, k + 1),
+        array("entries", np.int64, parts, 2, k),
+    )
+
+
 @dataclass(frozen=True)
 class Stages:
     """Those of an index in one state."""
@@ -82,38 +122,46 @@ class Stages:
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
         """Rotate and round queries float32 `[B·G, g, D]`."""
-        constants, array = self.constants, BUFFERS.array
-        (groups, heads, D), query_max = queries.shape, constants.query_max
-        digits = 1 if query_max < 2 ** (GROUP - 1) else 2
-        rotated = array("rotated", np.float32, groups, heads, D)
-        units = array("units", np.float64, groups, heads)
-        words, looked_up = -(-D // 64), SERVED and query_max <= LARGEST
-        counts = (0, words) if looked_up else (words, 0)
-        planes = array("planes", np.uint64, groups, heads, digits * GROUP, counts[0])
-        tables = array("tables", np.uint8, groups, heads, counts[1], NIBBLES, 16)
-        totals = array("totals", np.int32, groups, heads)
-        made = rotated, units, planes, tables, totals
+        constants = self.constants
+        query_max, shape = constants.query_max, queries.shape
+        made = BUFFERS.room(("asked", shape, query_max), lambda: room_of_queries(shape, query_max))
         prepare(queries, constants.rotation, query_max, self.state.scales, constants.level, *made)
         return Prepared(queries, *made)
 
+    @cached_property
+    def _scanned_codes(self) -> tuple[Any, ...]:
+        state, block = self.state, self.config.center or BLOCK
+        codes = state.signs, state.weights, state.centers, state.valid
+        return *codes, state.length, state.full, block, state.factors
+
     def scan(self, asked: Prepared) -> Scanned:
         """Votes of all keys."""
-        state, array = self.state, BUFFERS.array
-        (groups, heads, _), block = asked.queries.shape, self.config.center or BLOCK
-        blocks = -(-state.length // block)
-        votes = array("votes", np.int32, groups, state.length)
-        products = array("products", np.float32, groups, blocks, heads)
+        (groups, heads, _), length = asked.queries.shape, self.state.length
+        blocks, codes = -(-length // (self.config.center or BLOCK)), self._scanned_codes
+        shapes = (groups, length), (groups, blocks, heads)
+        made = BUFFERS.room(("scanned", *shapes), lambda: room_of_votes(*shapes))
         if not self.config.center:
-            products.fill(0)
+            made.products.fill(0)
 
         def part(i: int, parts: int) -> None:
-            codes = state.signs, state.weights, state.centers, state.valid
-            sizes = state.length, state.full, block
             of = asked.queries, asked.units, asked.planes, asked.tables, asked.totals
-            scan(i, parts, *codes, *sizes, state.factors, *of, products, votes)
+            scan(i, parts, *codes, *of, made.products, made.votes)
 
         threads.run(part, 1 if self.most_parts(groups) == 1 else groups * blocks)
-        return Scanned(votes, products)
+        return made
+
+    @cached_property
+    def _ranked_codes(self) -> tuple[Any, ...]:
+        state, config = self.state, self.config
+        sizes = state.length, state.full, config.center or BLOCK
+        codes = state.signs, state.magnitudes, state.weights, state.fractions
+        return *sizes, *codes, config.magnitude_bits
+
+    @cached_property
+    def _ranked_by(self) -> tuple[Any, ...]:
+        g, constants = self.geometry, self.constants
+        by_largest = self.config.group == "max_share"
+        return constants.levels, constants.fine, g.scale, g.softcap or 0.0, by_largest
 
     def find(
         self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
@@ -123,33 +171,16 @@ class Stages:
 
         limits: candidates of each group, int64 `[B·G]`.
         """
-        state, constants, array = self.state, self.constants, BUFFERS.array
-        groups, heads, _ = asked.queries.shape
-        most, entries = int(limits.max()), state.length + 2 * SAMPLED
+        (groups, heads, _), codes, by = asked.queries.shape, self._ranked_codes, self._ranked_by
         parts = threads.parts_of(self.most_parts(groups))
-        room = (
-            array("chosen", np.int32, parts, most + 1),
-            array("estimates", np.float32, parts, heads, most),
-            array("shares", np.float32, parts, most),
-            array("agreed", np.float32, parts, most),
-            array("listed", np.int32, parts, entries),
-            array("numbers", np.int32, parts, entries),
-            array("positions", np.int32, parts, k + 1),
-            array("entries", np.int64, parts, 2, k),
-        )
+        sizes = parts, heads, max(limits.tolist()), self.state.length, k
+        room = BUFFERS.room(("found", sizes), lambda: room_of_candidates(*sizes))
         ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
         hits = Found(ids, scores, np.empty(groups, np.int32))
 
         def part(i: int, parts: int) -> None:
-            g, config = self.geometry, self.config
-            sizes = state.length, state.full, config.center or BLOCK
-            codes = state.signs, state.magnitudes, state.weights, state.fractions
-            tables = constants.levels, constants.fine
-            policy = g.scale, g.softcap or 0.0, config.group == "max_share"
-            of = asked.rotated, scanned.products, *tables, *policy
-            votes = scanned.votes, limits
-            bits = config.magnitude_bits
-            find_rows(i, parts, *votes, *sizes, *codes, bits, *of, *room, ids, scores, hits.found)
+            votes, of = (scanned.votes, limits), (asked.rotated, scanned.products)
+            find_rows(i, parts, *votes, *codes, *of, *by, *room, ids, scores, hits.found)
 
         return hits, part
 
