@@ -8,6 +8,8 @@ from kvindex.cpu.kernels.compile import Number, kernel, popcount, uint8_at, uint
 from kvindex.cpu.kernels.lookup import raise_votes
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
 from kvindex.cpu.kernels.query import GROUP
+from kvindex.cpu.kernels.vectors import FOUR as ROWS
+from kvindex.cpu.kernels.vectors import four_dots
 
 PIECE = 256
 """Keys at a time: what is made of them stays in the first cache."""
@@ -63,18 +65,22 @@ def put_dots(words: np.ndarray, planes: np.ndarray, total: int, out: np.ndarray)
 
 
 @kernel
-def multiply_center(center: int, queries: np.ndarray, room: np.ndarray, out: np.ndarray) -> None:
-    """Inner products of queries float32 `[g, D]` with a center, bfloat16 `[D]` at an address.
+def multiply_center(
+    center: int, queries: int, g: int, D: int, room: np.ndarray, places: np.ndarray, out: np.ndarray
+) -> None:
+    """Inner products of queries with a center, bfloat16 `[D]` at an address.
 
-    room: float32 `[D]`.
+    queries: an address of float32 `[g, D]`; room: float32 `[D + 4]`; places: int64 `[4]`, room;
+    out: float32 `[g]`.
     """
-    g, D = queries.shape
     read(center, D, BFLOAT16, room)
-    for h in range(g):
-        dot = np.float32(0)
-        for i in range(D):
-            dot += queries[h, i] * room[i]
-        out[h] = dot
+    own, dots = room.ctypes.data, room[D:]
+    for first in range(0, g, ROWS):
+        for i in range(ROWS):
+            places[i] = queries + min(first + i, g - 1) * D * 4
+        four_dots(own, places.ctypes.data, D, own + D * 4)
+        for h in range(first, min(first + ROWS, g)):
+            out[h] = dots[h - first]
 
 
 @kernel
@@ -179,7 +185,7 @@ def scan(
     total = groups * blocks
     offsets, words = np.empty(g, np.int32), np.zeros((-(-D // 64), PIECE), np.uint64)
     nibbles, room = np.empty((len(words), 16, 64), np.uint8), np.zeros((3, PIECE), np.int32)
-    center = np.empty(D, np.float32)
+    center, places = np.empty(D + ROWS, np.float32), np.empty(ROWS, np.int64)
     for unit in range(total * part // parts, total * (part + 1) // parts):
         group, s = unit // blocks, unit % blocks
         start = s * block
@@ -189,7 +195,8 @@ def scan(
             offsets[h] = 0
         if centers[opened, group]:
             at = centers[opened, group] + (0 if opened else s * D * 2)
-            multiply_center(at, queries[group], center, products[group, s])
+            asked = queries.ctypes.data + group * g * D * 4
+            multiply_center(at, asked, g, D, center, places, products[group, s])
             for h in range(g):
                 offsets[h] = offset_of(products[group, s, h], units[group, h])
         some = votes[group, start : start + count]
