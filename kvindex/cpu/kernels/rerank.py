@@ -162,7 +162,8 @@ def agree(
     """
     g, C = estimates.shape
     if g == 1 or C == 0:
-        out[:] = estimates[0]
+        for c in range(C):
+            out[c] = estimates[0, c]
         return
     out[:] = NEVER
     for h in range(g):

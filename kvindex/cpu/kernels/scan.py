@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import Number, kernel, popcount, uint8_at, uint64_at
+from kvindex.cpu.kernels.compile import Number, inlined, kernel, popcount, uint8_at, uint64_at
 from kvindex.cpu.kernels.lookup import raise_votes
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
 from kvindex.cpu.kernels.query import GROUP
@@ -23,7 +23,7 @@ BYTE = np.uint64(8)
 ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
 
 
-@kernel
+@inlined
 def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
     """Sign bytes of keys `[count, M]` as words: uint64 `out[:, :count]`, zeros after the last."""
     if M % 8 == 0:
@@ -64,7 +64,7 @@ def put_dots(words: np.ndarray, planes: np.ndarray, total: int, out: np.ndarray)
                 out[i] += np.int32((sum_of - (popcount(word & f) << FIVE)) << up)
 
 
-@kernel
+@inlined
 def multiply_center(
     center: int, queries: int, g: int, D: int, room: np.ndarray, places: np.ndarray, out: np.ndarray
 ) -> None:
@@ -91,7 +91,7 @@ def offset_of(product: float, unit: float) -> Number:
     return np.int32(min(max(np.rint(np.float64(product) / unit), -MOST), MOST))
 
 
-@kernel
+@inlined
 def raise_by_planes(
     words: np.ndarray,
     planes: np.ndarray,
@@ -108,7 +108,7 @@ def raise_by_planes(
             out[i] = max(out[i], np.int32(dots[i] * factors[i] + offsets[h]))
 
 
-@kernel
+@inlined
 def scan_block(
     signs: int,
     weights: int,
@@ -145,7 +145,8 @@ def scan_block(
             raise_votes(words, tables, totals, own, offsets, nibbles, some)
         else:
             raise_by_planes(words, planes, totals, own, offsets, dots[:n], some[:n])
-        out[:] = some[:n]
+        for i in range(n):
+            out[i] = some[i]
         if valid:
             flags = uint8_at(valid + start, n)
             for i in range(n):
