@@ -69,9 +69,10 @@ def count_from(numbers: np.ndarray, threshold: int) -> Number:
 @kernel
 def threshold_for(numbers: np.ndarray, k: int) -> Number:
     """The largest number that `k` of int32 numbers `[n]` reach, or one that just `k` do."""
-    low = high = np.int64(numbers[0])
+    least = most = np.int32(numbers[0])
     for i in range(len(numbers)):
-        low, high = min(low, np.int64(numbers[i])), max(high, np.int64(numbers[i]))
+        least, most = min(least, np.int32(numbers[i])), max(most, np.int32(numbers[i]))
+    low, high = np.int64(least), np.int64(most)
     while low < high:
         middle = low + (high - low + 1) // 2
         count = count_from(numbers, middle)
