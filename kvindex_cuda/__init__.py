@@ -13,6 +13,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
 from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.ops import group, units
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
@@ -35,6 +36,7 @@ __all__ = [
     "coarse",
     "codes",
     "fetch",
+    "group",
     "ready",
     "refusal",
     "rerank",
@@ -42,6 +44,7 @@ __all__ = [
     "select",
     "store",
     "transform",
+    "units",
 ]
 
 

@@ -145,7 +145,10 @@ class ClusteredIndex(BaseIndex):
     def _scores(self, estimates: Tensor, units: Units) -> Tensor:
         """The group's score for a row of each unit, `-inf` for none: `[B, G, U]`."""
         g, policy = self.geometry, self.config.group
-        return group.agree(estimates, policy, scale=g.scale, softcap=g.softcap, sizes=units.sizes)
+        scores: Tensor = self.ops.group.agree(
+            estimates, policy, scale=g.scale, softcap=g.softcap, sizes=units.sizes
+        )
+        return scores
 
     def _waiting_keys(self) -> Tensor:
         """Keys of the tokens that wait, `[B, G, R, D]`, zero for none."""

@@ -49,7 +49,7 @@ class EvictionIndex(BaseIndex):
         ids = self._retained()
         products = group.fold(queries, g.kv_heads, policy) @ self._store.gather(ids).keys.float().mT
         products = products.masked_fill((ids < 0)[:, :, None], NEVER)
-        agreed = group.agree(products, policy, scale=g.scale, softcap=g.softcap)
+        agreed = self.ops.group.agree(products, policy, scale=g.scale, softcap=g.softcap)
         best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 

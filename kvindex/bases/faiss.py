@@ -213,7 +213,7 @@ class FaissIndex(BaseIndex):
         else:
             keys = keys.gather(2, order[..., None].expand_as(keys))
         estimates = (folded @ keys.mT).masked_fill((ids < 0)[:, :, None], float("-inf"))
-        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        agreed = self.ops.group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
         scores, slots = self.ops.select.top_k(agreed, k)  # ids ascend: equal scores stay in order
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), scores)
 

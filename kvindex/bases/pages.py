@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.bases.units import best_rows
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.select import compact
@@ -170,9 +169,10 @@ class PagedIndex(BaseIndex):
         sizes = (self.counts.to(g.device)[:, None] - starts).clamp(0, self.config.page)
         sizes = sizes[:, None].expand(-1, g.kv_heads, -1)  # [B, G, pages]
         scores = scores.masked_fill((sizes == 0)[:, :, None], float("-inf"))
-        agreed = group.agree(scores, policy, scale=g.scale, softcap=g.softcap, sizes=sizes)
+        agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=g.softcap, sizes=sizes)
         members = self._members()[:, None].expand(-1, g.kv_heads, -1)
-        return best_rows(agreed, starts.expand_as(sizes), sizes, members, k)
+        hits: Hits = self.ops.units.best_rows(agreed, starts.expand_as(sizes), sizes, members, k)
+        return hits
 
 
 def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:

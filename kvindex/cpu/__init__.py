@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
-from kvindex.cpu import served
+from kvindex.cpu import fetch, group, select, served, units
 from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.indexes.pariskv import ParisKVConfig
-from kvindex.ops import attention, coarse, codes, fetch, rerank, sampling, select, transform
+from kvindex.ops import attention, coarse, codes, rerank, sampling, transform
 from kvindex.storage.store import TensorStore
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "coarse",
     "codes",
     "fetch",
+    "group",
     "ready",
     "refusal",
     "rerank",
@@ -31,6 +32,7 @@ __all__ = [
     "select",
     "store",
     "transform",
+    "units",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
@@ -21,10 +21,17 @@ CODES = "signs", "magnitudes", "weights", "fractions", "centers"
 
 def addresses(tensor: Tensor) -> np.ndarray:
     """Where each `[b, g]` of a tensor `[B, G, …]` begins, int64 `[B·G]`."""
-    batch, heads = (np.arange(size, dtype=np.int64) for size in tensor.shape[:2])
-    steps = batch[:, None] * tensor.stride(0) + heads * tensor.stride(1)
-    at: np.ndarray = tensor.data_ptr() + steps.reshape(-1) * tensor.element_size()
+    batch, heads = places(*tensor.shape[:2])
+    steps = batch * tensor.stride(0) + heads * tensor.stride(1)
+    at: np.ndarray = tensor.data_ptr() + steps * tensor.element_size()
     return at
+
+
+@lru_cache
+def places(batch: int, heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """`b` and `g` of each of `B·G` pairs, int64."""
+    pairs = np.indices((batch, heads), dtype=np.int64).reshape(2, -1)
+    return pairs[0], pairs[1]
 
 
 def compact(tensor: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex.bases import units as unit_rows
 from kvindex.bases.clusters import ClusteredIndex, Plan
 from kvindex.core import check
 from kvindex.core.protocol import Hits
@@ -61,6 +60,7 @@ class ClusterKV(ClusteredIndex):
     def _search(self, queries: Tensor, k: int) -> Hits:
         units = self._units()
         scores = self._scores(self._estimates(queries, units), units)
-        return unit_rows.best_rows(
+        hits: Hits = self.ops.units.best_rows(
             scores, units.starts, units.sizes, units.members, k, units.singles
         )
+        return hits

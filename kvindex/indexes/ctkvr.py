@@ -274,7 +274,7 @@ class CTkvr(BaseIndex):
         if config.group == "mean_query":
             products = products.mean(2, keepdim=True)
         products = products.masked_fill((ids < 0)[:, :, None], NEVER)
-        agreed = group.agree(products, config.group, scale=g.scale, softcap=g.softcap)
+        agreed = self.ops.group.agree(products, config.group, scale=g.scale, softcap=g.softcap)
         best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 

@@ -50,7 +50,7 @@ class Exact(BaseIndex):
         """Hits, and the scores of all tokens."""
         g, policy = self.geometry, self.config.group
         scores = self.scores(group.fold(queries, g.kv_heads, policy))
-        agreed = group.agree(scores, policy, scale=g.scale, softcap=g.softcap)
+        agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=g.softcap)
         best, ids = self.ops.select.top_k(agreed, k)
         return Hits(ids, best), scores
 

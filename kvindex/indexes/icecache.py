@@ -15,11 +15,11 @@ from torch import Tensor
 from kvindex.bases.eviction import joined_flags
 from kvindex.bases.index import BaseIndex
 from kvindex.bases.prompt_queries import priority
-from kvindex.bases.units import at, best_rows, walk
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.select import compact
+from kvindex.ops.units import at
 
 LIKENESSES = 2**24
 """Likenesses per block while keys are assigned to anchors (64 MiB)."""
@@ -178,7 +178,7 @@ class IceCache(BaseIndex):
         anchor, starts, page_sizes = self._pages(sizes)
         viewed = self._viewed(heads @ learned["anchors"].float().mT, sizes, k)
         order = compact(viewed)  # anchors that some head views, [B, G, a]
-        slot, offset = walk(at(sizes, order, 0), int((sizes * viewed).sum(-1).max()))
+        slot, offset = self.ops.units.walk(at(sizes, order, 0), int((sizes * viewed).sum(-1).max()))
         first = at(sizes.cumsum(-1) - sizes, at(order, slot, UNUSED), 0)
         place = (first + offset).masked_fill(slot < 0, UNUSED)  # in members, [B, G, W]
         keys = self._store.gather(at(members, place, UNUSED).long()).keys
@@ -188,8 +188,11 @@ class IceCache(BaseIndex):
         page = page.clamp_max(ends.shape[-1] - 1)[:, :, None].expand_as(products)
         best = products.new_full((*products.shape[:3], ends.shape[-1]), NEVER)
         best.scatter_reduce_(-1, page, products, "amax")
-        agreed = group.agree(best, policy, scale=g.scale, softcap=g.softcap, sizes=page_sizes)
-        return best_rows(agreed, starts, page_sizes, members, k)
+        agreed = self.ops.group.agree(
+            best, policy, scale=g.scale, softcap=g.softcap, sizes=page_sizes
+        )
+        hits: Hits = self.ops.units.best_rows(agreed, starts, page_sizes, members, k)
+        return hits
 
     def _viewed(self, products: Tensor, sizes: Tensor, k: int) -> Tensor:
         """Anchors whose keys a search reads, bool `[B, G, A]`: the best of each head.
@@ -215,7 +218,7 @@ class IceCache(BaseIndex):
         sizes: int64 `[B, G, A]`. The tokens of an anchor are cut evenly, in the order of places.
         """
         pages = -(-sizes // self.config.page)
-        anchor, number = walk(pages, int(pages.sum(-1).max()))
+        anchor, number = self.ops.units.walk(pages, int(pages.sum(-1).max()))
         size, pages_per = at(sizes, anchor, 0), at(pages, anchor, 1)
         start, stop = (-(-(n * size) // pages_per) for n in (number, number + 1))
         return anchor, at(sizes.cumsum(-1) - sizes, anchor, 0) + start, stop - start

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.bases.units import best_rows
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group, kmeans
@@ -122,7 +121,7 @@ class LouisKV(BaseIndex):
             estimates = torch.cat(blocks, dim=-1)
             if self.valid is not None:
                 estimates = estimates.masked_fill(~self.valid[:, None, None], float("-inf"))
-            agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+            agreed = self.ops.group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
             best, ids = self.ops.select.top_k(agreed, k)
             return Hits(ids, best)
         sizes, counts = learned["sizes"].long(), learned["counts"].long()
@@ -133,8 +132,11 @@ class LouisKV(BaseIndex):
         )
         sizes = torch.cat([sizes, counts[:, None].expand(-1, g.kv_heads, -1)], dim=-1)
         estimates = torch.cat(parts, dim=-1).masked_fill((sizes == 0)[:, :, None], float("-inf"))
-        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
-        return best_rows(agreed, torch.cat(starts, dim=-1), sizes, learned["members"], k)
+        agreed = self.ops.group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        hits: Hits = self.ops.units.best_rows(
+            agreed, torch.cat(starts, dim=-1), sizes, learned["members"], k
+        )
+        return hits
 
     def _scanned(self) -> list[Tensor]:
         if self._sequence.prompt is None:

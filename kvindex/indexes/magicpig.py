@@ -137,7 +137,7 @@ class MagicPIG(BaseIndex):
         weights = weights.masked_fill(unused, float("-inf")).float()
 
         logits = (folded @ keys.float().mT).masked_fill(unused, float("-inf"))
-        agreed = group.agree(logits, "mean_share", scale=g.scale, softcap=g.softcap)
+        agreed = self.ops.group.agree(logits, "mean_share", scale=g.scale, softcap=g.softcap)
         scores, slots = self.ops.select.top_k(agreed, k)
         place = slots.clamp_min(0)
         if not ids.shape[-1]:  # no candidate at all

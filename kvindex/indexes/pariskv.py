@@ -483,7 +483,7 @@ class ParisKV(BaseIndex):
         g, policy = self.geometry, self.config.group
         ids = self._candidates(asked, k)
         estimates = self._estimates(asked, ids)
-        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        agreed = self.ops.group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
         scores, slots = self.ops.select.top_k(agreed, k)  # ids ascend: equal scores stay in order
         found = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
         return Hits(found, scores), ids, slots

@@ -127,7 +127,7 @@ class PQCache(BaseIndex):
     def _search(self, queries: Tensor, k: int) -> Hits:
         g, policy = self.geometry, self.config.group
         estimates = self.estimates(group.fold(queries, g.kv_heads, policy))
-        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        agreed = self.ops.group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
         scores, ids = self.ops.select.top_k(agreed, k)
         return Hits(ids, scores)
 

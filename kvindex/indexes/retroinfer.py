@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.bases import units as unit_rows
 from kvindex.bases.clusters import ClusteredIndex, Plan
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Hits, Rows
 from kvindex.ops import group
+from kvindex.ops import units as unit_rows
 
 ESTIMATED = 0.446
 """Share of rows read that represent clusters: of published 1.8% of clusters with 16 keys each and
@@ -80,14 +80,15 @@ class RetroInfer(ClusteredIndex):
         best, taken = self.ops.select.top_k(scores, min(k, scores.shape[-1]))
         sizes = unit_rows.at(units.sizes, taken, 0).long()  # [B, G, W]
         exact = self._exact(sizes, (units.sizes > 0).sum(-1, keepdim=True), k)
-        slot, offset = unit_rows.walk(torch.where(exact, sizes, sizes.clamp_max(1)), k)
+        slot, offset = self.ops.units.walk(torch.where(exact, sizes, sizes.clamp_max(1)), k)
         unit, size = unit_rows.at(taken, slot, UNUSED), unit_rows.at(sizes, slot, 1)
         summary = (unit >= 0) & (unit < units.starts.shape[-1]) & ~unit_rows.at(exact, slot, 0)
         rows = unit_rows.rows_at(unit, offset, units.starts, units.members, units.singles)
         ids = torch.where(summary, UNUSED - 1 - unit, rows)
         weights = size.float().log().masked_fill(~summary, 0.0)
         weights = weights.repeat_interleave(self.geometry.group_size, dim=1)
-        return unit_rows.ranked(ids, unit_rows.at(best, slot, float("-inf")), weights)
+        hits: Hits = self.ops.units.ranked(ids, unit_rows.at(best, slot, float("-inf")), weights)
+        return hits
 
     def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
         """Whether the best units return all their rows: a prefix, bool `[B, G, W]`.

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from kvindex.bases.index import BaseIndex
 from kvindex.bases.pages import PageColumns, Tail
 from kvindex.bases.sentences import Sentences, split
-from kvindex.bases.units import best_rows
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
@@ -300,5 +299,8 @@ class SentenceKV(BaseIndex):
         starts, members = sizes.cumsum(1) - sizes, self._members()
         per_head = (t[:, None].expand(-1, g.kv_heads, -1) for t in (starts, sizes, members))
         starts, sizes, members = per_head
-        agreed = group.agree(estimates, policy, scale=g.scale, softcap=g.softcap, sizes=sizes)
-        return best_rows(agreed, starts, sizes, members, k)
+        agreed = self.ops.group.agree(
+            estimates, policy, scale=g.scale, softcap=g.softcap, sizes=sizes
+        )
+        hits: Hits = self.ops.units.best_rows(agreed, starts, sizes, members, k)
+        return hits

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.pages import PagedIndex, Tail
-from kvindex.bases.units import at, best_rows, ranked
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits, Rows
 from kvindex.core.rope import rotate
 from kvindex.ops import group
+from kvindex.ops.units import at
 
 BLOCK = 16_384
 """Tokens factorised at a time: bounds memory, not the result."""
@@ -122,13 +122,16 @@ class ShadowKV(PagedIndex):
         g, config, sizes = self.geometry, self.config, self._sizes()
         scores = self._page_scores(group.fold(queries, g.kv_heads, config.group))
         scores = scores.masked_fill((sizes == 0)[:, :, None], float("-inf"))
-        agreed = group.agree(scores, config.group, scale=g.scale, softcap=g.softcap, sizes=sizes)
+        agreed = self.ops.group.agree(
+            scores, config.group, scale=g.scale, softcap=g.softcap, sizes=sizes
+        )
         always = self._outliers(sizes, min(config.outliers, k // 2 // config.page))
         first = agreed.masked_fill(always & (sizes > 0), float("inf"))
         starts = torch.arange(sizes.shape[-1], device=g.device) * config.page
         members = self._members()[:, None].expand(-1, g.kv_heads, -1)
-        ids = best_rows(first, starts.expand_as(sizes), sizes, members, k).ids
-        return ranked(ids, at(agreed, self._pages_of(ids), float("-inf")))
+        ids = self.ops.units.best_rows(first, starts.expand_as(sizes), sizes, members, k).ids
+        hits: Hits = self.ops.units.ranked(ids, at(agreed, self._pages_of(ids), float("-inf")))
+        return hits
 
     def _pages_of(self, ids: Tensor) -> Tensor:
         """Chunks of tokens int64 `[B, G, K]`, -1 for -1."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.bases import units as unit_rows
 from kvindex.bases.clusters import ClusteredIndex, Plan, Units
 from kvindex.bases.prompt_queries import PromptQueries, PromptQueriesIndex
 from kvindex.core import check
@@ -85,7 +84,8 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
             passes = (self._shares(estimates, units) > least).any(2)
             scores = scores.masked_fill(~passes, float("-inf"))
         parts = units.starts, units.sizes, units.members
-        return unit_rows.best_rows(scores, *parts, k, units.singles)
+        hits: Hits = self.ops.units.best_rows(scores, *parts, k, units.singles)
+        return hits
 
     def _shares(self, estimates: Tensor, units: Units) -> Tensor:
         """Logarithms of `e^{q·c_i} / Σ_j n_j e^{q·c_j}`, `-inf` for none: `[B, G, g, U]`."""

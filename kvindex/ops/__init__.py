@@ -1,7 +1,7 @@
 """Reference ops in plain torch, in the order data flows through them: the kernels' specification.
 
-keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `group` ->
-(`coverage`, `sampling`) -> `fetch` -> `attention`; `kmeans` is for indexes that learn centroids.
+keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `group` -> (`units`,
+`coverage`, `sampling`) -> `fetch` -> `attention`; `kmeans` is for indexes that learn centroids.
 A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
 """
 
@@ -13,6 +13,7 @@ from kvindex.ops import (
     select,
     rerank,
     group,
+    units,
     coverage,
     sampling,
     fetch,
@@ -27,6 +28,7 @@ __all__ = [
     "select",
     "rerank",
     "group",
+    "units",
     "coverage",
     "sampling",
     "fetch",

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvindex.bases import units as unit_rows
 from kvindex.ops import group
+from kvindex.ops import units as unit_rows
 
 INF = float("inf")
 

@@ -1,0 +1,120 @@
+"""Rows of the best units: whole ones until there are enough, in the order of the protocol."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvindex.cpu.kernels.compile import Number, int32_at, int64_at, kernel
+from kvindex.cpu.kernels.rerank import NEVER
+from kvindex.cpu.kernels.select import entry_of, order_of, position_of, score_of
+from kvindex.cpu.kernels.top import list_best
+
+UNUSED = -1
+
+LOWEST = np.int64(-(2**31))
+"""Below all ids: entries are of positions from 0."""
+
+
+@kernel
+def ranked_entry(score: float, number: int) -> Number:
+    """An entry that is larger for a better score, then for a lower id, which may be negative."""
+    return entry_of(order_of(score), np.int64(number) - LOWEST)
+
+
+@kernel
+def put_ranked(entries: np.ndarray, count: int, ids: np.ndarray, scores: np.ndarray) -> None:
+    """Ids int64 and scores float32 `[k]` of the first entries, best first; then -1 and `-inf`.
+
+    entries: int64 `[k]`, which are sorted.
+    """
+    entries[:count].sort()
+    for i in range(len(ids)):
+        ids[i] = position_of(entries[count - 1 - i]) + LOWEST if i < count else UNUSED
+        scores[i] = score_of(entries[count - 1 - i]) if i < count else NEVER
+
+
+@kernel
+def member_at(members: int, width: int, position: int) -> Number:
+    """An id of those at an address, of 4 or 8 bytes each."""
+    if width == 4:
+        return np.int64(int32_at(members + position * 4, 1)[0])
+    return int64_at(members + position * 8, 1)[0]
+
+
+@kernel
+def list_rows(
+    units: np.ndarray,
+    scores: np.ndarray,
+    sizes: np.ndarray,
+    starts: np.ndarray,
+    members: int,
+    width: int,
+    singles: np.ndarray,
+    entries: np.ndarray,
+) -> int:
+    """Ranked entries of the rows of units int64 `[U]`, in their order, as many as there is room
+    for; gives how many.
+
+    Of one group: scores, sizes `[S + R]`, starts `[S]`, the address of members, singles `[R]`.
+    """
+    count, slot, S = 0, 0, len(starts)
+    for unit in units:
+        for offset in range(min(sizes[unit], len(entries) - slot)):
+            row = singles[unit - S] if unit >= S else UNUSED
+            if unit < S:
+                row = member_at(members, width, starts[unit] + offset)
+            if row != UNUSED:
+                entries[count] = ranked_entry(scores[unit], row)
+                count += 1
+            slot += 1
+    return count
+
+
+@kernel
+def best_rows(
+    scores: np.ndarray,
+    starts: np.ndarray,
+    sizes: np.ndarray,
+    members: np.ndarray,
+    width: int,
+    singles: np.ndarray,
+    ids: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """As `ops.units.best_rows`: ids int64 and their scores float32 `[P, k]`.
+
+    scores: float32, sizes: int64 `[P, S + R]`; starts: int64 `[P, S]`; members: addresses int64
+    `[P]` of ids of `width` bytes; singles: int64 `[P, R]`.
+    """
+    (groups, k), U = ids.shape, scores.shape[1]
+    kept, own = min(k, U), np.empty(U, np.float32)
+    best, entries, units = np.empty(U, np.int64), np.empty(k, np.int64), np.empty(kept, np.int64)
+    for p in range(groups):
+        count = 0
+        for s in range(U):
+            own[s] = NEVER if sizes[p, s] == 0 else scores[p, s]
+        if kept:
+            list_best(own, kept, best)
+        for i in range(kept):
+            unit = position_of(best[i])
+            if own[unit] != NEVER:
+                units[count] = unit
+                count += 1
+        of = own, sizes[p], starts[p], members[p], width, singles[p], entries
+        put_ranked(entries, list_rows(units[:count], *of), ids[p], out[p])
+
+
+@kernel
+def walk(sizes: np.ndarray, units: np.ndarray, offsets: np.ndarray) -> None:
+    """As `ops.units.walk`, of sizes int64 `[R, S]`: units, offsets int64 `[R, k]`."""
+    k = units.shape[1]
+    for r in range(len(sizes)):
+        slot = 0
+        for s in range(sizes.shape[1]):
+            for offset in range(min(sizes[r, s], k - slot)):
+                units[r, slot] = s
+                offsets[r, slot] = offset
+                slot += 1
+        for i in range(slot, k):
+            units[r, i] = UNUSED
+            offsets[r, i] = i

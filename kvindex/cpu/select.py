@@ -1,0 +1,66 @@
+"""Top-k selection and candidates by score, compiled: equal scores go to the lower id."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvindex.cpu import threads, views
+from kvindex.cpu.buffers import BUFFERS
+from kvindex.cpu.kernels import top
+from kvindex.cpu.kernels.select import SAMPLED
+from kvindex.ops import select as reference
+from kvindex.ops.block_layout import BLOCK
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `ops.select.top_k`."""
+    if scores.dtype != torch.float32 or not views.on_cpu(scores):
+        return reference.top_k(scores, k)
+    outer = scores.shape[:-1]
+    best, positions = np.empty((*outer, k), np.float32), np.empty((*outer, k), np.int64)
+    rows = prod(outer)
+    some = views.array(scores, rows, scores.shape[-1])
+    top.top_rows(some, best.reshape(rows, k), positions.reshape(rows, k))
+    return torch.from_numpy(best), torch.from_numpy(positions)
+
+
+def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """As `ops.select.candidates`."""
+    if votes.dtype != torch.int32 or not views.on_cpu(votes):
+        return reference.candidates(votes, limits, valid)
+    B, G, g, n = votes.shape
+    most, parts = int(limits.max()), threads.parts_of(views.parts(votes.numel(), B * G))
+    flags = np.empty((B * G, n), np.bool_)
+    some = views.array(votes, B * G, g, n)
+    asked = views.array(limits.repeat_interleave(G), B * G)
+    real = np.empty((B * G, 0), np.bool_)
+    if valid is not None:
+        real = views.array(valid[:, None].expand(B, G, n), B * G, n)
+    room = (
+        BUFFERS.array("votes of a head", np.int32, parts, n),
+        BUFFERS.array("highest of a head", np.int32, parts, -(-n // BLOCK)),
+        BUFFERS.array("listed", np.int64, parts, n + 2 * SAMPLED),
+        BUFFERS.array("entries", np.int64, parts, n + 2 * SAMPLED),
+        BUFFERS.array("chosen", np.int32, parts, most),
+    )
+
+    def part(i: int, parts: int) -> None:
+        top.flag_candidates(i, parts, some, asked, real, BLOCK, *room, flags)
+
+    threads.run(part, parts)
+    return compact(torch.from_numpy(flags).view(B, G, n))
+
+
+def compact(chosen: Tensor) -> Tensor:
+    """As `ops.select.compact`."""
+    if not views.on_cpu(chosen):
+        return reference.compact(chosen)
+    outer = chosen.shape[:-1]
+    flags = views.array(chosen, prod(outer), chosen.shape[-1])
+    ids = np.empty((len(flags), top.count_flags(flags)), np.int64)
+    top.list_flags(flags, ids)
+    return torch.from_numpy(ids).view(*outer, ids.shape[1])
