@@ -1,4 +1,4 @@
-"""BaseIndex, what all indexes share: append, fetch, truncate, reorder, reset, bytes in use.
+"""BaseIndex, what all indexes share: append, search, truncate, reorder, reset, bytes in use.
 
 An index on this base writes `_encode` and `_search` (`kvindex.bases.hooks` has all that it may).
 The public methods check their arguments first (`bases/deferred.py`); one that fails all the same is
@@ -14,17 +14,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvindex.bases.state import StatefulIndex
+from kvindex.bases.reading import ReadingIndex
 from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import RowStore, row_store
 
 
-class BaseIndex(StatefulIndex):
+class BaseIndex(ReadingIndex):
     """Base of the indexes in `kvindex/indexes/`.
 
     Keywords: those of `Geometry.of`; `backend` ("torch", "cuda", "cpu": whose ops run; None: "cuda"
@@ -194,24 +194,6 @@ class BaseIndex(StatefulIndex):
         """Rows that a search can find: valid tokens of a row of the batch, and summaries."""
         summaries = self._summaries()
         return int(self._counts.max()) + (0 if summaries is None else summaries.keys.shape[2])
-
-    def fetch(self, hits: Hits) -> Rows:
-        """Full-precision rows of `hits`; unused slots are zero.
-
-        Raises ValueError or TypeError for ids of a wrong shape, or that name no row.
-        """
-        summaries = self._summaries()
-        ids = self._checked_ids(hits, 0 if summaries is None else summaries.keys.shape[2])
-        rows = self._store.gather(ids)
-        if summaries is None:
-            return rows
-        named = ids < UNUSED  # id -2 is row 0 of the summaries, -3 row 1, …
-        row = torch.where(named, UNUSED - 1 - ids, UNUSED)
-        gather = self.ops.fetch.gather_rows
-        return Rows(
-            torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
-            torch.where(named[..., None], gather(summaries.values, row), rows.values),
-        )
 
     def __len__(self) -> int:
         """Tokens held, `N`, invalid ones included."""

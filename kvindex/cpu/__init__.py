@@ -14,9 +14,9 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
 from kvindex.cpu import fetch, group, select, served, units
 from kvindex.cpu.executor import ParisKVExecutor
+from kvindex.cpu.store import CompiledStore
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import attention, coarse, codes, rerank, sampling, transform
-from kvindex.storage.store import TensorStore
 
 __all__ = [
     "accelerate",
@@ -42,9 +42,9 @@ def ready(device: torch.device) -> None:
         raise ValueError(f"device: got {device} with backend='cpu', allowed is 'cpu'")
 
 
-def store(geometry: Geometry, place: str, row_codec: str = "plain") -> TensorStore:
+def store(geometry: Geometry, place: str, row_codec: str = "plain") -> CompiledStore:
     """Where rows live: in tensors, as of plain torch."""
-    return TensorStore(geometry, place, row_codec)
+    return CompiledStore(geometry, place, row_codec)
 
 
 def accelerate(

@@ -11,21 +11,19 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
+from kvindex.cpu.attending import attending
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.constants import Constants
 from kvindex.cpu.kernels.lookup import LARGEST, NIBBLES, SERVED
-from kvindex.cpu.kernels.numbers import KINDS
 from kvindex.cpu.kernels.query import GROUP, prepare
 from kvindex.cpu.kernels.scan import scan
 from kvindex.cpu.kernels.select import SAMPLED
-from kvindex.cpu.kernels.step import attend_groups, find_rows
-from kvindex.cpu.kernels.vectors import FOUR
+from kvindex.cpu.kernels.step import find_rows
 from kvindex.cpu.state import ResidentState, State
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.block_layout import BLOCK
@@ -193,29 +191,5 @@ class Stages:
         beside: ResidentState,
     ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
         """Room for output float32 `[B·G, g, Dv]` and lse `[B·G, g]`, and what writes them."""
-        g, array, state, count = self.geometry, BUFFERS.array, self.state, len(resident)
-        (groups, heads, _), K = queries.shape, ids.shape[1]
-        weights = array("none", np.float32, groups, heads, 0)
-        if log_weight is not None:
-            weights = log_weight.contiguous().view(groups, heads, K).numpy()
-        rows = state.rows, state.row_bytes, weights
-        others = beside.rows, beside.row_bytes, beside.mask, count
-        R, parts = K + count, threads.parts_of(self.most_parts(groups))
-        fours = -(-R // FOUR) * FOUR
-        others_read = 1 if g.dtype == torch.float32 else R + 1
-        room = (
-            array("addresses", np.int64, parts, R),
-            array("places", np.int64, parts, fours),
-            array("keys", np.float32, parts, others_read, g.head_dim),
-            array("values", np.float32, parts, others_read, g.value_dim),
-            array("logits", np.float32, parts, heads, fours),
-        )
-        room[2][:, -1], room[3][:, -1] = 0, 0
-        output = np.empty((groups, heads, g.value_dim), np.float32)
-        lse = np.empty((groups, heads), np.float32)
-
-        def part(i: int, parts: int) -> None:
-            policy = KINDS[g.dtype], g.scale, g.softcap or 0.0
-            attend_groups(i, parts, queries, ids, *rows, *others, *policy, *room, output, lse)
-
-        return output, lse, part
+        rows = self.state.rows, self.state.row_bytes, self.most_parts(len(queries))
+        return attending(self.geometry, *rows, queries, ids, log_weight, resident, beside)

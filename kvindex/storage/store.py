@@ -15,7 +15,8 @@ from torch import Tensor
 from kvindex.core import backend as backends
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Rows
+from kvindex.core.protocol import Attended, Hits, Rows
+from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
 from kvindex.ops.fetch import gather_rows
 from kvindex.storage.codecs import WORD, codec
@@ -110,6 +111,20 @@ class EncodedRows(Protocol):
 
     def append_encoded(self, rows: Tensor) -> None:
         """Append rows that `encoded` gave."""
+        ...
+
+
+@runtime_checkable
+class AttendsToRows(Protocol):
+    """A store that can attend to its rows where they lie."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it does: to rows as `row_codec` makes them."""
+        ...
+
+    def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `kvindex.core.protocol.Attends.attend_hits`, of ids that are there."""
         ...
 
 

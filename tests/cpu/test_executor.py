@@ -192,7 +192,8 @@ def test_what_kernels_do_not_serve_runs_op_by_op_and_says_why(options, said):
     assert said in mine.explain()
     for index in (mine, theirs):
         index.append(*CASE.tokens(300))
-    assert_same_hits(*(index.search(CASE.queries(), k=9) for index in (mine, theirs)))
+    hits = [index.search(CASE.queries(), k=9) for index in (mine, theirs)]
+    assert_same_hits(*hits, close=ROUNDED)
 
 
 def test_rows_as_codes_are_fetched_and_said_so():

@@ -142,9 +142,3 @@ def float32_at(address: int, count: int) -> np.ndarray:
 def int32_at(address: int, count: int) -> np.ndarray:
     """As `uint8_at`, int32."""
     return numba.carray(_pointer(address), (count,), np.int32)  # type: ignore[no-any-return]
-
-
-@kernel
-def int64_at(address: int, count: int) -> np.ndarray:
-    """As `uint8_at`, int64."""
-    return numba.carray(_pointer(address), (count,), np.int64)  # type: ignore[no-any-return]

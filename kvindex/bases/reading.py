@@ -1,0 +1,77 @@
+"""What reads an index's rows: fetch, and attention to them where they lie, if the store can."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.state import StatefulIndex
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, Rows
+from kvindex.core.resident import ResidentRows
+from kvindex.storage.store import AttendsToRows
+
+
+class ReadingIndex(StatefulIndex):
+    """What `BaseIndex` does with the rows of hits."""
+
+    ops: Any
+
+    @abstractmethod
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
+        """As `KVIndex.search`."""
+
+    def fetch(self, hits: Hits) -> Rows:
+        """Full-precision rows of `hits`; unused slots are zero.
+
+        Raises ValueError or TypeError for ids of a wrong shape, or that name no row.
+        """
+        summaries = self._summaries()
+        ids = self._checked_ids(hits, 0 if summaries is None else summaries.keys.shape[2])
+        rows = self._store.gather(ids)
+        if summaries is None:
+            return rows
+        named = ids < UNUSED  # id -2 is row 0 of the summaries, -3 row 1, …
+        row = torch.where(named, UNUSED - 1 - ids, UNUSED)
+        gather = self.ops.fetch.gather_rows
+        return Rows(
+            torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
+            torch.where(named[..., None], gather(summaries.values, row), rows.values),
+        )
+
+    def _offers(self, wanted: type) -> bool:
+        return self._attending_store() is not None if wanted is Attends else super()._offers(wanted)
+
+    def _attending_store(self) -> AttendsToRows | None:
+        """The store, if it attends to what `fetch` gives: to rows as they are, and no others."""
+        own = type(self)
+        plain = own.fetch is ReadingIndex.fetch and own._summaries is StatefulIndex._summaries
+        store = self._store
+        return store if plain and isinstance(store, AttendsToRows) and store.attends else None
+
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
+        """As `protocol.Attends.attend`, for an index that holds a token."""
+        return self._attended(queries, self.search(queries, k=k), resident)
+
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `protocol.Attends.attend_hits`, for an index that holds a token."""
+        check.at_least("len(index)", self._length, 1)
+        g = self.geometry
+        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        ids = self._checked_ids(hits, 0)
+        if hits.log_weight is not None:
+            shape = {"B": self._batch, "H": g.q_heads, "K": ids.shape[-1]}
+            check.tensor("hits.log_weight", hits.log_weight, shape, torch.float32, g.device)
+        return self._attended(queries, Hits(ids, hits.scores, hits.log_weight), resident)
+
+    def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        store = self._attending_store()
+        if store is None:
+            raise ValueError(
+                f"attend: got {type(self).__name__} with a {type(self._store).__name__}, allowed "
+                "is an index that offers Attends"
+            )
+        return store.attend(queries.detach(), hits, resident)

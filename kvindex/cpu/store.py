@@ -1,0 +1,51 @@
+"""The store of plain torch, with rows gathered, and attended to, by kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvindex.core.protocol import Attended, Hits, Rows
+from kvindex.core.resident import ResidentRows
+from kvindex.cpu import threads, views
+from kvindex.cpu.attending import attending
+from kvindex.cpu.fetch import gather_rows
+from kvindex.cpu.state import ResidentState, addresses
+from kvindex.storage.store import TensorStore
+
+
+class CompiledStore(TensorStore):
+    """A `TensorStore` that is an `AttendsToRows`, where rows are plain."""
+
+    _beside: ResidentState | None = None
+
+    @property
+    def attends(self) -> bool:
+        """As `AttendsToRows.attends`."""
+        return self.row_codec == "plain"
+
+    def gather(self, ids: Tensor) -> Rows:
+        """As `TensorStore.gather`."""
+        return (
+            self._decoded(gather_rows(self._columns["rows"], ids))
+            if len(self)
+            else super().gather(ids)
+        )
+
+    def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `AttendsToRows.attend`."""
+        g, (batch, heads, D) = self._geometry, queries.shape
+        folded = views.array(queries.float(), batch * g.kv_heads, g.group_size, D)
+        ids = views.array(hits.ids, len(folded), hits.ids.shape[-1])
+        rows, beside = self.contiguous_rows(), self._beside
+        self._beside = beside = ResidentState.of(resident, beside)
+        most = views.parts(folded.size * (ids.shape[1] + len(resident)), len(folded))
+        lie = addresses(rows), self.row_bytes
+        output, lse, part = attending(g, *lie, most, folded, ids, hits.log_weight, resident, beside)
+        threads.run(part, most)
+        return Attended(
+            torch.from_numpy(output).view(batch, heads, -1).to(g.dtype),
+            torch.from_numpy(lse).view(batch, heads),
+            torch.from_numpy((ids >= 0).sum(1, dtype=np.int32)).view(batch, -1),
+        )
