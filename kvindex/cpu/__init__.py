@@ -15,6 +15,7 @@ from kvindex.core.protocol import Executor
 from kvindex.cpu import fetch, group, select, served, units
 from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.cpu.store import CompiledStore
+from kvindex.cpu.tiers import TierExecutor
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import attention, coarse, codes, rerank, sampling, transform
 
@@ -56,7 +57,8 @@ def accelerate(
     """
     if not isinstance(config, ParisKVConfig) or served.refusal(config, geometry):
         return None
-    return ParisKVExecutor.of(geometry, config, **constants)
+    kind = TierExecutor if config.coarse == "tiers" else ParisKVExecutor
+    return kind.of(geometry, config, **constants)
 
 
 def refusal(geometry: Geometry, config: object) -> str:

@@ -38,13 +38,14 @@ class ParisKVExecutor:
         self._ready: Stages | None = None
         self._resident: ResidentState | None = None
 
-    @staticmethod
+    @classmethod
     def of(
-        geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
+        cls, geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
     ) -> ParisKVExecutor:
         """The executor of an empty index."""
         constants = Constants.of(geometry, config, rotation, levels)
-        return ParisKVExecutor(geometry, config, constants, BlockColumns(config.center or BLOCK))
+        block = config.center or (BLOCK if config.weights == "log" else 1)
+        return cls(geometry, config, constants, BlockColumns(block))
 
     @property
     def attends(self) -> bool:
@@ -67,7 +68,7 @@ class ParisKVExecutor:
             if not isinstance(contents.codes, BlockColumns):
                 name = type(contents.codes).__name__
                 raise TypeError(f"codes: got {name}, allowed is BlockColumns")
-            other = ParisKVExecutor(self._geometry, self._config, self._constants, contents.codes)
+            other = type(self)(self._geometry, self._config, self._constants, contents.codes)
             return other.update(contents)
         self._contents, self._ready = contents, None
         self._most = int(contents.counts.max()) if len(contents.counts) else 0

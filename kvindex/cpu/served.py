@@ -7,30 +7,45 @@ from typing import Any
 
 from kvindex.core.geometry import Geometry
 from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.ops.coarse import TIERS
+from kvindex.ops.codes import SUBSPACE
 from kvindex.storage.store import TensorStore
 
-SERVED: dict[str, Any] = dict(
-    coarse="dots",
-    candidates_per="group",
-    block="key",
-    weights="log",
-    weight_bits=16,
-    single_stage_below=0,
-)
+SERVED: dict[str, dict[str, Any]] = {
+    "dots": dict(
+        candidates_per="group", block="key", weights="log", weight_bits=16, single_stage_below=0
+    ),
+    "tiers": dict(
+        candidates_per="head", block="subspace", weights="bfloat16", single_stage_below=0
+    ),
+}
+"""The coarse stage -> the options that go with it."""
 
 POLICIES = "mean_share", "max_share"
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
     """Why ops run one by one, by the first option in the way; None where kernels serve it."""
+    if config.coarse not in SERVED:
+        return f"coarse: got {config.coarse!r}, allowed is {' or '.join(map(repr, SERVED))}"
     got = {field.name: value for field in fields(config) for value in [vars(config)[field.name]]}
-    for name, value in SERVED.items():
+    for name, value in SERVED[config.coarse].items():
         if got[name] != value:
             return f"{name}: got {got[name]!r}, allowed is {value!r}"
     if config.group not in POLICIES and geometry.group_size > 1:
         return f"group: got {config.group!r}, allowed is {' or '.join(map(repr, POLICIES))}"
+    if config.coarse == "tiers":
+        return too_wide(geometry)
     if query_max_of(config, geometry) * geometry.head_dim >= 2**15:
         return f"query_max: got {config.query_max}, allowed is below 2^15 over head_dim"
+    return None
+
+
+def too_wide(geometry: Geometry) -> str | None:
+    """Why votes of tiers do not fit a byte, None where they do."""
+    most = 255 // len(TIERS) * SUBSPACE
+    if geometry.head_dim > most:
+        return f"head_dim: got {geometry.head_dim}, allowed is at most {most} with coarse='tiers'"
     return None
 
 

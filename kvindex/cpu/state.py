@@ -72,8 +72,11 @@ class State:
         return {}
 
     @staticmethod
-    def of(contents: Contents, codes: BlockColumns, heads: int, factors: Tensor) -> State:
-        """That of what an index holds. factors: of `ops.codes.log_factors`."""
+    def of(contents: Contents, codes: BlockColumns, heads: int, factors: Tensor | None) -> State:
+        """That of what an index holds.
+
+        factors: of `ops.codes.log_factors`, or None: nothing is weighed.
+        """
         batch = len(contents.counts)
         full: Codes = {name: codes[name] for name in codes} if len(codes) else {}
         parts: list[Codes] = [
@@ -88,7 +91,9 @@ class State:
         valid = none
         if contents.valid is not None:
             valid = addresses(contents.valid[:, None].expand(-1, heads, -1))
-        scales, by_byte = weighed(parts, batch * heads, factors)
+        scales, by_byte = np.zeros(batch * heads), np.zeros((batch * heads, 0), np.int32)
+        if factors is not None:
+            scales, by_byte = weighed(parts, batch * heads, factors)
         held = [tensor for part in parts for tensor in part.values()]
         rows, row_bytes = none, 0
         if isinstance(contents.rows, TensorStore):

@@ -14,5 +14,6 @@ RUNS = [(check, CASES[(i + more) % 5]) for i, check in enumerate(CHECKS) for mor
 @pytest.mark.parametrize(
     ("check", "case"), RUNS, ids=lambda part: getattr(part, "__name__", str(part))
 )
-def test_pariskv_keeps_the_contract_on_kernels(check, case):
-    check(lambda **options: case.index("pariskv", **{"backend": "cpu", **options}), case)
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper"])
+def test_pariskv_keeps_the_contract_on_kernels(check, case, line):
+    check(lambda **options: case.index(line, **{"backend": "cpu", **options}), case)

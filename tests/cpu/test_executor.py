@@ -22,6 +22,9 @@ from tests.support.helpers import (
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
 
+PRESETS = "fast", "paper"
+"""One of each kind of coarse stage."""
+
 
 def pair(case=CASE, **options):
     """The index on kernels, and in plain torch."""
@@ -45,6 +48,9 @@ def assert_same(mine, theirs, queries, k=20):
         (dict(head_dim=24, softcap=5.0), dict(center=1, magnitude_bits=7)),
         (dict(head_dim=256, dtype=torch.bfloat16), dict(center=512)),
         (dict(head_dim=64, dtype=torch.float16), dict(beta=0.5)),
+        (dict(head_dim=64), dict(preset="paper")),
+        (dict(head_dim=80, q_heads=22), dict(preset="paper", group="max_share", beta=0.01)),
+        (dict(head_dim=128, value_dim=3, softcap=5.0), dict(preset="paper", magnitude_bits=0)),
     ],
     ids=str,
 )
@@ -58,13 +64,15 @@ def test_a_search_is_the_reference_search(sizes, options, tokens):
         assert_same(mine, theirs, case.queries(), k)
 
 
-def test_it_follows_appends_truncation_reordering_and_reset():
-    follow_changes(*pair(), CASE, "cpu", assert_same)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_it_follows_appends_truncation_reordering_and_reset(preset):
+    follow_changes(*pair(preset=preset), CASE, "cpu", assert_same)
 
 
-def test_many_queries_at_once():
+@pytest.mark.parametrize("preset", PRESETS)
+def test_many_queries_at_once(preset):
     case = replace(CASE, batch=1)
-    mine, theirs = pair(case)
+    mine, theirs = pair(case, preset=preset)
     for index in (mine, theirs):
         index.append(*case.tokens(300))
     queries = case.queries(batch=3)
@@ -73,8 +81,9 @@ def test_many_queries_at_once():
     assert_same(mine, theirs, queries[:1])
 
 
-def test_queries_of_zeros_and_equal_keys_take_the_lower_ids():
-    mine, theirs = pair()
+@pytest.mark.parametrize("preset", PRESETS)
+def test_queries_of_zeros_and_equal_keys_take_the_lower_ids(preset):
+    mine, theirs = pair(preset=preset)
     keys, values = CASE.tokens(600)
     keys = keys[:, :, :1].expand_as(keys).contiguous()
     for index in (mine, theirs):
@@ -84,8 +93,9 @@ def test_queries_of_zeros_and_equal_keys_take_the_lower_ids():
         assert mine.search(queries, k=5).ids.sort(-1).values[0, 0].tolist() == list(range(5))
 
 
-def test_a_row_of_the_batch_without_a_valid_token_finds_nothing():
-    mine, theirs = pair()
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_row_of_the_batch_without_a_valid_token_finds_nothing(preset):
+    mine, theirs = pair(preset=preset)
     for index in (mine, theirs):
         index.append(*CASE.tokens(300), valid=left_padding([300, 10], 300))
     assert_same(mine, theirs, CASE.queries())
@@ -180,7 +190,8 @@ def test_results_stay_as_they_are():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(preset="paper"), "coarse: got 'tiers'"),
+        (dict(preset="scan"), "coarse: got 'none'"),
+        (dict(preset="paper", block="key"), "block: got 'key'"),
         (dict(candidates_per="head"), "candidates_per: got 'head'"),
         (dict(group="union"), "group: got 'union'"),
         (dict(single_stage_below=9), "single_stage_below: got 9"),
