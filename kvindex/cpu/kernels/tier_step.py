@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from kvindex.cpu.kernels.compile import kernel, prefetch
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from kvindex.cpu.kernels.compile import float32_at, kernel, prefetch
 from kvindex.cpu.kernels.decode import WORD
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
 from kvindex.cpu.kernels.rerank import AHEAD, NEVER, agree, put_direction
 from kvindex.cpu.kernels.select import position_of
 from kvindex.cpu.kernels.tiers import candidates
 from kvindex.cpu.kernels.top import list_best
-from kvindex.cpu.kernels.vectors import FOUR, four_dots
+from kvindex.cpu.kernels.vectors import FLOAT, FOUR, chunk, element, four_dots, shuffle
+
+PAIR, WIDE = (ir.VectorType(ir.IntType(bits), 2) for bits in (16, 32))
+"""Two weights, of 16 subsequent coordinates."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
+def _scale(_: Any, weights: Any, chunks: Any, out: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        weights, chunks, out = arguments
+        with cgutils.for_range(builder, chunks) as loop:
+            two = builder.load(element(builder, weights, PAIR, loop.index), align=2)
+            up = builder.shl(builder.zext(two, WIDE), ir.Constant(WIDE, [16, 16]))
+            sizes = builder.bitcast(up, ir.VectorType(FLOAT, 2))
+            both = shuffle(builder, sizes, sizes, [0] * 8 + [1] * 8)
+            here = chunk(builder, out, loop.index)
+            builder.store(builder.fmul(builder.load(here, align=4), both), here, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), code
 
 
 @kernel
-def put_key(
-    signs: int,
-    magnitudes: int,
-    weights: int,
-    bits: int,
-    levels: int,
-    room: np.ndarray,
-    sizes: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """A key from its codes at addresses: float32 `[8 · M]`, zeros or more behind it.
-
-    weights: bfloat16 `[M]`; room: uint8, as of `put_direction`; sizes: float32 `[M]`, room.
-    """
-    M = len(sizes)
-    put_direction(signs, magnitudes, bits, M, levels, room.ctypes.data, out.ctypes.data)
-    read(weights, M, BFLOAT16, sizes)
-    for b in range(M):
-        size = sizes[b]
-        for j in range(b * 8, b * 8 + 8):
-            out[j] *= size
+def scale(weights: int, M: int, out: int) -> None:
+    """Multiply subspaces by their weights: float32 `[M, 8]` by bfloat16 `[M]`, at addresses."""
+    if M == 8:  # unrolled
+        _scale(weights, 4, out)
+        return
+    _scale(weights, M // 2, out)
+    if M % 2:
+        size, last = np.empty(1, np.float32), float32_at(out + (M - 1) * 32, 8)
+        read(weights + (M - 1) * 2, 1, BFLOAT16, size)
+        for j in range(8):
+            last[j] *= size[0]
 
 
 @kernel
@@ -56,9 +70,10 @@ def estimate(
     """
     (g, D), C = queries.shape, len(ids)
     M, words = D // 8, -(-D // WORD)
-    values, sizes = np.zeros((FOUR, words * WORD), np.float32), np.empty(M, np.float32)
+    values, places = np.zeros((FOUR, words * WORD), np.float32), np.empty(FOUR, np.int64)
     dots, room = np.empty((g, FOUR), np.float32), np.zeros(8 * (1 + bits), np.uint8)
-    places, table = np.empty(FOUR, np.int64), levels.ctypes.data
+    asked, table, to = queries.ctypes.data, levels.ctypes.data, dots.ctypes.data
+    rows, spare = places.ctypes.data, room.ctypes.data
     for i in range(FOUR):
         places[i] = values[i].ctypes.data
     for c in range(0, C, FOUR):
@@ -71,12 +86,13 @@ def estimate(
         count = min(FOUR, C - c)
         for i in range(count):
             own = np.int64(ids[c + i])
-            lie = signs + own * M, magnitudes + own * M * bits, weights + own * M * 2
-            put_key(*lie, bits, table, room, sizes, values[i])
+            plane = magnitudes + own * M * bits
+            put_direction(signs + own * M, plane, bits, M, table, spare, places[i])
+            scale(weights + own * M * 2, M, places[i])
         for h in range(g):
-            to = dots[h].ctypes.data
-            four_dots(queries[h].ctypes.data, places.ctypes.data, D, to)
-            for i in range(count):
+            four_dots(asked + h * D * 4, rows, D, to + h * FOUR * 4)
+        for i in range(count):
+            for h in range(g):
                 out[h, c + i] = dots[h, i]
 
 

@@ -21,50 +21,57 @@ POINTS = 256
 PIECE = 1024
 """Keys at a time."""
 
+VALID, TAKEN = np.uint8(2), np.uint8(3)
+"""Flags of keys, both bits of those that are taken."""
+
 BYTE, EIGHT = np.uint64(255), np.uint64(8)
 
 
 @kernel
-def add_flips(
-    losses: np.ndarray, ids: np.ndarray, count: int, loss: float, bit: int, more: np.ndarray
+def merge_flipped(
+    losses: np.ndarray,
+    ids: np.ndarray,
+    count: int,
+    j: int,
+    loss: float,
+    merged: np.ndarray,
+    numbers: np.ndarray,
 ) -> None:
-    """Merge `count` centroids with the same whose `bit` is flipped, ascending by what they lose.
+    """Merge `count` centroids, ascending by what they lose, with the same whose bit `j` is flipped.
 
-    losses: float64, ids: int64 `[256]`, the second half is room; more: float64 and ids int64 of
-    them as float64, `[2, 256]`, room. Equal ones by the lower id.
+    losses: float64, ids: int64 `[256]`; merged, numbers: the same, for twice as many. Equal ones by
+    the lower id. From both ends at once: neither waits for the other.
     """
     x = y = 0
-    merged, numbers = more[0], more[1]
-    for i in range(2 * count):
-        if y == count:
-            plain = True
-        elif x == count:
-            plain = False
-        else:
-            other = losses[y] + loss
-            plain = losses[x] < other or (losses[x] == other and ids[x] < ids[y] ^ bit)
-        if plain:
-            merged[i], numbers[i] = losses[x], ids[x]
-            x += 1
-        else:
-            merged[i], numbers[i] = losses[y] + loss, ids[y] ^ bit
-            y += 1
-    for i in range(2 * count):
-        losses[i], ids[i] = merged[i], np.int64(numbers[i])
+    u = v = count - 1
+    for i in range(count):
+        own, other, number, flipped = losses[x], losses[y] + loss, ids[x], ids[y] ^ (1 << j)
+        plain = (own < other) | ((own == other) & (number < flipped))
+        merged[i] = own if plain else other
+        numbers[i] = number if plain else flipped
+        x += int(plain)
+        y += 1 - int(plain)
+        own, other, number, flipped = losses[u], losses[v] + loss, ids[u], ids[v] ^ (1 << j)
+        plain = (own > other) | ((own == other) & (number > flipped))
+        merged[2 * count - 1 - i] = own if plain else other
+        numbers[2 * count - 1 - i] = number if plain else flipped
+        u -= int(plain)
+        v -= 1 - int(plain)
 
 
 @kernel
-def put_order(part: np.ndarray, losses: np.ndarray, ids: np.ndarray, room: np.ndarray) -> None:
+def put_order(part: np.ndarray, losses: np.ndarray, ids: np.ndarray) -> None:
     """Centroids by their inner product with a query's subspace float32 `[8]`, best first.
 
-    Writes ids int64 `[256]`; losses float64 `[256]`, room float64 `[2, 256]`: room.
+    Writes ids int64 `[0]` of `[2, 256]`; losses float64 `[2, 256]`: room.
     """
     best = 0
     for j in range(len(part)):
         best |= int(part[j] > 0) << j
-    losses[0], ids[0] = 0.0, best
+    losses[0, 0], ids[0, 0] = 0.0, best
     for j in range(len(part)):
-        add_flips(losses, ids, 1 << j, abs(np.float64(part[j])), 1 << j, room)
+        loss, of, to = abs(np.float64(part[j])), j % 2, 1 - j % 2
+        merge_flipped(losses[of], ids[of], 1 << j, j, loss, losses[to], ids[to])
 
 
 @kernel
@@ -101,16 +108,16 @@ def prepare(
     with norms, and tables of points uint64 `[P, words, M, 256]`.
     """
     groups, g, D = queries.shape
-    losses, ids = np.empty(CENTROIDS, np.float64), np.empty(CENTROIDS, np.int64)
-    room = np.empty((2, CENTROIDS), np.float64)
+    losses = np.empty((2, CENTROIDS), np.float64)
+    ids = np.empty((2, CENTROIDS), np.int64)
     tables[:] = 0
     for p in range(groups):
         for h in range(g):
             one, up = rotated[p, h], np.uint64(h % HEADS) * EIGHT
             norm = rotate(queries[p, h], rotation, one)
             for b in range(D // 8):
-                put_order(one[b * 8 : b * 8 + 8], losses, ids, room)
-                put_points(ids, histogram[p, b], limits[p], up, tables[p, h // HEADS, b])
+                put_order(one[b * 8 : b * 8 + 8], losses, ids)
+                put_points(ids[0], histogram[p, b], limits[p], up, tables[p, h // HEADS, b])
             for i in range(D):
                 one[i] *= np.float32(norm)
 
@@ -198,6 +205,35 @@ def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.n
 
 
 @kernel
+def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Number:
+    """Set the flags uint8 `[n]` of votes above a cut; gives how many valid ones are at it.
+
+    votes: uint64 `[n]`, of which a byte is read; flags: bit 0 is set, bit 1 is of valid keys.
+    """
+    ties, least = np.int64(0), np.uint64(cut)
+    for i in range(len(votes)):
+        own = votes[i] >> up & BYTE
+        flags[i] |= np.uint8(own > least)
+        ties += np.int64(own == least) & np.int64(flags[i] >> 1)
+    return ties
+
+
+@kernel
+def flag_ties(votes: np.ndarray, up: Number, cut: int, most: int, flags: np.ndarray) -> None:
+    """Set the flags of the first `most` valid votes at the cut; arguments as of `flag_best`."""
+    taken, least = 0, np.uint64(cut)
+    if most >= len(votes):
+        for i in range(len(votes)):
+            flags[i] |= np.uint8(votes[i] >> up & BYTE == least)
+        return
+    for i in range(len(votes)):
+        tied = int(votes[i] >> up & BYTE == least) & int(flags[i] >> 1)
+        tied &= int(taken < most)
+        flags[i] |= np.uint8(tied)
+        taken += tied
+
+
+@kernel
 def candidates(
     votes: np.ndarray,
     counts: np.ndarray,
@@ -212,19 +248,24 @@ def candidates(
     votes: uint64 `[words, N]`; counts: int64 `[parts, g, 256]`; valid: address of flags, or 0;
     cuts, left: int64 `[g]`, room.
     """
-    if limit == 0:
-        return 0
-    g, N, taken = len(cuts), votes.shape[1], 0
-    for h in range(g):
+    N, count, room = votes.shape[1], 0, np.empty(PIECE, np.uint8)
+    for h in range(len(cuts)):
         put_cut(counts[:, h], limit, h, cuts, left)
-    for i in range(N):
-        take = 0
-        if valid == 0 or uint8_at(valid + i, 1)[0]:
-            for h in range(g):
-                own = np.int64(votes[h // HEADS, i] >> (np.uint64(h % HEADS) * EIGHT) & BYTE)
-                tied = int(own == cuts[h]) & int(left[h] > 0)
-                left[h] -= tied
-                take |= int(own > cuts[h]) | tied
-        out[taken] = i
-        taken += take
-    return taken
+    for start in range(0, N if limit else 0, PIECE):
+        flags = room[: min(PIECE, N - start)]
+        flags[:] = VALID
+        if valid:
+            real = uint8_at(valid + start, len(flags))
+            for i in range(len(flags)):
+                flags[i] = real[i] << 1
+        for h in range(len(cuts)):
+            own, up = votes[h // HEADS, start : start + len(flags)], np.uint64(h % HEADS) * EIGHT
+            ties = flag_best(own, up, cuts[h], flags)
+            if ties and left[h]:
+                most = len(own) if ties <= left[h] else left[h]
+                flag_ties(own, up, cuts[h], most, flags)
+            left[h] -= min(ties, left[h])
+        for i in range(len(flags)):
+            out[count] = start + i
+            count += int(flags[i] == TAKEN)
+    return count
