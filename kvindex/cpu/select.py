@@ -13,7 +13,6 @@ from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels import top
 from kvindex.cpu.kernels.select import SAMPLED
 from kvindex.ops import select as reference
-from kvindex.ops.block_layout import BLOCK
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -42,14 +41,13 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
         real = views.array(valid[:, None].expand(B, G, n), B * G, n)
     room = (
         BUFFERS.array("votes of a head", np.int32, parts, n),
-        BUFFERS.array("highest of a head", np.int32, parts, -(-n // BLOCK)),
-        BUFFERS.array("listed", np.int64, parts, n + 2 * SAMPLED),
-        BUFFERS.array("entries", np.int64, parts, n + 2 * SAMPLED),
-        BUFFERS.array("chosen", np.int32, parts, most),
+        BUFFERS.array("listed", np.int32, parts, n + 2 * SAMPLED),
+        BUFFERS.array("numbers", np.int32, parts, n + 2 * SAMPLED),
+        BUFFERS.array("chosen", np.int32, parts, most + 1),
     )
 
     def part(i: int, parts: int) -> None:
-        top.flag_candidates(i, parts, some, asked, real, BLOCK, *room, flags)
+        top.flag_candidates(i, parts, some, asked, real, *room, flags)
 
     threads.run(part, parts)
     return compact(torch.from_numpy(flags).view(B, G, n))

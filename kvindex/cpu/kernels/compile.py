@@ -136,9 +136,3 @@ def int64_at(address: int, count: int) -> np.ndarray:
 def float32_at(address: int, count: int) -> np.ndarray:
     """As `uint8_at`, float32."""
     return numba.carray(_pointer(address), (count,), np.float32)  # type: ignore[no-any-return]
-
-
-@kernel
-def int32_at(address: int, count: int) -> np.ndarray:
-    """As `uint8_at`, int32."""
-    return numba.carray(_pointer(address), (count,), np.int32)  # type: ignore[no-any-return]

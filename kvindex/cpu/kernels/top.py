@@ -10,68 +10,59 @@ from kvindex.cpu.kernels.scan import INVALID
 from kvindex.cpu.kernels.select import (
     candidates,
     entry_of,
-    least_of,
     order_of,
     position_of,
-    put_best_first,
+    put_chosen,
+    put_in_order,
+    threshold_for,
 )
 
 SMALLEST = 8
-"""Scores of a block at least: where there are fewer for each result, all are ordered."""
+"""Scores of a block at least: where there are fewer for each result, all are compared."""
 
 WIDE = 32
 """Scores that are compared at once: larger blocks are multiples of it."""
 
 
 @kernel
-def largest_order(scores: np.ndarray) -> Number:
-    """The largest `order_of` scores float32 `[n]`."""
-    most = np.int32(-(2**31))
+def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.ndarray) -> None:
+    """The `order_of` scores float32 `[n]`, int32 `[n]`, and the largest of each block of `size`."""
     for i in range(len(scores)):
-        bits = np.float32(scores[i]).view(np.int32)
-        order = np.int32(bits ^ (bits >> np.int32(31) & np.int32(0x7FFFFFFF)))
-        most = max(most, np.int32(0) if scores[i] == 0 else order)
-    return np.int64(most)
-
-
-@kernel
-def least_of_best(scores: np.ndarray, size: int, k: int) -> Number:
-    """An order that at least `k` of the scores float32 `[n]` reach, and few others.
-
-    The largest of each block of `size` are scores, too: the `k`-th best of those.
-    """
-    blocks = -(-len(scores) // size)
-    entries = np.empty(blocks, np.int64)
-    for s in range(blocks):
-        entries[s] = entry_of(largest_order(scores[s * size : s * size + size]), s)
-    put_best_first(entries, k)
-    return least_of(entries[:k]) >> np.int64(32)
+        orders[i] = order_of(scores[i])
+    for s in range(len(highest)):
+        own, most = orders[s * size : s * size + size], np.int32(-(2**31))
+        for i in range(len(own)):
+            most = max(most, own[i])
+        highest[s] = most
 
 
 @kernel
 def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
     """Entries of the `k` best of scores float32 `[n]`, best first, into int64 `entries[:k]`.
 
-    k: 1 to n; entries: `[n]`, room for more.
+    k: 1 to n. The `k`-th best of the blocks' largest scores is one that `k` scores reach, and few
+    others: only blocks that reach it are looked into.
     """
     n, count = len(scores), 0
     size = max(SMALLEST, n // (4 * k))
     if 2 * size > WIDE:
         size = -(-size // WIDE) * WIDE
-    least = np.int64(-(2**31)) if n <= SMALLEST * k else least_of_best(scores, size, k)
-    for s in range(0, n, size):
-        own = scores[s : s + size]
-        if n > SMALLEST * k and largest_order(own) < least:
+    orders, highest = np.empty(n, np.int32), np.empty(-(-n // size), np.int32)
+    put_orders(scores, size, orders, highest)
+    listed, found = np.empty(n, np.int32), np.empty(n, np.int32)
+    least = np.int64(-(2**31)) if len(highest) < k else threshold_for(highest, k)
+    for s in range(len(highest)):
+        if highest[s] < least:
             continue
-        for i in range(len(own)):
-            order = order_of(own[i])
-            if order >= least:
-                entries[count] = entry_of(order, s + i)
+        for i in range(s * size, min(s * size + size, n)):
+            if orders[i] >= least:
+                listed[count], found[count] = i, orders[i]
                 count += 1
-    put_best_first(entries[:count], k)
-    entries[:k].sort()
-    for i in range(k // 2):
-        entries[i], entries[k - 1 - i] = entries[k - 1 - i], entries[i]
+    places, room = np.empty(k + 1, np.int32), np.empty(k, np.int64)
+    put_chosen(found[:count], k, places)
+    for i in range(k):
+        room[i] = entry_of(found[places[i]], listed[places[i]])
+    put_in_order(room, entries)
 
 
 @kernel
@@ -119,9 +110,7 @@ def flag_candidates(
     votes: np.ndarray,
     limits: np.ndarray,
     valid: np.ndarray,
-    block: int,
     held: np.ndarray,
-    highest: np.ndarray,
     listed: np.ndarray,
     room: np.ndarray,
     chosen: np.ndarray,
@@ -130,11 +119,10 @@ def flag_candidates(
     """Flag the keys that any head takes, as `ops.select.candidates`: bool `[P, n]`.
 
     votes: int32 `[P, g, n]`; limits: int64 `[P]`; valid: bool `[P, n]` or `[P, 0]`. Of each part:
-    held int32 `[n]`, highest int32 of each `block`, listed, room int64 `[n + 2 · SAMPLED]`, chosen
-    int32 `[n]`.
+    held int32 `[n]`, and listed, room and chosen, as for `select.candidates`.
     """
     groups, g, n = votes.shape
-    own, high, ids = held[part], highest[part], chosen[part]
+    own, ids = held[part], chosen[part]
     for group in range(groups * part // parts, groups * (part + 1) // parts):
         flags[group] = False
         for h in range(g):
@@ -142,9 +130,7 @@ def flag_candidates(
             if valid.shape[1]:
                 for i in range(n):
                     own[i] = own[i] if valid[group, i] else INVALID
-            for s in range(len(high)):
-                high[s] = own[s * block : s * block + block].max()
             limit = limits[group]
-            candidates(own, high, block, limit, listed[part], room[part], ids)
+            candidates(own, limit, listed[part], room[part], ids)
             for c in range(limit):
                 flags[group, ids[c]] = True
