@@ -19,7 +19,6 @@ from torch import Tensor
 from kvindex.bases.index import BaseIndex
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
-from kvindex.ops.select import compact
 from kvindex.storage.columns import Columns
 
 
@@ -157,7 +156,8 @@ class PagedIndex(BaseIndex):
         """Ids of the valid tokens in order, int64 `[B, n]`; -1 where a row has fewer."""
         device = self.geometry.device
         if self.valid is not None:
-            return compact(self.valid)
+            ids: Tensor = self.ops.select.compact(self.valid)
+            return ids
         return torch.arange(len(self), device=device).expand(len(self.counts), -1)
 
     # Search

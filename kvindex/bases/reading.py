@@ -14,6 +14,8 @@ from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.storage.store import AttendsToRows
 
+_attend: dict[tuple[type, type], bool] = {}  # (index, store) -> whether the store has what it takes
+
 
 class ReadingIndex(StatefulIndex):
     """What `BaseIndex` does with the rows of hits."""
@@ -47,10 +49,13 @@ class ReadingIndex(StatefulIndex):
 
     def _attending_store(self) -> AttendsToRows | None:
         """The store, if it attends to what `fetch` gives: to rows as they are, and no others."""
+        store: Any = self._store
         own = type(self)
-        plain = own.fetch is ReadingIndex.fetch and own._summaries is StatefulIndex._summaries
-        store = self._store
-        return store if plain and isinstance(store, AttendsToRows) and store.attends else None
+        known = own, type(store)
+        if known not in _attend:  # looking at a protocol takes longer than a kernel
+            plain = own.fetch is ReadingIndex.fetch and own._summaries is StatefulIndex._summaries
+            _attend[known] = plain and isinstance(store, AttendsToRows)
+        return store if _attend[known] and store.attends else None
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """As `protocol.Attends.attend`, for an index that holds a token."""

@@ -177,7 +177,7 @@ class IceCache(BaseIndex):
         sizes, members = learned["sizes"].long(), learned["members"]
         anchor, starts, page_sizes = self._pages(sizes)
         viewed = self._viewed(heads @ learned["anchors"].float().mT, sizes, k)
-        order = compact(viewed)  # anchors that some head views, [B, G, a]
+        order = self.ops.select.compact(viewed)  # anchors that some head views, [B, G, a]
         slot, offset = self.ops.units.walk(at(sizes, order, 0), int((sizes * viewed).sum(-1).max()))
         first = at(sizes.cumsum(-1) - sizes, at(order, slot, UNUSED), 0)
         place = (first + offset).masked_fill(slot < 0, UNUSED)  # in members, [B, G, W]

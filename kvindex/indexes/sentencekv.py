@@ -209,9 +209,10 @@ class SentenceKV(BaseIndex):
     def _members(self) -> Tensor:
         """Ids of the valid tokens in order, int64 `[B, n]`; -1 where a row has fewer."""
         if self.valid is not None:
-            return compact(self.valid)
-        ids = torch.arange(len(self), device=self.geometry.device)
-        return ids.expand(len(self.counts), -1)
+            ids: Tensor = self.ops.select.compact(self.valid)
+            return ids
+        every = torch.arange(len(self), device=self.geometry.device)
+        return every.expand(len(self.counts), -1)
 
     def _tail(
         self,

@@ -13,7 +13,6 @@ from torch import Tensor
 from kvindex.bases.eviction import EvictionIndex
 from kvindex.core import check
 from kvindex.ops import group
-from kvindex.ops.select import compact
 
 
 @dataclass(frozen=True)
@@ -48,4 +47,5 @@ class Streaming(EvictionIndex):
             return torch.cat([first, last]).expand(self._batch or 1, g.kv_heads, -1)
         rank = self.valid.cumsum(1)  # 1, 2, … at the valid tokens
         kept = self.valid & ((rank <= sink) | (rank > rank[:, -1:] - latest))
-        return compact(kept)[:, None].expand(-1, g.kv_heads, -1)
+        ids: Tensor = self.ops.select.compact(kept)[:, None].expand(-1, g.kv_heads, -1)
+        return ids
