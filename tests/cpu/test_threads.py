@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 SETUP = """
 import os, sys, threading, torch, kvindex
 torch.manual_seed(0)
-def made():
+def made(line="pariskv"):
     torch.manual_seed(0)
-    index = kvindex.create("pariskv", q_heads=6, kv_heads=3, head_dim=64, backend="cpu")
+    index = kvindex.create(line, q_heads=6, kv_heads=3, head_dim=64, backend="cpu")
     index.append(torch.randn(2, 3, 3000, 64), torch.randn(2, 3, 3000, 64))
     return index
 queries = torch.randn(2, 6, 64)
@@ -38,17 +38,38 @@ def said(code, before=""):
     return done.stdout.strip()
 
 
-def test_one_to_sixteen_threads_find_the_same():
-    code = """
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper"])
+def test_one_to_sixteen_threads_find_the_same(line):
+    code = f"""
 torch.set_num_threads(1)
-want = ids()
+index = made({line!r})
+want = ids(index)
 for count in (2, 3, 16, 1):
     torch.set_num_threads(count)
-    assert torch.equal(ids(), want), count
+    assert torch.equal(ids(index), want), count
 print(threading.active_count())
 """
     # of 6 groups each has a thread: blocks of more are scanned at once
     assert 2 < int(said(code)) <= 16
+
+
+def test_ops_of_one_to_three_threads_are_the_same():
+    code = """
+from kvindex import cpu
+estimates, table = torch.randn(2, 3, 2, 9000), torch.randn(2, 3, 9000, 64)
+votes, rows = (estimates * 9).int(), torch.randint(-1, 9000, (2, 3, 4000))
+def all_of():
+    agreed = cpu.group.agree(estimates, "mean_share", scale=1.0, softcap=None)
+    taken = cpu.select.candidates(votes, torch.tensor([900, 9000]))
+    return agreed, taken, cpu.fetch.gather_rows(table, rows)
+torch.set_num_threads(1)
+want = all_of()
+for count in (2, 3):
+    torch.set_num_threads(count)
+    assert all(torch.equal(*pair) for pair in zip(all_of(), want)), count
+print(threading.active_count())
+"""
+    assert int(said(code)) == 3
 
 
 def test_a_child_of_a_fork_searches():
