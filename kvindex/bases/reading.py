@@ -45,7 +45,9 @@ class ReadingIndex(StatefulIndex):
         )
 
     def _offers(self, wanted: type) -> bool:
-        return self._attending_store() is not None if wanted is Attends else super()._offers(wanted)
+        if wanted is Attends and type(self).attend is ReadingIndex.attend:
+            return self._attending_store() is not None
+        return super()._offers(wanted)
 
     def _attending_store(self) -> AttendsToRows | None:
         """The store, if it attends to what `fetch` gives: to rows as they are, and no others."""
