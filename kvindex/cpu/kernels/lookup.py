@@ -1,0 +1,180 @@
+"""Inner products of signs with a rounded query by tables in registers, 64 keys at a time.
+
+Each four signs of a key look up the sum that they are of, in a table of 16 bytes that the query
+sets: what `pshufb` does for 64 keys at once, on machines with AVX-512.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from kvindex.cpu.kernels.compile import inlined, kernel
+from kvindex.cpu.kernels.vectors import broadcast, shuffle
+
+KEYS = 64
+"""Keys at a time."""
+
+NIBBLES = 16
+"""Groups of four signs of a word."""
+
+LARGEST = 31
+"""Coordinate of a rounded query, up to which entries are bytes."""
+
+BIAS = 4 * LARGEST
+"""Added to entries, none of which is below 0 then."""
+
+SERVED = "+avx512bw" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+"""Whether this machine has the instruction."""
+
+INT16, INT32, INT64 = (ir.IntType(n) for n in (16, 32, 64))
+BYTES = ir.VectorType(ir.IntType(8), KEYS)
+HALF = ir.VectorType(ir.IntType(8), KEYS // 2)
+SHORTS = ir.VectorType(INT16, KEYS // 2)
+WORDS = ir.VectorType(INT64, 8)
+SUMS = ir.VectorType(INT32, KEYS // 2)
+
+
+def loaded(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    """A vector of `kind` that lies `offset` bytes from an address."""
+    at = builder.add(address, INT64(offset))
+    return builder.load(builder.inttoptr(at, kind.as_pointer()), align=1)
+
+
+def transposed(builder: Any, words: Any) -> list[Any]:
+    """Of 64 words the bytes `[8, 64]`: key `j` and key `32 + j` lie side by side."""
+    rows = []
+    order = [(u * 4 + t) * 8 + b for b in range(8) for t in range(4) for u in range(2)]
+    for i in range(8):
+        near, far = (loaded(builder, words, 8 * (4 * i + 32 * u), HALF) for u in range(2))
+        eight = shuffle(builder, near, far, list(range(KEYS)))
+        rows.append(builder.bitcast(shuffle(builder, eight, eight, order), WORDS))
+    for d in (1, 2, 4):
+        lower = [8 + k - d if k & d else k for k in range(8)]
+        upper = [8 + k if k & d else k + d for k in range(8)]
+        for i in (i for i in range(8) if not i & d):
+            pair = rows[i], rows[i + d]
+            rows[i], rows[i + d] = (shuffle(builder, *pair, order) for order in (lower, upper))
+    return [builder.bitcast(row, BYTES) for row in rows]
+
+
+def nibbles_of(builder: Any, row: Any) -> list[Any]:
+    """Lower and upper four bits of bytes."""
+    low = ir.Constant(BYTES, [15] * KEYS)
+    up = builder.lshr(builder.bitcast(row, SHORTS), ir.Constant(SHORTS, [4] * (KEYS // 2)))
+    return [builder.and_(row, low), builder.and_(builder.bitcast(up, BYTES), low)]
+
+
+def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
+    """Entries, as pairs of bytes, of a table of 16 bytes."""
+    sixteen = loaded(builder, table, offset, ir.VectorType(ir.IntType(8), 16))
+    wide = shuffle(builder, sixteen, sixteen, list(range(16)) * 4)
+    kind = ir.FunctionType(BYTES, [BYTES, BYTES])
+    name = "llvm.x86.avx512.pshuf.b.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.bitcast(builder.call(function, [wide, indices]), SHORTS)
+
+
+def sums_of(builder: Any, nibbles: Any, words: Any, table: Any) -> list[Any]:
+    """Sums of the entries of 64 keys, as two vectors of 32."""
+    none, eight = (ir.Constant(SHORTS, [n] * (KEYS // 2)) for n in (0, 8))
+    both, odd = (cgutils.alloca_once(builder, SHORTS) for _ in range(2))
+    builder.store(none, both)
+    builder.store(none, odd)
+    with cgutils.for_range(builder, words) as loop:
+        own = builder.add(table, builder.mul(loop.index, INT64(16 * NIBBLES)))
+        some = builder.add(nibbles, builder.mul(loop.index, INT64(KEYS * NIBBLES)))
+        sums = builder.load(both), builder.load(odd)
+        for n in range(NIBBLES):
+            pairs = looked_up(builder, own, 16 * n, loaded(builder, some, KEYS * n, BYTES))
+            upper = builder.lshr(pairs, eight)
+            sums = builder.add(sums[0], pairs), builder.add(sums[1], upper)
+        builder.store(sums[0], both)
+        builder.store(sums[1], odd)
+    last = builder.load(odd)
+    return [builder.sub(builder.load(both), builder.shl(last, eight)), last]
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
+def _put_nibbles(_: Any, words: Any, out: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        words, out = arguments
+        for b, row in enumerate(transposed(builder, words)):
+            for i, own in enumerate(nibbles_of(builder, row)):
+                at = builder.add(out, INT64(KEYS * (2 * b + i)))
+                builder.store(own, builder.inttoptr(at, BYTES.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def _raise_votes(
+    _: Any, nibbles: Any, words: Any, table: Any, bias: Any, factors: Any, offset: Any, out: Any
+) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        nibbles, words, table, bias, factors, offset, out = arguments
+        low, more = (broadcast(builder, number, SUMS) for number in (bias, offset))
+        for i, sums in enumerate(sums_of(builder, nibbles, words, table)):
+            own = loaded(builder, factors, i * 4 * KEYS // 2, SUMS)
+            dots = builder.sub(builder.zext(sums, SUMS), low)
+            votes = builder.add(builder.mul(dots, own), more)
+            at = builder.add(out, INT64(i * 4 * KEYS // 2))
+            place = builder.inttoptr(at, SUMS.as_pointer())
+            held = builder.load(place, align=4)
+            above = builder.icmp_signed(">", votes, held)
+            builder.store(builder.select(above, votes, held), place, align=4)
+        return context.get_dummy_value()
+
+    numbers = types.int64, types.int32, types.int64, types.int32, types.int64
+    return types.void(types.int64, types.int64, *numbers), code
+
+
+@inlined
+def raise_votes(
+    words: np.ndarray,
+    tables: np.ndarray,
+    totals: np.ndarray,
+    factors: np.ndarray,
+    offsets: np.ndarray,
+    nibbles: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Votes int32 `out[n]`: of those there and the heads' the largest, n a multiple of 64.
+
+    words: signs, uint64 `[W, n]`; tables: of `put_tables`, uint8 `[g, W, 16, 16]`, and totals, what
+    it gives, int32 `[g]`; factors: int32 `[n]`; offsets: int32 `[g]`; nibbles: uint8
+    `[W, 16, 64]`, room.
+    """
+    (g, W), n = tables.shape[:2], len(out)
+    table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
+    own, room, size = factors.ctypes.data, nibbles.ctypes.data, NIBBLES * KEYS
+    for start in range(0, n, KEYS):
+        for w in range(W):
+            _put_nibbles(signs + (w * words.shape[1] + start) * 8, room + w * size)
+        for h in range(g):
+            entries = table + h * W * NIBBLES * 16
+            some, place = own + start * 4, to + start * 4
+            _raise_votes(room, W, entries, totals[h], some, offsets[h], place)
+
+
+@kernel
+def put_tables(integers: np.ndarray, out: np.ndarray) -> int:
+    """Sums for each four signs, uint8 `[W, 16, 16]`, of integers int64 `[D]` up to 31.
+
+    Gives what is too much in a key's sum of entries.
+    """
+    W = len(out)
+    for n in range(W * NIBBLES):
+        own = out[n // NIBBLES, n % NIBBLES]
+        some = integers[n * 4 : n * 4 + 4]
+        own[:] = BIAS - some.sum()
+        for j in range(len(some)):
+            for c in range(1 << j):
+                own[(1 << j) + c] = own[c] + 2 * some[j]
+    return W * NIBBLES * BIAS
