@@ -14,7 +14,7 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from kvindex.cpu.kernels.compile import kernel
+from kvindex.cpu.kernels.compile import inlined, kernel
 from kvindex.cpu.kernels.vectors import broadcast, shuffle
 
 KEYS = 64
@@ -135,7 +135,7 @@ def _raise_votes(
     return types.void(types.int64, types.int64, *numbers), code
 
 
-@kernel
+@inlined
 def raise_votes(
     words: np.ndarray,
     tables: np.ndarray,
