@@ -376,7 +376,12 @@ class Executor(Protocol):
 
     @property
     def encodes(self) -> bool:
-        """Whether kernels encode keys (`prepare`), and nothing waits for it."""
+        """Whether kernels encode keys (`prepare`)."""
+        ...
+
+    @property
+    def appends_async(self) -> bool:
+        """Whether nothing waits for `prepare`, and searches may run beside it (`AppendsAsync`)."""
         ...
 
     @property
@@ -405,6 +410,13 @@ class Executor(Protocol):
         Written at once, beyond the last token, unless a block is open. beyond: tokens that come
         after them, of the next open block. wrong: int32 `[]`, set to 1 where a valid key is not
         finite. Where `encodes` alone.
+        """
+        ...
+
+    def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
+        """Codes of keys `[B, G, N, D]`, the first of which begins a block, as columns take them.
+
+        valid: bool `[B, N]`, or None: all are; an invalid key is zero. None where ops make them.
         """
         ...
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.cpu.append import Encoder
 from kvindex.cpu.kernels.rerank import STEPS
 from kvindex.cpu.kernels.vectors import LANES
 from kvindex.cpu.served import query_max_of
@@ -30,6 +31,7 @@ class Constants:
     factors: Tensor
     level: float
     query_max: int
+    encoder: Encoder
 
     @staticmethod
     def of(
@@ -44,4 +46,5 @@ class Constants:
             factors=coding.log_factors(config.weight_bits),
             level=coding.lloyd_max(geometry.head_dim, 0)[0],
             query_max=query_max_of(config, geometry),
+            encoder=Encoder.of(config, rotation, levels),
         )

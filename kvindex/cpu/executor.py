@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attended, Contents, Hits, Rows
+from kvindex.core.protocol import Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.constants import Constants
@@ -24,7 +24,7 @@ from kvindex.storage.columns import BlockColumns
 class ParisKVExecutor:
     """`ParisKV` on a CPU's kernels: a `kvindex.core.protocol.Executor`."""
 
-    encodes = False
+    encodes, appends_async = True, False
     length = None
 
     _contents: Contents  # since the first `update`
@@ -57,7 +57,7 @@ class ParisKVExecutor:
         return "\n".join(
             [
                 "executor: compiled by Numba",
-                "append: codes are made op by op",
+                "append: codes are made by one kernel",
                 f"attend: {unreadable(self._contents.rows) or 'in one go'}",
             ]
         )
@@ -76,9 +76,13 @@ class ParisKVExecutor:
 
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
-    ) -> Any:
-        """As `Executor.prepare`: never."""
-        raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
+    ) -> Codes:
+        """As `Executor.prepare`: columns copy them."""
+        return self._constants.encoder(keys, valid, wrong) if keys.shape[2] else {}
+
+    def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """As `Executor.encoded`."""
+        return self._constants.encoder(keys, valid)
 
     def discard(self) -> None:
         """As `Executor.discard`: there is nothing."""
@@ -147,9 +151,18 @@ class ParisKVExecutor:
         """Those of what the index holds now."""
         if self._ready is None:
             constants, heads = self._constants, self._geometry.kv_heads
-            state = State.of(self._contents, self.codes, heads, constants.factors)
+            contents = replace(self._contents, opened=self._opened())
+            state = State.of(contents, self.codes, heads, constants.factors)
             self._ready = Stages(self._geometry, self._config, constants, state)
         return self._ready
+
+    def _opened(self) -> Codes:
+        """Codes of the open block, if there is one."""
+        contents, start = self._contents, len(self.codes)
+        if start == contents.length:
+            return {}
+        valid = None if contents.valid is None else contents.valid[:, start:]
+        return self.encoded(contents.opened["open_keys"], valid)
 
     def _beside(self, resident: ResidentRows) -> ResidentState:
         self._resident = ResidentState.of(resident, self._resident)

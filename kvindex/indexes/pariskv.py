@@ -280,6 +280,11 @@ class ParisKV(BaseIndex):
 
     def _encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Codes of keys `[B, G, N, D]`, the first of which begins a block."""
+        compiled = self._executor.encoded(keys, valid) if self._executor else None
+        return self._coded(keys, valid) if compiled is None else compiled
+
+    def _coded(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        """As `_encoded`, op by op."""
         ops, config, codes = self.ops, self.config, {}
         floats = keys.float()
         if config.center:
@@ -353,7 +358,7 @@ class ParisKV(BaseIndex):
     @property
     def supports_async_append(self) -> bool:
         """Whether kernels write codes where they lie, and nothing waits for them."""
-        return self._executor is not None and self._executor.encodes
+        return self._executor is not None and self._executor.appends_async
 
     @property
     def attends(self) -> bool:

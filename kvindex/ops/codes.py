@@ -108,7 +108,7 @@ def encode(
     bits = range(len(levels).bit_length() - 1)
     planes = [pack((index >> p & 1 == 1).reshape(bytes_of)) for p in bits]
     decoded = torch.where(parts >= 0, 1.0, -1.0) * levels[index]
-    alpha = (decoded * directions).sum(-1)
+    alpha = (decoded.double() * directions).sum(-1).float()  # whatever the order of the sum
     weights = torch.where(radii > 0, norms[..., None] * radii / alpha, 0.0)
     empty = signs.new_empty((*signs.shape[:-1], 0, signs.shape[-1]))
     magnitudes = torch.stack(planes, dim=-2) if planes else empty

@@ -76,6 +76,13 @@ class Plain:
         padding = self.row_bytes - self._used
         return pad(rows, (0, padding)) if padding else rows  # `pad` by 0 copies
 
+    def put(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
+        """As `encode`, into uint8 `[..., row_bytes]`: keys and values are copied once."""
+        held = self.decode(rows)
+        held.keys.copy_(keys)
+        held.values.copy_(values)
+        rows[..., self._used :] = 0
+
     def decode(self, rows: Tensor) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""
         both = rows[..., : self._used].view(self.geometry.dtype)

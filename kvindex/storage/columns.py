@@ -14,12 +14,13 @@ from kvindex.core.restore import Restorable
 class Columns(Restorable):
     """Named tensors that grow along their token axis, like the columns of a table.
 
-    Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. The
+    Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. On a CPU
+    there is as much to spare from the first append on: memory that nobody touches is none. The
     first append fixes names, dtypes, devices and all sizes but that of the token axis.
-    fill: what room holds that nobody has written, 0 or 1.
+    fill: what room holds that nobody has written; None for anything.
     """
 
-    def __init__(self, axis: int = 2, fill: int = 0) -> None:
+    def __init__(self, axis: int = 2, fill: int | None = None) -> None:
         self._axis, self._fill = axis, fill
         self._data: dict[str, Tensor] = {}  # each as long as its capacity
         self._length = 0
@@ -86,10 +87,10 @@ class Columns(Restorable):
         """A copy in which row `b` is row `batch_indices[b]` of this."""
         copy = self._fresh()
         copy._length = self._length
-        copy._data = {
-            name: tensor.index_select(0, batch_indices.to(tensor.device))
-            for name, tensor in self._data.items()
-        }
+        for name, tensor in self._data.items():
+            held = self[name].index_select(0, batch_indices.to(tensor.device))
+            copy._data[name] = self._new(tensor, [len(held), *tensor.shape[1:]])
+            copy[name].copy_(held)
         return copy
 
     def expand_batch(self, count: int) -> Columns:
@@ -112,7 +113,9 @@ class Columns(Restorable):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with room of its own to write to."""
         twin = self._shallow()
-        twin._data = {name: tensor.clone() for name, tensor in self._data.items()}
+        twin._data = {name: self._new(old, list(old.shape)) for name, old in self._data.items()}
+        for name in self:
+            twin[name].copy_(self[name])
         return twin
 
     def emptied(self) -> Self:
@@ -142,15 +145,16 @@ class Columns(Restorable):
             if held is not None and need <= capacity:
                 continue
             shape = list(tensor.shape)
-            shape[self._axis] = max(need, 2 * capacity)
+            cpu = tensor.device.type == "cpu"
+            shape[self._axis] = 2 * need if cpu else max(need, 2 * capacity)
             grown[name] = self._new(tensor, shape)
             if held is not None:
                 grown[name].narrow(self._axis, 0, held_entries).copy_(self[name])
         return grown
 
     def _new(self, like: Tensor, shape: list[int]) -> Tensor:
-        make = torch.ones if self._fill else torch.zeros
-        return make(shape, dtype=like.dtype, device=like.device)
+        made = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return made if self._fill is None else made.fill_(self._fill)
 
 
 class BlockColumns(Columns):

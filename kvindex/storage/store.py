@@ -19,7 +19,7 @@ from kvindex.core.protocol import Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
 from kvindex.ops.fetch import gather_rows
-from kvindex.storage.codecs import WORD, codec
+from kvindex.storage.codecs import WORD, Plain, codec
 from kvindex.storage.columns import Columns
 
 PLACES = ("device", "host")
@@ -229,12 +229,17 @@ class TensorStore(Restorable):
         return self._codec.row_bytes
 
     def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, where the store keeps them."""
+        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, where the store keeps them.
+
+        Plain ones that are there already are left as they are: `append` puts them side by side.
+        """
+        if isinstance(self._codec, Plain) and keys.device == values.device == self._device:
+            return {"keys": keys.detach(), "values": values.detach()}
         return {"rows": self._codec.encode(keys, values).view(WORD).to(self._device)}
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
         """Make room for `rows`, as `join` makes them."""
-        self._columns.reserve(rows)
+        self._columns.reserve(self._as_joined(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
         """Nothing: a tensor grows as tokens come."""
@@ -244,7 +249,11 @@ class TensorStore(Restorable):
 
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them."""
-        self._columns.append(rows)
+        if "rows" in rows:
+            self._columns.append(rows)
+        elif isinstance(self._codec, Plain):
+            place = self._columns.claim(self._as_joined(rows))["rows"]
+            self._codec.put(rows["keys"], rows["values"], place.view(torch.uint8))
 
     def gather(self, ids: Tensor) -> Rows:
         """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
@@ -295,6 +304,13 @@ class TensorStore(Restorable):
     def nbytes(self) -> int:
         """Bytes in use."""
         return self._columns.nbytes()
+
+    def _as_joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A tensor of the shape of `rows` side by side, which nobody reads."""
+        if "rows" in rows:
+            return rows
+        one = torch.empty((), dtype=WORD, device=self._device)
+        return {"rows": one.expand(*rows["keys"].shape[:3], self.row_bytes // WORD.itemsize)}
 
     def _decoded(self, words: Tensor) -> Rows:
         return self._codec.decode(words.to(self._geometry.device).view(torch.uint8))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Attended, Contents, Hits, Rows
+from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.storage.store import AddressedRows
@@ -102,6 +102,11 @@ class ParisKVExecutor:
     def encodes(self) -> bool:
         """As `Executor.encodes`."""
         return self._encode is not None
+
+    @property
+    def appends_async(self) -> bool:
+        """As `Executor.appends_async`."""
+        return self.encodes
 
     @property
     def attends(self) -> bool:
@@ -191,6 +196,10 @@ class ParisKVExecutor:
         self.codes.reserve(fill)
         self.codes.write(fill)  # beyond the last token, where nobody looks
         return fill
+
+    def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
+        """As `Executor.encoded`: none, for they are written where they lie."""
+        return None
 
     def discard(self) -> None:
         """As `Executor.discard`."""

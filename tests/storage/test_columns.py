@@ -36,19 +36,29 @@ def test_growth_keeps_what_was_appended(counts):
 
 
 def test_appending_one_by_one_copies_amortised_rows(monkeypatch):
-    allocated, zeros = [], torch.zeros
+    allocated, empty = [], torch.empty
 
     def counting(shape, **options):
         allocated.append(shape[2])
-        return zeros(shape, **options)
+        return empty(shape, **options)
 
     columns = Columns()
-    monkeypatch.setattr(torch, "zeros", counting)
+    monkeypatch.setattr(torch, "empty", counting)
     for token in range(1000):
         columns.append({"wide": rows(1, token)["wide"]})
     assert len(allocated) <= 11, "capacity doubles"
     assert sum(allocated) <= 4 * 1000
     assert_holds(columns, {"wide": rows(1000)["wide"]})
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_cpu_has_room_for_as_many_tokens_again(count):
+    columns = Columns()
+    columns.append(rows(count))
+    room = columns["wide"].data_ptr()
+    columns.append(rows(count, count))
+    assert columns["wide"].data_ptr() == room
+    assert_holds(columns, rows(2 * count))
 
 
 def test_reserved_room_is_used_and_counted_only_when_filled():
@@ -64,7 +74,7 @@ def test_reserved_room_is_used_and_counted_only_when_filled():
 
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_running_out_of_memory_in_reserve_leaves_the_content(monkeypatch, allowed):
-    columns, zeros = Columns(), torch.zeros
+    columns, empty = Columns(), torch.empty
     columns.append(rows(3))
     calls = []
 
@@ -72,10 +82,10 @@ def test_running_out_of_memory_in_reserve_leaves_the_content(monkeypatch, allowe
         calls.append(1)
         if len(calls) > allowed:
             raise torch.OutOfMemoryError("no memory left")
-        return zeros(*args, **options)
+        return empty(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", failing)
+        patch.setattr(torch, "empty", failing)
         with pytest.raises(torch.OutOfMemoryError):
             columns.reserve(rows(9, 3))
     assert_holds(columns, rows(3))

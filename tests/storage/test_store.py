@@ -96,7 +96,7 @@ def test_running_out_of_memory_in_reserve_leaves_the_rows(place, monkeypatch):
         raise torch.OutOfMemoryError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", failing)
+        patch.setattr(torch, "empty", failing)
         with pytest.raises(torch.OutOfMemoryError):
             store.reserve(store.join(*tokens(50, 1)))
     assert_holds(store, keys, values)

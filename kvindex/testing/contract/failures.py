@@ -42,7 +42,7 @@ def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
         for allowed in range(20):
             index = filled(make, *start)
             before = snapshot(index, case.queries())
-            if not _fail_after(allowed, partial(index.append, *more), torch, "zeros"):
+            if not _fail_after(allowed, partial(index.append, *more), torch, "empty"):
                 break
             assert_same_snapshot(snapshot(index, case.queries()), before)
             other = case.tokens(9, seed=2, batch=case.batch if start else case.batch + 1)

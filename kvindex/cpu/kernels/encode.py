@@ -1,0 +1,247 @@
+"""Encode blocks of keys: centers, then codes and log weights, a tile at a time (A.1 to A.3)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvindex.cpu.kernels.compile import Number, kernel, uint8_at
+from kvindex.cpu.kernels.numbers import SIXTEEN, read
+from kvindex.cpu.kernels.tile import TILE, normalize, put_squares, put_tile, rotate
+from kvindex.ops.codes import OCTAVES
+from kvindex.ops.transform import LONGEST
+
+AT_ONCE = 4
+"""Edges that a size is held against in one go; there are a multiple of it."""
+
+SIGN_PLANE = np.uint64(7)
+"""Of a coordinate's byte, whose lower bits are its level."""
+
+SIGN_BIT = np.uint32(7)
+ONES = np.uint64(0x0101010101010101)
+STEPS = 2**16 / OCTAVES
+"""Log weights to an octave."""
+
+TINIEST = np.float32(np.finfo(np.float32).tiny)
+NAN = np.uint16(0x7FC0)
+HALF = np.uint32(0x7FFF)
+LAST_BIT = np.uint32(1)
+
+
+@kernel
+def bfloat16_of(number: float) -> Number:
+    """The bits of a float32 as a bfloat16, rounded to even, uint16."""
+    if number != number:
+        return NAN
+    bits = np.float32(number).view(np.uint32)
+    return np.uint16((bits + HALF + (bits >> SIXTEEN & LAST_BIT)) >> SIXTEEN)
+
+
+@kernel
+def put_center(
+    keys: int,
+    step: int,
+    kind: int,
+    count: int,
+    valid: int,
+    row: np.ndarray,
+    sums: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """As `ops.codes.centers`, of the keys of a block: bits of bfloat16, uint16 `out[:D]`.
+
+    keys: address of the first of `count`, `step` bytes apart; kind: of `numbers.KINDS`; valid:
+    address of flags bool `[count]`, or 0; row float32 `[D]` and sums float64 `[D]`: room.
+    """
+    D, real = len(out), np.int64(0)
+    for d in range(D):
+        sums[d] = 0
+    for i in range(count):
+        read(keys + i * step, D, kind, row)
+        for d in range(D):
+            sums[d] += np.float64(row[d])
+        real += np.int64(uint8_at(valid + i, 1)[0] if valid else 1)
+    for d in range(D):
+        mean = sums[d] / max(real, 1)
+        out[d] = bfloat16_of(np.float32(min(max(mean, -LONGEST), LONGEST)))
+
+
+@kernel
+def put_nearest(
+    sizes: np.ndarray,
+    edges: np.ndarray,
+    levels: np.ndarray,
+    indices: np.ndarray,
+    values: np.ndarray,
+) -> None:
+    """Index uint32 `[L]` and value float32 `[L]` of the level nearest to each size float32 `[L]`.
+
+    The lower one at a tie. edges: between levels, float32 `[E]`, `E` a multiple of `AT_ONCE`:
+    infinity where there is no other level; levels: float32 `[E + 1]`.
+    """
+    L = len(sizes)
+    for i in range(L):
+        indices[i] = 0
+        values[i] = levels[0]
+    for e in range(0, len(edges), AT_ONCE):
+        a, b, c, d = edges[e], edges[e + 1], edges[e + 2], edges[e + 3]
+        after_a, after_b, after_c, after_d = (
+            levels[e + 1],
+            levels[e + 2],
+            levels[e + 3],
+            levels[e + 4],
+        )
+        for i in range(L):
+            size, index, value = sizes[i], indices[i], values[i]
+            index = np.uint32(e + 1) if size > a else index
+            value = after_a if size > a else value
+            index = np.uint32(e + 2) if size > b else index
+            value = after_b if size > b else value
+            index = np.uint32(e + 3) if size > c else index
+            value = after_c if size > c else value
+            index = np.uint32(e + 4) if size > d else index
+            value = after_d if size > d else value
+            indices[i] = index
+            values[i] = value
+
+
+@kernel
+def log_code(weight: float) -> Number:
+    """As `ops.codes.log_codes` of a float32 with 16 bits, int32."""
+    if not weight > 0:
+        return np.int32(0)
+    code = np.rint(math.log2(np.float64(weight)) * STEPS + 2**15)
+    return np.int32(min(max(code, 1.0), 2.0**16 - 1))
+
+
+@kernel
+def code(
+    tile: np.ndarray,
+    norms: np.ndarray,
+    edges: np.ndarray,
+    levels: np.ndarray,
+    sums: np.ndarray,
+    codes: np.ndarray,
+    weights: np.ndarray,
+) -> None:
+    """As `ops.codes.encode` with a weight for the key, of rotated directions float32 `[D, L]`.
+
+    Writes codes uint8 `[D, L]`, a coordinate's level and, as the highest bit, its sign; and log
+    weights int32 `[L]`. norms: float32 `[L]`; edges, levels: of `put_nearest`; sums: float64 `[L]`,
+    room.
+    """
+    D, L = tile.shape
+    radii, sizes = np.empty(L, np.float32), np.empty(L, np.float32)
+    indices, values = np.empty(L, np.uint32), np.empty(L, np.float32)
+    put_squares(tile, sums)
+    for i in range(L):
+        radii[i] = np.float32(np.sqrt(sums[i]))
+        sums[i] = 0
+    for d in range(D):
+        for i in range(L):
+            sizes[i] = abs(np.float32(tile[d, i] / max(radii[i], TINIEST)))
+        put_nearest(sizes, edges, levels, indices, values)
+        for i in range(L):
+            sums[i] += np.float64(values[i]) * np.float64(sizes[i])
+        for i in range(L):
+            codes[d, i] = np.uint8(indices[i] | np.uint32(tile[d, i] >= 0) << SIGN_BIT)
+    for i in range(L):
+        weight = np.float32(np.float32(norms[i] * radii[i]) / np.float32(sums[i]))
+        weights[i] = log_code(weight) if radii[i] > 0 else np.int32(0)
+
+
+@kernel
+def put_plane(
+    words: np.ndarray, plane: np.uint64, count: int, packed: np.ndarray, out: np.ndarray
+) -> None:
+    """A bit of all coordinates of the keys of a tile: uint8 `out[:count, :M]`.
+
+    words: codes, uint64 `[D, L / 8]`, those of eight keys in each; packed: uint64 `[L / 8]`, room.
+    """
+    bytes_of = packed.view(np.uint8)
+    for b in range(len(words) // 8):
+        for w in range(len(packed)):
+            word = np.uint64(0)
+            for j in range(8):
+                word |= (words[b * 8 + j, w] >> plane & ONES) << np.uint64(j)
+            packed[w] = word
+        for i in range(count):
+            out[i, b] = bytes_of[i]
+
+
+@kernel
+def put_logs(
+    logs: np.ndarray, valid: int, count: int, weights: np.ndarray, fractions: np.ndarray
+) -> None:
+    """Upper and lower bytes of log weights int32 `[L]`: uint8 `[:count]`, 0 of an invalid key.
+
+    valid: as of `put_center`.
+    """
+    for i in range(count):
+        real = not valid or uint8_at(valid + i, 1)[0]
+        log = logs[i] if real else np.int32(0)
+        weights[i] = np.uint8(log >> np.int32(8))
+        fractions[i] = np.uint8(log & np.int32(255))
+
+
+@kernel
+def encode(
+    part: int,
+    parts: int,
+    keys: np.ndarray,
+    step: int,
+    kind: int,
+    valid: np.ndarray,
+    limit: float,
+    block: int,
+    flips: np.ndarray,
+    hartley: np.ndarray,
+    edges: np.ndarray,
+    levels: np.ndarray,
+    signs: np.ndarray,
+    magnitudes: np.ndarray,
+    weights: np.ndarray,
+    fractions: np.ndarray,
+    centers: np.ndarray,
+    wrong: np.ndarray,
+) -> None:
+    """Codes of a part of all groups' blocks.
+
+    keys, valid: addresses int64 `[B·G]` of a group's keys, `step` bytes apart, of a kind of
+    `numbers.KINDS`, and of their flags, or 0. Writes signs uint8 `[B·G, N, 1, M]`, magnitudes
+    uint8 `[B·G, N, bits, M]`, weights and fractions uint8 `[B·G, N, 1]`; centers uint16
+    `[B·G, S, D]`, none where `S` is 0; and 1 to wrong, int32 `[1]`, where a number is NaN or above
+    the limit in size.
+    """
+    groups, N, bits, M = magnitudes.shape
+    D, blocks, L = M * 8, -(-N // block), min(TILE, -(-block // 8) * 8)
+    row, center = np.empty(D, np.float32), np.zeros(D, np.float32)
+    tile, rotated = np.empty((D, L), np.float32), np.empty((D, L), np.float32)
+    sums, norms, logs = np.empty(max(D, L)), np.empty(L, np.float32), np.empty(L, np.int32)
+    words, packed = np.empty((D, L // 8), np.uint64), np.empty(L // 8, np.uint64)
+    codes = words.view(np.uint8)
+    total = groups * blocks
+    for unit in range(total * part // parts, total * (part + 1) // parts):
+        group, s = unit // blocks, unit % blocks
+        first, last = s * block, min(s * block + block, N)
+        flags = valid[group]
+        if centers.shape[1]:
+            at = keys[group] + first * step
+            some = flags + first if flags else 0
+            put_center(at, step, kind, last - first, some, row, sums, centers[group, s])
+            for d in range(D):
+                center[d] = np.uint32(np.uint32(centers[group, s, d]) << SIXTEEN).view(np.float32)
+        for start in range(first, last, L):
+            count = min(L, last - start)
+            at = keys[group] + start * step
+            if not put_tile(at, step, kind, count, limit, center, row, tile):
+                wrong[0] = 1
+            normalize(tile, sums, norms)
+            rotate(tile, flips, hartley, rotated)
+            code(rotated, norms, edges, levels, sums, codes, logs)
+            put_plane(words, SIGN_PLANE, count, packed, signs[group, start:, 0])
+            for p in range(bits):
+                put_plane(words, np.uint64(p), count, packed, magnitudes[group, start:, p])
+            some = flags + start if flags else 0
+            put_logs(logs, some, count, weights[group, start:, 0], fractions[group, start:, 0])
