@@ -99,7 +99,8 @@ class IndexedLayer(CacheLayerMixin):
             )
         self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
         valid = self._padding.of_new(self.attention, padding, keys.shape[2])
-        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
+        if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
+            queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
         T = keys.shape[2]
         if tokens is not None and tokens.shape == (len(keys), T):
