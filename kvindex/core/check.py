@@ -45,6 +45,15 @@ def tensor(
     return value
 
 
+def kind(value: object) -> object:
+    """Shape, dtype and device of a dense tensor: where they are as before, so is what `tensor`
+    finds. Anything else equals nothing.
+    """
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
+        return object()
+    return value.shape, value.dtype, value.device
+
+
 def at_least(name: str, value: object, minimum: int) -> int:
     """`value`, if it is an integer of at least `minimum`. Raises ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:

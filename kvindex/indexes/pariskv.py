@@ -213,6 +213,7 @@ class ParisKV(BaseIndex):
 
     _open: Codes | None  # of the open block, `[B, G, n, ...]`, once they were asked for
     _weight_scale: Tensor | None  # since the last change
+    _usual: object = None  # what `_checked_step` saw last
 
     _executor: Executor | None = None  # made once the base is
 
@@ -391,11 +392,14 @@ class ParisKV(BaseIndex):
 
         None where they are not to look. Raises as `attend`.
         """
-        executor = self._attending()
+        executor, usual = self._attending(), (check.kind(queries), self._batch)
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
-        g = self.geometry
-        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        if usual != self._usual:
+            g = self.geometry
+            shape = {"B": self._batch, "H": g.q_heads, "D": g.head_dim}
+            self._check_tensor("queries", queries, shape)
+            self._usual = usual
         if self._defers and self._check is not False:
             # kernels see the queries anyway
             return executor, self._flag("queries", check.ALLOWED_NUMBER)

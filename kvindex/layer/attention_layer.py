@@ -390,9 +390,10 @@ class AttentionLayer(Guarded):
 
     def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
-        g, kinds = self.index.geometry, (self.batch_size, *map(_kind, (queries, keys, values)))
+        kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
         if kinds == self._usual:
             return
+        g = self.index.geometry
         shape = {"B": self.batch_size or None, "G": g.kv_heads, "T": None, "D": g.head_dim}
         check.tensor("keys", keys, shape, g.dtype, g.device)
         shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
@@ -406,10 +407,3 @@ class AttentionLayer(Guarded):
         """As `check.finite`, where that does not wait for a device."""
         if self.index.geometry.device.type != "cuda":
             check.finite(name, tensor)
-
-
-def _kind(value: object) -> object:
-    """Shape, dtype and device of a dense tensor; of anything else what equals nothing."""
-    if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
-        return object()
-    return value.shape, value.dtype, value.device

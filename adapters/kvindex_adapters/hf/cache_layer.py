@@ -14,6 +14,7 @@ from transformers.cache_utils import (
 )
 
 from kvindex.core import check
+from kvindex.core.guard import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.tensor_spec import TensorSpec
@@ -87,7 +88,7 @@ class IndexedLayer(CacheLayerMixin):
         and what `AttentionLayer.step` raises.
         """
         if self.attention is None:
-            self.attention = self._make(
+            self.attention = in_plain_torch(self._make)(
                 q_heads=queries.shape[1],
                 kv_heads=keys.shape[1],
                 head_dim=keys.shape[3],
