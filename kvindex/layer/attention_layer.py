@@ -155,7 +155,8 @@ class AttentionLayer(Guarded):
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
         index, regions, T = self.index, self._regions, queries.shape[2]
-        length = len(self) + T
+        indexed, window = len(index), len(regions)
+        length = indexed + window + T
         if T == 1 and length > 1 and not self._sealed:
             index.end_prompt()
             self._sealed = True
@@ -164,20 +165,22 @@ class AttentionLayer(Guarded):
             check.tensor("bias", bias, dict(shape), device=keys.device)
             if not bias.is_floating_point():
                 raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
-        searches = self._searches(length, T)
+        searches = T == 1 and length >= self.dense_below and indexed > 0
         plain = searches and valid is None and bias is None and self.coverage is None
         decodes = capability(index, DecodesStep) if plain else None
         observer = capability(index, ObservesQueries)
         if searches and (decodes is None or observer is not None):
             self._check_finite("queries", queries)  # as the index would, but before it is too late
         if decodes is None:
-            regions.append(length - T - len(regions), keys, values, valid)
+            regions.append(indexed, keys, values, valid)
         if observer is not None:
             positions = torch.arange(length - T, length, device=keys.device)
             observer.observe_queries(queries, positions)
         if decodes is not None:
-            one = queries.select(2, 0)
-            output = self._decode_step(decodes, one, Rows(keys, values)).unsqueeze(2)
+            one, token = queries.select(2, 0), Rows(keys, values)
+            k, graphs = rows_to_ask(index, self.k), self.graphs
+            read = decode_step(decodes, one, token, regions, indexed, k, graphs)
+            output = self._counted(read, length).unsqueeze(2)
         elif searches:
             some = None if bias is None else bias[:, :, 0]
             output = self._retrieve(queries[:, :, 0], some)[:, :, None]
@@ -288,16 +291,6 @@ class AttentionLayer(Guarded):
 
     # Attention
 
-    def _searches(self, length: int, T: int) -> bool:
-        """Whether `T` queries, the newest of `length` tokens, search the index."""
-        return T == 1 and length >= self.dense_below and len(self.index) > 0
-
-    def _decode_step(self, index: DecodesStep, queries: Tensor, token: Rows) -> Tensor:
-        """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
-        options: Any = dict(k=rows_to_ask(self.index, self.k), graphs=self.graphs)
-        indexed = len(self.index)
-        return self._counted(decode_step(index, self._regions, indexed, queries, token, **options))
-
     def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
 
@@ -307,16 +300,18 @@ class AttentionLayer(Guarded):
         plain = bias is None and self.coverage is None
         attends = capability(index, Attends) if plain else None
         if attends is not None:
-            return self._counted(attend_resident(attends, regions, len(index), queries, k=k))
+            read = attend_resident(attends, regions, len(index), queries, k=k)
+            return self._counted(read, len(self))
         options: Any = dict(k=k, coverage=self.coverage, bias=bias)
-        return self._counted(search_and_attend(index, regions, queries, **options))
+        return self._counted(search_and_attend(index, regions, queries, **options), len(self))
 
-    def _counted(self, retrieved: Retrieved) -> Tensor:
-        """The output of a step, which `traffic` counts."""
-        step, full = retrieved, (len(self), self._regions.padded)
-        read = step.attended.found, step.beside, step.masked
-        self._tally.count(Counts(*read, *full, self._row_bytes, step.coverage))
-        return step.attended.output
+    def _counted(self, read: Retrieved, length: int) -> Tensor:
+        """The output of a step, which `traffic` counts. length: tokens of the sequence."""
+        padded, found = self._regions.padded, read.attended.found
+        size = self._row_bytes
+        step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
+        self._tally.count(step)
+        return read.attended.output
 
     # Updates
 

@@ -98,13 +98,13 @@ class IndexedLayer(CacheLayerMixin):
                 dtype=keys.dtype,
                 device=keys.device,
             )
-        self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
-        valid = self._padding.of_new(self.attention, padding, keys.shape[2])
+        batch, _, T, D = keys.shape
+        self._check_same(D**-0.5 if scale is None else scale, softcap)
+        valid = self._padding.of_new(self.attention, padding, T)
         if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
             queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
-        T = keys.shape[2]
-        if tokens is not None and tokens.shape == (len(keys), T):
+        if tokens is not None and tokens.shape == (batch, T):
             # after the step: a boundary that is marked in it lies before these tokens
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
