@@ -216,6 +216,7 @@ class ParisKV(BaseIndex):
     _usual: object = None  # what `_checked_step` saw last
 
     _executor: Executor | None = None  # made once the base is
+    _attends = False  # as the executor says since the last change
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -345,7 +346,7 @@ class ParisKV(BaseIndex):
         return self._executor is not None or super()._alone(name)  # searches share buffers
 
     def _offers(self, wanted: type) -> bool:
-        if wanted in (Attends, DecodesStep):
+        if wanted is DecodesStep or wanted is Attends:
             return self.attends
         if wanted is EncodesBlocks:
             return self.block_tokens > 1
@@ -359,7 +360,7 @@ class ParisKV(BaseIndex):
     @property
     def attends(self) -> bool:
         """Whether kernels search, fetch and attend in one go."""
-        return self._executor is not None and self._executor.attends
+        return self._attends
 
     def _paths(self) -> list[str]:
         if self._executor:
@@ -420,7 +421,7 @@ class ParisKV(BaseIndex):
 
     def _attending(self) -> Executor:
         executor = self._executor
-        if executor is None or not executor.attends:
+        if executor is None or not self._attends:
             raise ValueError(
                 f"attend: got an index with backend={self.backend!r} whose rows or options no "
                 "kernel attends to, allowed is one that `attends`; search and fetch serve any"
@@ -608,6 +609,7 @@ class ParisKV(BaseIndex):
                 statistics={"histogram": self._histogram} if tiered else {},
             )
             self._executor = executor.update(contents)
+            self._attends = self._executor.attends
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
         if self.config.coarse != "tiers":
