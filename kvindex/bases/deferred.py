@@ -46,7 +46,7 @@ class DeferredChecks(Guarded):
         if self._defers:
             self._defer(name, check.out_of_range(value.abs().amax()), check.ALLOWED_NUMBER)
         else:
-            self._raise_if(name, value, check.out_of_range(value), check.ALLOWED_NUMBER)
+            check.finite(name, value)
 
     @property
     def _defers(self) -> bool:

@@ -45,6 +45,15 @@ def tensor(
     return value
 
 
+def kind(value: object) -> object:
+    """Shape, dtype and device of a dense tensor: where they are as before, so is what `tensor`
+    finds. Anything else equals nothing.
+    """
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
+        return object()
+    return value.shape, value.dtype, value.device
+
+
 def at_least(name: str, value: object, minimum: int) -> int:
     """`value`, if it is an integer of at least `minimum`. Raises ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -138,11 +147,20 @@ def out_of_range(value: Tensor) -> Tensor:
     return ~(value.abs() <= LIMITS.get(value.dtype, LARGEST))
 
 
+def in_range(value: Tensor) -> bool:
+    """Whether `out_of_range` finds nothing: one operation (on a GPU it waits for the device)."""
+    if not value.numel():
+        return True
+    low, high = value.aminmax()  # NaN where there is one
+    limit = LIMITS.get(value.dtype, LARGEST)
+    return -limit <= low.item() and high.item() <= limit
+
+
 def finite(name: str, value: Tensor) -> None:
     """Raises ValueError if `out_of_range` finds a number (on a GPU this waits for the device)."""
-    wrong = out_of_range(value)
-    if bool(wrong.any()):
-        raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {ALLOWED_NUMBER}")
+    if not in_range(value):
+        wrong = value[out_of_range(value)][0].item()
+        raise ValueError(f"{name}: got {wrong}, allowed is {ALLOWED_NUMBER}")
 
 
 def _pattern(shape: dict[str, int | None]) -> str:

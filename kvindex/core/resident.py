@@ -14,6 +14,7 @@ class ResidentRows:
     rows `[B, G, W, D + Dv]`: keys and values side by side, of the geometry's dtype; count: int64
     `[1]`, how many of the `W` there are; mask: uint8 `[B, W]`, which of them are attended to.
     All are on the compute device, to be read by a captured graph that is replayed as they change.
+    batch, room: `B` and `W`.
     """
 
     def __init__(self, geometry: Geometry, batch: int, room: int) -> None:
@@ -22,22 +23,13 @@ class ResidentRows:
         self.rows = torch.zeros(shape, dtype=g.dtype, device=device)
         self.mask = torch.ones((batch, room), dtype=torch.uint8, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.batch, self.room = batch, room
         self._count = 0
         self._masked: Tensor | float = 0.0
 
     def __len__(self) -> int:
         """Rows held."""
         return self._count
-
-    @property
-    def batch(self) -> int:
-        """`B`."""
-        return self.rows.shape[0]
-
-    @property
-    def room(self) -> int:
-        """`W`."""
-        return self.rows.shape[2]
 
     @property
     def masked(self) -> Tensor | float:

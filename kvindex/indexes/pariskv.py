@@ -213,8 +213,10 @@ class ParisKV(BaseIndex):
 
     _open: Codes | None  # of the open block, `[B, G, n, ...]`, once they were asked for
     _weight_scale: Tensor | None  # since the last change
+    _usual: object = None  # what `_checked_step` saw last
 
     _executor: Executor | None = None  # made once the base is
+    _attends = False  # as the executor says since the last change
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -349,7 +351,7 @@ class ParisKV(BaseIndex):
         return self._executor is not None or super()._alone(name)  # searches share buffers
 
     def _offers(self, wanted: type) -> bool:
-        if wanted in (Attends, DecodesStep):
+        if wanted is DecodesStep or wanted is Attends:
             return self.attends
         if wanted is EncodesBlocks:
             return self.block_tokens > 1
@@ -363,7 +365,7 @@ class ParisKV(BaseIndex):
     @property
     def attends(self) -> bool:
         """Whether kernels search, fetch and attend in one go."""
-        return self._executor is not None and self._executor.attends
+        return self._attends
 
     def _paths(self) -> list[str]:
         if self._executor:
@@ -396,11 +398,14 @@ class ParisKV(BaseIndex):
 
         None where they are not to look. Raises as `attend`.
         """
-        executor = self._attending()
+        executor, usual = self._attending(), (check.kind(queries), self._batch)
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
-        g = self.geometry
-        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        if usual != self._usual:
+            g = self.geometry
+            shape = {"B": self._batch, "H": g.q_heads, "D": g.head_dim}
+            self._check_tensor("queries", queries, shape)
+            self._usual = usual
         if self._defers and self._check is not False:
             # kernels see the queries anyway
             return executor, self._flag("queries", check.ALLOWED_NUMBER)
@@ -421,7 +426,7 @@ class ParisKV(BaseIndex):
 
     def _attending(self) -> Executor:
         executor = self._executor
-        if executor is None or not executor.attends:
+        if executor is None or not self._attends:
             raise ValueError(
                 f"attend: got an index with backend={self.backend!r} whose rows or options no "
                 "kernel attends to, allowed is one that `attends`; search and fetch serve any"
@@ -609,6 +614,7 @@ class ParisKV(BaseIndex):
                 statistics={"histogram": self._histogram} if tiered else {},
             )
             self._executor = executor.update(contents)
+            self._attends = self._executor.attends
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
         if self.config.coarse != "tiers":

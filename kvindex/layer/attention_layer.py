@@ -111,8 +111,8 @@ class AttentionLayer(Guarded):
         self._regions = Regions(index.geometry, unit=unit, **sizes)
         self._move: AsyncAppend | None = None  # of the rows that are leaving
         self._sealed = False
-        self._tally = Tally()
-        self._usual: object = None  # shapes that were checked last
+        self._tally, self._row_bytes = Tally(), row_bytes(index)
+        self._usual: object = None  # kinds of tensors that were checked last
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
@@ -154,33 +154,39 @@ class AttentionLayer(Guarded):
         CUDA device later), or a padded token after a real one; the layer stays as it was.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
-        regions, T = self._regions, queries.shape[2]
-        if T == 1 and len(self) and not self._sealed:
-            self.index.end_prompt()
+        index, regions, T = self.index, self._regions, queries.shape[2]
+        indexed, window = len(index), len(regions)
+        length = indexed + window + T
+        if T == 1 and length > 1 and not self._sealed:
+            index.end_prompt()
             self._sealed = True
-        length = len(self) + T
         if bias is not None:
             shape = {"B": queries.shape[0], "H": queries.shape[1], "T": T, "N": length}
             check.tensor("bias", bias, dict(shape), device=keys.device)
             if not bias.is_floating_point():
                 raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
-        searches = self._searches(length, T)
+        searches = T == 1 and length >= self.dense_below and indexed > 0
         plain = searches and valid is None and bias is None and self.coverage is None
-        decodes = capability(self.index, DecodesStep) if plain else None
+        decodes = capability(index, DecodesStep) if plain else None
+        observer = capability(index, ObservesQueries)
+        if searches and (decodes is None or observer is not None):
+            self._check_finite("queries", queries)  # as the index would, but before it is too late
         if decodes is None:
-            regions.append(len(self.index), keys, values, valid)
-        observer = capability(self.index, ObservesQueries)
+            regions.append(indexed, keys, values, valid)
         if observer is not None:
             positions = torch.arange(length - T, length, device=keys.device)
             observer.observe_queries(queries, positions)
         if decodes is not None:
-            output = self._decode_step(decodes, queries[:, :, 0], Rows(keys, values))[:, :, None]
+            one, token = queries.select(2, 0), Rows(keys, values)
+            k, graphs = rows_to_ask(index, self.k), self.graphs
+            read = decode_step(decodes, one, token, regions, indexed, k, graphs)
+            output = self._counted(read, length).unsqueeze(2)
         elif searches:
             some = None if bias is None else bias[:, :, 0]
             output = self._retrieve(queries[:, :, 0], some)[:, :, None]
         else:
-            output = attend_densely(self.index, regions.window, queries, regions.valid, bias)
-        self._update(capability(self.index, AppendsAsync) if T == 1 else None)
+            output = attend_densely(index, regions.window, queries, regions.valid, bias)
+        self._update(T == 1)
         return output
 
     def checkpoint(self) -> Any:
@@ -285,16 +291,6 @@ class AttentionLayer(Guarded):
 
     # Attention
 
-    def _searches(self, length: int, T: int) -> bool:
-        """Whether `T` queries, the newest of `length` tokens, search the index."""
-        return T == 1 and length >= self.dense_below and len(self.index) > 0
-
-    def _decode_step(self, index: DecodesStep, queries: Tensor, token: Rows) -> Tensor:
-        """As `_retrieve`, once the window holds the token, keys `[B, G, 1, D]`."""
-        options: Any = dict(k=rows_to_ask(self.index, self.k), graphs=self.graphs)
-        indexed = len(self.index)
-        return self._counted(decode_step(index, self._regions, indexed, queries, token, **options))
-
     def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
 
@@ -304,26 +300,33 @@ class AttentionLayer(Guarded):
         plain = bias is None and self.coverage is None
         attends = capability(index, Attends) if plain else None
         if attends is not None:
-            return self._counted(attend_resident(attends, regions, len(index), queries, k=k))
+            read = attend_resident(attends, regions, len(index), queries, k=k)
+            return self._counted(read, len(self))
         options: Any = dict(k=k, coverage=self.coverage, bias=bias)
-        return self._counted(search_and_attend(index, regions, queries, **options))
+        return self._counted(search_and_attend(index, regions, queries, **options), len(self))
 
-    def _counted(self, retrieved: Retrieved) -> Tensor:
-        """The output of a step, which `traffic` counts."""
-        step, full = retrieved, (len(self), self._regions.padded)
-        read = step.attended.found, step.beside, step.masked
-        self._tally.count(Counts(*read, *full, row_bytes(self.index), step.coverage))
-        return step.attended.output
+    def _counted(self, read: Retrieved, length: int) -> Tensor:
+        """The output of a step, which `traffic` counts. length: tokens of the sequence."""
+        padded, found = self._regions.padded, read.attended.found
+        size = self._row_bytes
+        step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
+        self._tally.count(step)
+        return read.attended.output
 
     # Updates
 
-    def _update(self, beside: AppendsAsync | None = None) -> None:
+    def _update(self, single: bool = False) -> None:
         """When the buffer is full, all but the newest `local` tokens go into the index.
 
-        beside: the index, to append while the next steps run, which attend to them where they are.
+        single: one token has come; the index, if it can, appends while the next steps run, which
+        attend to them where they are.
         """
         regions = self._regions
-        turn = beside is not None and len(self) % self.update_every == self._turn
+        turn = len(self) % self.update_every == self._turn
+        if self._move is None and not turn and regions.buffer < self.update_every:
+            return
+        beside = capability(self.index, AppendsAsync) if single else None
+        turn = turn and beside is not None
         if self._move is not None:
             if beside is not None and not turn and regions.buffer < self._lag:
                 return
@@ -375,23 +378,17 @@ class AttentionLayer(Guarded):
         if valid is not None:
             padded = ~valid[:, None, :, None]
             keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
-        if g.device.type != "cuda":
-            check.finite("keys", keys)
-            if self._searches(len(self) + 1, queries.shape[2]):
-                check.finite("queries", queries)  # as the search would, but before it is too late
+        self._check_finite("keys", keys)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
         return keys, values, valid
 
     def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
-        g, given = self.index.geometry, (queries, keys, values)
-        if all(isinstance(one, Tensor) and one.dtype is g.dtype for one in given) and all(
-            one.layout is torch.strided and not one.is_nested for one in given
-        ):
-            shapes = (self.batch_size, *(one.shape for one in given))
-            if shapes == self._usual and all(one.device == g.device for one in given):
-                return
+        kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
+        if kinds == self._usual:
+            return
+        g = self.index.geometry
         shape = {"B": self.batch_size or None, "G": g.kv_heads, "T": None, "D": g.head_dim}
         check.tensor("keys", keys, shape, g.dtype, g.device)
         shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
@@ -399,4 +396,9 @@ class AttentionLayer(Guarded):
         shape = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2], "D": g.head_dim}
         check.tensor("queries", queries, shape, g.dtype, g.device)
         check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
-        self._usual = (self.batch_size, *(one.shape for one in given))
+        self._usual = kinds
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        """As `check.finite`, where that does not wait for a device."""
+        if self.index.geometry.device.type != "cuda":
+            check.finite(name, tensor)

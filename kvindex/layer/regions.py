@@ -253,16 +253,16 @@ class Regions(NamedState, Restorable):
 
         more: rows that it has room for beyond those.
         """
-        held = 0 if self.sink is None else self.sink.ids.shape[1]
-        resident, count = self._resident, len(self) + more
+        sink, resident, length = self.sink, self._resident, len(self)
+        held, count = 0 if sink is None else sink.ids.shape[1], length + more
         if resident is None or resident.batch != self.batch_size or resident.room < held + count:
             room = max(held, self._sink_size) + max(count, self._room)
             resident = self._resident = ResidentRows(self._geometry, self.batch_size, room)
         elif self._moved:
             resident.clear()
-        if not len(resident) and self.sink is not None:
-            resident.add(self.sink.rows.keys, self.sink.rows.values, self.sink.mask)
-        if (new := len(resident) - held) < len(self):
+        if not len(resident) and sink is not None:
+            resident.add(sink.rows.keys, sink.rows.values, sink.mask)
+        if (new := len(resident) - held) < length:
             window, seen = self.window, self.real(indexed + new)
             resident.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
         self._moved = False

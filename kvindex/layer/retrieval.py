@@ -44,11 +44,10 @@ class Retrieved:
 
 def decode_step(
     index: DecodesStep,
-    regions: Regions,
-    indexed: int,
     queries: Tensor,
     token: Rows,
-    *,
+    regions: Regions,
+    indexed: int,
     k: int,
     graphs: bool,
 ) -> Retrieved:
@@ -125,7 +124,8 @@ def attend_over(
 
 def rows_to_ask(index: KVIndex, k: int) -> int:
     """`k`, but not far above what an index can hold, a summary a token."""
-    most: int = 2 ** (2 * len(index) - 1).bit_length()
+    held = len(index)
+    most: int = k if k <= held else 2 ** (2 * held - 1).bit_length()
     return min(k, most)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvindex.core.restore import Restorable
 
-AT_ONCE = 32
+AT_ONCE = 128
 """Steps whose counts are added up together: a few operations of the device for all of them."""
 
 

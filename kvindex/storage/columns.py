@@ -41,11 +41,14 @@ class Columns(Restorable):
     @property
     def batch(self) -> int:
         """Rows of the batch, 0 before the first append."""
-        return next((tensor.shape[0] for tensor in self._data.values()), 0)
+        for tensor in self._data.values():
+            return tensor.size(0)
+        return 0
 
     def reserve(self, new: Mapping[str, Tensor]) -> None:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
-        self._data = self._room(new)
+        if not self._fits(new):
+            self._data = self._room(new)
 
     def write(self, new: Mapping[str, Tensor]) -> None:
         """Nothing: `append` copies."""
@@ -60,12 +63,10 @@ class Columns(Restorable):
     def claim(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `append`, but for copying: where the caller is to write each of `new`."""
         self.reserve(new)
-        start = self._length
-        self._length += max(tensor.shape[self._axis] for tensor in new.values())
+        axis, start = self._axis, self._length
+        self._length += max(tensor.size(axis) for tensor in new.values())
         return {
-            name: self._data[name].narrow(
-                self._axis, self._entries(name, start), tensor.shape[self._axis]
-            )
+            name: self._data[name].narrow(axis, self._entries(name, start), tensor.size(axis))
             for name, tensor in new.items()
         }
 
@@ -132,6 +133,15 @@ class Columns(Restorable):
     def _entries(self, name: str, tokens: int) -> int:
         """Entries of a column for so many tokens."""
         return tokens
+
+    def _fits(self, new: Mapping[str, Tensor]) -> bool:
+        """Whether there is room for `new` after what is held, as there mostly is."""
+        axis, length = self._axis, self._length
+        for name, tensor in new.items():
+            held = self._data.get(name) if length else None
+            if held is None or self._entries(name, length) + tensor.size(axis) > held.size(axis):
+                return False
+        return True
 
     def _room(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         grown = dict(self._data)

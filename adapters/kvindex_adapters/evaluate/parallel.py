@@ -70,7 +70,7 @@ class ParallelLayer(AttentionLayer):
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
         read = attend_over(self.index, self._regions, each, hits, index.fetch(hits), seen)
-        output = self._counted(read)
+        output = self._counted(read, len(self))
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])

@@ -47,31 +47,30 @@ def attention(
         )
     cache, layer = pending
     check_attention(name, module, query.shape[2], dropout, kwargs)
-    with torch.no_grad():
-        options: Any = dict(mask=attention_mask, scaling=scaling, softcap=softcap)
-        options |= dict(bias=kwargs.get("position_bias"))
-        output = _attend(cache, layer, query, key, value, **options)
-    output = output.to(query.dtype).transpose(1, 2).contiguous()
-    if torch.is_grad_enabled() and query.requires_grad:
+    gradients = torch.is_grad_enabled()
+    attend, bias = _attend_without_gradient if gradients else _attend, kwargs.get("position_bias")
+    output = attend(cache, layer, query, key, value, attention_mask, scaling, softcap, bias)
+    if output.dtype is not query.dtype:
+        output = output.to(query.dtype)
+    output = output.transpose(1, 2).contiguous()
+    if gradients and query.requires_grad:
         apply: Callable[..., Tensor] = _NoGradient.apply  # torch leaves it untyped
         output = apply(output, query)
     return output, None
 
 
-@in_plain_torch
 def _attend(
     cache: Any,
     layer: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Attention `[B, H, T, Dv]` by an index or densely, whatever torch's defaults are."""
+    """Attention `[B, H, T, Dv]` by an index or densely."""
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _attend_dense(query, key, value, mask, scaling, softcap, bias)
@@ -81,8 +80,12 @@ def _attend(
             "allowed is causal attention with left padding [B, N]"
         )
     padding = None if mask is None else mask.bool()
-    options: Any = dict(scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias)
-    return layer.attend(query, key, value, padding, **options)
+    return layer.attend(
+        query, key, value, padding, scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias
+    )
+
+
+_attend_without_gradient = torch.no_grad()(_attend)
 
 
 def mask(
@@ -126,6 +129,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
 
 
+@in_plain_torch
 def _attend_dense(
     query: Tensor,
     key: Tensor,

@@ -70,8 +70,10 @@ class IndexCache(DynamicCache):
         """Transformers' hook; marks the layer as pending for the attention function."""
         self.check_usable()
         self.check_attended()
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.attachment.set_pending(self, self.layers[layer_idx])
+        layer, states = self.layers[layer_idx], (key_states, value_states)
+        if not isinstance(layer, IndexedLayer):  # one with an index takes them in `attend`
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.attachment.set_pending(self, layer)
         return states
 
     def check_attended(self) -> None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
 )
 
 from kvindex.core import check
+from kvindex.core.guard import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.tensor_spec import TensorSpec
@@ -87,7 +88,7 @@ class IndexedLayer(CacheLayerMixin):
         and what `AttentionLayer.step` raises.
         """
         if self.attention is None:
-            self.attention = self._make(
+            self.attention = in_plain_torch(self._make)(
                 q_heads=queries.shape[1],
                 kv_heads=keys.shape[1],
                 head_dim=keys.shape[3],
@@ -97,12 +98,13 @@ class IndexedLayer(CacheLayerMixin):
                 dtype=keys.dtype,
                 device=keys.device,
             )
-        self._check_same(keys.shape[3] ** -0.5 if scale is None else scale, softcap)
-        valid = self._padding.of_new(self.attention, padding, keys.shape[2])
-        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
+        batch, _, T, D = keys.shape
+        self._check_same(D**-0.5 if scale is None else scale, softcap)
+        valid = self._padding.of_new(self.attention, padding, T)
+        if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
+            queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
-        T = keys.shape[2]
-        if tokens is not None and tokens.shape == (len(keys), T):
+        if tokens is not None and tokens.shape == (batch, T):
             # after the step: a boundary that is marked in it lies before these tokens
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output

@@ -27,6 +27,8 @@ class Padding:
         mask: bool `[B, N + count]`, or None for no padding. Raises UnsupportedError where it
         changes the padding of past tokens, ValueError for padding that is not on the left.
         """
+        if mask is None and layer.valid is None:
+            return None
         if mask is not None and mask is self._mask and len(layer) == self._length:
             return self._new
         _check_past(layer, mask)
