@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,16 +31,16 @@ class Display(Progress):
     """Bars, and on a terminal the answers so far below them."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
-        self.answers: dict[str, str] = {}
+        self.answers: dict[str, tuple[str, str]] = {}  # whose -> text, seconds per token
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """rich's hook: what is drawn."""
         yield from super().get_renderables()
         if self.answers and self.console.is_terminal:
-            table = Table.grid("", "", padding=(0, 2))
-            for name, text in self.answers.items():
-                table.add_row(f"[bold]{name}[/bold]", text)
+            table = Table.grid(padding=(0, 2))
+            for name, (text, pace) in self.answers.items():
+                table.add_row(name, Text(text), pace)
             yield table
 
 
@@ -56,17 +58,23 @@ class Bars:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
-    def answer(self, name: str, text: str, more: str) -> None:
-        """An answer so far, of which `more` is new: below the bars, or in a line of plain text."""
-        before, self._progress.answers[name] = self._progress.answers.get(name), text
-        if not self._progress.console.is_terminal:
-            heading = f"{name}: " if before is None else ""
-            print(heading + more, end="", file=self._progress.console.file, flush=True)
+    def answer(self, name: str, text: str, more: str, token_s: float) -> None:
+        """An answer so far, of which `more` is new: below the bars, or in a line of plain text.
 
-    def end_answer(self) -> None:
-        """A line of plain text is over."""
+        token_s: seconds per token.
+        """
+        first = name not in self._progress.answers
+        self._progress.answers[name] = text, f"{token_s:.3f} s per token"
+        self._plain(f"{name}: {more}" if first else more)
+
+    def end_answer(self, name: str) -> None:
+        """It is complete."""
+        self._plain(f" ({self._progress.answers[name][1]})\n")
+
+    def _plain(self, text: str) -> None:
+        """Print where nothing is drawn."""
         if not self._progress.console.is_terminal:
-            print(file=self._progress.console.file, flush=True)
+            print(text, end="", file=self._progress.console.file, flush=True)
 
     def clustering(self, done: int, total: int) -> None:
         """Pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`); one bar shows all."""
@@ -79,29 +87,30 @@ class Bars:
 
 
 class Answer(BaseStreamer):
-    """Shows the tokens of an answer as they come,"""
+    """Shows the tokens of an answer as they come, and the time that one takes."""
 
     def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
         self._progress, self._name, self._tokenizer = progress, name, tokenizer
         self._tokens: list[int] | None = None  # since the prompt has passed
-        self._shown = ""
+        self._shown, self._first = "", 0.0
 
     def put(self, value: Tensor) -> None:
         """Take the prompt first, then tokens of the answer."""
         if self._tokens is None:
             self._tokens = []
             return
+        now = time.perf_counter()
+        self._first = self._first if self._tokens else now
         self._tokens += value.flatten().tolist()
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        self._show(" ".join(text.rstrip("\ufffd").split()))  # the rest of a character is to come
+        text = " ".join(text.rstrip("\ufffd").split())  # the rest of a character is to come
+        more, self._shown = text[len(self._shown) :], text
+        token_s = (now - self._first) / max(len(self._tokens) - 1, 1)
+        self._progress.answer(self._name, text, more, token_s)
 
     def end(self) -> None:
         """End the answer."""
-        self._progress.end_answer()
-
-    def _show(self, text: str) -> None:
-        more, self._shown = text[len(self._shown) :], text
-        self._progress.answer(self._name, text, more)
+        self._progress.end_answer(self._name)
 
 
 @contextmanager
