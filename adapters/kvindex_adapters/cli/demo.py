@@ -222,14 +222,12 @@ def _show(result: dict[str, Any]) -> None:
         table.add_row("speedup per token", "1", f"{full['token_s'] / index['token_s']:.2f}")
     out = Console()
     out.print(table)
-    out.print(f"{result['prompt_tokens']} prompt tokens; {_where(result['machine'], index)}.")
-
-
-def _where(machine: dict[str, Any], index: dict[str, Any]) -> str:
-    """The backend that ran, and on what."""
-    if "gpu" in machine:
-        return f"backend {index['backend']!r} on {machine['gpu']}"
-    return (
-        f"backend {index['backend']!r} on {machine['threads']} threads, {machine['cores']} cores "
-        f"of {machine['processor']}"
+    out.print(
+        f"{result['prompt_tokens']} prompt tokens; {_where(result['machine'], index['backend'])}."
     )
+
+
+def _where(machine: dict[str, Any], backend: str) -> str:
+    """The backend that ran, and on what."""
+    cores = f"{machine['threads']} of {machine['cores']} cores of {machine['processor']}"
+    return f"backend {backend!r} on {machine.get('gpu', cores)}"
