@@ -36,7 +36,7 @@ ANSWER_TOKENS = 48
 def demo(
     tokens: Annotated[
         int, typer.Option(min=500, max=8000, help="Length of the prompt, about.")
-    ] = 4000,
+    ] = 7000,
     index: Annotated[str, typer.Option(help=INDEX + ".")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
