@@ -186,11 +186,16 @@ class TellsRowBytes(Protocol):
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """It knows how many tokens of each row of the batch are real."""
+    """It knows how many tokens of each row of the batch are real, and which."""
 
     @property
     def counts(self) -> Tensor:
         """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
+        ...
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
         ...
 
 

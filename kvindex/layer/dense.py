@@ -71,21 +71,25 @@ def bias_of(visible: Tensor) -> Tensor:
 
 def _gathered(index: KVIndex, window: Rows, queries: Tensor, valid: Tensor | None) -> Tensor:
     """The same with all rows in one piece, where that fits."""
-    keys, values = window.keys, window.values
-    N, T = len(index) + keys.shape[2], queries.shape[2]
-    if len(index):
-        blocks = [rows for _, rows in _blocks(index, window, N)]
-        keys = torch.cat([rows.keys for rows in blocks], dim=2)
-        values = torch.cat([rows.values for rows in blocks], dim=2)
-    size = T if N == T and valid is None else BLOCK  # a mask is held per block
-    parts = []
-    for start in range(0, T, size):
-        some = queries[:, :, start : start + size]
+    rows, scale = _all_rows(index, window), index.geometry.scale
+    if valid is None:
+        return attend_causal(queries, rows.keys, rows.values, scale=scale)
+    N, T, parts = rows.keys.shape[2], queries.shape[2], []
+    for start in range(0, T, BLOCK):  # a mask is held per block
+        some = queries[:, :, start : start + BLOCK]
         end = N - T + start + some.shape[2]
-        seen = None if valid is None else valid[:, :end]
-        rows = keys[:, :, :end], values[:, :, :end]
-        parts.append(attend_causal(some, *rows, scale=index.geometry.scale, valid=seen))
+        seen = rows.keys[:, :, :end], rows.values[:, :, :end]
+        parts.append(attend_causal(some, *seen, scale=scale, valid=valid[:, :end]))
     return torch.cat(parts, dim=2)
+
+
+def _all_rows(index: KVIndex, window: Rows) -> Rows:
+    """Rows of all tokens, in order."""
+    if not len(index):
+        return window
+    blocks = [rows for _, rows in _blocks(index, window, len(index) + window.keys.shape[2])]
+    keys = torch.cat([rows.keys for rows in blocks], dim=2)
+    return Rows(keys, torch.cat([rows.values for rows in blocks], dim=2))
 
 
 def _causal_blocks(

@@ -171,6 +171,8 @@ def attend_causal(
     knows no softcap.
     """
     T, N = queries.shape[2], keys.shape[2]
+    if valid is None and 1 < T < N and _serves(queries, keys, values):
+        return _past_and_own(queries, keys, values, scale)
     mask = None
     if valid is not None or (N > T > 1):
         rows = torch.arange(N, device=queries.device)
@@ -186,3 +188,44 @@ def attend_causal(
         scale=scale,
         enable_gqa=True,
     )
+
+
+def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `_fused` takes these rows; it has no gradient of its second result."""
+    parts = queries, keys, values
+    learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    dense = all(part.stride(3) == 1 for part in parts)
+    return (
+        queries.device.type == "cpu" and dense and keys.shape[3] == values.shape[3] and not learns
+    )
+
+
+def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """`attend_causal` where `N > T`: no mask, which is slow, for rows that all queries see."""
+    (B, H, T, D), (_, G, N, _) = queries.shape, keys.shape
+    queries = queries.reshape(B * G, H // G, T, D)
+    keys, values = keys.reshape(B * G, 1, N, D), values.reshape(B * G, 1, N, D)
+    past = keys[:, :, : N - T], values[:, :, : N - T]
+    own = keys[:, :, N - T :], values[:, :, N - T :]
+    before, before_lse = _fused(queries, *past, scale, causal=False)
+    among, among_lse = _fused(queries, *own, scale, causal=True)
+    share = torch.sigmoid(among_lse - before_lse)[..., None]  # of the exponentials, as in `merge`
+    merged = torch.lerp(before.to(share.dtype), among.to(share.dtype), share)
+    output = queries.new_empty(
+        B, T, G, H // G, D
+    )  # heads of a token side by side, as they are read
+    output.permute(0, 2, 3, 1, 4).copy_(merged.view(B, G, H // G, T, D))
+    return output.flatten(2, 3).transpose(1, 2)
+
+
+def _fused(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention `[X, g, T, D]` and its lse `[X, g, T]` by torch's fused kernel for CPUs.
+
+    queries `[X, g, T, D]`; keys, values `[X, 1, R, D]`, which the heads of a group share.
+    """
+    keys, values = (rows.expand(-1, queries.shape[1], -1, -1) for rows in (keys, values))
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = fused(queries, keys, values, is_causal=causal, scale=scale)
+    return output, lse

@@ -16,4 +16,4 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     head = torch.arange(G, device=ids.device)[:, None]
     rows = table[batch, head, ids.clamp_min(0)]
     unused = (ids < 0).reshape(*ids.shape, *[1] * (table.ndim - 3))
-    return rows.masked_fill(unused, 0)
+    return rows.masked_fill_(unused, 0)  # a copy of its own

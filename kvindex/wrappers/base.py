@@ -172,6 +172,11 @@ class Wrapper(Capable, NamedState, Guarded):
         return self._inner(CountsTokens).counts
 
     @property
+    def valid(self) -> Tensor | None:
+        """The inner index's."""
+        return self._inner(CountsTokens).valid
+
+    @property
     def row_bytes(self) -> int:
         """The inner index's."""
         return self._inner(TellsRowBytes).row_bytes

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from kvindex.core.protocol import UNUSED, AppendsAsync, ExpandsBatch, Hits, KVIndex
+from kvindex.core.capability import required
+from kvindex.core.protocol import (
+    UNUSED,
+    AppendsAsync,
+    CountsTokens,
+    ExpandsBatch,
+    Hits,
+    KVIndex,
+)
 from kvindex.indexes.exact import Exact, ExactConfig
 from kvindex.ops import group
 from kvindex.storage.state import State, above, below
@@ -18,7 +27,7 @@ class MeasureRecall(Wrapper):
 
     A group of heads shares `k` rows, so even exact search does not reach 1; `limit()` is what it
     reaches with the same number of rows and the same policy of the group. Keeps a second copy of
-    all rows, in an `exact` index.
+    all rows, in an `exact` index; of an inner index that holds tokens, theirs, too.
     """
 
     statistics = ("_found", "_reachable", "_wanted")
@@ -33,6 +42,16 @@ class MeasureRecall(Wrapper):
         group = getattr(inner.config, "group", ExactConfig.group)
         self._exact = Exact(**inner.geometry.options(), group=group)
         self._found = self._reachable = self._wanted = 0
+        if len(inner):
+            self._copy_rows()
+
+    def _copy_rows(self) -> None:
+        """Hold what the inner index holds. Raises TypeError if that knows not which are real."""
+        known, g = required(self.inner, CountsTokens, name="inner"), self.geometry
+        ids = torch.arange(len(self.inner), device=g.device)
+        ids = ids.expand(len(known.counts), g.kv_heads, -1)
+        rows = self.inner.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
+        self._exact.append(rows.keys, rows.values, valid=known.valid)
 
     def recall(self) -> float | None:
         """Share of the true top `k`, over all searches, rows of the batch and query heads.

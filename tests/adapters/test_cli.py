@@ -17,7 +17,7 @@ import kvindex
 from kvindex.ops import kmeans
 from kvindex_adapters.cli import app, main
 from kvindex_adapters.cli.answers import shared_length
-from kvindex_adapters.cli.progress import bars
+from kvindex_adapters.cli.progress import Answer, bars
 from kvindex_adapters.hf.load_model import load, smollm2
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build
@@ -203,6 +203,43 @@ def test_a_result_goes_to_standard_output_while_bars_are_shown(monkeypatch, caps
     shown = capsys.readouterr()
     assert shown.out == "an answer\n"
     assert "reading the prompt" in shown.err
+
+
+def streamed(tokenizer):
+    with bars() as progress:
+        for name, tokens in {"dense": [3, 4, 5], "index": [7]}.items():
+            answer = Answer(progress, name, tokenizer)
+            answer.put(torch.tensor([[1, 2]]))
+            for token in tokens:
+                answer.put(torch.tensor([token]))
+            answer.end()
+
+
+class Bracketed(Words):
+    """Words that rich would take for markup."""
+
+    def decode(self, ids, **options):
+        return " ".join(f"[{i}]" for i in ids)
+
+
+def test_tokens_of_answers_come_as_lines_of_plain_text(capsys):
+    streamed(Bracketed())
+    shown = capsys.readouterr()
+    for line in (r"dense: \[3\] \[4\] \[5\] \(0.\d+ s per token\)", r"index: \[7\] \(0.000 s"):
+        assert re.search(line, shown.err)
+    assert shown.out == ""
+
+
+def test_a_terminal_shows_answers_below_the_bars(monkeypatch, capsys):
+    terminal = Console(stderr=True, force_terminal=True, width=80)
+    monkeypatch.setattr("kvindex_adapters.cli.progress.console", terminal)
+    streamed(Bracketed())
+    lines = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", capsys.readouterr().err).splitlines()
+    last = [line.split("  ") for line in lines if "per token" in line][-2:]
+    assert [[part.strip() for part in line[:2]] for line in last] == [
+        ["dense", "[3] [4] [5]"],
+        ["index", "[7]"],
+    ]
 
 
 def test_load_asks_a_hub_for_a_name_that_is_no_folder(monkeypatch):

@@ -118,6 +118,40 @@ def test_causal_attention_of_the_newest_tokens(seed, group, T, padded):
     assert_close(got[real], want[real])
 
 
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def causal_reference(queries, keys, values, scale=0.3):
+    T, N = queries.shape[2], keys.shape[2]
+    seen = torch.arange(N) <= torch.arange(N - T, N)[:, None]
+    return reference(queries, keys, values, torch.zeros(T, N).masked_fill(~seen, NEVER), scale)
+
+
+@given(seeds, groups, st.integers(1, 12), dtypes, st.sampled_from(["dense", "by token", "by row"]))
+def test_queries_that_follow_others_attend_as_in_one_piece(seed, group, T, dtype, layout):
+    queries, keys, _, _ = problem(seed, group, T=T, dtype=dtype)
+    values = keys.flip(-1)  # as wide as keys, for which torch's kernel tells its sums
+    if layout == "by token":
+        queries, keys = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (queries, keys))
+    if layout == "by row":
+        queries, keys = (t.mT.contiguous().mT for t in (queries, keys))
+    got = attend_causal(queries, keys, values, scale=0.3)
+    assert got.shape == queries.shape
+    assert_close(got, causal_reference(queries, keys, values), dtype)
+
+
+def test_attention_to_the_past_has_gradients():
+    queries, keys, _, _ = problem(0)
+    parts = [part.clone().requires_grad_() for part in (queries, keys, keys.flip(-1))]
+    weights = torch.linspace(-1, 1, queries.numel()).view_as(queries)
+    (attend_causal(*parts, scale=0.3) * weights).sum().backward()
+    got = [part.grad.clone() for part in parts]
+    doubles = [part.detach().double().requires_grad_() for part in parts]
+    (causal_reference(*doubles) * weights).sum().backward()
+    for one, other in zip(got, doubles, strict=True):
+        assert_close(one, other.grad)
+
+
 @given(st.floats(-1e6, 1e6), st.floats(0.01, 10), st.floats(0.1, 100))
 def test_cap_bounds_the_logits(logit, scale, softcap):
     got = cap(torch.tensor([logit, 0.0]), scale, softcap)

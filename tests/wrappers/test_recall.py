@@ -64,6 +64,17 @@ def test_recall_counts_each_heads_own_true_top_k():
     assert wrapper.recall() == pytest.approx(found / wanted)
 
 
+def test_around_an_index_that_holds_tokens_it_counts_the_same():
+    inner, whole = CASE.index("pariskv"), MeasureRecall(CASE.index("pariskv"))
+    for index in (inner, whole):
+        index.append(*CASE.tokens(40), valid=left_padding([0, 9], 40))
+    late = MeasureRecall(Wrapper(inner))
+    for index in (late, whole):
+        index.append(*CASE.tokens(10, seed=1))
+        index.search(CASE.queries(), k=K)
+    assert (late.recall(), late.limit()) == (whole.recall(), whole.limit())
+
+
 def test_fewer_tokens_than_k_are_all_that_is_wanted():
     assert measured(CASE.index("exact"), count=12).limit() <= 1
     small = MeasureRecall(CASE.index("exact"))

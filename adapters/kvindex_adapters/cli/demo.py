@@ -21,9 +21,12 @@ from kvindex_adapters.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvindex_adapters.cli.progress import Bars
     from kvindex_adapters.evaluate.fidelity import Fidelity
     from kvindex_adapters.evaluate.tasks import Needle
+    from kvindex_adapters.hf.cache import IndexCache
     from kvindex_adapters.hf.generate import Generation
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
@@ -33,7 +36,7 @@ ANSWER_TOKENS = 48
 def demo(
     tokens: Annotated[
         int, typer.Option(min=500, max=8000, help="Length of the prompt, about.")
-    ] = 4000,
+    ] = 7000,
     index: Annotated[str, typer.Option(help=INDEX + ".")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
@@ -52,12 +55,12 @@ def demo(
     from kvindex.core import check
     from kvindex_adapters.cli import common
     from kvindex_adapters.cli.progress import bars, console
-    from kvindex_adapters.evaluate.fidelity import teacher_forced
     from kvindex_adapters.evaluate.machine import describe
     from kvindex_adapters.evaluate.output_files import check_output, write_json
     from kvindex_adapters.evaluate.tasks import hide
     from kvindex_adapters.evaluate.texts import paragraphs, python_reference
     from kvindex_adapters.hf import load_model
+    from kvindex_adapters.hf.attach import attach
     from kvindex_adapters.hf.tokenizer import punctuated
 
     number = common.check_dtype(dtype)
@@ -74,26 +77,14 @@ def demo(
     model, tokenizer = load_model.load(folder, gguf_file=file, dtype=number, device=device)
     with bars() as progress:
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
-        full = _answer(progress, "full attention", model, tokenizer, needle, index=None)
-        indexed = _answer(
-            progress,
-            index.partition(":")[0],
-            model,
-            tokenizer,
-            needle,
-            index=index,
-            k=k,
-            attach_options=regions,
-        )
-        fidelity = teacher_forced(
-            model,
-            full.prompt_ids,
-            full.answer_ids,
-            index=index,
-            k=k,
-            attach_options=punctuated(index, tokenizer, regions),
-            on_progress=lambda done, total: progress.update("comparing step by step", done, total),
-        )
+        logits: list[Tensor] = []
+        dense: dict[str, Any] = dict(index=None, logits_processor=[_Recorder(logits)])
+        full = _answer(progress, "full attention", model, tokenizer, needle.ids, **dense)
+        options = punctuated(index, tokenizer, regions)
+        with attach(model, index=index, k=k, **options) as cache:
+            name = index.partition(":")[0]
+            indexed = _answer(progress, name, model, tokenizer, needle.ids, cache=cache)
+            fidelity = _compared(progress, model, cache, indexed, full, logits)
     result = _result(needle, index, k, full, indexed, fidelity)
     result |= {"model": MODEL.format(dtype=dtype), "machine": describe(device)}
     _show(result)
@@ -102,21 +93,65 @@ def demo(
 
 
 def _answer(
-    progress: Bars, name: str, model: Any, tokenizer: Any, needle: Needle, **options: Any
+    progress: Bars, name: str, model: Any, tokenizer: Any, ids: Tensor, **options: Any
 ) -> Generation:
+    from kvindex_adapters.cli.progress import Answer
     from kvindex_adapters.hf.generate import generate
 
     def report(phase: str, done: int, total: int) -> None:
-        progress.update(f"{name}: {phase}", done, total)
+        if phase == "prefill":
+            progress.update(f"{name}: reading", done, total)
 
     return generate(
         model,
         tokenizer,
-        needle.ids,
+        ids,
         max_new_tokens=ANSWER_TOKENS,
+        streamer=Answer(progress, name, tokenizer),
         on_progress=report,
         **options,
     )
+
+
+class _Recorder:
+    """Keeps the logits of every step, which `model.generate` shows to such a function."""
+
+    def __init__(self, logits: list[Tensor]) -> None:
+        self._logits = logits
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._logits.append(scores[0].clone())
+        return scores
+
+
+def _compared(
+    progress: Bars,
+    model: Any,
+    cache: IndexCache,
+    indexed: Generation,
+    full: Generation,
+    logits: list[Tensor],
+) -> Fidelity:
+    """Full attention's answer, read through the cache that holds the prompt and an answer.
+
+    logits: of full attention before each of its tokens, `[V]`.
+    """
+    import torch
+
+    from kvindex_adapters.evaluate.fidelity import followed
+    from kvindex_adapters.hf.prefill import prefill
+
+    last = indexed.prompt_ids[-2:]  # several tokens: an update that is under way ends
+    cache.crop(-len(indexed.answer_ids) - len(last))
+    with torch.no_grad():
+        prefill(model, last, cache, stop=len(last), chunk=len(last))
+        return followed(
+            model,
+            cache,
+            full.answer_ids[:-1],
+            torch.stack(logits)[1:],
+            on_progress=lambda done, total: progress.update("comparing step by step", done, total),
+        )
 
 
 def _result(
@@ -182,14 +217,17 @@ def _show(result: dict[str, Any]) -> None:
     )
     table.add_row("memory", "", tiers)
     table.add_row("prefill", f"{full['prefill_s']:.1f} s", f"{index['prefill_s']:.1f} s")
-    table.add_row("per token", f"{full['token_s']:.2f} s", f"{index['token_s']:.2f} s")
+    table.add_row("per token", f"{full['token_s']:.3f} s", f"{index['token_s']:.3f} s")
+    if index["token_s"]:  # an answer of several tokens
+        table.add_row("speedup per token", "1", f"{full['token_s'] / index['token_s']:.2f}")
     out = Console()
     out.print(table)
-    machine = result["machine"]
-    where = (
-        f"plain torch on {machine['cores']} cores of {machine['processor']}: the times show what "
-        "the reference costs, not what a GPU will"
+    out.print(
+        f"{result['prompt_tokens']} prompt tokens; {_where(result['machine'], index['backend'])}."
     )
-    if "gpu" in machine:
-        where = f"{machine['gpu']}, backend {index['backend']!r}"
-    out.print(f"{result['prompt_tokens']} prompt tokens; {where}.")
+
+
+def _where(machine: dict[str, Any], backend: str) -> str:
+    """The backend that ran, and on what."""
+    cores = f"{machine['threads']} of {machine['cores']} cores of {machine['processor']}"
+    return f"backend {backend!r} on {machine.get('gpu', cores)}"

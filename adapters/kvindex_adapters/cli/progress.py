@@ -1,11 +1,13 @@
-"""Progress bars of prefill, decoding and k-means."""
+"""Progress bars of prefill, decoding and k-means, and answers as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,6 +16,10 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from kvindex.ops.kmeans import watched
 
@@ -21,10 +27,27 @@ console = Console(stderr=True)
 """Progress goes to standard error, so that standard output holds the result alone."""
 
 
-class Bars:
-    """One bar per phase; a phase's bar appears when it is first reported."""
+class Display(Progress):
+    """Bars, and on a terminal the answers so far below them."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, *columns: Any, **options: Any) -> None:
+        self.answers: dict[str, tuple[str, str]] = {}  # whose -> text, seconds per token
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """rich's hook: what is drawn."""
+        yield from super().get_renderables()
+        if self.answers and self.console.is_terminal:
+            table = Table.grid(padding=(0, 2))
+            for name, (text, pace) in self.answers.items():
+                table.add_row(name, Text(text), pace)
+            yield table
+
+
+class Bars:
+    """One bar per phase, which appears when it is first reported; then answers, as they come."""
+
+    def __init__(self, progress: Display) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
         self._passes = 0
@@ -35,6 +58,24 @@ class Bars:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
+    def answer(self, name: str, text: str, more: str, token_s: float) -> None:
+        """An answer so far, of which `more` is new: below the bars, or in a line of plain text.
+
+        token_s: seconds per token.
+        """
+        first = name not in self._progress.answers
+        self._progress.answers[name] = text, f"{token_s:.3f} s per token"
+        self._plain(f"{name}: {more}" if first else more)
+
+    def end_answer(self, name: str) -> None:
+        """It is complete."""
+        self._plain(f" ({self._progress.answers[name][1]})\n")
+
+    def _plain(self, text: str) -> None:
+        """Print where nothing is drawn."""
+        if not self._progress.console.is_terminal:
+            print(text, end="", file=self._progress.console.file, flush=True)
+
     def clustering(self, done: int, total: int) -> None:
         """Pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`); one bar shows all."""
         self._passes += 1
@@ -43,6 +84,33 @@ class Bars:
     def stop(self) -> None:
         """Leave the bars as they are, so that other output can follow them."""
         self._progress.stop()
+
+
+class Answer(BaseStreamer):
+    """Shows the tokens of an answer as they come, and the time that one takes."""
+
+    def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
+        self._progress, self._name, self._tokenizer = progress, name, tokenizer
+        self._tokens: list[int] | None = None  # since the prompt has passed
+        self._shown, self._first = "", 0.0
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, then tokens of the answer."""
+        if self._tokens is None:
+            self._tokens = []
+            return
+        now = time.perf_counter()
+        self._first = self._first if self._tokens else now
+        self._tokens += value.flatten().tolist()
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text = " ".join(text.rstrip("\ufffd").split())  # the rest of a character is to come
+        more, self._shown = text[len(self._shown) :], text
+        token_s = (now - self._first) / max(len(self._tokens) - 1, 1)
+        self._progress.answer(self._name, text, more, token_s)
+
+    def end(self) -> None:
+        """End the answer."""
+        self._progress.end_answer(self._name)
 
 
 @contextmanager
@@ -55,7 +123,7 @@ def bars() -> Iterator[Bars]:
         TimeElapsedColumn(),
     )
     # what a command prints is its result, not a part of the display
-    progress = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
+    progress = Display(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
     phases = Bars(progress)
     with progress, watched(phases.clustering):
         yield phases

@@ -16,6 +16,7 @@ from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.placement import default_placement
 from kvindex_adapters.hf.prefill import prefill
 
@@ -27,10 +28,11 @@ BLOCK = 128
 class Fidelity:
     """Means over teacher-forced steps.
 
-    steps: tokens compared; kl_mean: KL divergence of the index's next-token distribution from
-    full attention's, nats; agreement: share of steps with the same most likely token; recall_at_k:
-    share of each query head's own true top k that was retrieved, mean over layers and heads, None
-    where no step searched; recall_limit: the same for exact search with as many rows per KV head.
+    steps: tokens compared, means over none are 0; kl_mean: KL divergence of the index's next-token
+    distribution from full attention's, nats; agreement: share of steps with the same most likely
+    token; recall_at_k: share of each query head's own true top k that was retrieved, mean over
+    layers and heads, None where no step searched; recall_limit: the same for exact search with as
+    many rows per KV head.
     """
 
     steps: int
@@ -60,7 +62,6 @@ def teacher_forced(
     check.tensor("continuation", continuation, {"T": None}, torch.int64)
     steps = check.at_least("continuation.shape[0]", len(continuation), 1)
     ids = torch.cat([prompt, continuation]).to(model.device)
-    divergence, same = 0.0, 0
 
     def measured(**geometry: Any) -> KVIndex:
         placement = default_placement(geometry.get("device"), index)
@@ -70,20 +71,40 @@ def teacher_forced(
         full = model(input_ids=ids[None], logits_to_keep=steps, use_cache=False).logits[0]
         with attach(model, index=measured, k=k, **(attach_options or {})) as cache:
             prefill(model, ids, cache, stop=len(prompt), chunk=chunk)
-            for step in range(steps):
-                token = ids[None, len(prompt) + step : len(prompt) + step + 1]
-                logits = model(input_ids=token, past_key_values=cache).logits[0, -1]
-                divergence += kl(full[step], logits)
-                same += int(full[step].argmax() == logits.argmax())
-                if on_progress:
-                    on_progress(step + 1, steps)
-            layers = [layer for layer in cache.indexes() if isinstance(layer, MeasureRecall)]
+            return followed(model, cache, ids[len(prompt) :], full, on_progress=on_progress)
+
+
+def followed(
+    model: PreTrainedModel,
+    cache: IndexCache,
+    continuation: Tensor,
+    full: Tensor,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Fidelity:
+    """`teacher_forced` in a cache that has read the prompt, and now reads the continuation.
+
+    continuation: int64 `[T]`, on the model's device; full: full attention's logits at each of its
+    tokens, `[T, V]`. Indexes are measured from here on (`MeasureRecall`).
+    """
+    layers, steps, divergence, same = cache.attention_layers(), len(continuation), 0.0, 0
+    for layer in layers:
+        if not isinstance(layer.index, MeasureRecall):
+            layer.index = MeasureRecall(layer.index)
+    for step in range(steps):
+        token = continuation[None, step : step + 1]
+        logits = model(input_ids=token, past_key_values=cache).logits[0, -1]
+        divergence += kl(full[step], logits)
+        same += int(full[step].argmax() == logits.argmax())
+        if on_progress:
+            on_progress(step + 1, steps)
+    measured = [index for index in cache.indexes() if isinstance(index, MeasureRecall)]
     return Fidelity(
         steps=steps,
-        kl_mean=divergence / steps,
-        agreement=same / steps,
-        recall_at_k=_mean([layer.recall() for layer in layers]),
-        recall_limit=_mean([layer.limit() for layer in layers]),
+        kl_mean=divergence / max(steps, 1),
+        agreement=same / max(steps, 1),
+        recall_at_k=_mean([index.recall() for index in measured]),
+        recall_limit=_mean([index.limit() for index in measured]),
     )
 
 
