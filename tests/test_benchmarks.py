@@ -226,6 +226,24 @@ def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
         generation.main()
 
 
+# On a CPU
+
+
+def test_steps_on_a_cpu_are_measured_in_turns_and_a_wrong_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(correctness, "CHECKED", 1024)
+    given = ["--device", "cpu", "--tokens", 1024, "--replays", 10, "--layers", 1, "--beside"]
+    result = ran(latency.main, [*given, "--json", tmp_path / "out.json"], monkeypatch)
+    point = result["points"][0]
+    assert point["dense"]["of_dense"] == 1
+    assert point["pariskv"]["ms"] > 0
+    assert f"| 1,024 | 1 | {point['dense']['ms']:.2f} |" in report.TABLES["cpu_steps"](result)
+    stages = pytest.importorskip("kvindex.cpu.stages", exc_type=ImportError)
+    prepare = stages.prepare
+    monkeypatch.setattr(stages, "prepare", lambda queries, *more: prepare(-queries, *more))
+    with pytest.raises(SystemExit, match="not timed"):
+        ran(latency.main, [*given, "--json", tmp_path / "out.json"], monkeypatch)
+
+
 # Quality
 
 

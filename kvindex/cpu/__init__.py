@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
-from kvindex.cpu import served
+from kvindex.cpu import ahead, served
 from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import attention, coarse, codes, fetch, rerank, sampling, select, transform
@@ -54,6 +54,7 @@ def accelerate(
     """
     if not isinstance(config, ParisKVConfig) or served.refusal(config, geometry):
         return None
+    ahead.begin(config)
     return ParisKVExecutor.of(geometry, config, **constants)
 
 
