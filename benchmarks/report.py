@@ -26,6 +26,7 @@ SOURCES = {
     "decode_presets": "decode_step_fast",
     "append_layers": "append",
     "cpu_summary": "cpu_steps",
+    "cpu_tokens": "generation_cpu_4k",
 }
 """Of a table, the result that it is made of, where that has another name."""
 
@@ -47,6 +48,8 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "limits": gpu.limits,
     "cpu_steps": cpu.steps,
     "cpu_summary": cpu.summary,
+    "cpu_tokens": cpu.tokens,
+    "against_faiss": cpu.against_faiss,
 }
 
 
