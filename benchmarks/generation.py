@@ -2,7 +2,7 @@
 
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
-        [--dtype …] [--device …] --json OUT
+        [--dtype …] [--device …] [--without-graphs] --json OUT
 
 What is compared is measured in turns, round after round, a few tokens of each plan at a time
 (`--turn`), so that what slows a host for a while slows them all. `layers`: L attention layers
@@ -12,7 +12,8 @@ microseconds that the host spends on a layer and token, the device being idle at
 step, and those until the device is done, over S steps, updates of the windows among them. `model`:
 the text's first N tokens are a prompt, after which T tokens are written greedily, by transformers
 with its own cache (`dense`) and through the index, each by a copy of the model; milliseconds per
-token of a turn, between its first and its last one.
+token of a turn, between its first and its last one, and seconds that all of the prompt but its last
+chunk took. `--without-graphs`, for a CPU: the `model` alone, `dense` and through the index.
 
 Figures are medians with quartiles (`_low`, `_high`) and each round's (`_rounds`); `ratio`: of a
 plan's time to that with graphs in the same round. No turn begins before all memory that is pinned
@@ -67,6 +68,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="of the layers that are timed")
     parser.add_argument("--seconds", type=float, default=600, help="after which no round is begun")
     parser.add_argument("--index", default="pariskv")
+    parser.add_argument("--without-graphs", action="store_true", help="the model alone, on a CPU")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     add_model(parser)
     found = parser.parse_args(given)
@@ -135,8 +137,9 @@ class Writer:
         if plan != "dense":
             attached = attach(self._model, index=index, graphs=plan == "graphs")
             self._cache = until.enter_context(attached)
-        stop = max(len(ids) - CHUNK, 0)
+        stop, start = max(len(ids) - CHUNK, 0), time.perf_counter()
         prefill(self._model, self.ids[0], self._cache, stop=stop, chunk=CHUNK)
+        self.prefill_s = time.perf_counter() - start
 
     def turn(self, count: int) -> Figures:
         """Milliseconds per token of `count` more, from the first to the last."""
@@ -161,14 +164,16 @@ def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, 
     if len(ids) < given.tokens:
         raise ValueError(f"text: got {len(ids)} tokens, allowed are at least {given.tokens}")
     about: dict[str, Any] = {"tokens": given.tokens, "turn": given.turn}
+    plans = [plan for plan in PLANS if plan != "eager" or not given.without_graphs]
     with ExitStack() as until:
-        writers = {plan: Writer(model, plan, ids, given.index, until) for plan in PLANS}
+        writers = {plan: Writer(model, plan, ids, given.index, until) for plan in plans}
+        about["prefill_s"] = {plan: writer.prefill_s for plan, writer in writers.items()}
         for writer in writers.values():
             writer.turn(WARM)
         gc.collect()  # what is let go of may unpin memory
         turns = {plan: partial(writer.turn, given.turn) for plan, writer in writers.items()}
         for found in in_turns(turns, given.written // given.turn, end):
-            same = torch.equal(writers["eager"].ids, writers["graphs"].ids)
+            same = torch.equal(writers[plans[-2]].ids, writers["graphs"].ids)
             yield about | found | {"written": given.turn * found["rounds"], "same_text": same}
 
 
@@ -178,6 +183,8 @@ def main() -> None:
     end = time.monotonic() + given.seconds
     result: dict[str, Any] = {"index": given.index, "dtype": given.dtype, **described(given)}
     parts = {"layers": measured_layers, "model_run": measured_model}
+    if given.without_graphs:
+        del parts["layers"]
     with torch.no_grad():
         for part, measured in parts.items():
             for result[part] in measured(given, end):

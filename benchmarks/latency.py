@@ -1,9 +1,11 @@
-"""Latency of a decoding step of one layer on a GPU, beside dense attention.
+"""Latency of a decoding step of one layer on a GPU or a CPU, beside dense attention.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
         [--layers L] [--replays R] [--seconds S] [--no-dense] [--json OUT]
+    python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--beside SPEC …]
+        [--layers L] [--replays R] [--json OUT]
 
-H = 32, G = 8, D = 128, bfloat16, k = 100; the index is one that fused kernels serve, as
+On a GPU: H = 32, G = 8, D = 128, bfloat16, k = 100; the index is one that fused kernels serve, as
 `pariskv:preset=paper`. First the answer is checked; a wrong one is not timed. Times are of replays
 of a CUDA graph that holds the public call, `index.attend`, of L layers one after another (of fewer
 where memory is short), divided by L, by CUDA events, after the L2 cache was filled with something
@@ -11,6 +13,10 @@ else and with other queries in each replay. Rows lie on the host and none is in 
 (`step_host`), on the host and as many in the cache as --hit-rate says (`step_cached`), or on the
 device (`step_device`). Rivals are attention over all keys and values (SDPA, the faster of two
 ways), and exact scores with topk.
+
+On a CPU (`benchmarks/common/cpu_steps.py`): H = 9, G = 3, D = 64, float32, k = 100; a step of
+`AttentionLayer` around this index and others (`--beside`), and SDPA, in turns, one layer after
+another, with one thread and with as many as torch has.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks import report
-from benchmarks.common import workload
+from benchmarks.common import cpu_steps, workload
 from benchmarks.common.correctness import check
 from benchmarks.common.timing import GraphTimer, Timed
 from benchmarks.common.workload import Layers
@@ -41,15 +47,21 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFI
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """What the command was told; exits with words where it cannot be done."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[2**15, 2**17, 2**20])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     add_index(parser)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--beside", nargs="*", default=["quest"], help="other indexes, on a CPU")
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
     parser.add_argument("--no-dense", action="store_true", help="measure no rivals")
     parser.add_argument("--json", type=output())
     found = parser.parse_args(given)
-    refuse(parser, found, tokens=4096, batch=1, layers=1, replays=10)
+    on_cpu = found.device == "cpu"
+    found.tokens = found.tokens or (cpu_steps.TOKENS if on_cpu else [2**15, 2**17, 2**20])
+    found.layers = found.layers or (4 if on_cpu else 16)
+    least = 1024 if on_cpu else 4096
+    refuse(parser, found, tokens=least, batch=1, layers=1, replays=10)
     return found
 
 
@@ -73,7 +85,7 @@ def refuse(parser: argparse.ArgumentParser, found: argparse.Namespace, **least: 
         workload.measurable(found.index)
     except (KeyError, TypeError, ValueError) as error:
         parser.error(f"index: {error}")
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and getattr(found, "device", "cuda") == "cuda":
         parser.error("this measures a CUDA device, and torch sees none")
 
 
@@ -187,6 +199,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Check, measure, write and print."""
     given = arguments()
+    if given.device == "cpu":
+        specs = [given.index, *given.beside]
+        found = cpu_steps.measure(specs, given.tokens, given.layers, given.replays)
+        found |= {"index": given.index, "machine": describe()}
+        if given.json:
+            write_json(given.json, found)
+        print(report.TABLES["cpu_steps"](found))
+        return
     with torch.no_grad():
         result = measure(given)
     print(report.TABLES["decode_step_h100"](result), *result["notes"], sep="\n")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import field, gpu, quality
+from benchmarks.reporting import cpu, field, gpu, quality
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -25,6 +25,8 @@ SOURCES = {
     "summary": "decode_step",
     "decode_presets": "decode_step_fast",
     "append_layers": "append",
+    "cpu_summary": "cpu_steps",
+    "cpu_tokens": "generation_cpu_4k",
 }
 """Of a table, the result that it is made of, where that has another name."""
 
@@ -44,6 +46,10 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "generate_speed": gpu.generate_speed,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,
+    "cpu_steps": cpu.steps,
+    "cpu_summary": cpu.summary,
+    "cpu_tokens": cpu.tokens,
+    "against_faiss": cpu.against_faiss,
 }
 
 

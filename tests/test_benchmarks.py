@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import append, drift, drifting, generation, latency, quality, report
+from benchmarks import against_faiss, append, drift, drifting, generation, latency, quality, report
 from benchmarks.common import correctness, decoding, reading, workload
 from benchmarks.comparing import fidelity, field
 from benchmarks.comparing.layers import Layer
@@ -224,6 +224,51 @@ def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
     monkeypatch.setattr(decoding.Decoding, "step", wrong)
     with pytest.raises(SystemExit, match="step 0 is not the same"):
         generation.main()
+
+
+# On a CPU
+
+
+def test_steps_on_a_cpu_are_measured_in_turns_and_a_wrong_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(correctness, "CHECKED", 1024)
+    given = ["--device", "cpu", "--tokens", 1024, "--replays", 10, "--layers", 1, "--beside"]
+    result = ran(latency.main, [*given, "--json", tmp_path / "out.json"], monkeypatch)
+    point = result["points"][0]
+    assert point["dense"]["of_dense"] == 1
+    assert point["pariskv"]["ms"] > 0
+    assert f"| 1,024 | 1 | {point['dense']['ms']:.2f} |" in report.TABLES["cpu_steps"](result)
+    stages = pytest.importorskip("kvindex.cpu.stages", exc_type=ImportError)
+    prepare = stages.prepare
+    monkeypatch.setattr(stages, "prepare", lambda queries, *more: prepare(-queries, *more))
+    with pytest.raises(SystemExit, match="not timed"):
+        ran(latency.main, [*given, "--json", tmp_path / "out.json"], monkeypatch)
+
+
+def test_a_model_on_a_cpu_is_timed_without_graphs(tiny, monkeypatch):
+    texts, model = tiny
+    monkeypatch.setattr(generation, "WARM", 2)
+    given = [*texts[:2], "--tokens", 80, "--written", 6, "--turn", 3, "--without-graphs"]
+    result = ran(generation.main, [*given, "--dtype", "float32", *model], monkeypatch)
+    assert result["model_run"]["prefill_s"].keys() == {"dense", "graphs"}
+    assert "layers" not in result
+    cell = f"| {result['model_run']['dense']['token_ms']:.0f} |"
+    monkeypatch.setattr("benchmarks.reporting.cpu.stored", lambda name: result)
+    assert cell in report.TABLES["cpu_tokens"](result)
+
+
+def test_searches_are_timed_beside_faiss_at_the_same_recall(tiny, monkeypatch):
+    pytest.importorskip("faiss")
+    texts, model = tiny
+    given = [*texts[:2], "--tokens", 400, "--queries", 2, "--every", 2, "-k", 8, "--rounds", 1]
+    result = ran(against_faiss.main, [*given, "--index", "exact", *model], monkeypatch)
+    assert result["chosen"]["exact"]["recall"] == 1
+    assert "| `exact` |" in report.TABLES["against_faiss"](result)
+    assert (
+        against_faiss.recall(
+            [torch.tensor([1, 5]), torch.tensor([2])], torch.tensor([[1, 2], [2, 3]])
+        )
+        == 0.5
+    )
 
 
 # Quality

@@ -26,15 +26,19 @@ ROUNDED = {"int8": 0.02, "fp8": 0.1}
 
 
 def check(
-    g: Geometry, spec: str, *, batch: int = 2, store: str = "host", k: int = K, window: int = WINDOW
+    g: Geometry, spec: str, *, batch: int = 2, k: int = K, window: int = WINDOW, **options: Any
 ) -> dict[str, Any]:
     """The ids against those of plain torch, the output against SDPA over the rows chosen.
 
-    Tokens come in two pieces, the first of no whole blocks. Raises SystemExit where they differ.
+    Tokens come in two pieces, the first of no whole blocks. options: for `created`, with rows on
+    the host unless they say otherwise. Raises SystemExit where they differ.
     """
     keys, values = next(iter(tokens_of(g, 1000, batch, CHECKED + window, CHECKED + window)))
     cut = CHECKED * 2 // 3
-    mine, theirs = created(g, spec, store=store), created(g, spec, backend="torch")
+    mine, theirs = (
+        created(g, spec, **{"store": "host", **options}),
+        created(g, spec, backend="torch"),
+    )
     for index in (mine, theirs):
         index.append(keys[:, :, :cut], values[:, :, :cut])
         index.append(keys[:, :, cut:CHECKED], values[:, :, cut:CHECKED])

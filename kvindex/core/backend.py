@@ -32,18 +32,18 @@ def resolve(backend: str) -> ModuleType:
 
 
 def choose(device: torch.device) -> tuple[str, str]:
-    """The backend of an index that is told of none, and why: "cuda" where its kernels can run.
+    """The backend of an index that is told of none, and why.
 
-    "cpu" is for who asks for it.
+    "cuda" or "cpu", whose kernels run on such a device, where this machine has what they need.
     """
-    if device.type != "cuda":
-        asked = "; backend='cpu' is compiled" if device.type == "cpu" else ""
-        return "torch", f"tensors lie on {device.type!r}{asked}"
+    name = device.type
+    if name not in ("cuda", "cpu"):
+        return "torch", f"tensors lie on {name!r}"
     try:
-        resolve("cuda").ready(device)
+        resolve(name).ready(device)
     except (ImportError, RuntimeError, ValueError) as error:
         return "torch", f"kernels cannot run: {error}"
-    return "cuda", f"kernels run on {str(device)!r}"
+    return name, f"kernels run on {str(device)!r}"
 
 
 def accelerate(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
-from kvindex.cpu import fetch, group, select, served, units
+from kvindex.cpu import ahead, fetch, group, select, served, units
 from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.cpu.store import CompiledStore
 from kvindex.cpu.tiers import TierExecutor
@@ -57,6 +57,7 @@ def accelerate(
     """
     if not isinstance(config, ParisKVConfig) or served.refusal(config, geometry):
         return None
+    ahead.begin(config)
     kind = TierExecutor if config.coarse == "tiers" else ParisKVExecutor
     return kind.of(geometry, config, **constants)
 

@@ -1,5 +1,6 @@
 """Where the adapter runs an index: on kernels where they can, else in plain torch, in words."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -52,14 +53,15 @@ def test_where_kernels_cannot_run_a_warning_says_why(monkeypatch, error):
         assert default_placement("cuda", "pariskv") == {}
 
 
-def test_attach_on_a_cpu_makes_the_plain_index():
+def test_attach_on_a_cpu_makes_the_compiled_index():
     model = build("llama")
     inputs = prompt(1, 40)
     with kvhf.attach(model, index="pariskv", **REGIONS) as cache:
         steps(model, cache, inputs, [38, 1, 1])
         index = cache.indexes()[0]
-    assert (index.backend, index._executor) == ("torch", None)
-    assert MeasureRecall(index).backend == "torch"
+    assert index.backend == ("cpu" if find_spec("numba") else "torch")
+    assert index.attends == (index.backend == "cpu")
+    assert MeasureRecall(index).backend == index.backend
     assert not isinstance(index._store, BlockStore)
 
 

@@ -150,7 +150,7 @@ def test_demo(loaded, tmp_path, monkeypatch):
     assert written["needle"] in written["full"]["answer"]
     index = written["index"]
     assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
-    assert index["backend"] == "torch"
+    assert index["backend"] in ("cpu", "torch")
     assert index["found"] is True
     assert index["recall_at_k"] == index["recall_limit"]
     assert 0 < index["rows_read_fraction"] < 0.5

@@ -216,9 +216,10 @@ def test_rows_as_codes_are_fetched_and_said_so():
     assert_same(mine, theirs, CASE.queries())
 
 
-def test_plain_torch_is_the_default_and_says_so():
-    index = kvindex.create("pariskv", **CASE.geometry())
-    assert index.explain().startswith("backend: torch (tensors lie on 'cpu'")
+def test_kernels_are_the_default_and_say_so():
+    said = kvindex.create("pariskv", **CASE.geometry()).explain()
+    assert said.startswith("backend: cpu (kernels run on 'cpu')")
+    assert "executor: compiled by Numba" in said
 
 
 def test_another_device_is_refused():

@@ -1,0 +1,121 @@
+"""A layer's decoding step on a CPU beside attention over all rows, in turns, by wall time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import kvindex
+from benchmarks.common import workload
+from benchmarks.common.correctness import check
+from benchmarks.common.timing import spread
+from kvindex.core.geometry import Geometry
+from kvindex.layer import AttentionLayer
+
+SHAPE = dict(q_heads=9, kv_heads=3, head_dim=64)
+"""SmolLM2-135M's."""
+
+TOKENS = [2**n for n in range(11, 18)]
+
+Step = Callable[[int], Tensor]
+"""Of the layer with a number: attention `[1, H, Dv]`."""
+
+
+def geometry() -> Geometry:
+    """Of the layer that is measured."""
+    return Geometry.of(**SHAPE, dtype=torch.float32)
+
+
+def dense(g: Geometry, tokens: int, layers: int) -> dict[str, Step]:
+    """SDPA of a query over all rows: as models call it, and with a group's heads as so many
+    queries of one KV head, which is the same and faster.
+    """
+    rows = [next(workload.tokens_of(g, n, 1, tokens, tokens)) for n in range(layers)]
+    queries = workload.queries_of(g, layers, 1)
+    alone, folded = queries[..., None, :], queries.unflatten(2, (g.kv_heads, -1))
+    return {
+        "dense": lambda n: sdpa(alone[n], *rows[n], enable_gqa=True),
+        "dense_folded": lambda n: sdpa(folded[n], *rows[n]),
+    }
+
+
+class Indexed:
+    """Steps of attention layers around an index, of `tokens` tokens each, window included."""
+
+    def __init__(self, g: Geometry, spec: str, tokens: int, layers: int) -> None:
+        self._queries = workload.queries_of(g, layers, 1)[..., None, :]
+        self._layers, self._tokens = [], tokens - 1
+        sizes: Any = dict(sink=0, local_window=workload.WINDOW, dense_below=0, k=workload.K)
+        for number in range(layers):
+            layer = AttentionLayer(kvindex.create(spec, **g.options()), **sizes)
+            keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
+            self._last = keys[:, :, -1:], values[:, :, -1:]
+            first = tokens - 1 - workload.WINDOW
+            layer.index.append(keys[:, :, :first], values[:, :, :first])
+            window = keys[:, :, first:-1], values[:, :, first:-1]
+            layer.step(window[0].repeat_interleave(g.group_size, 1), *window)
+            self._layers.append(layer)
+
+    def __call__(self, number: int) -> Tensor:
+        """A step of a layer."""
+        return self._layers[number].step(self._queries[number], *self._last)[:, :, 0]
+
+    def back(self, number: int) -> None:
+        """Let the layer forget the step's token."""
+        self._layers[number].truncate(self._tokens)
+
+
+def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[float]:
+    """Milliseconds of a step of each layer."""
+    found = []
+    for number in range(layers):
+        start = time.perf_counter()
+        step(number)
+        found.append(1e3 * (time.perf_counter() - start))
+        if back is not None:
+            back(number)
+    return found
+
+
+def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
+    """Medians over rounds in ms, and their ratios to `dense` in the same round."""
+    plans: dict[str, Any] = dense(g, tokens, layers)
+    plans |= {spec: Indexed(g, spec, tokens, layers) for spec in specs}
+    rows = {
+        name: partial(timed, plan, layers, getattr(plan, "back", None))
+        for name, plan in plans.items()
+    }
+    taken: dict[str, list[float]] = {name: [] for name in plans}
+    for number in range(-2, rounds):  # the first two warm up
+        order = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
+        for name in order:
+            times = rows[name]()
+            if number >= 0:
+                taken[name].append(statistics.median(times))
+    found: dict[str, Any] = {"tokens": tokens, "threads": torch.get_num_threads()}
+    for name, times in taken.items():
+        ratios = [mine / full for mine, full in zip(times, taken["dense"], strict=True)]
+        found[name] = spread("ms", times) | spread("of_dense", ratios) | {"least_ms": min(times)}
+    return found
+
+
+def measure(specs: list[str], lengths: list[int], layers: int, rounds: int) -> dict[str, Any]:
+    """Check the first index, then measure all, with one thread and with all of torch's."""
+    g, most = geometry(), torch.get_num_threads()
+    options = dict(store="device", backend=None)
+    result: dict[str, Any] = {"shape": {**SHAPE, "k": workload.K}, "layers": layers}
+    result |= {"rounds": rounds, "check": check(g, specs[0], batch=1, **options), "points": []}
+    try:
+        for threads in dict.fromkeys((1, most)):
+            torch.set_num_threads(threads)
+            result["points"] += [point(g, specs, n, layers, rounds) for n in lengths]
+    finally:
+        torch.set_num_threads(most)
+    return result

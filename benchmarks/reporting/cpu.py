@@ -1,0 +1,107 @@
+"""Tables of results on a CPU: a layer's step, a model's tokens, FAISS beside it."""
+
+from __future__ import annotations
+
+from benchmarks.common.timing import spread
+from benchmarks.reporting.parts import Result, machine, some, stored, table, values
+
+
+def steps(result: Result) -> str:
+    """A layer's step beside SDPA, by length and threads."""
+    names = [name for name, found in result["points"][0].items() if isinstance(found, dict)]
+    rows = [
+        (
+            f"{point['tokens']:,}",
+            str(point["threads"]),
+            f"{point['dense']['ms']:.2f}",
+            *(f"{point[name]['ms']:.2f} ({_ratio(point[name])})" for name in names[1:]),
+        )
+        for point in result["points"]
+    ]
+    shape = result["shape"]
+    about = (
+        f"Milliseconds of a layer's step, and over dense: medians of {result['rounds']} rounds in "
+        f"which all take turns, with quartiles of the ratio; H = {shape['q_heads']}, "
+        f"G = {shape['kv_heads']}, D = {shape['head_dim']}, float32, k = {shape['k']}."
+    )
+    head = ("tokens", "threads", "dense (SDPA)", "the same, heads folded")
+    head = (*head, *(f"`{name}`" for name in names[2:]))
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def _ratio(found: Result) -> str:
+    low, middle, high = (
+        f"{found[name]:.2f}" for name in ("of_dense_low", "of_dense", "of_dense_high")
+    )
+    return middle if low == high else f"{middle}; {low} to {high}"
+
+
+def summary(result: Result) -> str:
+    """With all threads, from 8K tokens on."""
+    most = max(values(result["points"], "threads"))
+    points = [
+        p for p in some(result["points"], threads=most) if p["tokens"] in (2**13, 2**15, 2**17)
+    ]
+    rows = [
+        (f"{p['tokens']:,}", f"{p['dense']['ms']:.2f}", f"{p[result['index']]['ms']:.2f}")
+        for p in points
+    ]
+    head = ("tokens", "dense attention, ms", f"`{result['index']}`, ms")
+    return f"{table(head, rows)}\n\n{machine(result)}"
+
+
+def against_faiss(result: Result) -> str:
+    """An index or family of FAISS a line: time, recall, and what building it took."""
+    rows = [
+        (
+            name if found["setting"] else f"`{name}`",
+            ", ".join(f"{key} = {value}" for key, value in found["setting"].items()),
+            *(f"{found['ms']:.2f}", f"{found['recall']:.3f}", f"{found['build_s']:.2f}"),
+        )
+        for name, found in result["chosen"].items()
+    ]
+    k, count, threads = result["k"], len(result["layers"]), result["machine"]["threads"]
+    about = (
+        f"Keys of {count} layers of {_model(result)}, {result['tokens']:,} tokens; {k} rows a KV "
+        "head. Of FAISS, the fastest setting tried whose recall is that of `pariskv`, else the one "
+        "of the highest."
+    )
+    head = ("index", "setting", "search, ms", f"recall@{k}", "build, s")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)} {threads} threads."
+
+
+LENGTHS = ("4k", "8k", "32k")
+
+
+def tokens(_: Result) -> str:
+    """Tokens of a model with each prompt, of results beside the first."""
+    runs = [found for name in LENGTHS if (found := stored(f"generation_cpu_{name}"))]
+    rows = []
+    for run in runs:
+        part = run["model_run"]
+        dense, ours = part["dense"], part["graphs"]
+        pairs = zip(ours["token_ms_rounds"], dense["token_ms_rounds"], strict=True)
+        ratio = spread("of_dense", [mine / full for mine, full in pairs])
+        prefill = part["prefill_s"]
+        rows.append(
+            (
+                *(_model(run), f"{part['tokens']:,}"),
+                *(f"{one['token_ms']:.0f}" for one in (dense, ours)),
+                _ratio(ratio),
+                *(f"{prefill[name]:.1f}" for name in ("dense", "graphs")),
+                f"{prefill['graphs'] / prefill['dense']:.2f}",
+            )
+        )
+    head = ("model", "prompt", "full attention, ms a token", f"`{runs[0]['index']}`", "ratio")
+    head = (*head, "prompt with full attention, s", f"with `{runs[0]['index']}`", "ratio")
+    about = (
+        f"{runs[0]['dtype']}, greedy; medians of rounds in which both write "
+        f"{runs[0]['model_run']['turn']} tokens in turn, with quartiles of the ratio. The prompt "
+        "is read in chunks of 1,024 tokens, once."
+    )
+    threads = runs[0]["machine"]["threads"]
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(runs[0])} {threads} threads."
+
+
+def _model(result: Result) -> str:
+    return "the long model" if result["lora"] else "SmolLM2-135M"

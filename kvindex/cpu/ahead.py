@@ -1,0 +1,59 @@
+"""Compile the kernels ahead of the first search, beside whatever the process does first.
+
+A thread takes a small index of the same configuration through a step; who searches earlier waits
+for the compiler. The process does not end before the thread, and a fork waits for it, as a child
+would inherit the compiler's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock, Thread
+
+import torch
+
+from kvindex.core.resident import ResidentRows
+from kvindex.indexes.pariskv import ParisKV, ParisKVConfig
+
+_threads: dict[str, Thread] = {}
+_lock = Lock()
+
+
+def begin(config: ParisKVConfig) -> None:
+    """Have the kernels of a configuration compiled, if nobody has begun it."""
+    with _lock:
+        if config.coarse not in _threads:  # which decides what kernels there are
+            work = _quietly(lambda: take_step(config))
+            thread = _threads[config.coarse] = Thread(target=work, name="kvindex-compiler")
+            thread.start()
+
+
+def wait() -> None:
+    """Return once all kernels that were begun are compiled."""
+    for thread in list(_threads.values()):
+        thread.join()
+
+
+def take_step(config: ParisKVConfig) -> None:
+    """Append, search and attend with a small index: kernels are compiled when they run first."""
+    index = ParisKV(q_heads=1, kv_heads=1, head_dim=8, backend="cpu", **vars(config))
+    rows = torch.ones(1, 1, 300, 8, dtype=torch.float32, device="cpu")
+    index.append(rows, rows)
+    index.search(rows[:, :, 0], k=1)
+    if index.attends:
+        index.attend(rows[:, :, 0], ResidentRows(index.geometry, 1, 1), k=1)
+
+
+def _quietly(work: Callable[[], None]) -> Callable[[], None]:
+    """The work without its errors: a search meets them again."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            work()
+
+    return attempt
+
+
+os.register_at_fork(before=wait)
