@@ -36,6 +36,7 @@ SERVED: dict[str, Any] = dict(
     weights="log",
     weight_bits=16,
     single_stage_below=0,
+    draw="none",
 )
 
 POLICIES = "mean_share", "max_share"
