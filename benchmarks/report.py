@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "demo": quality.demo,
     "fidelity": quality.fidelity,
     "divergence": quality.divergence,
+    "divergence_drawn": quality.drawn,
     "recall": quality.recall,
     "recall_lengths": quality.lengths,
     "drift": quality.drift,

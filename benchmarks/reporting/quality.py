@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import geometric_mean
 
 from benchmarks.reporting.parts import Result, machine, mean, some, stored, table, values
 
@@ -82,6 +83,27 @@ def divergence(result: Result) -> str:
         + "\n\n"
         + " ".join([*(part["note"] for _, part in parts if "note" in part), machine(result)])
     )
+
+
+def drawn(result: Result) -> str:
+    """KL over that of exact search by length, of results with other numbers of rows, too."""
+    more = stored("divergence_drawn_256")
+    parts, rows = [result, *([more] if more else [])], []
+    lengths = values(result["indexes"]["exact"]["cells"], "tokens")
+    for part in parts:
+        for index, found in part["indexes"].items():
+            if index == "exact":
+                continue
+            means = []
+            for tokens in lengths:
+                cells = some(found["cells"], tokens=tokens)
+                means.append(geometric_mean(cell["kl_mean"] / cell["kl_exact"] for cell in cells))
+            whole = "{:.3f} ({:.3f} to {:.3f})".format(found["ratio"], *found["ratio_95"])
+            rows.append((f"`{index}`", str(part["k"]), *(f"{one:.3f}" for one in means), whole))
+    head = ("index", "rows", *(f"{tokens:,} tokens" for tokens in lengths), "all (95%)")
+    texts = len(values(result["indexes"]["exact"]["cells"], "text"))
+    about = f"{texts} texts, {result['steps']} steps with given tokens after each prompt."
+    return f"{table(head, rows)}\n\n{about} {machine(result)}"
 
 
 # Recall

@@ -13,7 +13,12 @@ from kvindex.storage.store import TensorStore
 
 SERVED: dict[str, dict[str, Any]] = {
     "dots": dict(
-        candidates_per="group", block="key", weights="log", weight_bits=16, single_stage_below=0
+        candidates_per="group",
+        block="key",
+        weights="log",
+        weight_bits=16,
+        single_stage_below=0,
+        draw="none",
     ),
     "tiers": dict(
         candidates_per="head", block="subspace", weights="bfloat16", single_stage_below=0

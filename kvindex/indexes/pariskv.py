@@ -7,6 +7,7 @@ every index: what it can be told, encoding, search, and what tiers keep count of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -30,10 +31,11 @@ from kvindex.core.protocol import (
     Rows,
 )
 from kvindex.core.resident import ResidentRows
-from kvindex.ops import group
+from kvindex.ops import group, priority
+from kvindex.ops.attention import cap
 from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.coarse import TIERS, ceil_share
-from kvindex.ops.codes import SUBSPACE
+from kvindex.ops.codes import FACTOR, SUBSPACE
 from kvindex.ops.coverage import SAMPLE, log_total, log_weights, sample, within
 from kvindex.storage.columns import BlockColumns
 
@@ -53,6 +55,8 @@ MOST_TOKENS = 2**16
 """Of a block."""
 
 CANDIDATES_PER = ("head", "group")
+
+DRAW = ("none", "priority")
 
 PAPER = dict(
     coarse="tiers",
@@ -91,7 +95,9 @@ class ParisKVConfig:
       votes, and all heads of the group rerank the union; "group": the group takes `C` keys by the
       largest vote of its heads (each head's votes on its own scale).
     group: how query heads agree on the estimates (`kvindex.ops.group`).
-    seed: of the rotation's signs.
+    draw: "none": the best rows; "priority": candidates and rows are drawn in proportion to what
+      votes and estimates make of their shares, and weighted (`kvindex.ops.priority`).
+    seed: of the rotation's signs, and of what is drawn.
     """
 
     coarse: str = "dots"
@@ -107,6 +113,7 @@ class ParisKVConfig:
     center: int = 256
     candidates_per: str = "group"
     group: str = "mean_share"
+    draw: str = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -118,6 +125,7 @@ class ParisKVConfig:
         check.one_of("weights", self.weights, WEIGHTS)
         check.one_of("candidates_per", self.candidates_per, CANDIDATES_PER)
         check.one_of("group", self.group, group.POLICIES)
+        self._check_draw()
         check.at_least("refine_factor", self.refine_factor, 1)
         check.at_least("single_stage_below", self.single_stage_below, 0)
         for name, low, high in (("query_max", 1, 127), ("magnitude_bits", 0, 7)):
@@ -134,6 +142,18 @@ class ParisKVConfig:
                 "allowed is 0, or coarse='dots' with weights='log', or coarse='none'"
             )
         check.seed(self.seed)
+
+    def _check_draw(self) -> None:
+        if check.one_of("draw", self.draw, DRAW) == "none":
+            return
+        votes = dict(coarse="dots", weights="log", candidates_per="group")
+        allowed: dict[str, tuple[str, ...]] = {name: (value,) for name, value in votes.items()}
+        allowed["group"] = "mean_share", "max_share"
+        for name, values in allowed.items():
+            got = getattr(self, name)
+            if got not in values:
+                of = " or ".join(map(repr, values))
+                raise ValueError(f"{name}: got {got!r} with draw='priority', allowed is {of}")
 
     def shares(self, n: int) -> tuple[float, float]:
         """`(β, ρ)` for `n` keys."""
@@ -205,6 +225,7 @@ class ParisKV(BaseIndex):
         "precise": {"magnitude_bits": 5},
         "accurate": {"block": "subspace", "weight_bits": 8},
         "scan": {"coarse": "none"},
+        "drawn": {"draw": "priority", "refine_factor": 16},
         "paper": PAPER,
     }
     statistics = ("_histogram",)
@@ -345,6 +366,8 @@ class ParisKV(BaseIndex):
     def _search(self, queries: Tensor, k: int) -> Hits:
         if self._executor:
             return self._executor.search(queries, k)
+        if self.weighted:
+            return self._drawn(_Asked.of(self, queries), k)
         return self._ranked(_Asked.of(self, queries), k)[0]
 
     def _alone(self, name: str) -> bool:
@@ -488,6 +511,67 @@ class ParisKV(BaseIndex):
         total = log_total(known, others, left.sum(-1))
         return within(hits, slots, known, total, coverage)
 
+    @property
+    def weighted(self) -> bool:  # type: ignore[override]  # as it was made
+        """Whether rows stand for others, too."""
+        drawn: bool = self.config.draw != "none"
+        return drawn
+
+    def check_coverage(self, coverage: float) -> None:
+        """Raises ValueError where rows are drawn: they have no share."""
+        if self.weighted:
+            raise ValueError(f"coverage: got {coverage}, allowed is None where rows are drawn")
+        super().check_coverage(coverage)
+
+    def _drawn(self, asked: _Asked, k: int) -> Hits:
+        """Rows drawn among candidates that are drawn by votes, all by the same noise."""
+        g, most = self.geometry, int(self._limits(k)[1].max())
+        shares = torch.log_softmax(self._vote_logits(asked), dim=-1).amax(2)
+        noises = priority.noise(self._places(), self._draw_seeds(asked))
+        _, ids, chances = priority.draw(shares, noises.expand_as(shares), most)
+        estimates = cap(self._estimates(asked, ids), g.scale, g.softcap)
+        logits = estimates.masked_fill((ids < 0)[:, :, None], -math.inf)
+        weighted = logits - chances.masked_fill(ids < 0, 0)[:, :, None]
+        sizes = priority.root_mean_square(logits - weighted.logsumexp(-1, keepdim=True))
+        noises = noises.expand_as(shares).gather(-1, ids.clamp_min(0))
+        scores, at, last = priority.draw(sizes, noises, k)
+        unused, at = at < 0, at.clamp_min(0)
+        log_weight = -torch.minimum(last, chances.gather(-1, at)).masked_fill(unused, math.inf)
+        found = ids.gather(-1, at).masked_fill(unused, UNUSED)
+        return Hits(found, scores, log_weight.repeat_interleave(g.group_size, dim=1))
+
+    def _places(self) -> Tensor:
+        """Places of tokens among the valid ones, int64 `[B or 1, 1, N]`: padding moves no draw."""
+        if self.valid is None:
+            return torch.arange(len(self), device=self.geometry.device)[None, None]
+        return (self.valid.cumsum(-1) - 1)[:, None]
+
+    def _draw_seeds(self, asked: _Asked) -> Tensor:
+        """Seeds int64 `[B, G, 1]`: of the configuration, a row's length, and its first key's signs.
+
+        So layers and heads draw different rows, and a step draws again what the one before did
+        until tokens come into the index.
+        """
+        first = (self._places() == 0).int().argmax(-1)[..., None]
+        first = first.expand(len(self.counts), self.geometry.kv_heads, 1)
+        own = asked.codes_of("signs", first, self.ops.fetch.gather_rows)[:, :, 0].long()
+        places = 256 * torch.arange(own.shape[-1], device=own.device)
+        lengths = priority.hashed(self.counts.to(own.device))[:, None, None]
+        key = priority.hashed(own + places).sum(-1, keepdim=True)
+        seeds: Tensor = key + lengths + self.config.seed * priority.SPREAD
+        return seeds
+
+    def _vote_logits(self, asked: _Asked) -> Tensor:
+        """What votes make of the logits of all keys, float32 `[B, G, g, N]`."""
+        g, votes = self.geometry, self._votes(asked)
+        peak = asked.rotated_queries.abs().amax(-1, keepdim=True)
+        scale = self._scale_of(asked.codes)[..., None, None]
+        unit = peak * scale * (self._level / (self._query_max * FACTOR))
+        logits = cap(votes * unit, g.scale, g.softcap)
+        if self.valid is None:
+            return logits
+        return logits.masked_fill(~self.valid[:, None, None], -math.inf)
+
     def _ranked(self, asked: _Asked, k: int) -> tuple[Hits, Tensor, Tensor]:
         """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""
         g, policy = self.geometry, self.config.group
@@ -538,11 +622,25 @@ class ParisKV(BaseIndex):
             flags = flags if self.valid is None else self.valid
             ids: Tensor = ops.select.compact(flags[:, None].expand(-1, self.geometry.kv_heads, -1))
             return ids
+        votes = self._votes(asked, tiers)
+        if config.candidates_per == "group":
+            votes = votes.amax(2, keepdim=True)
+        ids = ops.select.candidates(votes, limits, self.valid)
+        return ids
+
+    @property
+    def _query_max(self) -> int:
+        """Largest coordinate of a rounded query."""
+        most: int = min(self.config.query_max, 2**15 // self.geometry.head_dim)
+        return most
+
+    def _votes(self, asked: _Asked, tiers: Tensor | None = None) -> Tensor:
+        """Votes of all keys int32 `[B, G, g, N]`. tiers: of `_limits`, which tiers need."""
+        ops, config = self.ops, self.config
         if config.coarse == "tiers":
             table = ops.coarse.tier_table(asked.rotated_directions, self._histogram, tiers)
         else:
-            query_max = min(config.query_max, 2**15 // self.geometry.head_dim)
-            table = ops.coarse.dot_table(asked.rotated_directions, query_max)
+            table = ops.coarse.dot_table(asked.rotated_directions, self._query_max)
         factors = offsets = [None] * len(asked.codes)
         if config.coarse == "dots" and config.weights == "log":
             scale = self._scale_of(asked.codes)
@@ -550,18 +648,15 @@ class ParisKV(BaseIndex):
                 ops.codes.factors(part["weights"], scale, self._factors) for part in asked.codes
             ]
             if asked.offsets is not None:
-                of_blocks = asked.offsets, asked.rotated_queries, query_max, scale, self._level
+                rounding = self._query_max, scale, self._level
                 counts = [part["centers"].shape[2] for part in asked.codes]
-                offsets = ops.coarse.dot_offsets(*of_blocks).split(counts, dim=-1)
+                offsets = ops.coarse.dot_offsets(asked.offsets, asked.rotated_queries, *rounding)
+                offsets = offsets.split(counts, dim=-1)
         every = zip(asked.codes, factors, offsets, strict=True)
-        votes = torch.cat(
+        return torch.cat(
             [ops.coarse.votes(part["signs"], table, *own, config.center) for part, *own in every],
             dim=-1,
         )
-        if config.candidates_per == "group":
-            votes = votes.amax(2, keepdim=True)
-        ids = ops.select.candidates(votes, limits, self.valid)
-        return ids
 
     def _scale_of(self, parts: list[Codes]) -> Tensor:
         """The weight scale of all keys, float32 `[B, G]`."""

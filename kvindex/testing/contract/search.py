@@ -37,15 +37,19 @@ def check_a_needle_is_found(make: Make, case: Case) -> None:
 
 
 def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
-    """Of equal scores the lower id comes first."""
+    """Of equal scores the lower id comes first; equal keys have equal ones, unless drawn by lot."""
     keys, values = case.tokens(N)
     index = filled(make, (keys[:, :, :1].expand_as(keys), values))
     searched(index, case)
     zeros = filled(make, (torch.zeros_like(keys), values))
     hits = zeros.search(case.queries(), k=K)
     used = hits.ids >= 0
-    assert (hits.scores.amax(-1) == hits.scores[used].min()).all(), "all alike"
-    assert torch.equal(hits.ids[used], torch.arange(K, device=used.device).expand_as(used)[used])
+    alike = bool((hits.scores.amax(-1) == hits.scores[used].min()).all())
+    drawn = hits.log_weight is not None and bool((hits.log_weight > 0).any())
+    assert alike or drawn, "all alike"
+    assert drawn or torch.equal(
+        hits.ids[used], torch.arange(K, device=used.device).expand_as(used)[used]
+    )
 
 
 def check_searches_are_deterministic(make: Make, case: Case) -> None:

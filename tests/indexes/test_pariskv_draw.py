@@ -1,0 +1,105 @@
+"""Rows that ParisKV draws: what they stand for, when others are drawn, what is refused."""
+
+import math
+
+import pytest
+import torch
+
+import kvindex
+from kvindex.indexes.pariskv import _Asked
+from kvindex.ops import priority
+from tests.support.helpers import Case
+
+CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=16)
+TOKENS, K, SEEDS = 700, 24, 1500
+
+
+@pytest.fixture(scope="module")
+def index():
+    index = CASE.index("pariskv:preset=drawn:refine_factor=4")
+    index.append(*CASE.tokens(TOKENS))
+    return index
+
+
+def seeds_of(index):
+    return index._draw_seeds(_Asked.of(index, CASE.queries()))
+
+
+def logits(queries):
+    """Of all keys, float64 `[H, N]`."""
+    keys = CASE.tokens(TOKENS)[0][0].double().repeat_interleave(3, 0)
+    return (keys @ queries[0].double()[:, :, None])[..., 0] * CASE.index("exact").geometry.scale
+
+
+def test_sums_over_the_rows_drawn_are_those_of_all_keys_on_average(index, monkeypatch):
+    """Numerator and denominator of each head; within 6 standard errors (12 means, 2e-9 each)."""
+    queries, found = 2 * CASE.queries(), []
+    shares, values = logits(queries).softmax(-1), CASE.tokens(TOKENS)[1][0, :, :, 0].double()
+    values = values.repeat_interleave(3, 0)
+    for seed in range(SEEDS):
+        seeds = priority.hashed(torch.arange(2) + 2 * seed)[None, :, None]
+        monkeypatch.setattr(type(index), "_draw_seeds", lambda self, asked, seeds=seeds: seeds)
+        hits = index.search(queries, k=K)
+        ids = hits.ids[0].repeat_interleave(3, 0)
+        weighted = shares.gather(1, ids) * hits.log_weight[0].double().exp()
+        found.append(torch.stack([weighted.sum(1), (weighted * values.gather(1, ids)).sum(1)]))
+    found = torch.stack(found)
+    off = found.mean(0) - torch.stack([shares.sum(1), (shares * values).sum(1)])
+    assert (off.abs() <= 6 * found.std(0) / math.sqrt(SEEDS)).all()
+
+
+def test_with_as_many_rows_as_keys_all_are_sure(index):
+    hits = index.search(CASE.queries(), k=TOKENS)
+    assert torch.equal(hits.ids.sort(-1).values[0, 0], torch.arange(TOKENS))
+    assert (hits.log_weight == 0).all()
+
+
+def test_a_step_draws_as_the_one_before_until_tokens_come(index):
+    first, again = (index.search(CASE.queries(), k=K) for _ in range(2))
+    assert torch.equal(first.ids, again.ids)
+    near = CASE.queries() + 0.01 * CASE.queries(1)
+    same = (index.search(near, k=K).ids[..., None] == first.ids[..., None, :]).any(-1)
+    assert same.float().mean() > 0.9
+    before = seeds_of(index)
+    index.append(*CASE.tokens(1, seed=3))
+    assert (seeds_of(index) != before).all()
+    index.truncate(TOKENS)
+    assert torch.equal(seeds_of(index), before)
+
+
+def test_heads_and_layers_draw_by_themselves(index):
+    other = CASE.index("pariskv:preset=drawn")
+    other.append(*CASE.tokens(TOKENS, seed=5))
+    seeds = torch.cat([seeds_of(index), seeds_of(other)]).flatten()
+    assert len(set(seeds.tolist())) == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("draw=some", "draw: got 'some', allowed is"),
+        ("preset=scan:draw=priority", "coarse: got 'none' with draw='priority'"),
+        ("preset=paper:draw=priority", "coarse: got 'tiers' with draw='priority'"),
+        ("draw=priority:group=union", "allowed is 'mean_share' or 'max_share'"),
+        ("draw=priority:candidates_per=head", "candidates_per: got 'head' with draw='priority'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(line, words):
+    with pytest.raises(ValueError, match=words):
+        CASE.index(f"pariskv:{line}")
+
+
+def test_a_draw_tells_no_coverage_and_is_not_drawn_from(index):
+    with pytest.raises(ValueError, match=r"coverage: got 0\.9, allowed is None"):
+        index.search(CASE.queries(), k=K, coverage=0.9)
+    with pytest.raises(ValueError, match="whose rows stand for others already"):
+        CASE.index("pariskv:preset=drawn+sample")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_kernels_leave_it_to_the_ops_and_say_so(name):
+    pytest.importorskip("numba" if name == "cpu" else "torch")
+    said = kvindex.core.backend.refusal(
+        name, CASE.index("exact").geometry, CASE.index("pariskv:preset=drawn").config
+    )
+    assert said == "draw: got 'priority', allowed is 'none'"

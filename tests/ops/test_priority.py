@@ -1,0 +1,122 @@
+"""Priority sampling: its law, its sums and their variance, in one phase and in two.
+
+Means lie within 6 of their standard errors: by the normal approximation below 2e-9 each for a seed
+drawn afresh, some 30 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvindex.ops import priority
+
+SEEDS, ROWS = 20_000, 60
+
+
+@pytest.fixture(scope="module")
+def noises():
+    """Of every row by each seed, `[SEEDS, ROWS]`."""
+    seeds = torch.arange(SEEDS)[:, None] * 12_345_677
+    return priority.noise(torch.arange(ROWS), seeds)
+
+
+def sizes(seed, spread=2.0):
+    """Logarithms of sizes `[ROWS]`."""
+    return spread * torch.randn(ROWS, generator=torch.Generator().manual_seed(seed))
+
+
+def sums(positions, log_chances, values):
+    """Of values `[ROWS]` over the rows drawn, weighted with `1 / π`: float64 `[SEEDS]`."""
+    weights = torch.where(positions < 0, 0, (-log_chances.double()).exp())
+    return (weights * values.double()[positions.clamp_min(0)]).sum(-1)
+
+
+def assert_unbiased(found, true):
+    error = found.std() / math.sqrt(len(found))
+    assert abs(found.mean() - true) <= 6 * error + 1e-9 * abs(true)
+
+
+def test_noise_is_the_logarithm_of_uniform_numbers_whatever_the_order():
+    ids, seed = torch.arange(100_000), torch.tensor([7])
+    noise = priority.noise(ids, seed)
+    u = np.sort(np.exp(-noise.double().numpy()))
+    gap = np.abs(u - np.arange(1, len(u) + 1) / len(u)).max()
+    assert gap <= math.sqrt(math.log(2e9) / (2 * len(u))) + 1 / len(u)
+    assert torch.equal(priority.noise(ids.flip(0), seed), noise.flip(0))
+    others = priority.noise(ids, seed + 1)
+    assert abs(float(torch.corrcoef(torch.stack([noise, others]))[0, 1])) < 6 / math.sqrt(len(u))
+
+
+@pytest.mark.parametrize("k", [2, 8, 30])
+def test_sums_over_drawn_rows_are_right_on_average(k, noises):
+    own = sizes(0)
+    _, *drawn = priority.draw(own.expand(SEEDS, -1), noises, k)
+    for seed in range(3):
+        values = sizes(seed).exp() * torch.randn(
+            ROWS, generator=torch.Generator().manual_seed(9 + seed)
+        )
+        assert_unbiased(sums(*drawn, values), values.double().sum())
+
+
+def test_rows_of_a_draw_are_not_correlated_and_their_variance_is_bounded(noises):
+    """Σ Var(ŵ) is the variance of the sum, and at most W² / (k - 1) (Szegedy, 2006)."""
+    own, k = sizes(1), 12
+    _, positions, log_chances = priority.draw(own.expand(SEEDS, -1), noises, k)
+    weights = torch.zeros(SEEDS, ROWS, dtype=torch.float64)
+    weights.scatter_(1, positions, (own[positions] - log_chances).double().exp())
+    total, each = weights.sum(1).var(), weights.var(0).sum()
+    assert abs(total / each - 1) < 0.1
+    assert total <= own.double().exp().sum().square() / (k - 1)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.7])
+def test_a_draw_among_drawn_candidates_is_right_on_average(error, noises):
+    """Candidates by sizes that are off, rows by others: `π` is the smaller of both chances."""
+    coarse, fine = sizes(2), sizes(2) + error * sizes(3, 1.0)
+    _, found, chances = priority.draw(coarse.expand(SEEDS, -1), noises, 24)
+    _, at, last = priority.draw(fine[found], noises.gather(1, found), 8)
+    drawn = found.gather(1, at), torch.minimum(last, chances.gather(1, at))
+    for seed in range(3):
+        values = torch.randn(ROWS, generator=torch.Generator().manual_seed(20 + seed))
+        values = values * sizes(2).exp()
+        assert_unbiased(sums(*drawn, values), values.double().sum())
+
+
+def test_a_ratios_bias_falls_with_the_number_drawn(noises):
+    own = sizes(4)
+    values = torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
+    true = (own.double().exp() * values).sum() / own.double().exp().sum()
+    biases = []
+    for k in (4, 32):
+        _, *drawn = priority.draw(own.expand(SEEDS, -1), noises, k)
+        top, below = (sums(*drawn, own.exp() * part) for part in (values, torch.ones(ROWS)))
+        biases.append(float(((top / below).mean() - true).abs()))
+    assert biases[1] < biases[0] / 2 or biases[0] < 1e-3
+
+
+def test_few_rows_are_all_sure_and_none_stays_none(noises):
+    own = sizes(5)
+    own[10:] = -math.inf
+    priorities, positions, log_chances = priority.draw(own, noises[0], 16)
+    assert (priorities[:-1] >= priorities[1:]).all()
+    assert sorted(positions[:10].tolist()) == list(range(10))
+    assert (log_chances[:10] == 0).all()
+    assert (positions[10:] == -1).all()
+    assert (log_chances[10:] == -math.inf).all()
+
+
+def test_the_size_of_a_group_is_least_in_variance():
+    """Of chances in proportion to some size, Σ p² / π over rows and heads is least for this one."""
+    shares = torch.randn(1, 1, 3, ROWS, generator=torch.Generator().manual_seed(6)).log_softmax(-1)
+    ways = {
+        "rms": priority.root_mean_square(shares)[0, 0].exp(),
+        "mean": shares.exp().mean(2)[0, 0],
+        "max": shares.exp().amax(2)[0, 0],
+    }
+    spread = {
+        name: (shares[0, 0].exp().square() / (size / size.sum())).sum()
+        for name, size in ways.items()
+    }
+    assert min(spread, key=spread.get) == "rms"
