@@ -57,7 +57,7 @@ class ParisKVExecutor:
         return "\n".join(
             [
                 "executor: compiled by Numba",
-                "append: codes are made by one kernel",
+                f"append: codes are made {'by one kernel' if self.encodes else 'op by op'}",
                 f"attend: {unreadable(self._contents.rows) or 'in one go'}",
             ]
         )
@@ -80,7 +80,7 @@ class ParisKVExecutor:
         """As `Executor.prepare`: columns copy them."""
         return self._constants.encoder(keys, valid, wrong) if keys.shape[2] else {}
 
-    def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
+    def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
         """As `Executor.encoded`."""
         return self._constants.encoder(keys, valid)
 
@@ -162,7 +162,7 @@ class ParisKVExecutor:
         if start == contents.length:
             return {}
         valid = None if contents.valid is None else contents.valid[:, start:]
-        return self.encoded(contents.opened["open_keys"], valid)
+        return self._constants.encoder(contents.opened["open_keys"], valid)
 
     def _beside(self, resident: ResidentRows) -> ResidentState:
         self._resident = ResidentState.of(resident, self._resident)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from kvindex.core.protocol import Contents
 from kvindex.cpu import threads
@@ -123,7 +124,12 @@ class TierStages(Stages):
 
 
 class TierExecutor(ParisKVExecutor):
-    """A `ParisKVExecutor` of an index with tiers."""
+    """A `ParisKVExecutor` of an index with tiers, whose codes are made op by op."""
+
+    encodes = False
+
+    def encoded(self, keys: Tensor, valid: Tensor | None) -> None:
+        """As `Executor.encoded`: by no kernel."""
 
     @property
     def _stages(self) -> Stages:
