@@ -4,7 +4,7 @@
 
 A table stands between `<!-- name:begin -->` and `<!-- name:end -->`. With --check nothing is
 written, and the exit status is 1 where a table is not what the results say. --draw writes
-docs/pictures/NAME.png as well: decode_step, recall, drift.
+docs/pictures/NAME.png as well: decode_step, recall, drift, cpu_steps.
 """
 
 from __future__ import annotations

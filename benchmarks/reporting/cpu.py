@@ -5,6 +5,9 @@ from __future__ import annotations
 from benchmarks.common.timing import spread
 from benchmarks.reporting.parts import Result, machine, some, stored, table, values
 
+SHOWN = (2**13, 2**15, 2**17)
+"""Tokens that README tells of."""
+
 
 def steps(result: Result) -> str:
     """A layer's step beside SDPA, by length and threads."""
@@ -37,17 +40,19 @@ def _ratio(found: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """With all threads, from 8K tokens on."""
+    """A sentence: with all threads, over dense attention at three lengths."""
     most = max(values(result["points"], "threads"))
-    points = [
-        p for p in some(result["points"], threads=most) if p["tokens"] in (2**13, 2**15, 2**17)
-    ]
-    rows = [
-        (f"{p['tokens']:,}", f"{p['dense']['ms']:.2f}", f"{p[result['index']]['ms']:.2f}")
-        for p in points
-    ]
-    head = ("tokens", "dense attention, ms", f"`{result['index']}`, ms")
-    return f"{table(head, rows)}\n\n{machine(result)}"
+    points = [p for p in some(result["points"], threads=most) if p["tokens"] in SHOWN]
+    shares = [f"{p[result['index']]['of_dense']:.2f}" for p in points]
+    tokens = [f"{p['tokens']:,}" for p in points]
+    return (
+        f"On a CPU ({most} threads, {result['machine']['processor']}), `{result['index']}` takes "
+        f"{_listed(shares)} of the time of dense attention (SDPA) at {_listed(tokens)} tokens."
+    )
+
+
+def _listed(words: list[str]) -> str:
+    return ", ".join(words[:-1]) + " and " + words[-1]
 
 
 def against_faiss(result: Result) -> str:

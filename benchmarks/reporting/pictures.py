@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,51 @@ def decode_step(result: Result) -> Any:
     axes.legend()
     figure.tight_layout()
     return figure
+
+
+def cpu_steps(result: Result) -> Any:
+    """Time against length on a CPU with all threads, each line named where it ends."""
+    threads = max(values(result["points"], "threads"))
+    points = some(result["points"], threads=threads)
+    tokens = values(points, "tokens")
+    names = {"dense": "dense (SDPA)", "dense_folded": "dense, heads folded"}
+    shown = [name for name, found in points[0].items() if isinstance(found, dict)]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name in shown:
+        times = [point[name]["ms"] for point in points]
+        own = name == result["index"]
+        options: Any = dict(color="C0" if own else "0.55", linewidth=2.5 if own else 1.5)
+        axes.plot(tokens, times, "o-", **options)
+        at = (tokens[-1] * 1.1, times[-1])
+        axes.annotate(names.get(name, name), at, color=options["color"], va="center")
+    crossing = _crossing(
+        tokens, *([p[name]["ms"] for p in points] for name in (result["index"], "dense"))
+    )
+    if crossing:
+        axes.axvline(crossing, color="0.85", zorder=0)
+        axes.annotate(f"{crossing:,.0f} tokens", (crossing * 1.05, axes.get_ylim()[1]), va="top")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens",
+        ylabel=f"ms per layer and step, {threads} threads",
+    )
+    axes.set_xticks(tokens, [f"{n // 1024}K" for n in tokens])
+    axes.set_xlim(right=tokens[-1] * 4)
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+def _crossing(tokens: list[int], mine: list[float], theirs: list[float]) -> float | None:
+    """Tokens from which on `mine` is less, between the points by a line in logarithms."""
+    over = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
+    for i in range(1, len(over)):
+        if over[i - 1] > 0 >= over[i]:
+            share = over[i - 1] / (over[i - 1] - over[i])
+            return tokens[i - 1] * (tokens[i] / tokens[i - 1]) ** share
+    return None
 
 
 def recall(result: Result) -> Any:
@@ -87,7 +133,7 @@ def drift(result: Result) -> Any:
     return figure
 
 
-PICTURES = {"decode_step": decode_step, "recall": recall, "drift": drift}
+PICTURES = {"cpu_steps": cpu_steps, "decode_step": decode_step, "recall": recall, "drift": drift}
 """By the name of the result and of the file."""
 
 

@@ -11,6 +11,8 @@ import torch
 
 import kvindex
 from kvindex.core import check
+from kvindex.core.capability import capability
+from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attach import check_spec
 
@@ -41,10 +43,23 @@ def check_search(index: str, k: int, device: str, regions: Mapping[str, Any] | N
     check_size("k", k, 1)
     for name in regions.keys() & {"sink", "local_window", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
+    AttentionLayer(_trial(index, device), k=k, **regions)
+
+
+def wait_for_compiler(index: str, device: str) -> None:
+    """Return once an index's kernels for a CPU are compiled, which making one has begun."""
+    trial = _trial(index, device)
+    runs, warms = capability(trial, RunsOps), capability(trial, WarmsUp)
+    if runs is not None and warms is not None and runs.backend == "cpu":
+        row = torch.ones(1, 1, 1, 8)
+        trial.append(row, row)
+        warms.warm_up(k=1, tokens=1)
+
+
+def _trial(index: str, device: str) -> KVIndex:
     check_spec(index)
     rope = torch.ones(4, device=device)  # the model gives its own later
-    trial = kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
-    AttentionLayer(trial, k=k, **regions)
+    return kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
 
 
 def sampling(

@@ -75,6 +75,7 @@ def demo(
     folder, file = load_model.smollm2()
     console.print("loading the model")  # transformers shows bars of its own
     model, tokenizer = load_model.load(folder, gguf_file=file, dtype=number, device=device)
+    common.wait_for_compiler(index, device)  # which began at the check
     with bars() as progress:
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
         logits: list[Tensor] = []
