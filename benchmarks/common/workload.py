@@ -18,7 +18,7 @@ import kvindex
 from benchmarks.common.timing import settled
 from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attended, Attends, KVIndex, WarmsUp
+from kvindex.core.protocol import Attended, Attends, DecodesStep, KVIndex, WarmsUp
 from kvindex.core.resident import ResidentRows
 
 H, G, D, K = 32, 8, 128, 100
@@ -88,7 +88,7 @@ def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
 def measurable(spec: str) -> str:
     """The spec of an index, for argparse's `type=`. Raises ValueError unless kernels serve it."""
     index = kvindex.create(spec, **geometry("cpu").options())
-    if not isinstance(index, Attends):
+    if not isinstance(index, DecodesStep):
         raise ValueError(f"index: got {spec!r}, allowed is one whose steps are kernels")
     return spec
 

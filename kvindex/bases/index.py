@@ -19,7 +19,7 @@ from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.core.protocol import UNUSED, Attends, Codes, Hits
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import RowStore, row_store
 
@@ -91,6 +91,11 @@ class BaseIndex(ReadingIndex):
         self._length = 0
         self._counts = torch.zeros(0, dtype=torch.int64)
         self._cleared()
+
+    def _offers(self, wanted: type) -> bool:
+        if wanted is Attends and type(self).attend is ReadingIndex.attend:
+            return self._attending_store() is not None
+        return super()._offers(wanted)
 
     # The protocol
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvindex.bases.state import StatefulIndex
 from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, Rows
+from kvindex.core.protocol import UNUSED, Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.storage.store import AttendsToRows
 
@@ -43,11 +43,6 @@ class ReadingIndex(StatefulIndex):
             torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
             torch.where(named[..., None], gather(summaries.values, row), rows.values),
         )
-
-    def _offers(self, wanted: type) -> bool:
-        if wanted is Attends and type(self).attend is ReadingIndex.attend:
-            return self._attending_store() is not None
-        return super()._offers(wanted)
 
     def _attending_store(self) -> AttendsToRows | None:
         """The store, if it attends to what `fetch` gives: to rows as they are, and no others."""

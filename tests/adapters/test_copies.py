@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_changes_of_a_copy_do_not_show(model):
     with kvhf.attach(model, **REGIONS) as cache:
         steps(model, cache, inputs, [30] + [1] * 10)
         before, other = cache.report(), copy.deepcopy(cache)
-        assert other.report() == before
+        assert replace(other.report(), nbytes=before.nbytes) == before  # room for steps comes anew
         other.crop(-25)
         other.reorder_cache(torch.tensor([1, 1, 0]))
         assert other.get_seq_length() == 15

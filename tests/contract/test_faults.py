@@ -192,13 +192,13 @@ def test_what_cannot_be_undone_says_that_it_must_be_reset(monkeypatch):
 
 
 class Foreign:
-    """An index of others, which is no `Restorable`."""
+    """An index of others, which is no `Restorable` and does not attend."""
 
     def __init__(self):
         vars(self)["made"] = CASE.index("exact")
 
     def __getattr__(self, name):
-        if name.startswith("__"):
+        if name.startswith("__") or name in ("attend", "attend_hits"):
             raise AttributeError(name)
         return getattr(self.made, name)
 

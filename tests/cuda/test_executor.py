@@ -154,7 +154,8 @@ def test_what_is_not_fused_runs_op_by_op(device, options):
 
 
 def test_the_plain_index_knows_nothing_of_it():
-    assert kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64)._executor is None
+    sizes = dict(q_heads=2, kv_heads=1, head_dim=64)
+    assert kvindex.create("pariskv", **sizes, backend="torch")._executor is None
 
 
 def addresses(index):

@@ -154,7 +154,7 @@ def test_what_the_kernels_do_not_serve_is_refused():
 
 
 KERNELS = SimpleNamespace(
-    **{name: getattr(ops, name) for name in ("codes", "transform")},
+    **{name: getattr(ops, name) for name in ("codes", "group", "transform")},
     **dict(attention=attention, coarse=coarse, fetch=fetch, rerank=rerank, select=select),
 )
 """The stages after encoding as kernels, with the reference's encoding: the same codes in both."""

@@ -118,5 +118,6 @@ def test_the_protocols_are_told_apart():
 
 def test_an_index_says_where_its_rows_are():
     assert "store: Pages, row_codec 'plain'" in pair("exact")[0].explain()
-    line = kvindex.create("exact", q_heads=2, kv_heads=2, head_dim=8, row_codec="int8").explain()
+    sizes = dict(q_heads=2, kv_heads=2, head_dim=8)
+    line = kvindex.create("exact", **sizes, backend="torch", row_codec="int8").explain()
     assert "store: TensorStore, row_codec 'int8'" in line

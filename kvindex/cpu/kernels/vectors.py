@@ -26,14 +26,14 @@ FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
 FLOATS = ir.VectorType(FLOAT, LANES)
 
 
-def element(builder: Any, address: Any, kind: Any, index: Any) -> Any:
-    """Pointer to element `index` of the `kind`s at an address."""
-    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+def element(builder: Any, address: Any, kind: Any, at: Any) -> Any:
+    """Pointer to element `at` of the `kind`s at an address."""
+    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [at])
 
 
-def chunk(builder: Any, address: Any, index: Any) -> Any:
-    """Pointer to the `index`-th vector of the float32 numbers at an address."""
-    at = builder.add(address, builder.mul(index, INT64(4 * LANES)))
+def chunk(builder: Any, address: Any, number: Any) -> Any:
+    """Pointer to the `number`-th vector of the float32 numbers at an address."""
+    at = builder.add(address, builder.mul(number, INT64(4 * LANES)))
     return builder.inttoptr(at, FLOATS.as_pointer())
 
 
