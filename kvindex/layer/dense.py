@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import Hits, KVIndex, Rows
+from kvindex.layer.retrieval import bias_of
 from kvindex.ops.attention import attend_blocks, attend_causal
 
 BLOCK = 1024
@@ -62,11 +63,6 @@ def attend_by_block(
         parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap, return_lse=True))
     outputs, sums = zip(*parts, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
-
-
-def bias_of(visible: Tensor) -> Tensor:
-    """0 where a row is visible, `-inf` where it is not; float32."""
-    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, float("-inf"))
 
 
 def _gathered(index: KVIndex, window: Rows, queries: Tensor, valid: Tensor | None) -> Tensor:

@@ -24,7 +24,6 @@ from kvindex.core.protocol import (
     RunsOps,
     TellsRowBytes,
 )
-from kvindex.layer.dense import bias_of
 from kvindex.layer.regions import Regions
 
 
@@ -120,6 +119,11 @@ def attend_over(
     attended = Attended(output, lse, used.sum(-1, dtype=torch.int32))
     masked = (~seen).sum(1).float().mean()
     return Retrieved(attended, seen.shape[1], masked, hits.coverage)
+
+
+def bias_of(visible: Tensor) -> Tensor:
+    """0 where a row is visible, `-inf` where it is not; float32."""
+    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, float("-inf"))
 
 
 def rows_to_ask(index: KVIndex, k: int) -> int:
