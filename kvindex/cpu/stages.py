@@ -28,8 +28,10 @@ from kvindex.cpu.state import ResidentState, State
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.block_layout import BLOCK
 
-FEW_KEYS = 2**14
-"""So many keys of all groups are scanned by one thread: another takes as long to begin."""
+FEW_KEYS = 2**19
+"""So many keys of all groups are one thread's: another takes some .1 ms to begin, and votes that it
+has written are in its cache.
+"""
 
 
 @dataclass(frozen=True)

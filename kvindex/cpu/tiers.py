@@ -17,6 +17,9 @@ from kvindex.cpu.state import State
 from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.storage.columns import BlockColumns
 
+FEW_KEYS = 2**15
+"""As that of `kvindex.cpu.stages`: a look-up for each subspace takes longer."""
+
 
 @dataclass(frozen=True)
 class TierState(State):
@@ -82,7 +85,8 @@ class TierStages(Stages):
     def scan(self, asked: Asked) -> Voted:  # type: ignore[override]
         """Votes of all keys."""
         state, (groups, heads, _) = self.state, asked.rotated.shape
-        most = 1 if self.most_parts(groups) == 1 else groups * -(-state.length // tiers.PIECE)
+        pieces = groups * -(-state.length // tiers.PIECE)
+        most = pieces if groups * state.length > FEW_KEYS else 1
         words, parts = asked.tables.shape[1], threads.parts_of(most)
         votes = BUFFERS.array("points of keys", np.uint64, groups, words, state.length)
         counts = BUFFERS.array("counts", np.int64, parts, groups, heads, tiers.POINTS)

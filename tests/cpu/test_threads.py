@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvindex.cpu import stages, threads
+from kvindex.cpu import threads
 
 ROOT = Path(__file__).parents[2]
 
 SETUP = """
 import os, sys, threading, torch, kvindex
+from kvindex.cpu import stages, tiers, views
+stages.FEW_KEYS = tiers.FEW_KEYS = views.PARTS_FROM = 2**14
 torch.manual_seed(0)
 def made(line="pariskv"):
     torch.manual_seed(0)
@@ -136,10 +138,6 @@ def test_a_thread_that_fails_says_so_and_the_next_works():
     seen = []
     threads.run(lambda i, parts: seen.append((i, parts)), 5)
     assert sorted(seen) == [(0, 2), (1, 2)]
-
-
-def test_few_keys_are_scanned_by_one_thread():
-    assert stages.FEW_KEYS < 2 * 3 * 3000  # so that the tests above use several
 
 
 @pytest.mark.slow
