@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,
     "cpu_steps": cpu.steps,
+    "cpu_indexes": cpu.indexes,
     "cpu_summary": cpu.summary,
     "cpu_tokens": cpu.tokens,
     "against_faiss": cpu.against_faiss,

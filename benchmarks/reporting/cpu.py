@@ -39,6 +39,20 @@ def _ratio(found: Result) -> str:
     return middle if low == high else f"{middle}; {low} to {high}"
 
 
+def indexes(result: Result) -> str:
+    """Each index on compiled parts, beside the same in plain torch."""
+    (point,), plain = result["points"], ":backend=torch"
+    pairs = [(name.removesuffix(plain), name) for name in point if name.endswith(plain)]
+    rows = [
+        (f"`{name}`", f"{point[torch]['ms']:.2f}", f"{point[name]['ms']:.2f}", ratio)
+        for name, torch in pairs
+        for ratio in [f"{point[name]['ms'] / point[torch]['ms']:.2f}"]
+    ]
+    head = ("index", "plain torch, ms", "compiled, ms", "ratio")
+    about = f"A layer's step as above, {point['tokens']:,} tokens, {point['threads']} thread."
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def summary(result: Result) -> str:
     """A sentence: with all threads, over dense attention at three lengths."""
     most = max(values(result["points"], "threads"))
