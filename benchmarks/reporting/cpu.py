@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.common.timing import spread
 from benchmarks.reporting.parts import Result, machine, some, stored, table, values
 
-SHOWN = (2**13, 2**15, 2**17)
+SHOWN = 2**15
 """Tokens that README tells of."""
 
 
@@ -54,19 +54,14 @@ def indexes(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """A sentence: with all threads, over dense attention at three lengths."""
+    """A sentence: over dense attention, with all threads."""
     most = max(values(result["points"], "threads"))
-    points = [p for p in some(result["points"], threads=most) if p["tokens"] in SHOWN]
-    shares = [f"{p[result['index']]['of_dense']:.2f}" for p in points]
-    tokens = [f"{p['tokens']:,}" for p in points]
+    (point,) = some(result["points"], threads=most, tokens=SHOWN)
+    name = result["index"]
     return (
-        f"On a CPU ({most} threads, {result['machine']['processor']}), `{result['index']}` takes "
-        f"{_listed(shares)} of the time of dense attention (SDPA) at {_listed(tokens)} tokens."
+        f"On a CPU, `{name}` takes {point[name]['of_dense']:.2f} of the time of dense attention at "
+        f"{SHOWN:,} tokens ([more](docs/cpu.md))."
     )
-
-
-def _listed(words: list[str]) -> str:
-    return ", ".join(words[:-1]) + " and " + words[-1]
 
 
 def against_faiss(result: Result) -> str:

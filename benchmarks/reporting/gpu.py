@@ -57,9 +57,9 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
 def summary(result: Result) -> str:
     """Batch 1 with rows on the host, from where a step is faster than dense attention."""
     points = [p for p in result["points"] if p["batch"] == 1 and p["tokens"] >= 2**17]
-    parts = ("dense", "step_host", "step_cached")
+    parts = ("dense", "step_host")
     rows = [(f"{p['tokens']:,}", *(_median(p, part) for part in parts)) for p in points]
-    head = ("tokens", "dense attention, µs", "`pariskv`, µs", "with a cache of rows, µs")
+    head = ("tokens", "dense attention, µs", "`pariskv`, µs")
     return f"{table(head, rows)}\n\nMeasured on {result['machine']['gpu']}."
 
 
