@@ -106,16 +106,43 @@ def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) 
     return found
 
 
+def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of an append of 1,024 keys, and over the products of SmolLM2's layer."""
+    hidden, wide, count = g.q_heads * g.head_dim, 1536, 1024
+    rows_of = g.kv_heads * g.head_dim
+    shapes = [(hidden, hidden)] * 2 + [(rows_of, hidden)] * 2 + [(wide, hidden)] * 2
+    weights = [torch.randn(*shape) for shape in [*shapes, (hidden, wide)]]
+    inputs = {width: torch.randn(count, width) for width in (hidden, wide)}
+    taken: dict[str, list[float]] = {"products": [], "append": []}
+    for number in range(-2, rounds):
+        index = kvindex.create(spec, **g.options())
+        keys, values = next(workload.tokens_of(g, number % 8, 1, 8 * count, 8 * count))
+        index.append(keys[:, :, count:], values[:, :, count:])
+        start = time.perf_counter()
+        index.append(keys[:, :, :count], values[:, :, :count])
+        middle = time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+        if number >= 0:
+            taken["append"].append(1e3 * (middle - start))
+            taken["products"].append(1e3 * (time.perf_counter() - middle))
+    ratios = [mine / theirs for mine, theirs in zip(*reversed(taken.values()), strict=True)]
+    found = spread("ms", taken["append"]) | spread("of_products", ratios)
+    return found | {"threads": torch.get_num_threads(), "tokens": count}
+
+
 def measure(specs: list[str], lengths: list[int], layers: int, rounds: int) -> dict[str, Any]:
     """Check the first index, then measure all, with one thread and with all of torch's."""
     g, most = geometry(), torch.get_num_threads()
     options = dict(store="device", backend=None)
     result: dict[str, Any] = {"shape": {**SHAPE, "k": workload.K}, "layers": layers}
     result |= {"rounds": rounds, "check": check(g, specs[0], batch=1, **options), "points": []}
+    result["appends"] = []
     try:
         for threads in dict.fromkeys((1, most)):
             torch.set_num_threads(threads)
             result["points"] += [point(g, specs, n, layers, rounds) for n in lengths]
+            result["appends"].append(append(g, specs[0], rounds))
     finally:
         torch.set_num_threads(most)
     return result

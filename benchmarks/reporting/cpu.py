@@ -27,6 +27,15 @@ def steps(result: Result) -> str:
         f"which all take turns, with quartiles of the ratio; H = {shape['q_heads']}, "
         f"G = {shape['kv_heads']}, D = {shape['head_dim']}, float32, k = {shape['k']}."
     )
+    appends = [
+        f"{one['of_products']:.3f} ({one['of_products_low']:.3f} to {one['of_products_high']:.3f}) "
+        f"with {one['threads']} thread{'s' * (one['threads'] > 1)}"
+        for one in result["appends"]
+    ]
+    about += (
+        f" An append of {result['appends'][0]['tokens']:,} keys takes {' and '.join(appends)} of "
+        "the layer's matrix products for as many tokens."
+    )
     head = ("tokens", "threads", "dense (SDPA)", "the same, heads folded")
     head = (*head, *(f"`{name}`" for name in names[2:]))
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
