@@ -35,7 +35,11 @@ def hold(name, examples):
     check_any_interleaving(make, Case(), machine=machine, steps=steps)
 
 
-@pytest.mark.parametrize("name", [*kvindex.names(), "pariskv:preset=paper"])
+MORE = ["pariskv:preset=paper", "pariskv:backend=torch", "quest:backend=torch"]
+"""Beside every index as it is by default, on a CPU compiled where Numba is installed."""
+
+
+@pytest.mark.parametrize("name", [*kvindex.names(), *MORE])
 def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
     hold(name, 8)
 
