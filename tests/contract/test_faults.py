@@ -35,6 +35,7 @@ def test_memory_that_runs_out_anywhere_changes_no_index(spec):
 
 
 @pytest.mark.slow
+@pytest.mark.not_in_ci
 @pytest.mark.parametrize("spec", [*SPECS, *WRAPPED])
 def test_memory_that_runs_out_at_each_operation_changes_no_index(spec):
     check_memory_that_runs_out_anywhere_changes_nothing(make(spec), CASE, most=10_000)
