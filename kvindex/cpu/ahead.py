@@ -26,8 +26,10 @@ def begin(config: ParisKVConfig) -> None:
     with _lock:
         if config.coarse not in _threads:  # which decides what kernels there are
             work = _quietly(lambda: take_step(config))
-            thread = _threads[config.coarse] = Thread(target=work, name="kvindex-compiler")
-            thread.start()
+            thread = Thread(target=work, name="kvindex-compiler")
+            with suppress(RuntimeError):  # a process that is ending begins none: a search compiles
+                thread.start()
+                _threads[config.coarse] = thread
 
 
 def wait() -> None:

@@ -33,7 +33,8 @@ def hashed(numbers: Tensor) -> Tensor:
 
 def noise(ids: Tensor, seeds: Tensor) -> Tensor:
     """`-log u` of int64 ids, float32, by int64 seeds that broadcast with them."""
-    return -((hashed(ids * SPREAD + hashed(seeds)) + 0.5) / 2.0**32).double().log().float()
+    bits = hashed(ids * SPREAD + hashed(seeds)).double()  # all 32 of them
+    return -((bits + 0.5) / 2.0**32).log().float()
 
 
 def draw(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
