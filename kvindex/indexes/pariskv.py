@@ -37,6 +37,7 @@ from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import FACTOR, SUBSPACE
 from kvindex.ops.coverage import SAMPLE, log_total, log_weights, sample, within
+from kvindex.ops.step_votes import sample_of
 from kvindex.storage.columns import BlockColumns
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
@@ -525,52 +526,52 @@ class ParisKV(BaseIndex):
 
     def _drawn(self, asked: _Asked, k: int) -> Hits:
         """Rows drawn among candidates that are drawn by votes, all by the same noise."""
-        g, most = self.geometry, int(self._limits(k)[1].max())
-        shares = torch.log_softmax(self._vote_logits(asked), dim=-1).amax(2)
-        noises = priority.noise(self._places(), self._draw_seeds(asked))
-        _, ids, chances = priority.draw(shares, noises.expand_as(shares), most)
-        estimates = cap(self._estimates(asked, ids), g.scale, g.softcap)
-        logits = estimates.masked_fill((ids < 0)[:, :, None], -math.inf)
+        g, noises = self.geometry, priority.noise(self._places(), self._draw_seeds(asked))
+        ids, chances = self._drawn_candidates(asked, noises, k)
+        logits = cap(self._estimates(asked, ids), g.scale, g.softcap)
+        logits = logits.masked_fill((ids < 0)[:, :, None], -math.inf)
         weighted = logits - chances.masked_fill(ids < 0, 0)[:, :, None]
         sizes = priority.root_mean_square(logits - weighted.logsumexp(-1, keepdim=True))
-        noises = noises.expand_as(shares).gather(-1, ids.clamp_min(0))
+        noises = noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
         scores, at, last = priority.draw(sizes, noises, k)
         unused, at = at < 0, at.clamp_min(0)
         log_weight = -torch.minimum(last, chances.gather(-1, at)).masked_fill(unused, math.inf)
         found = ids.gather(-1, at).masked_fill(unused, UNUSED)
         return Hits(found, scores, log_weight.repeat_interleave(g.group_size, dim=1))
 
+    def _drawn_candidates(self, asked: _Asked, noises: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Ids, ascending `[B, G, C]`, then -1, and `log π` of each, float32."""
+        votes = self._votes(asked)
+        gains = priority.gains(self._vote_units(asked), self.geometry.scale)
+        if self.valid is not None:
+            votes = votes.masked_fill(~self.valid[:, None, None], priority.LEAST)
+        totals = priority.totals(sample_of(votes), gains)
+        sizes = priority.sizes(votes, gains, totals)
+        priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
+        thresholds = priority.thresholds(priorities, self._limits(k)[1])
+        ids: Tensor = self.ops.select.compact(priorities >= thresholds[..., 1:])
+        own = sizes.gather(-1, ids.clamp_min(0))
+        return ids, priority.log_chances(own, thresholds[..., :1])
+
     def _places(self) -> Tensor:
-        """Places of tokens among the valid ones, int64 `[B or 1, 1, N]`: padding moves no draw."""
+        """Positions from the first valid token on, int64 `[B or 1, 1, N]`: no padding counts."""
+        places = torch.arange(len(self), device=self.geometry.device)[None, None]
         if self.valid is None:
-            return torch.arange(len(self), device=self.geometry.device)[None, None]
-        return (self.valid.cumsum(-1) - 1)[:, None]
+            return places
+        return places - self.valid.int().argmax(-1)[:, None, None]
 
     def _draw_seeds(self, asked: _Asked) -> Tensor:
-        """Seeds int64 `[B, G, 1]`: of the configuration, a row's length, and its first key's signs.
-
-        So layers and heads draw different rows, and a step draws again what the one before did
-        until tokens come into the index.
-        """
+        """Seeds of `priority.noise`, int64 `[B, G, 1]`."""
         first = (self._places() == 0).int().argmax(-1)[..., None]
         first = first.expand(len(self.counts), self.geometry.kv_heads, 1)
-        own = asked.codes_of("signs", first, self.ops.fetch.gather_rows)[:, :, 0].long()
-        places = 256 * torch.arange(own.shape[-1], device=own.device)
-        lengths = priority.hashed(self.counts.to(own.device))[:, None, None]
-        key = priority.hashed(own + places).sum(-1, keepdim=True)
-        seeds: Tensor = key + lengths + self.config.seed * priority.SPREAD
-        return seeds
+        own = asked.codes_of("signs", first, self.ops.fetch.gather_rows)[:, :, 0]
+        return priority.seeds(own, self.counts.to(own.device), self.config.seed)
 
-    def _vote_logits(self, asked: _Asked) -> Tensor:
-        """What votes make of the logits of all keys, float32 `[B, G, g, N]`."""
-        g, votes = self.geometry, self._votes(asked)
-        peak = asked.rotated_queries.abs().amax(-1, keepdim=True)
-        scale = self._scale_of(asked.codes)[..., None, None]
-        unit = peak * scale * (self._level / (self._query_max * FACTOR))
-        logits = cap(votes * unit, g.scale, g.softcap)
-        if self.valid is None:
-            return logits
-        return logits.masked_fill(~self.valid[:, None, None], -math.inf)
+    def _vote_units(self, asked: _Asked) -> Tensor:
+        """`q·k` that a vote stands for, float64 `[B, G, g]`."""
+        peak = asked.rotated_queries.abs().amax(-1).double()
+        scale = self._scale_of(asked.codes)[..., None].double()
+        return peak * scale * (self._level / (self._query_max * FACTOR))
 
     def _ranked(self, asked: _Asked, k: int) -> tuple[Hits, Tensor, Tensor]:
         """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""

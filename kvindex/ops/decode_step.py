@@ -11,6 +11,7 @@ sorted; its buffers go on to a capacity, here they end where the longest does, w
    (B.2.1); those from that vote on are listed.
 3. rerank: of the list's best `C`, inner products are estimated from all code bits (B.2.2).
 4. select_rows: the group's heads agree on a score of each candidate; the best `k` rows by it.
+   Or candidates and rows are drawn, both by the same noise (`priority`): votes become sizes.
 5. attend: softmax over those rows and the resident ones, sink and window (B.3).
 
 The presets `fast` and `precise` take these; `paper` has other stages 1 to 3 (`table_step.py`).
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvindex.core.protocol import UNUSED, Attended
-from kvindex.ops import attention, coarse, codes, fetch, group, select, table_step
+from kvindex.ops import attention, coarse, codes, fetch, group, priority, select, table_step
 from kvindex.ops import rerank as reranking
 from kvindex.ops.block_layout import BLOCK, SubspaceLayout
 from kvindex.ops.codes import FACTOR
@@ -37,6 +38,7 @@ from kvindex.ops.step_state import (
     State,
     StepConfig,
     bin_of,
+    buckets_of,
     cut_of,
     descending,
     entry_of,
@@ -47,7 +49,14 @@ from kvindex.ops.step_state import (
     up_of,
     vote_of,
 )
-from kvindex.ops.step_votes import center_products, planes_of, sample_of, thresholds_of, votes_of
+from kvindex.ops.step_votes import (
+    center_products,
+    head_votes,
+    planes_of,
+    sample_of,
+    thresholds_of,
+    votes_of,
+)
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Rows as codes (`storage/codecs.py`): a byte a number, then a scale of key and of value."""
@@ -61,15 +70,30 @@ def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> At
 def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Selected:
     """The stages before attention."""
     if isinstance(config.layout, SubspaceLayout):
-        reranked = table_step.find_candidates(queries, state, config)
-    else:
-        prepared = prepare_query(queries, state, config)
-        scanned = scan(queries, state, prepared, config)
-        reranked = rerank(state, prepared, scanned, config)
-    return select_rows(state, reranked, k, config)
+        return select_rows(state, table_step.find_candidates(queries, state, config), k, config)
+    prepared = prepare_query(queries, state, config)
+    reranked = rerank(state, prepared, scan(queries, state, prepared, config), config)
+    return select_rows(state, reranked, k, config, prepared.draw)
 
 
 # 1. prepare_query
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What brings votes to priorities, and the noise of keys.
+
+    gains, totals: of `priority`, float32 `[B, G, g]`; seeds: what is added to `SPREAD` times a
+    key's id for its noise, int64 `[B, G]`, 32 bits.
+    """
+
+    gains: Tensor
+    totals: Tensor
+    seeds: Tensor
+
+    def noises(self, ids: Tensor) -> Tensor:
+        """Noise of ids int64 `[B, G, K]`, int64."""
+        return priority.noise_of(ids * priority.SPREAD + self.seeds[..., None])
 
 
 @dataclass(frozen=True)
@@ -80,7 +104,8 @@ class Prepared:
     coordinates, int32 `[B, G, g]`; units: votes per unit of `q·k`, float32 `[B, G, g]`; operands:
     the rotated query as float16, `[B, G, g, D, 2]`, times ups, float32 `[B, G, g]`; sample: votes
     int32 `[B, G, SAMPLED]`; thresholds: int32 `[B, G]`; bases, shifts: of the histogram of votes
-    from there on, int32 `[B, G]`; wrong: int32 `[]`.
+    from there on, int32 `[B, G]`; wrong: int32 `[]`; draw: where candidates are drawn. There
+    `sample` has votes for each head, `[B, G, g, SAMPLED]`, and thresholds are of priorities.
     """
 
     planes: Tensor
@@ -93,6 +118,7 @@ class Prepared:
     bases: Tensor
     shifts: Tensor
     wrong: Tensor
+    draw: Draw | None = None
 
 
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
@@ -105,7 +131,13 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
     units = torch.where(unit > 0, 1 / unit, 0.0).float()
     ups = up_of(peaks * norms)
     products = center_products(queries, state, config)
-    sample = sample_of(votes_of(state, planes, units, products, config), state)
+    votes = head_votes(state, planes, units, products, config)
+    sample, draw = sample_of(votes), None
+    if config.drawn:
+        draw = _draw(state, sample, unit, config)
+        ranked = sample_of(_priorities(votes, draw, state))
+    else:
+        sample = ranked = sample.amax(2)
     return Prepared(
         planes=planes,
         sums=integers.sum(-1, dtype=torch.int32),
@@ -113,9 +145,28 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
         operands=operands_of(directions * norms[..., None], ups),
         ups=ups,
         sample=sample,
-        **thresholds_of(sample, state),
+        **thresholds_of(ranked, state, config),
         wrong=wrong,
+        draw=draw,
     )
+
+
+def _draw(state: State, sample: Tensor, unit: Tensor, config: StepConfig) -> Draw:
+    """Of votes sampled, `[B, G, g, SAMPLED]`, each `unit` of `q·k`, float64 `[B, G, g]`."""
+    gains = priority.gains(unit, config.geometry.scale)
+    first = state.flags.int().argmax(-1)
+    signs = config.layout.fields(state.codes, state.tokens)["signs"]
+    own = signs[torch.arange(len(first)), :, first]
+    seeds = priority.hashed(priority.seeds(own, state.counted, config.seed))[..., 0]
+    seeds = (seeds - first[:, None] * priority.SPREAD) & priority.BITS
+    return Draw(gains, priority.totals(sample, gains), seeds)
+
+
+def _priorities(votes: Tensor, draw: Draw, state: State) -> Tensor:
+    """Of all keys, int32 `[B, G, N]`, by their votes `[B, G, g, N]`; `LEAST` of padding."""
+    noises = draw.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
+    found = priority.priorities(votes, draw.gains, draw.totals, noises)
+    return found.masked_fill(~state.flags[:, None], priority.LEAST)
 
 
 # 2. scan
@@ -143,7 +194,7 @@ def scan(queries: Tensor, state: State, prepared: Prepared, config: StepConfig) 
 
 def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Scanned:
     """As `scan`, of products that there are."""
-    votes = votes_of(state, prepared.planes, prepared.units, products, config)
+    votes = _ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     listed = votes >= prepared.thresholds[..., None]
     bins = bin_of(votes, prepared.bases, prepared.shifts)
@@ -156,11 +207,21 @@ def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepCo
     )
 
 
+def _ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
+    """What candidates are chosen by, int32 `[B, G, N]`: votes, or priorities."""
+    given = state, prepared.planes, prepared.units, products, config
+    if prepared.draw is None:
+        return votes_of(*given)
+    return _priorities(head_votes(*given), prepared.draw, state)
+
+
 # 3. rerank
 
 
 def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfig) -> Reranked:
     """Estimate the inner products of the list's best `C`, and of all others in the cut's bin."""
+    if prepared.draw is not None:
+        return _rerank_drawn(state, prepared, scanned, prepared.draw, config)
     entries, target = scanned.list, state.target.expand_as(scanned.counts)
     cut = torch.stack(cut_of(scanned.histogram, target), dim=-1)
     whole = torch.tensor([-1, 0], device=cut.device)
@@ -183,9 +244,42 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
 
 def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
     """The entries of all keys, the best first."""
-    votes = votes_of(state, prepared.planes, prepared.units, products, config)
+    votes = _ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     return entries.sort(dim=-1, descending=True).values
+
+
+def _rerank_drawn(
+    state: State, prepared: Prepared, scanned: Scanned, draw: Draw, config: StepConfig
+) -> Reranked:
+    """Estimates of all keys from the threshold on, which some `C` reach."""
+    every = _ranked(state, prepared, scanned.products, config)
+    thresholds = priority.thresholds(every, state.wanted)
+    entries = entry_of(every, torch.arange(state.tokens, device=every.device))
+    candidates = descending(entries, every >= thresholds[..., 1:])
+    real, ids = candidates != EMPTY, id_of(candidates)
+    estimates = _estimates(candidates, state, prepared, scanned.products, config)
+    estimates = estimates.masked_fill(~real[..., None], attention.NEVER)
+    g, chances = config.geometry, _log_chances(candidates, thresholds, draw)
+    logits = attention.cap(estimates, g.scale, g.softcap).mT - chances[:, :, None]
+    none = torch.zeros_like(candidates[..., :0])
+    return Reranked(
+        candidates=candidates,
+        candidate_counts=real.sum(-1, dtype=torch.int32),
+        estimates=estimates,
+        buckets=buckets_of(logits, (ids >= 0)[:, :, None].expand_as(logits)),
+        edge=none,
+        edge_estimates=none.float()[..., None].expand(*none.shape, estimates.shape[-1]),
+        edge_counts=torch.zeros_like(scanned.counts),
+        cuts=thresholds.int(),
+    )
+
+
+def _log_chances(candidates: Tensor, thresholds: Tensor, draw: Draw) -> Tensor:
+    """`log π` of entries int64 `[B, G, K]` by their votes, float32, 0 of `EMPTY`."""
+    sizes = vote_of(candidates) - draw.noises(id_of(candidates))
+    chances = priority.log_chances(sizes, thresholds[..., :1].long())
+    return chances.masked_fill(candidates == EMPTY, 0)
 
 
 def _estimates(
@@ -209,16 +303,26 @@ class Selected:
     """What `select_rows` writes.
 
     ids: rows, ascending, int64 `[B, G, k]`, then -1; scores: what `group.agree` gives, float32
-    `[B, G, k]`, then `-inf`; found: how many there are, int32 `[B, G]`.
+    `[B, G, k]`, then `-inf`; found: how many there are, int32 `[B, G]`; weights: of rows that were
+    drawn, their logarithms `-log π`, float32 `[B, G, k]`, then `-inf`. Scores of these are
+    priorities.
     """
 
     ids: Tensor
     scores: Tensor
     found: Tensor
+    weights: Tensor | None = None
 
 
-def select_rows(state: State, reranked: Reranked, k: int, config: StepConfig) -> Selected:
-    """The best `k` rows by what the group's heads agree on; equal scores by the lower id."""
+def select_rows(
+    state: State, reranked: Reranked, k: int, config: StepConfig, draw: Draw | None = None
+) -> Selected:
+    """The best `k` rows by what the group's heads agree on; equal scores by the lower id.
+
+    draw: of `Prepared`, where rows are drawn.
+    """
+    if draw is not None:
+        return _select_drawn(reranked, k, config, draw)
     g, tokens = config.geometry, state.tokens
     # of entries in the cut's bin the best fill up to `C`; without a cut all are candidates
     whole = reranked.cuts[..., 0] < 0
@@ -237,6 +341,30 @@ def select_rows(state: State, reranked: Reranked, k: int, config: StepConfig) ->
     return Selected(best.masked_fill(best == tokens, UNUSED), scores.gather(-1, order), found)
 
 
+def _select_drawn(reranked: Reranked, k: int, config: StepConfig, draw: Draw) -> Selected:
+    """Rows of the `k` largest priorities by estimates, with the noise of the first draw."""
+    g, (ids, order) = config.geometry, id_of(reranked.candidates).sort(dim=-1)
+    candidates = reranked.candidates.gather(-1, order)
+    estimates = reranked.estimates.gather(2, order[..., None].expand_as(reranked.estimates))
+    logits = attention.cap(estimates.mT, g.scale, g.softcap)
+    logits = logits.masked_fill((ids < 0)[:, :, None], attention.NEVER)
+    chances = _log_chances(candidates, reranked.cuts, draw)
+    totals = (logits - chances[:, :, None]).logsumexp(-1, keepdim=True)
+    sizes, noises = priority.root_mean_square(logits - totals), draw.noises(ids) * priority.NATS
+    scores, slots, last = priority.draw(sizes, noises.float(), k)
+    weights = -torch.minimum(last, chances.gather(-1, slots.clamp_min(0)))
+    best = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, _LAST)
+    best, order = best.sort(dim=-1)
+    weights = weights.masked_fill(slots < 0, attention.NEVER).gather(-1, order)
+    found = (slots >= 0).sum(-1, dtype=torch.int32)
+    best = best.masked_fill(best == _LAST, UNUSED)
+    return Selected(best, scores.gather(-1, order), found, weights)
+
+
+_LAST = 2**62
+"""After all ids."""
+
+
 # 5. attend
 
 
@@ -251,7 +379,7 @@ def attend(
     """Exact attention over the selected rows and the resident ones.
 
     selected: ids below 0 are none; weights: added to logits, float32 `[B, H, k]`, `-inf` hides a
-    row from a head.
+    row from a head; None for those of `selected`.
     """
     g, count = config.geometry, int(state.resident_count)
     keys, values = _rows(state, selected.ids, config)
@@ -259,6 +387,8 @@ def attend(
     keys, values = torch.cat([keys, beside[0]], dim=2), torch.cat([values, beside[1]], dim=2)
     folded = group.fold(queries, g.kv_heads, config.policy)
     logits = attention.cap(folded @ keys.mT, g.scale, g.softcap).flatten(1, 2)
+    if weights is None and selected.weights is not None:
+        weights = selected.weights.repeat_interleave(g.group_size, dim=1)
     logits = logits + _bias(state, selected, weights, config)
     lse = logits.logsumexp(-1)
     shares = (logits - lse.masked_fill(lse == attention.NEVER, 0)[..., None]).exp()

@@ -6,21 +6,44 @@ threshold `τ`, which is the (k+1)-th largest: given the other keys' numbers tha
 `π = min(1, size / τ)`, and sums weighted with `1 / π` are right on average. A draw among drawn
 candidates by the same `u` is one draw: `u` is below both `size / τ`, so `π` is the smaller one.
 Here are logarithms throughout: a priority is the size's logarithm and noise, `-log u`.
+
+Candidates are drawn by integers, whose unit is `2^-16` of an octave, so that all backends draw the
+same; the rows among them by float32, in natural logarithms.
 """
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from kvindex.ops.select import top_k
+
+UNIT = 2**16
+"""Units of an octave."""
+
+NATS = math.log(2) / UNIT
+"""Natural logarithm of a unit."""
 
 SPREAD = 0x9E3779B1
 ROUNDS = ((16, 0x21F0AAAD), (15, 0xD35A2D97))
 """Shifts and factors of a hash of 32 bits (the prospector's best of two rounds, Wellons 2018)."""
 
 BITS = 2**32 - 1
+
+CURVE = (28961, -17510, 9727, -2959)
+"""`(log2(1 + t) - t) / (t (1 - t))` as a polynomial of `t` in [0, 1), in units: noise is four
+units off at most."""
+
+STEP = 2**11
+"""Thresholds of candidates are multiples of it (1/32 of an octave), a bin of their histogram."""
+
+LARGEST = 2.0**29
+"""Size of a candidate, of either sign, in units."""
+
+LEAST = -(2**31)
+"""Priority of no key, and the threshold of all keys."""
 
 
 def hashed(numbers: Tensor) -> Tensor:
@@ -32,21 +55,112 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def noise(ids: Tensor, seeds: Tensor) -> Tensor:
-    """`-log u` of int64 ids, float32, by int64 seeds that broadcast with them."""
-    bits = hashed(ids * SPREAD + hashed(seeds)).double()  # all 32 of them
-    return -((bits + 0.5) / 2.0**32).log().float()
+    """`-log2 u` of int64 ids in units, int64, by int64 seeds that broadcast with them."""
+    return noise_of(ids * SPREAD + hashed(seeds))
+
+
+def noise_of(numbers: Tensor) -> Tensor:
+    """`-log2 u` in units, int64, of what is hashed.
+
+    `u` is an odd multiple of `2^-32`. All in integers: it is the same wherever it is computed.
+    """
+    bits = hashed(numbers) | 1
+    octave = torch.frexp(bits.double()).exponent.long() - 1  # exact: below 2^53
+    t = (bits << 31 - octave) - 2**31 >> 15
+    curve = torch.zeros_like(t)
+    for coefficient in reversed(CURVE):
+        curve = coefficient + (curve * t >> 16)
+    return (32 - octave) * UNIT - t - ((t * (UNIT - t) >> 16) * curve >> 16)
+
+
+def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
+    """Seeds int64 `[B, G, 1]` of noise: of a row's first key, its length, and a number.
+
+    So heads and layers draw different rows, and a step draws again what the one before did until
+    tokens come. signs: of the first valid key, uint8 `[B, G, M]`; counts: valid keys, int `[B]`.
+    """
+    places = 256 * torch.arange(signs.shape[-1], device=signs.device)
+    key = hashed(signs.long() + places).sum(-1, keepdim=True)
+    return (key + hashed(counts.long())[:, None, None] + seed * SPREAD) & BITS
+
+
+# Candidates: by integers
+
+
+def gains(units: Tensor, scale: float) -> Tensor:
+    """Units of a vote, float32 `[B, G, g]`; units: `q·k` of a vote, float64, of the same shape.
+
+    What a softcap would make of a vote is left out: a size need not be right.
+    """
+    return (units * (scale * UNIT / math.log(2))).float()
+
+
+def totals(sample: Tensor, gains: Tensor) -> Tensor:
+    """What brings heads of a group to one scale: the shares of their keys, in units.
+
+    Minus the logarithm of a head's sum of exponentials over a sample of the keys: float32 `[B, G,
+    g]`, 0 where there is none. sample: votes int32 `[B, G, g, n]`, `LEAST` of no key.
+    """
+    octaves = (sample.float() * gains[..., None]).masked_fill(sample == LEAST, -math.inf) / UNIT
+    total = torch.logsumexp(octaves * math.log(2), -1) / math.log(2)
+    return torch.where(total.isfinite(), -total * UNIT, 0.0)
+
+
+def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> Tensor:
+    """Of keys, int32 `[B, G, N]`: the largest size that a head's vote stands for, and noise.
+
+    votes: int32 `[B, G, g, N]`; noises: `noise` of the keys, broadcast with the result.
+    """
+    return (sizes(votes, gains, totals) + noises).int()
+
+
+def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
+    """Sizes of candidates, int64 `[B, G, N]`: the logarithm of the largest share of a head."""
+    each = votes.float() * gains[..., None] + totals[..., None]
+    return each.amax(2).clamp(-LARGEST, LARGEST).round().long()
+
+
+def threshold(priorities: Tensor, limit: int) -> tuple[int, int]:
+    """Some `limit` keys are candidates, or all if there are no more: those from a priority on.
+
+    Gives the threshold `τ`, the (limit+1)-th priority rounded down to a multiple of `STEP`, and
+    the priority from which on keys are candidates: `τ`, or one `STEP` above where as many reach
+    that. Whatever its own number, a key is one if it reaches what the others' say, which is `τ` if
+    it does. priorities: int32 `[N]`.
+    """
+    known = priorities[priorities != LEAST]
+    if len(known) <= limit:
+        return LEAST, LEAST + 1
+    last, beyond = known.topk(limit + 1).values[-2:].tolist()
+    least = beyond // STEP * STEP
+    return least, least if last < least + STEP else least + STEP
+
+
+def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
+    """`threshold` of each group `[B, G, N]`, by the limits `[B]` of rows: int64 `[B, G, 2]`."""
+    pairs = zip(priorities, limits.tolist(), strict=True)
+    found = [[threshold(group, limit) for group in row] for row, limit in pairs]
+    return torch.tensor(found, device=priorities.device)
+
+
+def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:
+    """`log π` of candidates, float32: sizes int64, thresholds int64 that broadcast with them."""
+    return (sizes - thresholds).clamp_max(0).float() * NATS
+
+
+# Rows: by floats
 
 
 def draw(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Up to `k` rows: priorities float32 `[..., k]`, falling, positions int64, and `log π` float32.
 
-    sizes: logarithms, float32 `[..., N]`, `-inf` for no row; noises: of `noise`, of that shape.
+    sizes: logarithms, float32 `[..., N]`, `-inf` for no row; noises: float32, of that shape.
     Where fewer rows are left, slots hold `-inf`, -1, `-inf`; where no more than `k`, all are sure.
     """
     priorities, positions = top_k(sizes + noises, k + 1)
-    threshold, positions = priorities[..., k:], positions[..., :k]
-    log_chances = (sizes.gather(-1, positions.clamp_min(0)) - threshold).clamp_max(0)
-    return priorities[..., :k], positions, log_chances.masked_fill(positions < 0, -math.inf)
+    last, positions = priorities[..., k:], positions[..., :k]
+    chances = (sizes.gather(-1, positions.clamp_min(0)) - last).clamp_max(0)
+    return priorities[..., :k], positions, chances.masked_fill(positions < 0, -math.inf)
 
 
 def root_mean_square(log_shares: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ class State:
 class StepConfig:
     """What no token and no query changes; kernels are compiled for most of it.
 
-    seed, query_max, policy: as `ParisKVConfig` has them; centered: whether blocks hold centers.
+    seed, query_max, policy: as `ParisKVConfig` has them; centered: whether blocks hold centers;
+    drawn: whether candidates and rows are drawn (`priority`).
     """
 
     geometry: Geometry
@@ -95,6 +96,7 @@ class StepConfig:
     query_max: int = 21
     centered: bool = True
     policy: str = "mean_share"
+    drawn: bool = False
 
     @property
     def largest(self) -> int:
@@ -239,7 +241,8 @@ class Reranked:
     sums over entries above the cut's bin, int64 `[B, G, g, BUCKETS]`; edge: entries in the cut's
     bin, int64 `[B, G, E]`; edge_estimates: theirs, float32 `[B, G, E, g]`; edge_counts: how many,
     int32 `[B, G]`; cuts: the bin and how many are above it, int32 `[B, G, 2]`, -1 and 0 where all
-    entries are candidates.
+    entries are candidates. Where candidates are drawn, cuts hold `priority.threshold`; buckets
+    sum over all of them, each for the others like it (`1 / π`), and none lies on an edge.
     """
 
     candidates: Tensor

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvindex.ops import coarse, codes, group
 from kvindex.ops.block_layout import BLOCK
+from kvindex.ops.priority import STEP
 from kvindex.ops.step_state import BINS, LEAST, State, StepConfig, cut_of
 
 SAMPLED = 4096
@@ -50,7 +51,14 @@ def center_products(queries: Tensor, state: State, config: StepConfig) -> Tensor
 def votes_of(
     state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Each key's largest vote over the heads of its group, int32 `[B, G, N]`.
+    """Each key's largest vote over the heads of its group, int32 `[B, G, N]`."""
+    return head_votes(state, planes, units, products, config).amax(2)
+
+
+def head_votes(
+    state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
+) -> Tensor:
+    """Each key's vote for each head, int32 `[B, G, g, N]`.
 
     vote = factor of the weight · `Σ_j s_j r_j` + offset of the center; `LEAST` of padding. planes,
     units, products: as `decode_step.Prepared` and `center_products` have them.
@@ -62,28 +70,31 @@ def votes_of(
     scaled = (products * units[:, :, None]).nan_to_num(-(2.0**30))
     offsets = scaled.clamp(-(2**30), 2**30).round().int()
     votes = coarse.votes(fields["signs"], table, factors, offsets.mT, BLOCK)
-    return votes.amax(2).masked_fill(~state.flags[:, None], LEAST)
+    return votes.masked_fill(~state.flags[:, None, None], LEAST)
 
 
-def sample_of(votes: Tensor, state: State) -> Tensor:
-    """The votes of sampled keys, int32 `[B, G, SAMPLED]`, of all votes `[B, G, N]`.
+def sample_of(votes: Tensor) -> Tensor:
+    """The votes of sampled keys, int32 `[..., SAMPLED]`, of all votes `[..., N]`.
 
     128 places, evenly spread over the blocks, 32 neighbors at each.
     """
-    blocks = -(-state.tokens // BLOCK)
+    blocks = -(-votes.shape[-1] // BLOCK)
     i = torch.arange(SAMPLED // 32, device=votes.device)
     part = i * 3 % 8 if blocks < len(i) else (i * 2654435761 & 0xFFFFFFFF) >> 29
     first = blocks * i // len(i) * BLOCK + part * 32
     ids = (first[:, None] + torch.arange(32, device=votes.device)).flatten()
-    padded = torch.nn.functional.pad(votes, (0, blocks * BLOCK - state.tokens), value=LEAST)
+    padded = torch.nn.functional.pad(votes, (0, blocks * BLOCK - votes.shape[-1]), value=LEAST)
     return padded[..., ids]
 
 
-def thresholds_of(sample: Tensor, state: State) -> dict[str, Tensor]:
-    """`thresholds`, `bases` and `shifts` of a sample of votes."""
+def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str, Tensor]:
+    """`thresholds`, `bases` and `shifts` of a sample of votes, or of priorities: multiples of
+    `priority.STEP`, whatever the sample's own numbers.
+    """
     share, counted = state.wanted.tolist(), state.counted.tolist()
+    find = _drawn_threshold if config.drawn else _threshold
     rows = [
-        _threshold(votes[votes != LEAST].long(), share[b], counted[b])
+        find(votes[votes != LEAST].long(), share[b], counted[b])
         for b, heads in enumerate(sample)
         for votes in heads
     ]
@@ -114,6 +125,12 @@ def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]
         if shift == 0 or histogram[cut] <= 16 + rank // 8:
             return base, base, _shift(top - base)
         width = (1 << shift) - 1
+
+
+def _drawn_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
+    threshold, base, _ = _threshold(votes, wanted, counted)
+    base = base // STEP * STEP
+    return base if threshold > LEAST + 1 else threshold, base, _shift(STEP * BINS - 1)
 
 
 def _shift(width: int) -> int:

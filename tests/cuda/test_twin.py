@@ -135,10 +135,10 @@ def test_the_sample_tells_the_threshold(name, device):
     layer, kernels = ran(name, "fast", device)
     got, products = kernels.prepared, kernels.scanned.products
     votes = votes_of(layer.state, got.planes, got.units, products, layer.config)
-    want = sample_of(votes, layer.state)
+    want = sample_of(votes)
     places = (part.unflatten(-1, (-1, 32)).sort(-1).values for part in (got.sample, want))
     assert torch.equal(*places)
-    for part, tensor in thresholds_of(got.sample, layer.state).items():
+    for part, tensor in thresholds_of(got.sample, layer.state, layer.config).items():
         assert torch.equal(getattr(got, part), tensor), part
 
 

@@ -19,7 +19,11 @@ SEEDS, ROWS = 20_000, 60
 def noises():
     """Of every row by each seed, `[SEEDS, ROWS]`."""
     seeds = torch.arange(SEEDS)[:, None] * 12_345_677
-    return priority.noise(torch.arange(ROWS), seeds)
+    return nats(priority.noise(torch.arange(ROWS), seeds))
+
+
+def nats(noise):
+    return (noise * priority.NATS).float()
 
 
 def sizes(seed, spread=2.0):
@@ -40,12 +44,12 @@ def assert_unbiased(found, true):
 
 def test_noise_is_the_logarithm_of_uniform_numbers_whatever_the_order():
     ids, seed = torch.arange(100_000), torch.tensor([7])
-    noise = priority.noise(ids, seed)
+    noise = nats(priority.noise(ids, seed))
     u = np.sort(np.exp(-noise.double().numpy()))
     gap = np.abs(u - np.arange(1, len(u) + 1) / len(u)).max()
     assert gap <= math.sqrt(math.log(2e9) / (2 * len(u))) + 1 / len(u)
-    assert torch.equal(priority.noise(ids.flip(0), seed), noise.flip(0))
-    others = priority.noise(ids, seed + 1)
+    assert torch.equal(nats(priority.noise(ids.flip(0), seed)), noise.flip(0))
+    others = nats(priority.noise(ids, seed + 1))
     assert abs(float(torch.corrcoef(torch.stack([noise, others]))[0, 1])) < 6 / math.sqrt(len(u))
 
 
@@ -120,3 +124,37 @@ def test_the_size_of_a_group_is_least_in_variance():
         for name, size in ways.items()
     }
     assert min(spread, key=spread.get) == "rms"
+
+
+def test_noise_is_a_logarithm_in_integers():
+    """Within four units of -log2 of an odd multiple of 2^-32, at both ends, too."""
+    numbers = torch.cat([torch.arange(300_000), torch.tensor([0, 2**32 - 1])])
+    u = ((priority.hashed(numbers) | 1).double()) / 2.0**32
+    exact = -u.log2() * priority.UNIT
+    assert ((priority.noise_of(numbers) - exact).abs() <= 4).all()
+
+
+@pytest.mark.parametrize("limit", [8, 20])
+def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
+    """Integers, and a threshold that is rounded down: chances are exact all the same."""
+    own = (sizes(7) / priority.NATS).round().long()
+    seeds = torch.arange(4000)[:, None] * 12_345_677
+    drawn = own + priority.noise(torch.arange(ROWS), seeds)
+    found = torch.tensor([priority.threshold(row.int(), limit) for row in drawn])
+    thresholds, least = found.split(1, dim=1)
+    assert (thresholds % priority.STEP == 0).all()
+    chosen = drawn >= least
+    assert (chosen.sum(1) >= limit).all()
+    assert ((chosen.sum(1) == limit) | (least == thresholds)[:, 0]).all()
+    weights = (-priority.log_chances(own.expand_as(drawn), thresholds)).exp().double() * chosen
+    for seed in range(3):
+        values = torch.randn(ROWS, generator=torch.Generator().manual_seed(40 + seed))
+        values = (values * sizes(7).exp()).double()
+        assert_unbiased((weights * values).sum(1), values.sum())
+
+
+def test_all_keys_are_candidates_where_there_are_no_more():
+    drawn = torch.tensor([5, 700_000, priority.LEAST, -3], dtype=torch.int32)
+    assert priority.threshold(drawn, 3) == (priority.LEAST, priority.LEAST + 1)
+    assert priority.threshold(drawn, 1) == (0, priority.STEP)
+    assert priority.threshold(drawn, 2) == (-priority.STEP, 0)

@@ -89,6 +89,7 @@ class Layer:
             query_max=c.query_max,
             centered=bool(c.center),
             policy=c.group,
+            drawn=c.draw != "none",
         )
         queries = case.queries() if queries is None else queries
         return Layer(index, state, config, queries, k)
@@ -105,6 +106,8 @@ class Layer:
         )
         folded = self.queries.double().view(len(keys), g.kv_heads, g.group_size, -1)
         logits = cap(folded @ keys.double().mT, g.scale, g.softcap)
+        if hits.log_weight is not None:
+            logits[..., : hits.ids.shape[-1]] += hits.log_weight.view(*folded.shape[:3], -1)
         logits = logits.masked_fill(~visible[:, :, None], NEVER)
         output = logits.softmax(-1) @ values.double()
         return hits, output.flatten(1, 2), logits.logsumexp(-1).flatten(1)
