@@ -571,7 +571,8 @@ class ParisKV(BaseIndex):
         """`q·k` that a vote stands for, float64 `[B, G, g]`."""
         peak = asked.rotated_queries.abs().amax(-1).double()
         scale = self._scale_of(asked.codes)[..., None].double()
-        return peak * scale * (self._level / (self._query_max * FACTOR))
+        units: Tensor = peak * scale * (self._level / (self._query_max * FACTOR))
+        return units
 
     def _ranked(self, asked: _Asked, k: int) -> tuple[Hits, Tensor, Tensor]:
         """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""

@@ -135,7 +135,7 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
     sample, draw = sample_of(votes), None
     if config.drawn:
         draw = _draw(state, sample, unit, config)
-        ranked = sample_of(_priorities(votes, draw, state))
+        ranked = sample_of(priorities_of(votes, draw, state))
     else:
         sample = ranked = sample.amax(2)
     return Prepared(
@@ -162,7 +162,7 @@ def _draw(state: State, sample: Tensor, unit: Tensor, config: StepConfig) -> Dra
     return Draw(gains, priority.totals(sample, gains), seeds)
 
 
-def _priorities(votes: Tensor, draw: Draw, state: State) -> Tensor:
+def priorities_of(votes: Tensor, draw: Draw, state: State) -> Tensor:
     """Of all keys, int32 `[B, G, N]`, by their votes `[B, G, g, N]`; `LEAST` of padding."""
     noises = draw.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
     found = priority.priorities(votes, draw.gains, draw.totals, noises)
@@ -212,7 +212,7 @@ def _ranked(state: State, prepared: Prepared, products: Tensor, config: StepConf
     given = state, prepared.planes, prepared.units, products, config
     if prepared.draw is None:
         return votes_of(*given)
-    return _priorities(head_votes(*given), prepared.draw, state)
+    return priorities_of(head_votes(*given), prepared.draw, state)
 
 
 # 3. rerank

@@ -78,7 +78,8 @@ class BaseStep:
     A step's `select` fills candidates and estimates, as `rerank.cu` does, then `_select_rows`.
     most: as the step says; capacity: entries that a group's candidates have room for; counted:
     further int32 per group that a step has cleared, at a multiple of 16 bytes
-    (`_counted`); policy: as `ParisKVConfig.group`.
+    (`_counted`); policy: as `ParisKVConfig.group`; drawn: whether rows are drawn (`ops.priority`):
+    there `weights` has the logarithm of how many keys each stands for.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -94,6 +95,7 @@ class BaseStep:
         policy: str = "mean_share",
         multiprocessors: int = 132,
         counted: int = 0,
+        drawn: bool = False,
     ) -> None:
         g, group = geometry, geometry.group_size
         if group > MOST_HEADS:
@@ -108,6 +110,7 @@ class BaseStep:
         self._scale, self._softcap = float(g.scale), float(g.softcap or 0)
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
+        self._selects["DRAWN"] = int(drawn)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -126,6 +129,9 @@ class BaseStep:
         self._cuts = ints(groups, 2)
         self._finalists = longs(groups, capacity)
         self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
+        self.weights = floats(groups, k) if drawn else None
+        self._finalist_weights = floats(groups, capacity) if drawn else None
+        self._seeds = ints(groups) if drawn else None
         # counters, cleared by a step's first launch at once: 8-byte words first, counters last,
         # each in a line of memory of its own
         sizes = [2 * group * BUCKETS, BINS, counted, COUNTERS * APART]
@@ -195,6 +201,9 @@ class BaseStep:
                 found=self.found,
                 tags=cache.tags if cache else None,
                 stamps=cache.stamps if cache else None,
+                finalist_weights=self._finalist_weights,
+                weights=self.weights,
+                seeds=self._seeds,
                 signals=self._signals,
                 cached=cache.capacity if cache else 0,
                 signalers=self._signalers,
@@ -220,11 +229,12 @@ class BaseStep:
         before, which signals each group's blocks when to begin.
         """
         g, cache = self.geometry, state.cache
-        ids, found, weights, k = self.ids, self.found, None, self.k
+        ids, found, weights, k = self.ids, self.found, self.weights, self.k
+        given = 0 if weights is None else 2
         if hits is not None:
             ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
             weights = weights if weights is None else weights.contiguous()
-            found = torch.full_like(self.found, k)
+            found, given = torch.full_like(self.found, k), 1
         launch(
             "step/attend.cu",
             "attend",
@@ -263,6 +273,6 @@ class BaseStep:
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(HEADS_AT_ONCE, g.group_size),
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim)),
-            **dict(CODEC=NAMES.index(state.codec), GIVEN=int(hits is not None)),
+            **dict(CODEC=NAMES.index(state.codec), GIVEN=given),
         )
         return self.output

@@ -48,7 +48,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
         ("group", config.group, config.group in POLICIES, " or ".join(map(repr, POLICIES))),
         ("center", config.center, config.center in (0, BLOCK), f"0 or {BLOCK}"),
         ("single_stage_below", config.single_stage_below, not config.single_stage_below, "0"),
-        ("draw", config.draw, config.draw == "none", "'none'"),
+        ("draw", config.draw, config.draw == "none" or kind == "votes", "'none'"),
         ("q_heads", geometry.group_size, geometry.group_size <= MOST_HEADS, f"{MOST_HEADS} a head"),
         ("head_dim", geometry.head_dim, geometry.head_dim % 8 == 0, "a multiple of 8"),
     ]
@@ -97,6 +97,7 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
     options = dict(seed=config.seed, policy=config.group)
     if kind == "votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
+        options |= dict(drawn=config.draw != "none")
     return options
 
 

@@ -230,7 +230,11 @@ class ParisKVExecutor:
         ids = (0xFFFFFFFF - (order & 0xFFFFFFFF)).masked_fill_(unused, UNUSED)
         scores = step.scores.gather(-1, at).masked_fill_(unused, float("-inf"))
         shape = (len(queries), self._geometry.kv_heads, k)
-        return Hits(ids.view(shape), scores.view(shape))
+        ids, scores = ids.view(shape), scores.view(shape)
+        if step.weights is None:
+            return Hits(ids, scores)
+        weights = step.weights.gather(-1, at).masked_fill_(unused, float("-inf")).view(shape)
+        return Hits(ids, scores, weights.repeat_interleave(self._geometry.group_size, dim=1))
 
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None

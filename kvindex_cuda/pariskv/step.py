@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.ops import codes as reference
-from kvindex.ops import transform
+from kvindex.ops import priority, transform
 from kvindex.ops.step_votes import PLANES
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep, State
@@ -30,8 +30,8 @@ class Step(BaseStep):
     """Buffers and launches of a step for a batch of `B` rows.
 
     most: the largest `C` that `State.wanted` will hold; seed, query_max, policy: as
-    `ParisKVConfig`; centered: whether blocks hold centers. Raises ValueError for what the kernels
-    do not serve.
+    `ParisKVConfig`; centered: whether blocks hold centers; drawn: whether rows are drawn.
+    Raises ValueError for what the kernels do not serve.
     """
 
     def __init__(
@@ -43,10 +43,12 @@ class Step(BaseStep):
         seed: int = 0,
         query_max: int = 21,
         centered: bool = True,
+        drawn: bool = False,
         **options: Any,
     ) -> None:
         capacity = 4 * (most + SAMPLED)  # `rerank` serves what is more
-        super().__init__(geometry, layout, most=most, capacity=capacity, **options)
+        options |= dict(most=most, capacity=capacity, drawn=drawn)
+        super().__init__(geometry, layout, **options)
         g, group, groups, device = geometry, geometry.group_size, self._groups, geometry.device
         self._query_max = min(query_max, 2**15 // g.head_dim)
         planes = next((digits for digits, most in PLANES.items() if self._query_max <= most), None)
@@ -54,6 +56,7 @@ class Step(BaseStep):
             most = PLANES[max(PLANES)]
             raise ValueError(f"query_max: got {self._query_max}, allowed is up to {most}")
         self._votes = self._defines | dict(CENTERED=int(centered), PLANES=planes)
+        self._votes["DRAWN"] = int(drawn)
         self._rerank = self._votes | self._capped | dict(BITS=layout.magnitude_bits)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         odd = g.head_dim // (g.head_dim & -g.head_dim)
@@ -75,7 +78,10 @@ class Step(BaseStep):
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
         self._ups = floats(groups, group)
-        self._sample, self._sample_tickets = ints(groups, SAMPLED), ints(groups)
+        sampled = SAMPLED * 4 * sets if drawn else SAMPLED
+        self._sample, self._sample_tickets = ints(groups, sampled), ints(groups)
+        self._scales = floats(groups, 4 * sets, 2) if drawn else None
+        self._seed = seed
         self._thresholds = ints(groups)
         # of `scan`
         self._products: Tensor | None = None
@@ -114,6 +120,8 @@ class Step(BaseStep):
                 thresholds=self._thresholds,
                 bases=self._bases,
                 shifts=self._shifts,
+                scales=self._scales,
+                seeds=self._seeds,
                 cleared=self._cleared,
                 wrong=state.wrong,
                 row=row,
@@ -121,8 +129,10 @@ class Step(BaseStep):
                 words=len(self._cleared),
                 kv_heads=kv,
                 query_max=self._query_max,
+                seed=self._seed,
                 level=self._level,
                 factor_max=float(reference.FACTOR),
+                gain=self._scale * priority.UNIT / math.log(2),
             ),
             overlap=True,
             **self._votes,
@@ -146,6 +156,8 @@ class Step(BaseStep):
                 thresholds=self._thresholds,
                 bases=self._bases,
                 shifts=self._shifts,
+                scales=self._scales,
+                seeds=self._seeds,
                 counts=self.counts,
                 list=self._list,
                 histogram=self._hist,
@@ -189,6 +201,9 @@ class Step(BaseStep):
                 edge_estimates=self._edge_estimates,
                 edge_counts=self._edge_counts,
                 cuts=self._cuts,
+                thresholds=self._thresholds,
+                scales=self._scales,
+                seeds=self._seeds,
                 planes=self._planes,
                 sums=self._sums,
                 queries=queries,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from kvindex.core import check
-from kvindex.ops import block_layout, coarse, codes, transform
+from kvindex.ops import block_layout, coarse, codes, priority, transform
 from kvindex.ops import step_state as step
 from kvindex.ops import step_votes as votes
 from kvindex.ops import table_step as table
@@ -69,13 +69,21 @@ EVERYWHERE = dict(
     OCTAVES=codes.OCTAVES,
 )
 SHARES = dict(EDGE=EDGE, BUCKETS=BUCKETS)
+DRAWS = dict(
+    SPREAD=priority.SPREAD,
+    STEP=priority.STEP,
+    **{f"ROUND_{i}": factor for i, (_, factor) in enumerate(priority.ROUNDS)},
+    **{f"CURVE_{i}": factor for i, factor in enumerate(priority.CURVE)},
+)
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 
 FILES: dict[str, dict[str, int]] = {
-    "step/prepare_query.cu": dict(SAMPLED=SAMPLED),
-    "step/scan.cu": dict(WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
-    "step/rerank.cu": SHARES,
-    "step/select_rows.cu": dict(SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS),
+    "step/prepare_query.cu": dict(DRAWS, SAMPLED=SAMPLED),
+    "step/scan.cu": dict(DRAWS, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
+    "step/rerank.cu": DRAWS | SHARES,
+    "step/select_rows.cu": dict(
+        DRAWS | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
+    ),
     "step/attend.cu": dict(MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, WAYS=WAYS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvindex.core.protocol import Attended
 from kvindex.ops.block_layout import BLOCK
-from kvindex.ops.decode_step import Prepared, Scanned, Selected
+from kvindex.ops.decode_step import Draw, Prepared, Scanned, Selected
 from kvindex.ops.step_state import BINS, BUCKETS, EMPTY, Reranked, State
 from kvindex.ops.step_votes import SAMPLED
 from kvindex.ops.table_step import PIECES, POINTS, Candidates, QueryTable, Voted
@@ -36,6 +36,10 @@ class Buffers:
         size = self.step.batch * self.step.geometry.kv_heads * prod(shape)
         part: Tensor = getattr(self.step, name).cpu().flatten()[:size]
         return part.view(self.step.batch, -1, *shape)
+
+    @property
+    def _drawn(self) -> bool:
+        return self.step.weights is not None
 
     @property
     def _group(self) -> int:
@@ -79,12 +83,24 @@ class Buffers:
             units=self._read("_units", 4 * self._sets)[..., :group],
             operands=self._operands(places_of_words(group, g.head_dim)),
             ups=self._read("_ups", group),
-            sample=self._read("_sample", SAMPLED),
+            sample=self._sample,
             thresholds=self._read("_thresholds"),
             bases=self._read("_bases"),
             shifts=self._read("_shifts"),
             wrong=self.wrong.cpu(),
+            draw=self._draw if self._drawn else None,
         )
+
+    @property
+    def _sample(self) -> Tensor:
+        if not self._drawn:
+            return self._read("_sample", SAMPLED)
+        return self._read("_sample", SAMPLED, 4 * self._sets).mT[:, :, : self._group]
+
+    @property
+    def _draw(self) -> Draw:
+        gains, totals = self._read("_scales", 4 * self._sets, 2)[:, :, : self._group].unbind(-1)
+        return Draw(gains, totals, self._read("_seeds").long() & 0xFFFFFFFF)
 
     @cached_property
     def scanned(self) -> Scanned:
@@ -154,7 +170,9 @@ class Buffers:
         found, k = self._read("found"), self.step.k
         none = torch.arange(k) >= found[..., None]
         ids, scores = self._read("ids", k), self._read("scores", k)
-        return Selected(ids.masked_fill(none, -1), scores.masked_fill(none, -torch.inf), found)
+        weights = self._read("weights", k).masked_fill(none, -torch.inf) if self._drawn else None
+        scores = scores.masked_fill(none, -torch.inf)
+        return Selected(ids.masked_fill(none, -1), scores, found, weights)
 
     @cached_property
     def attended(self) -> Attended:

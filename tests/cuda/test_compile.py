@@ -35,9 +35,9 @@ MORE = 8
 KERNEL = re.compile(rf"__global__\s+void\s+{BOUNDS}(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
-VOTES = STEP | dict(CENTERED=1, PLANES=6)
+VOTES = STEP | dict(CENTERED=1, PLANES=6, DRAWN=0)
 RERANK = VOTES | dict(BITS=3, SOFTCAP=0)
-AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0)
+AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, DRAWN=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
@@ -50,12 +50,16 @@ DEFINES = {
         AGREE,
         AGREE | dict(GROUP=8, POLICY=1),
         AGREE | dict(GROUP=1, SOFTCAP=1),
+        AGREE | dict(DRAWN=1),
+        AGREE | dict(DRAWN=1, GROUP=8),
     ],
     "step/prepare_query.cu": [
         VOTES,
         VOTES | dict(GROUP=8),
         VOTES | dict(D=64, DTYPE=1, PLANES=8),
         VOTES | dict(D=256, GROUP=16),
+        VOTES | dict(DRAWN=1),
+        VOTES | dict(DRAWN=1, D=256, GROUP=16),
     ],
     "step/attend.cu": [
         ATTEND,
@@ -66,6 +70,7 @@ DEFINES = {
         ATTEND | dict(CODEC=1),
         ATTEND | dict(CODEC=2, GROUP=8),
         ATTEND | dict(GIVEN=1),
+        ATTEND | dict(GIVEN=2),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
     "ops/attention.cu": [
@@ -112,6 +117,8 @@ DEFINES = {
         RERANK | dict(BITS=5, SOFTCAP=1),
         RERANK | dict(D=64, GROUP=3),
         RERANK | dict(D=256, GROUP=1),
+        RERANK | dict(DRAWN=1),
+        RERANK | dict(DRAWN=1, D=256, GROUP=8),
     ],
     "step/scan.cu": [
         VOTES,
@@ -119,6 +126,8 @@ DEFINES = {
         VOTES | dict(GROUP=16, PLANES=4),
         VOTES | dict(CENTERED=0, D=64, DTYPE=1),
         VOTES | dict(D=256),
+        VOTES | dict(DRAWN=1),
+        VOTES | dict(DRAWN=1, GROUP=16, PLANES=4),
     ],
     "ops/select.cu": [dict(VOTES=0), dict(VOTES=1)],
     "step/query_table.cu": [STEP, STEP | dict(GROUP=8, DTYPE=1), dict(D=256, GROUP=12, DTYPE=0)],

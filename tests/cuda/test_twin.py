@@ -10,11 +10,17 @@ from functools import cache, partial
 import pytest
 import torch
 
-from kvindex.ops import decode_step, table_step
+from kvindex.ops import decode_step, priority, table_step
 from kvindex.ops.block_layout import BLOCK, places
 from kvindex.ops.codes import FACTOR
 from kvindex.ops.step_state import queries_of, rotated
-from kvindex.ops.step_votes import integers_of, sample_of, thresholds_of, votes_of
+from kvindex.ops.step_votes import (
+    head_votes,
+    integers_of,
+    sample_of,
+    thresholds_of,
+    votes_of,
+)
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 from tests.cuda.buffers import Buffers, addressed
@@ -47,6 +53,13 @@ FAST = CASES | {
         dict(scales=-10, multiprocessors=1),
     ),
 }
+DRAWN = ("g4", "g1-B2", "g3-D96", "g12", "softcap", "ties", "bfloat16", "257", "full", "one")
+FAST |= {
+    f"drawn-{name}": (FAST[name][0], FAST[name][1], FAST[name][2] | dict(preset="drawn"))
+    for name in (*DRAWN, "scales", "precise")
+}
+FAST["drawn-full"][2].update(capacity=100, refine_factor=4)
+FAST["drawn-few"] = (FAST["g4"][0], 900, dict(preset="drawn", refine_factor=2))
 
 
 @cache
@@ -71,6 +84,7 @@ def ran(name, preset, device):
         step = TableStep(geometry, config.layout, most=count, **options)
     else:
         options |= dict(query_max=config.query_max, centered=config.centered)
+        options |= dict(drawn=config.drawn)
         behind = places()[1 + (count - 1) % BLOCK :]
         config.layout.views(layer.state.codes)["weights"][:, -1, :, behind] = 255
         step = Step(geometry, config.layout, most=int(layer.state.wanted.max()), **options)
@@ -134,11 +148,25 @@ def test_a_query_is_rotated_and_rounded(name, device):
 def test_the_sample_tells_the_threshold(name, device):
     layer, kernels = ran(name, "fast", device)
     got, products = kernels.prepared, kernels.scanned.products
-    votes = votes_of(layer.state, got.planes, got.units, products, layer.config)
-    want = sample_of(votes)
+    given = layer.state, got.planes, got.units, products, layer.config
+    if got.draw is not None:
+        return assert_drawn_threshold(layer, got, head_votes(*given))
+    want = sample_of(votes_of(*given))
     places = (part.unflatten(-1, (-1, 32)).sort(-1).values for part in (got.sample, want))
     assert torch.equal(*places)
     for part, tensor in thresholds_of(got.sample, layer.state, layer.config).items():
+        assert torch.equal(getattr(got, part), tensor), part
+
+
+def assert_drawn_threshold(layer, got, votes):
+    assert torch.equal(got.sample, sample_of(votes))
+    totals = priority.totals(got.sample, got.draw.gains)
+    torch.testing.assert_close(got.draw.totals, totals, rtol=1e-5, atol=8)  # 1e-4 of an octave
+    want = decode_step.prepare_query(layer.queries, layer.state, layer.config).draw
+    torch.testing.assert_close(got.draw.gains, want.gains, rtol=2e-6, atol=0)
+    assert torch.equal(got.draw.seeds, want.seeds)
+    ranked = sample_of(decode_step.priorities_of(votes, got.draw, layer.state))
+    for part, tensor in thresholds_of(ranked, layer.state, layer.config).items():
         assert torch.equal(getattr(got, part), tensor), part
 
 
@@ -148,7 +176,7 @@ def test_the_list_is_of_all_votes_from_the_threshold_on(name, device):
     got = kernels.scanned
     want = decode_step.list_keys(layer.state, kernels.prepared, got.products, layer.config)
     assert_equal(got, want, "counts", "histogram")
-    if name == "full":
+    if name.endswith("full"):
         assert (got.counts > got.list.shape[-1]).all()
         assert torch.isin(got.list, want.list).all()
     else:
@@ -164,7 +192,7 @@ def test_the_list_is_of_all_votes_from_the_threshold_on(name, device):
 def test_candidates_and_their_estimates(name, device):
     layer, kernels = ran(name, "fast", device)
     got, scanned = kernels.reranked, kernels.scanned
-    if name == "full":  # as a list that is too short
+    if name.endswith("full"):  # as a list that is too short
         scanned = replace(scanned, counts=torch.zeros_like(scanned.counts))
     want = decode_step.rerank(layer.state, kernels.prepared, scanned, layer.config)
     assert_reranked(got, want)
@@ -192,9 +220,12 @@ def test_attention_over_them(name, device):
 def assert_selected(layer, kernels):
     """Scores of these cases are equal, or further apart than rounding."""
     got = kernels.selected
-    want = decode_step.select_rows(layer.state, kernels.reranked, layer.k, layer.config)
+    draw = None if isinstance(kernels.step, TableStep) else kernels.prepared.draw
+    want = decode_step.select_rows(layer.state, kernels.reranked, layer.k, layer.config, draw)
     assert_equal(got, want, "ids", "found")
     close(got.scores, want.scores)
+    if draw is not None:
+        close(got.weights, want.weights, rtol=1e-4, atol=1e-4)
 
 
 def assert_attended(layer, kernels):

@@ -18,6 +18,7 @@ struct Voters {
     const u32* valid;  // its row of the batch
     i64 tokens;
     u32 shifts;
+    Draw draw;
 };
 
 // Entries of 32 keys, from a multiple of 32 on: that of the lane's `own_key`, 0 for no valid key.
@@ -33,13 +34,13 @@ __device__ __forceinline__ u64 entry_of(const Voters& voters, const Group& group
     load(signs, codes, part);
     const char* factors = reinterpret_cast<const char*>(voters.factors);
     u32 weights = load_weights(codes + WEIGHTS, part);
-    int vote = vote_of(signs, weights, voters.shifts, group, offsets, factors);
+    int vote = vote_of(signs, weights, voters.shifts, group, offsets, factors, first + own_key());
     bool inside = first + own_key() < voters.tokens && voters.valid[i64(s) * 8 + part] >> own_key() & 1;
     return inside ? entry_of(vote, int(first) + own_key()) : 0;
 }
 __device__ __noinline__ u64 entry_alone(const Voters& voters, u32 first) {
     Group group;
-    load(group, voters.queries, voters.planes, voters.sums, voters.units, voters.bg);
+    load(group, voters.queries, voters.planes, voters.sums, voters.units, voters.draw, voters.bg);
     return entry_of(voters, group, first);
 }
 
@@ -47,7 +48,7 @@ __device__ __noinline__ u64 entry_alone(const Voters& voters, u32 first) {
 __device__ __noinline__ u64 last_of_the_best(const Voters& voters, int target) {
     __shared__ int bins[256];
     Group group;
-    load(group, voters.queries, voters.planes, voters.sums, voters.units, voters.bg);
+    load(group, voters.queries, voters.planes, voters.sums, voters.units, voters.draw, voters.bg);
     auto each = [&](auto use) {
         for (u32 first = threadIdx.x / 32 * 32; first < voters.tokens; first += 256) {
             u64 entry = entry_of(voters, group, first);

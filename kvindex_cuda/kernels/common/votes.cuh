@@ -7,10 +7,15 @@
 // a second product takes as they lie, each with its power of four (three counts of four in a register's
 // bytes take a third of these products, and shifts, which cost more). To the base -2 each odd plane
 // counts -2 times what the even one before it does, so that both take the same powers.
+// Where candidates are drawn (DRAWN), votes become sizes on one scale for all heads, and noise is added to the
+// largest (ops.priority): a priority, which takes the vote's place from there on.
 // Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED, PLANES (digits of
-// r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85).
+// r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85), DRAWN.
 #pragma once
 #include "common/operands.cuh"
+#if DRAWN
+#include "common/noise.cuh"
+#endif
 
 constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
 constexpr int PARTS = PLANES / 2;
@@ -31,6 +36,17 @@ struct Group {
     float units[SETS][2];
     uint2 queries[IN_REGISTERS && CENTERED ? SETS : 1][EIGHTS][PIECES];
     const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
+#if DRAWN
+    float4 scales[SETS == 1];  // of the lane's two heads, where registers hold them
+    const float4* all_scales;
+    u32 seed;
+#endif
+};
+
+// What brings votes to priorities, of prepare_query.cu; null where they are not drawn.
+struct Draw {
+    const float2* scales;  // [BG, 4 SETS]: units of a vote, and what brings heads to one scale, -inf for no head
+    const u32* seeds;      // [BG]
 };
 
 // Piece `piece` of coordinates 32 i + 8 (lane % 4) to 7 more of a head, two in each word, 0 past D: what
@@ -82,7 +98,7 @@ __device__ __forceinline__ void set_powers(Group& group) {
 
 // queries: DTYPE [BG, GROUP, D]; planes, sums, units: of prepare_query.cu.
 __device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
-                                     const int* sums, const float* units, i64 bg) {
+                                     const int* sums, const float* units, const Draw& draw, i64 bg) {
     int lane = threadIdx.x % 32;
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
     load_queries(group, static_cast<const char*>(queries) + bg * (GROUP * D * SIZE));
@@ -96,6 +112,11 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
         for (int i = 0; i < 2; i++) group.units[n][i] = units[bg * SETS * 4 + n * 4 + 2 * lane % 4 + i];
     }
     set_powers(group);
+#if DRAWN
+    group.all_scales = reinterpret_cast<const float4*>(draw.scales) + bg * SETS * 2 + lane % 2;
+    if (SETS == 1) group.scales[0] = *group.all_scales;
+    group.seed = draw.seeds[bg];
+#endif
 }
 
 // Coordinates of a center, as `piece_of` has a query's.
@@ -184,16 +205,17 @@ __device__ __forceinline__ u32 shifts_of(float weight_scale) {
     return u32(OCTAVES / 2 - exponent) * (256 / OCTAVES) * 0x01010101u;
 }
 
-// The group's vote of `own_key`. shifts: of `shifts_of`; factors: int32 [256], of ops.codes.log_factors,
+// use(half, n, side, vote) for each of the lane's votes: of key 8 · (2 half + lane % 4 / 2) + lane / 4, for head
+// 4 n + 2 lane % 4 + side; LEAST of no head. shifts: of `shifts_of`; factors: int32 [256], of ops.codes.log_factors,
 // aligned to 1,024 bytes (FACTORS).
 #define FACTORS __align__(1024)
-template <class Place>
-__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
-                                       const int (&offsets)[SETS][2], Place factors) {
-    bool later = threadIdx.x & 1, upper = threadIdx.x & 2;  // which 16 keys, which 8 of them
+template <class Place, class Use>
+__device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 shifts, const Group& group,
+                                          const int (&offsets)[SETS][2], Place factors, Use use) {
+    bool upper = threadIdx.x & 2;  // of 16 keys, which 8
     weights += shifts;
     weights = __funnelshift_l(weights, weights, upper ? 26 : 2);
-    int factor[2], best[2];
+    int factor[2];
 #pragma unroll
     for (int half = 0; half < 2; half++)
         factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
@@ -222,11 +244,32 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shif
             for (int side = 0; side < 2; side++) {
                 int dot = mad(dots[half][2 + side], -2, dots[half][side]);
                 if (DOUBLE == 1) dot = mad(dot, 2, group.less[n][side]);
-                int vote = mad(dot, factor[half], offsets[n][side]);  // of no head: LEAST
-                best[half] = n || side ? max(best[half], vote) : vote;
+                use(half, n, side, mad(dot, factor[half], offsets[n][side]));
             }
     }
+}
+
+// The group's vote of `own_key`, or its priority; id: of that key.
+template <class Place>
+__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
+                                       const int (&offsets)[SETS][2], Place factors, u32 id) {
+    bool later = threadIdx.x & 1;  // which 16 keys are the lane's own
+#if DRAWN
+    float best[2];
+    each_vote(signs, weights, shifts, group, offsets, factors, [&](int half, int n, int side, int vote) {
+        float4 scale = SETS == 1 ? group.scales[0] : load_again(group.all_scales + 2 * n);
+        float size = size_of(vote, side ? scale.z : scale.x, side ? scale.w : scale.y);
+        best[half] = n || side ? fmaxf(best[half], size) : size;
+    });
+    float other = __shfl_xor_sync(ALL, later ? best[0] : best[1], 1);
+    return priority_of(fmaxf(later ? best[1] : best[0], other), id, group.seed);
+#else
+    int best[2];
+    each_vote(signs, weights, shifts, group, offsets, factors, [&](int half, int n, int side, int vote) {
+        best[half] = n || side ? max(best[half], vote) : vote;
+    });
     return max(later ? best[1] : best[0], __shfl_xor_sync(ALL, later ? best[0] : best[1], 1));
+#endif
 }
 
 // Warps of the scan in teams, one for each group or so many as there are warps: the first of a team, and

@@ -10,7 +10,8 @@
 // Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
 // Longer than most files: it is one kernel, with what reads a row of each codec.
 // Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
-// GIVEN (whether the rows are those of a caller's hits: ids below 0 are none, weights on logits).
+// GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
+// were drawn: a weight for all heads).
 #include "common/row_cache.cuh"
 
 constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
@@ -216,7 +217,7 @@ struct Arguments {
     int* clocks;                // [BG]
     int* lookups;               // [BG, 2]: rows looked up, and found
     const float* weights;       // [BG, GROUP, k]: added to the logits (−inf hides a row from a head), or null for
-                                // zeros; only if GIVEN
+                                // zeros; only if GIVEN; where that is 2, [BG, k]
     float* partial;             // [BG, splits, GROUP, PARTIAL]
     void* output;               // DTYPE [BG, GROUP, DV]
     float* lse;                 // [BG, GROUP]: log Σ exp of the logits, −inf where no row is visible
@@ -288,7 +289,9 @@ attend(const __grid_constant__ Arguments args) {
             raw.slot = NOWHERE;
             raw.weight = 0;
             if (phase) {
-#if GIVEN
+#if GIVEN == 2
+                raw.weight = args.weights[bg * k + i];
+#elif GIVEN
                 if (id < 0) {
                     raw = Raw{};
                     raw.slot = NOWHERE;

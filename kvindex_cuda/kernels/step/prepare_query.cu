@@ -11,7 +11,9 @@
 // Limited by latency: three dependent reads (length, table, codes; the queries beside them), votes, and
 // the last block's threshold.
 // Longer than most files: it is one kernel, whose parts hand each other registers.
-// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES.
+// Where candidates are drawn, the sample's votes for each head tell what brings heads to one scale, then its
+// priorities (votes.cuh) the threshold, a multiple of STEP as all of the histogram's bounds.
+// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN.
 #include "common/votes.cuh"
 
 constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
@@ -80,20 +82,49 @@ struct Arguments {
     u16* operands;              // [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and its remainder, for rerank.cu, 0 where
                                 // nothing is written
     float* ups;                 // [BG, GROUP]: powers of two
-    int* sample;                // [BG, SAMPLED]: votes
+    int* sample;                // [BG, SAMPLED]: votes; where they are drawn, [BG, SAMPLED, 4 SETS]
     int* tickets;               // [BG]: 0 before and after
     int* thresholds;            // [BG]
     int* bases;                 // [BG]: of the histogram's bins
     int* shifts;                // [BG]: likewise
+    float2* scales;             // of votes.cuh, as are seeds: null where nothing is drawn
+    u32* seeds;
     int* cleared;               // [words]
     int* wrong;                 // [1]: set to 1 where a query is out of range, or null
     i64 row, head_bytes, words, kv_heads;
     i64 query_max;              // the largest r
+    i64 seed;
     float level;                // E|u| of a coordinate
     float factor_max;           // the largest factor
+    double gain;                // units of `q·k`
 };
 
-extern "C" __global__ void __launch_bounds__(256)
+#if DRAWN
+// The seed of a group's noise, of a row's first valid key and its length (priority.seeds). A warp calls it.
+// bits: of the row's first 32 words of `valid`; signs: of its first token.
+__device__ __forceinline__ u32 seed_of(const Arguments& args, i64 bg, i64 batch, i64 head_offset, u32 bits,
+                                       const char* signs) {
+    int lane = threadIdx.x % 32;
+    i64 first = 0, words = (*args.length + 31) / 32;
+    for (i64 from = 0; from < words; from += 32) {
+        if (from) bits = from + lane < words ? args.valid[batch * args.row * 8 + from + lane] : 0;
+        u32 some = __ballot_sync(ALL, bits != 0);
+        if (!some) continue;
+        int word = __ffs(int(some)) - 1;
+        first = (from + word) * 32 + __ffs(int(__shfl_sync(ALL, bits, word))) - 1;
+        break;
+    }
+    if (first)
+        signs = reinterpret_cast<const char*>(args.codes[batch * args.row + first / TOKENS]) + head_offset +
+                first % TOKENS * STRIDE;
+    u32 sum = 0;
+    for (int j = lane; j < D / 8; j += 32) sum += hashed(u8(signs[j]) + 256 * j);
+    u32 number = warp_sum(sum) + hashed(u32(args.counted[batch])) + u32(args.seed) * u32(SPREAD);
+    return hashed(number) - u32(first) * u32(SPREAD);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(256, DRAWN)
 prepare_query(const __grid_constant__ Arguments args) {
     const void* queries = args.queries;
     u16* operands = args.operands;
@@ -104,6 +135,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     __shared__ float units[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
     __shared__ __align__(16) int histogram[BINS];
+#if DRAWN
+    __shared__ float gains[SETS * 4];
+#endif
     i64 bg = blockIdx.y, batch = blockIdx.y / u32(args.kv_heads), tokens, blocks;
     i64 head_offset = blockIdx.y % u32(args.kv_heads) * args.head_bytes;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -128,6 +162,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
+#if DRAWN
+    if (threadIdx.x < SETS * 4) gains[threadIdx.x] = 0;
+#endif
     __syncthreads();
     after_previous();
     let_next_begin();
@@ -148,6 +185,11 @@ prepare_query(const __grid_constant__ Arguments args) {
     int first = blockIdx.x * 8 + warp;
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
+#if DRAWN
+    bool seeds = blockIdx.x == 0 && warp == 7 && tokens > 0;
+    u32 valid_bits = seeds && lane < (tokens + 31) / 32 ? args.valid[batch * args.row * 8 + lane] : 0;
+    i64 first_block = seeds ? args.codes[batch * args.row] : 0;
+#endif
 
     // the direction of a head, in the lanes of its warp, and its norm
     auto rotated = [&](float (&x)[PER_LANE]) {
@@ -190,6 +232,9 @@ prepare_query(const __grid_constant__ Arguments args) {
             sums[h] = sum;
             double unit = double(peak) * double(norm) * args.level * weight_scale / (args.query_max * args.factor_max);
             units[h] = unit > 0 ? float(1 / unit) : 0.0f;
+#if DRAWN
+            gains[h] = float(unit * args.gain);
+#endif
             // what brings the largest coordinate to [2^13, 2^14)
             int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
             exponent = min(max(exponent, 20), 230);
@@ -199,6 +244,13 @@ prepare_query(const __grid_constant__ Arguments args) {
     double norm = warp < GROUP ? rotated(plain) : 0;
     Sampled sampled;
     if (any) draw(sampled, first, sampled_block);
+#if DRAWN
+    if (seeds) {
+        const char* signs = reinterpret_cast<const char*>(first_block) + head_offset;
+        u32 seed = seed_of(args, bg, batch, head_offset, valid_bits, signs);
+        if (lane == 0) args.seeds[bg] = seed;
+    }
+#endif
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
          i += gridDim.y * gridDim.x * 256)
         args.cleared[i] = 0;
@@ -230,20 +282,30 @@ prepare_query(const __grid_constant__ Arguments args) {
             args.units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
         }
     }
-    int* mine = args.sample + bg * SAMPLED;
+    int* mine = args.sample + bg * SAMPLED * (DRAWN ? 4 * SETS : 1);
     for (int i = first; i < SAMPLED / 32; i += gridDim.x * 8) {
         int vote = LEAST;
         if (tokens > 0) {
             int offsets[SETS][2];
             offsets_of<false>(offsets, sampled.mean, group, nullptr);
             u32 shifts = shifts_of(weight_scale);
-            vote = vote_of(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors));
-            bool in = place(i) * TOKENS + part(i) * 32 + own_key() < tokens;
+            i64 here = place(i) * TOKENS + part(i) * 32;
+#if DRAWN
+            each_vote(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors),
+                      [&](int half, int n, int side, int vote) {
+                int key = (half * 2 + lane % 4 / 2) * 8 + lane / 4, h = n * 4 + 2 * lane % 4 + side;
+                bool in = here + key < tokens && sampled.valid >> key & 1;
+                mine[(i * 32 + key) * 4 * SETS + h] = in ? vote : LEAST;
+            });
+#else
+            vote = vote_of(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors), 0);
+            bool in = here + own_key() < tokens;
             if (!in || !(sampled.valid >> own_key() & 1)) vote = LEAST;
+#endif
             int next = i + gridDim.x * 8;
             if (next < SAMPLED / 32) draw(sampled, next, args.codes[batch * args.row + place(next)]);
         }
-        mine[i * 32 + lane] = vote;
+        if (!DRAWN) mine[i * 32 + lane] = vote;
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
@@ -266,8 +328,62 @@ prepare_query(const __grid_constant__ Arguments args) {
     constexpr int EACH = SAMPLED / 256;
     __shared__ int counts[8], lows[8], tops[8];
     int each[EACH], found = 0, top = LEAST, low = 2147483647;
+#if DRAWN
+    // priorities of the sample: heads on one scale, that of their shares of it
+    __shared__ float parts[8];
+    u32 seed = __ldcg(args.seeds + bg);
+    float largest[EACH];
+    auto warps_of = [&](float part, auto combine) {  // over the block, in the same order each time
+        __syncthreads();
+        if (lane == 0) parts[warp] = part;
+        __syncthreads();
+        for (int w = 0; w < 8; w++) part = w ? combine(part, parts[w]) : parts[0];
+        return part;
+    };
+#pragma unroll
+    for (int i = 0; i < EACH; i++) largest[i] = NEVER, each[i] = LEAST;
+#pragma unroll 1
+    for (int n = 0; n < SETS; n++) {
+        int4 votes[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            votes[i] = __ldcg(reinterpret_cast<const int4*>(mine) + (i * 256 + threadIdx.x) * SETS + n);
+#pragma unroll
+        for (int of = 0; of < 4; of++) {
+            int h = n * 4 + of;
+            float gain = gains[h], peak = NEVER, sum = 0;
+            if (h >= GROUP) {
+                if (threadIdx.x == 0) args.scales[bg * SETS * 4 + h] = {0, NEVER};
+                continue;
+            }
+            auto size = [&](int i) { return float((&votes[i].x)[of]) * gain; };
+            auto real = [&](int i) { return tokens > 0 && votes[i].x != LEAST; };
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (real(i)) peak = fmaxf(peak, size(i));
+            peak = warps_of(warp_max(peak), [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (real(i)) sum += exp2f((size(i) - peak) * (1.0f / 65536));
+            sum = warps_of(warp_sum(sum), [](float a, float b) { return a + b; });
+            float total = sum > 0 ? -(peak + 65536 * log2f(sum)) : 0.0f;
+            if (!(fabsf(total) < LONGEST)) total = 0;
+            if (threadIdx.x == 0) args.scales[bg * SETS * 4 + h] = {gain, total};
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (real(i)) largest[i] = fmaxf(largest[i], size_of((&votes[i].x)[of], gain, total));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int at = i * 256 + threadIdx.x, which = at / 32;
+        u32 id = u32(place(which)) * TOKENS + part(which) * 32 + at % 32;
+        if (largest[i] > NEVER) each[i] = priority_of(largest[i], id, seed);
+    }
+#else
 #pragma unroll
     for (int i = 0; i < EACH; i++) each[i] = __ldcg(mine + i * 256 + threadIdx.x);
+#endif
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         if (each[i] != LEAST) found++, top = max(top, each[i]), low = min(low, each[i]);
@@ -305,10 +421,11 @@ prepare_query(const __grid_constant__ Arguments args) {
         for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
         __syncthreads();
     }
+    if (DRAWN) base &= -STEP;
     if (threadIdx.x == 0) {
         args.thresholds[bg] = enough ? base : LEAST + 1;  // no key has LEAST
         args.bases[bg] = base;
-        args.shifts[bg] = found ? shift_of(u32(top) - u32(base)) : 0;
+        args.shifts[bg] = DRAWN ? shift_of(STEP * BINS - 1) : found ? shift_of(u32(top) - u32(base)) : 0;
         args.tickets[bg] = 0;
     }
 }

@@ -10,7 +10,9 @@
 // Limited by the latency of scattered reads: counts, list and histogram, asked for at once; addresses
 // of blocks while the cut is found; codes. (To ask for codes as well, candidates or not, took 2 to 4 µs
 // longer: the others' sectors come from memory, too.)
-// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, and DTYPE, PLANES of votes.cuh.
+// Where candidates are drawn (DRAWN), all of the bins that `threshold` of ops.priority takes are candidates, none
+// lies on an edge, and each stands for others in the sums.
+// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, and DTYPE, PLANES, DRAWN of votes.cuh.
 #include "common/exact.cuh"
 #include "common/product.cuh"
 #include "common/shares.cuh"
@@ -19,7 +21,8 @@ constexpr int ONCE = 16;  // candidates of a warp at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp puts together
 
-// A candidate: its codes' block, its id, and, if it lies on the edge, where among its entries, else −1.
+// A candidate: its codes' block, its id, and, if it lies on the edge, where among its entries, else −1; or, if
+// it was drawn, the bits of a float: the logarithm of how many keys it stands for.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;
@@ -40,17 +43,24 @@ struct Work {
     Levels levels;
     const uint2* operands;
     Candidate* queue;
+    u32 seed;
+    int threshold;
 
     __device__ __forceinline__ u64 block_of(u64 entry) const {
         return u64(table[id_of(entry) / TOKENS]) + head_offset;
     }
+    __device__ __forceinline__ bool takes(u64 entry) const { return cutoff.side(entry) >= DRAWN; }
     __device__ __forceinline__ int slot_of(u64 entry) const {
+#if DRAWN
+        return __float_as_int(log_weight(vote_of(entry), id_of(entry), seed, threshold));
+#else
         return cutoff.side(entry) ? -1 : atomicAdd(edges, 1);
+#endif
     }
     // To the queue's place `at`.
     __device__ __forceinline__ void put(int at, u64 entry, u64 block, int slot) const {
         queue[at] = {block, id_of(entry), slot};
-        if (slot >= 0 && slot < EDGE) edge[slot] = entry;
+        if (!DRAWN && slot >= 0 && slot < EDGE) edge[slot] = entry;
     }
 };
 
@@ -99,8 +109,11 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
                 float found = both[half][side] * work.down[set][side] * weight;
                 if (CENTERED) found += now.products[set][half][side];
                 work.estimates[i64(first + key) * GROUP + h] = found;
-                if (slot < 0)
-                    sums[set][side].add(work.buckets + h * BUCKETS, capped(found, work.scale, work.softcap));
+                float logit = capped(found, work.scale, work.softcap);
+                if (DRAWN)
+                    sums[set][side].add(work.buckets + h * BUCKETS, logit + __int_as_float(slot));
+                else if (slot < 0)
+                    sums[set][side].add(work.buckets + h * BUCKETS, logit);
                 else if (slot < EDGE)
                     work.edge_estimates[slot * GROUP + h] = found;
             }
@@ -144,9 +157,19 @@ __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep w
 
 __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
-// The C best without the scan's list (exact.cuh): all entries from the C-th on.
-__device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target) {
-    u64 least = target ? last_of_the_best(voters, target) : ~0ull;
+#if DRAWN
+// `threshold` of ops.priority: where chances begin to fall, and where candidates begin.
+__device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, bool all) {
+    if (all) return {LEAST, LEAST + 1};
+    int beyond = vote_of(last_of_the_best(voters, target + 1)) & -STEP;
+    int last = target ? vote_of(last_of_the_best(voters, target)) : beyond + STEP;
+    return {beyond, last < beyond + STEP ? beyond : beyond + STEP};
+}
+#endif
+
+// The C best without the scan's list (exact.cuh): all entries from the C-th on; or those from `least` on.
+__device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target, u64 least) {
+    if (!DRAWN) least = target ? last_of_the_best(voters, target) : ~0ull;
     u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, hits = 0;
     u64 entry = 0;
     auto gather = [&]() {
@@ -156,7 +179,8 @@ __device__ __noinline__ void estimate_alone(const Work& work, const Voters& vote
             bool inside = entry && entry >= least;
             hits = __ballot_sync(ALL, inside);
             count = __popc(hits);
-            if (inside) work.put(__popc(hits & lower_lanes()), entry, work.block_of(entry), -1);
+            int slot = DRAWN && inside ? work.slot_of(entry) : -1;
+            if (inside) work.put(__popc(hits & lower_lanes()), entry, work.block_of(entry), slot);
         }
         return count;
     };
@@ -185,7 +209,11 @@ struct Arguments {
     u64* edge;                    // [BG, EDGE]: entries of the edge
     float* edge_estimates;        // [BG, EDGE, GROUP]: theirs
     int* edge_counts;             // [BG] APART: how many, cleared before
-    int2* cuts;                   // [BG]: the bin of the cut and how many are above it, −1 and 0 where all are candidates
+    int2* cuts;                   // [BG]: the bin of the cut and how many are above it, −1 and 0 where all are candidates;
+                                  // where they are drawn, `threshold` of ops.priority
+    const int* thresholds;        // of prepare_query.cu
+    const float2* scales;         // of votes.cuh, as are seeds
+    const u32* seeds;
     const u32* planes;            // from here to length: as in scan.cu
     const int* sums;
     const void* queries;
@@ -231,6 +259,10 @@ rerank(const __grid_constant__ Arguments args) {
     work.cutoff = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
     work.operands = operands;
     work.queue = queues[threadIdx.x / 32];
+#if DRAWN
+    work.seed = __ldcg(args.seeds + bg);
+    int listed_from = __ldcg(args.thresholds + bg);
+#endif
     let_next_begin();
     u32 teams = min(groups, u32(args.scanners));
     await(args.signals + bg * APART, warps_of(bg % teams, teams, u32(args.scanners)));
@@ -259,21 +291,49 @@ rerank(const __grid_constant__ Arguments args) {
     for (int i = 0; i < COLUMNS * 2; i++) work.down[i / 2][i % 2] = 1 / up[i / 2][i % 2];
     __syncthreads();
     work.levels = levels_of(halves);
-    if (n < target || n > args.capacity) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = {-1, 0};
+    bool alone = n < target || n > args.capacity;
+    u64 block = !alone && place_of(0) < n ? work.block_of(entries[0]) : 0;
+    if (!alone && own + 32 * warps < n) load_hands(1);
+    Cut cut = {-1, 0};
+#if DRAWN
+    // the cut is that of the next one; where bins end, or hold what is below them, they tell no threshold
+    bool all = args.counted[batch] <= args.wanted[batch];
+    if (!all && n > target) {
+        cut = cut_of(bins, target + 1);
+        alone |= cut.bin == BINS - 1 || (cut.bin == 0 && listed_from == LEAST + 1);
+    }
+    alone |= !all && n <= target;
+    int2 cuts = {LEAST, LEAST + 1};
+    if (!all) {
+        work.cutoff.bin = cut.bin - (cut.above < target);
+        cuts = {work.cutoff.base + cut.bin * STEP, work.cutoff.base + (work.cutoff.bin + 1) * STEP};
+    }
+#else
+    int2 cuts = {-1, 0};
+#endif
+    if (alone) {
         Voters voters = {args.codes + batch * args.row, args.head_bytes, bg, args.kv_heads, args.planes, args.sums,
                          args.queries, args.units, args.factors, args.valid + batch * args.row * 8, *args.length,
-                         shifts_of(args.weight_scale[bg])};
-        estimate_alone(work, voters, target);
+                         shifts_of(args.weight_scale[bg]), {args.scales, args.seeds}};
+        u64 least = 0;
+#if DRAWN
+        cuts = thresholds_alone(voters, target, all);
+        work.threshold = cuts.x;
+        least = entry_of(cuts.y, -1);
+#endif
+        if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = cuts;
+        estimate_alone(work, voters, target, least);
         done();
         return;
     }
-    u64 block = place_of(0) < n ? work.block_of(entries[0]) : 0;
-    if (own + 32 * warps < n) load_hands(1);
-    Cut cut = {-1, 0};
+#if DRAWN
+    work.threshold = cuts.x;
+#else
     if (n > target) cut = cut_of(bins, target);
     work.cutoff.bin = cut.bin;
-    if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = {cut.bin, cut.above};
+    cuts = {cut.bin, cut.above};
+#endif
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.cuts[bg] = cuts;
     u32 hits[HANDS];
     auto gather = [&]() {
         int count = 0;
@@ -284,7 +344,7 @@ rerank(const __grid_constant__ Arguments args) {
             for (int i = 0; i < HANDS; i++) {
                 hits[i] = 0;
                 if (i == 0 || more)
-                    hits[i] = __ballot_sync(ALL, place_of(i) < n && work.cutoff.side(entries[i]) >= 0);
+                    hits[i] = __ballot_sync(ALL, place_of(i) < n && work.takes(entries[i]));
                 count += __popc(hits[i]);
             }
             u64 blocks[HANDS];

@@ -1,9 +1,9 @@
 // Coarse stage: which keys' votes are high (votes.cuh; paper, B.2.1).
-// Compile-time: D, GROUP, DTYPE (of queries), CENTERED, PLANES.
+// Compile-time: D, GROUP, DTYPE (of queries), CENTERED, PLANES, DRAWN.
 #include "common/votes.cuh"
 
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;       // bytes
-constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : 2;  // times 32 keys whose votes are made together
+constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : DRAWN ? 1 : 2;  // times 32 keys whose votes are made together
 constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;   // with more heads no registers are left
 constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane buffers
 
@@ -35,6 +35,8 @@ struct Arguments {
     const int* thresholds;
     const int* bases;
     const int* shifts;
+    const float2* scales;     // of votes.cuh, as are seeds
+    const u32* seeds;
     int* counts;              // [BG] APART: entries listed
     u64* list;                // [BG, capacity]
     int* histogram;           // [BG, BINS]: of `bin_of`
@@ -110,7 +112,7 @@ scan(const __grid_constant__ Arguments args) {
     int threshold = 0, binned = 0;
     Shared tail = buffer;  // where the lane's next entry goes
     auto enter = [&]() {
-        load(group, args.queries, args.planes, args.sums, args.units, bg);
+        load(group, args.queries, args.planes, args.sums, args.units, {args.scales, args.seeds}, bg);
         shifts = shifts_of(args.weight_scale[bg]);
         threshold = args.thresholds[bg];
     };
@@ -161,7 +163,8 @@ scan(const __grid_constant__ Arguments args) {
                 Signs signs;
                 load(signs, codes, first_part + i);
                 u32 weights = load_weights(codes + WEIGHTS, first_part + i);
-                votes[i] = vote_of(signs, weights, shifts, group, offsets, factor_places);
+                u32 own = id + (first_part + i) * 32;
+                votes[i] = vote_of(signs, weights, shifts, group, offsets, factor_places, own);
             }
             if (!whole)
 #pragma unroll

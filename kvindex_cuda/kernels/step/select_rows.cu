@@ -5,9 +5,14 @@
 // histogram, a cut, and an exact order in the cut's bin.
 // Limited by latency: a chain of dependent reads and barriers, with few blocks.
 // Longer than most files: it is one kernel, whose steps work on entries that stay in registers.
-// Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share).
+// Rows that are drawn (DRAWN; ops.priority): by the root mean square of the heads' shares and noise, with the next
+// one as the threshold; each stands for others.
+// Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share), DRAWN.
 #include "common/row_cache.cuh"
 #include "common/shares.cuh"
+#if DRAWN
+#include "common/noise.cuh"
+#endif
 
 // The estimates of a row for all heads.
 __device__ __forceinline__ void load_row(float (&row)[GROUP], const float* from) {
@@ -68,8 +73,13 @@ __device__ __forceinline__ GroupScore group_score(const float (&estimates)[GROUP
         each[h] = capped(estimates[h], scale, softcap) - totals[h];
         best = fmaxf(best, each[h]);
     }
-    if (GROUP == 1) return {estimates[0], bin_of(best)};
-#if POLICY == 0
+    if (GROUP == 1 && !DRAWN) return {estimates[0], bin_of(best)};
+#if DRAWN
+    float sum = 0;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) sum += exp2f((each[h] - best) * (2 * LOG2E));
+    best += __log2f(sum * (1.0f / GROUP)) * (0.5f / LOG2E);
+#elif POLICY == 0
     float sum = 0;
 #pragma unroll
     for (int h = 0; h < GROUP; h++) sum += exp2f((each[h] - best) * LOG2E);
@@ -124,6 +134,9 @@ struct Arguments {
     const int* tags;        // [BG, cached]: of a cache of so many rows (row_cache.py; 0 for none), which attend.cu
                             // will look into
     const int* stamps;      // [BG, cached]
+    float* finalist_weights;  // [BG, capacity]: only if DRAWN, as are weights and seeds
+    float* weights;         // [BG, k]: the logarithm of how many keys a row stands for
+    const u32* seeds;       // [BG]
     int* signals;           // blocks of the kernel before that are done, and that a group's rows are selected (common.cuh)
     i64 cached;
     i64 signalers;          // blocks of a group in the kernel before, or 0 where it gives no signals
@@ -153,6 +166,13 @@ select_rows(const __grid_constant__ Arguments args) {
     __shared__ float selected_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
+#if DRAWN
+    __shared__ float selected_weights[ROWS], threshold;  // of candidates; of rows
+    float* edge_weights = reinterpret_cast<float*>(order);
+    if (threadIdx.x == 0) threshold = NEVER;
+    u32 seed = __ldcg(args.seeds + blockIdx.x);
+    float weights[ENTRIES];
+#endif
     u32 bg = blockIdx.x, batch = bg / u32(args.kv_heads);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(args.wanted[batch], args.counted[batch]);
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
@@ -191,7 +211,7 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     int blocks = max(1, (n + THREADS * ENTRIES - 1) / (THREADS * ENTRIES)), rank = target;
     if (int(blockIdx.y) >= blocks) return after_previous();
-    if (listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
+    if (!DRAWN && listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
     // the edge in order, its last candidate's word, and what all candidates' exponentials come to
     auto edge_logit = [&](float estimate) { return capped(estimate, args.scale, args.softcap); };
@@ -268,9 +288,19 @@ select_rows(const __grid_constant__ Arguments args) {
 #pragma unroll
         for (int i = 0; i < SOME; i++) {
             u64& word = words[from + i];
-            int side = first + (from + i) * THREADS < n ? cutoff.side(word) : -1;
+            int side = first + (from + i) * THREADS >= n ? -1 : DRAWN ? 1 : cutoff.side(word);
+#if DRAWN
+            float noise = 0;
+            if (side > 0) {
+                weights[from + i] = log_weight(vote_of(word), id_of(word), seed, cut_at.x);
+                noise = noise_of(id_of(word), seed) * NATS;
+            }
+#endif
             if (side > 0 || (side == 0 && word >= lowest)) {
                 GroupScore both = group_score(each[i], totals, args.scale, args.softcap);
+#if DRAWN
+                both.value += noise, both.bin = bin_of(both.value);
+#endif
                 word = u64(ordered(both.value)) << 32 | u32(word);
                 set_bin(from + i, both.bin);
                 atomicAdd(histogram + both.bin, 1);
@@ -283,11 +313,12 @@ select_rows(const __grid_constant__ Arguments args) {
     finalists += bg * args.capacity;
     ids += bg * args.k;
     scores += bg * args.k;
-    Cut cut = cut_of<true, THREADS>(histogram, int(args.k));
+    int asked = int(args.k) + DRAWN;  // the last one's priority is the threshold
+    Cut cut = cut_of<true, THREADS>(histogram, asked);
     auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
     auto bin_in = [&](u64 word) {
         float value = value_of(word);
-        return bin_of(GROUP == 1 ? capped(value, args.scale, args.softcap) - totals[0] : value);
+        return bin_of(GROUP == 1 && !DRAWN ? capped(value, args.scale, args.softcap) - totals[0] : value);
     };
     int last_many = 0;
     if (blocks > 1) {
@@ -300,7 +331,12 @@ select_rows(const __grid_constant__ Arguments args) {
         int to = room_for<THREADS>(count, args.finalist_counts + bg * APART);
 #pragma unroll
         for (int i = 0; i < ENTRIES; i++)
-            if (words[i]) finalists[to++] = words[i];
+            if (words[i]) {
+#if DRAWN
+                args.finalist_weights[bg * args.capacity + to] = weights[i];
+#endif
+                finalists[to++] = words[i];
+            }
         for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
         if (!last_block(args.tickets + bg * APART, blocks)) return after_previous();
         last_many = __ldcg(args.finalist_counts + bg * APART);
@@ -308,6 +344,9 @@ select_rows(const __grid_constant__ Arguments args) {
         for (int i = 0; i < ENTRIES; i++) {
             int at = i * THREADS + threadIdx.x;
             words[i] = at < last_many ? __ldcg(finalists + at) : 0;
+#if DRAWN
+            weights[i] = at < last_many ? __ldcg(args.finalist_weights + bg * args.capacity + at) : 0.0f;
+#endif
         }
 #pragma unroll
         for (int i = 0; i < ENTRIES / 2; i++) bins[i] = 0;
@@ -321,9 +360,9 @@ select_rows(const __grid_constant__ Arguments args) {
         for (int at = ENTRIES * THREADS + threadIdx.x; at < last_many; at += THREADS)
             atomicAdd(histogram + bin_in(__ldcg(finalists + at)), 1);
         __syncthreads();
-        cut = cut_of<true, THREADS>(histogram, int(args.k));
+        cut = cut_of<true, THREADS>(histogram, asked);
     }
-    // of all words left, those whose bin is `inside`, one at a time
+    // of all words left, those whose bin is `inside`, one at a time; use(word, its bin, its weight)
     auto every = [&](auto inside, auto use) {
         u32 some = 0;
 #pragma unroll
@@ -331,44 +370,86 @@ select_rows(const __grid_constant__ Arguments args) {
         for (; some; some &= some - 1) {
             u64 word = words[0];
             int now = __ffs(some) - 1, bin = bin_at(0);
+            float weight = 0;
+#if DRAWN
+            weight = weights[0];
+#endif
 #pragma unroll
             for (int i = 1; i < ENTRIES; i++)
-                if (i == now) word = words[i], bin = bin_at(i);
-            use(word, bin);
+                if (i == now) {
+                    word = words[i], bin = bin_at(i);
+#if DRAWN
+                    weight = weights[i];
+#endif
+                }
+            use(word, bin, weight);
         }
         for (int at = ENTRIES * THREADS + threadIdx.x; at < last_many; at += THREADS) {
             u64 word = __ldcg(finalists + at);
             int bin = bin_in(word);
-            if (inside(bin)) use(word, bin);
+            float weight = 0;
+#if DRAWN
+            weight = __ldcg(args.finalist_weights + bg * args.capacity + at);
+#endif
+            if (inside(bin)) use(word, bin, weight);
         }
     };
-    auto select = [&](u64 word) {
+    auto select = [&](u64 word, float weight) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
         if (args.cached) expect_look_up(id, args.tags + bg * args.cached, args.stamps + bg * args.cached, args.cached);
         if (slot < ROWS)
             selected[slot] = id, selected_scores[slot] = value_of(word);
         else
             ids[slot] = id, scores[slot] = value_of(word);
+#if DRAWN
+        (slot < ROWS ? selected_weights + slot : args.weights + bg * args.k + slot)[0] = weight;
+#endif
     };
-    every([&](int bin) { return bin >= cut.bin; }, [&](u64 word, int bin) {
-        if (bin > cut.bin) return select(word);
+    every([&](int bin) { return bin >= cut.bin; }, [&](u64 word, int bin, float weight) {
+        if (bin > cut.bin) return select(word, weight);
         int slot = atomicAdd(&edges, 1);
         if (slot < EDGE) edge[slot] = word;
+#if DRAWN
+        if (slot < EDGE) edge_weights[slot] = weight;
+#endif
     });
     __syncthreads();
-    rank = int(args.k) - cut.above;
+    rank = asked - cut.above;
+    // the last one that was asked for is the threshold, if any is
+    auto take = [&](u64 word, float weight, bool last) {
+#if DRAWN
+        if (last) threshold = value_of(word);
+        if (last) return;
+#endif
+        select(word, weight);
+    };
     if (edges > EDGE) {
-        auto all = [&](auto use) { every([](int) { return true; }, [&](u64 word, int) { use(word); }); };
-        u64 word = radix_cut(all, int(args.k), order);
-        every([&](int bin) { return bin == cut.bin; }, [&](u64 other, int) {
-            if (other >= word) select(other);
+        auto all = [&](auto use) { every([](int) { return true; }, [&](u64 word, int, float) { use(word); }); };
+        u64 word = radix_cut(all, asked, order);
+        every([&](int bin) { return bin == cut.bin; }, [&](u64 other, int, float weight) {
+            if (other >= word) take(other, weight, other == word);
         });
     } else {
         in_order(edge, edges, [&](int i, int better) {
-            if (better < rank) select(edge[i]);
+            float weight = 0;
+#if DRAWN
+            weight = edge_weights[i];
+#endif
+            if (better < rank) take(edge[i], weight, better == rank - 1);
         });
     }
     __syncthreads();
+#if DRAWN
+    // `-log π`: the larger one of both draws'
+    auto weigh = [&](float& weight, int id, float score) {
+        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS));
+    };
+    float* row_weights = args.weights + bg * args.k;
+    for (int i = ROWS + threadIdx.x; i < taken; i += THREADS) weigh(row_weights[i], int(ids[i]), scores[i]);
+    for (int i = threadIdx.x; i < min(taken, ROWS); i += THREADS)
+        weigh(selected_weights[i], selected[i], selected_scores[i]);
+    __syncthreads();
+#endif
     int rows = taken;
     if (threadIdx.x == 0) args.found[bg] = rows;
     // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
@@ -383,6 +464,9 @@ select_rows(const __grid_constant__ Arguments args) {
         place += __shfl_xor_sync(ALL, place, 1);
         place += __shfl_xor_sync(ALL, place, 2);
         if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = selected_scores[i];
+#if DRAWN
+        if (at % 4 == 0 && i < sorted) row_weights[place] = selected_weights[i];
+#endif
     }
     __syncthreads();
     if (threadIdx.x == 0) signal(args.signals + (2 * gridDim.x + bg) * APART);
