@@ -37,7 +37,6 @@ from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.coarse import TIERS, ceil_share
 from kvindex.ops.codes import FACTOR, SUBSPACE
 from kvindex.ops.coverage import SAMPLE, log_total, log_weights, sample, within
-from kvindex.ops.step_votes import sample_of
 from kvindex.storage.columns import BlockColumns
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
@@ -545,7 +544,10 @@ class ParisKV(BaseIndex):
         gains = priority.gains(self._vote_units(asked), self.geometry.scale)
         if self.valid is not None:
             votes = votes.masked_fill(~self.valid[:, None, None], priority.LEAST)
-        totals = priority.totals(sample_of(votes), gains)
+        totals = torch.zeros_like(gains)
+        if (centers := asked.offsets) is not None:
+            some = priority.sampled(centers.shape[-1]).to(centers.device)
+            totals = priority.totals(centers[..., some], self.geometry.scale)
         sizes = priority.sizes(votes, gains, totals)
         priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
         thresholds = priority.thresholds(priorities, self._limits(k)[1])

@@ -105,7 +105,7 @@ class Prepared:
     the rotated query as float16, `[B, G, g, D, 2]`, times ups, float32 `[B, G, g]`; sample: votes
     int32 `[B, G, SAMPLED]`; thresholds: int32 `[B, G]`; bases, shifts: of the histogram of votes
     from there on, int32 `[B, G]`; wrong: int32 `[]`; draw: where candidates are drawn. There
-    `sample` has votes for each head, `[B, G, g, SAMPLED]`, and thresholds are of priorities.
+    priorities take the place of votes.
     """
 
     planes: Tensor
@@ -132,12 +132,8 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
     ups = up_of(peaks * norms)
     products = center_products(queries, state, config)
     votes = head_votes(state, planes, units, products, config)
-    sample, draw = sample_of(votes), None
-    if config.drawn:
-        draw = _draw(state, sample, unit, config)
-        ranked = sample_of(priorities_of(votes, draw, state))
-    else:
-        sample = ranked = sample.amax(2)
+    draw = _draw(state, products, unit, config) if config.drawn else None
+    sample = sample_of(votes.amax(2) if draw is None else _priorities(votes, draw, state))
     return Prepared(
         planes=planes,
         sums=integers.sum(-1, dtype=torch.int32),
@@ -145,24 +141,26 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
         operands=operands_of(directions * norms[..., None], ups),
         ups=ups,
         sample=sample,
-        **thresholds_of(ranked, state, config),
+        **thresholds_of(sample, state, config),
         wrong=wrong,
         draw=draw,
     )
 
 
-def _draw(state: State, sample: Tensor, unit: Tensor, config: StepConfig) -> Draw:
-    """Of votes sampled, `[B, G, g, SAMPLED]`, each `unit` of `q·k`, float64 `[B, G, g]`."""
-    gains = priority.gains(unit, config.geometry.scale)
+def _draw(state: State, products: Tensor, unit: Tensor, config: StepConfig) -> Draw:
+    """Of products with centers `[B, G, S, g]`, and `q·k` of a vote, float64 `[B, G, g]`."""
+    scale = config.geometry.scale
+    some = priority.sampled(products.shape[2] if config.centered else 0).to(products.device)
     first = state.flags.int().argmax(-1)
     signs = config.layout.fields(state.codes, state.tokens)["signs"]
     own = signs[torch.arange(len(first)), :, first]
     seeds = priority.hashed(priority.seeds(own, state.counted, config.seed))[..., 0]
     seeds = (seeds - first[:, None] * priority.SPREAD) & priority.BITS
-    return Draw(gains, priority.totals(sample, gains), seeds)
+    totals = priority.totals(products[:, :, some].mT, scale)
+    return Draw(priority.gains(unit, scale), totals, seeds)
 
 
-def priorities_of(votes: Tensor, draw: Draw, state: State) -> Tensor:
+def _priorities(votes: Tensor, draw: Draw, state: State) -> Tensor:
     """Of all keys, int32 `[B, G, N]`, by their votes `[B, G, g, N]`; `LEAST` of padding."""
     noises = draw.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
     found = priority.priorities(votes, draw.gains, draw.totals, noises)
@@ -194,7 +192,7 @@ def scan(queries: Tensor, state: State, prepared: Prepared, config: StepConfig) 
 
 def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Scanned:
     """As `scan`, of products that there are."""
-    votes = _ranked(state, prepared, products, config)
+    votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     listed = votes >= prepared.thresholds[..., None]
     bins = bin_of(votes, prepared.bases, prepared.shifts)
@@ -207,12 +205,12 @@ def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepCo
     )
 
 
-def _ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
+def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
     """What candidates are chosen by, int32 `[B, G, N]`: votes, or priorities."""
     given = state, prepared.planes, prepared.units, products, config
     if prepared.draw is None:
         return votes_of(*given)
-    return priorities_of(head_votes(*given), prepared.draw, state)
+    return _priorities(head_votes(*given), prepared.draw, state)
 
 
 # 3. rerank
@@ -244,7 +242,7 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
 
 def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
     """The entries of all keys, the best first."""
-    votes = _ranked(state, prepared, products, config)
+    votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     return entries.sort(dim=-1, descending=True).values
 
@@ -253,7 +251,7 @@ def _rerank_drawn(
     state: State, prepared: Prepared, scanned: Scanned, draw: Draw, config: StepConfig
 ) -> Reranked:
     """Estimates of all keys from the threshold on, which some `C` reach."""
-    every = _ranked(state, prepared, scanned.products, config)
+    every = ranked(state, prepared, scanned.products, config)
     thresholds = priority.thresholds(every, state.wanted)
     entries = entry_of(every, torch.arange(state.tokens, device=every.device))
     candidates = descending(entries, every >= thresholds[..., 1:])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvindex.ops.select import top_k
+from kvindex.ops.transform import LONGEST
 
 UNIT = 2**16
 """Units of an octave."""
@@ -38,6 +39,9 @@ units off at most."""
 
 STEP = 2**11
 """Thresholds of candidates are multiples of it (1/32 of an octave), a bin of their histogram."""
+
+CENTERS = 128
+"""Blocks whose centers tell `totals`."""
 
 LARGEST = 2.0**29
 """Size of a candidate, of either sign, in units."""
@@ -95,15 +99,23 @@ def gains(units: Tensor, scale: float) -> Tensor:
     return (units * (scale * UNIT / math.log(2))).float()
 
 
-def totals(sample: Tensor, gains: Tensor) -> Tensor:
-    """What brings heads of a group to one scale: the shares of their keys, in units.
+def sampled(blocks: int) -> Tensor:
+    """Up to `CENTERS` of so many blocks, evenly spread, int64."""
+    count = min(blocks, CENTERS)
+    return blocks * torch.arange(count) // max(count, 1)
 
-    Minus the logarithm of a head's sum of exponentials over a sample of the keys: float32 `[B, G,
-    g]`, 0 where there is none. sample: votes int32 `[B, G, g, n]`, `LEAST` of no key.
+
+def totals(products: Tensor, scale: float) -> Tensor:
+    """What brings heads of a group to one scale, the shares of their keys: float32 `[B, G, g]`.
+
+    In units, minus the logarithm of a head's sum of exponentials over centers of blocks, which
+    stands for that over all keys but for what is nearly the same for all heads. products: `⟨q, μ⟩`
+    of `sampled` blocks, float32 `[B, G, g, n]`; where there is none, 0.
     """
-    octaves = (sample.float() * gains[..., None]).masked_fill(sample == LEAST, -math.inf) / UNIT
-    total = torch.logsumexp(octaves * math.log(2), -1) / math.log(2)
-    return torch.where(total.isfinite(), -total * UNIT, 0.0)
+    if not products.shape[-1]:
+        return products.new_zeros(products.shape[:-1])
+    found = -torch.logsumexp(products * scale, dim=-1) * (UNIT / math.log(2))
+    return torch.where(found.abs() < LONGEST, found, 0.0)
 
 
 def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> Tensor:
@@ -115,9 +127,12 @@ def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> 
 
 
 def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
-    """Sizes of candidates, int64 `[B, G, N]`: the logarithm of the largest share of a head."""
-    each = votes.float() * gains[..., None] + totals[..., None]
-    return each.amax(2).clamp(-LARGEST, LARGEST).round().long()
+    """Sizes of candidates, int64 `[B, G, N]`: the logarithm of the largest share of a head.
+
+    A product and a sum are rounded to float32 once, as a fused instruction does.
+    """
+    each = votes.float().double() * gains[..., None].double() + totals[..., None].double()
+    return each.float().amax(2).clamp(-LARGEST, LARGEST).round().long()
 
 
 def threshold(priorities: Tensor, limit: int) -> tuple[int, int]:

@@ -78,8 +78,7 @@ class Step(BaseStep):
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
         self._ups = floats(groups, group)
-        sampled = SAMPLED * 4 * sets if drawn else SAMPLED
-        self._sample, self._sample_tickets = ints(groups, sampled), ints(groups)
+        self._sample, self._sample_tickets = ints(groups, SAMPLED), ints(groups)
         self._scales = floats(groups, 4 * sets, 2) if drawn else None
         self._seed = seed
         self._thresholds = ints(groups)
@@ -132,6 +131,7 @@ class Step(BaseStep):
                 seed=self._seed,
                 level=self._level,
                 factor_max=float(reference.FACTOR),
+                octaves=self._scale / math.log(2),
                 gain=self._scale * priority.UNIT / math.log(2),
             ),
             overlap=True,

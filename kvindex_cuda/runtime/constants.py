@@ -72,6 +72,7 @@ SHARES = dict(EDGE=EDGE, BUCKETS=BUCKETS)
 DRAWS = dict(
     SPREAD=priority.SPREAD,
     STEP=priority.STEP,
+    CENTERS=priority.CENTERS,
     **{f"ROUND_{i}": factor for i, (_, factor) in enumerate(priority.ROUNDS)},
     **{f"CURVE_{i}": factor for i, factor in enumerate(priority.CURVE)},
 )

@@ -83,19 +83,13 @@ class Buffers:
             units=self._read("_units", 4 * self._sets)[..., :group],
             operands=self._operands(places_of_words(group, g.head_dim)),
             ups=self._read("_ups", group),
-            sample=self._sample,
+            sample=self._read("_sample", SAMPLED),
             thresholds=self._read("_thresholds"),
             bases=self._read("_bases"),
             shifts=self._read("_shifts"),
             wrong=self.wrong.cpu(),
             draw=self._draw if self._drawn else None,
         )
-
-    @property
-    def _sample(self) -> Tensor:
-        if not self._drawn:
-            return self._read("_sample", SAMPLED)
-        return self._read("_sample", SAMPLED, 4 * self._sets).mT[:, :, : self._group]
 
     @property
     def _draw(self) -> Draw:

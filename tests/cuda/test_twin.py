@@ -10,17 +10,11 @@ from functools import cache, partial
 import pytest
 import torch
 
-from kvindex.ops import decode_step, priority, table_step
+from kvindex.ops import decode_step, table_step
 from kvindex.ops.block_layout import BLOCK, places
 from kvindex.ops.codes import FACTOR
 from kvindex.ops.step_state import queries_of, rotated
-from kvindex.ops.step_votes import (
-    head_votes,
-    integers_of,
-    sample_of,
-    thresholds_of,
-    votes_of,
-)
+from kvindex.ops.step_votes import integers_of, sample_of, thresholds_of
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 from tests.cuda.buffers import Buffers, addressed
@@ -148,26 +142,23 @@ def test_a_query_is_rotated_and_rounded(name, device):
 def test_the_sample_tells_the_threshold(name, device):
     layer, kernels = ran(name, "fast", device)
     got, products = kernels.prepared, kernels.scanned.products
-    given = layer.state, got.planes, got.units, products, layer.config
-    if got.draw is not None:
-        return assert_drawn_threshold(layer, got, head_votes(*given))
-    want = sample_of(votes_of(*given))
+    want = sample_of(decode_step.ranked(layer.state, got, products, layer.config))
     places = (part.unflatten(-1, (-1, 32)).sort(-1).values for part in (got.sample, want))
     assert torch.equal(*places)
     for part, tensor in thresholds_of(got.sample, layer.state, layer.config).items():
         assert torch.equal(getattr(got, part), tensor), part
 
 
-def assert_drawn_threshold(layer, got, votes):
-    assert torch.equal(got.sample, sample_of(votes))
-    totals = priority.totals(got.sample, got.draw.gains)
-    torch.testing.assert_close(got.draw.totals, totals, rtol=1e-5, atol=8)  # 1e-4 of an octave
+@fast
+def test_votes_come_to_one_scale_and_noise_has_a_seed(name, device):
+    layer, kernels = ran(name, "fast", device)
+    got = kernels.prepared.draw
     want = decode_step.prepare_query(layer.queries, layer.state, layer.config).draw
-    torch.testing.assert_close(got.draw.gains, want.gains, rtol=2e-6, atol=0)
-    assert torch.equal(got.draw.seeds, want.seeds)
-    ranked = sample_of(decode_step.priorities_of(votes, got.draw, layer.state))
-    for part, tensor in thresholds_of(ranked, layer.state, layer.config).items():
-        assert torch.equal(getattr(got, part), tensor), part
+    assert (got is None) == (want is None) == (not layer.config.drawn)
+    if want is not None:
+        torch.testing.assert_close(got.gains, want.gains, rtol=2e-6, atol=0)
+        torch.testing.assert_close(got.totals, want.totals, rtol=1e-5, atol=8)  # 1e-4 of an octave
+        assert torch.equal(got.seeds, want.seeds)
 
 
 @fast

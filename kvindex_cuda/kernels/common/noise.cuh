@@ -13,6 +13,13 @@ __device__ __forceinline__ u32 hashed(u32 x) {
     return x ^ x >> 15;
 }
 
+// At least the noise of a key, .09 octaves above it at most: a float's exponent and mantissa are a logarithm that
+// goes straight between powers of two. 16 units are for what both round.
+__device__ __forceinline__ int noise_bound(u32 id, u32 seed) {
+    u32 bits = hashed(id * u32(SPREAD) + seed);
+    return ((32 + 127) << 16) + 16 - int(__float_as_uint(__uint2float_rn(bits)) >> 7);
+}
+
 // −log2 u of a key, from the seed of its group: u is an odd multiple of 2^-32.
 __device__ __forceinline__ int noise_of(u32 id, u32 seed) {
     u32 bits = hashed(id * u32(SPREAD) + seed) | 1;
@@ -29,20 +36,14 @@ __device__ __forceinline__ float4 load_again(const float4* place) {
     return *place;
 #else
     float4 four;
-    asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.v4.f32 {%0,%1,%2,%3}, [%4];"
                  : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "l"(place));
     return four;
 #endif
 }
 
-// What a head's vote says of a key; not fused, for the same number as elsewhere.
-__device__ __forceinline__ float size_of(int vote, float gain, float total) {
-    return __fadd_rn(__fmul_rn(float(vote), gain), total);
-}
-// Of a key whose largest size is this.
-__device__ __forceinline__ int priority_of(float size, u32 id, u32 seed) {
-    return __float2int_rn(fminf(fmaxf(size, -536870912.0f), 536870912.0f)) + noise_of(id, seed);
-}
+// Of a key with a size, which is rounded and within 2^29.
+__device__ __forceinline__ int priority_of(int size, u32 id, u32 seed) { return size + noise_of(id, seed); }
 
 // −log π of a candidate, from its priority and the threshold.
 __device__ __forceinline__ float log_weight(int priority, u32 id, u32 seed, int threshold) {

@@ -249,8 +249,8 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
     }
 }
 
-// The group's vote of `own_key`, or its priority; id: of that key.
-template <class Place>
+// The group's vote of `own_key`, or its priority, or, if SIZES, its size without noise; id: of that key.
+template <bool SIZES = false, class Place>
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                        const int (&offsets)[SETS][2], Place factors, u32 id) {
     bool later = threadIdx.x & 1;  // which 16 keys are the lane's own
@@ -258,11 +258,12 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shif
     float best[2];
     each_vote(signs, weights, shifts, group, offsets, factors, [&](int half, int n, int side, int vote) {
         float4 scale = SETS == 1 ? group.scales[0] : load_again(group.all_scales + 2 * n);
-        float size = size_of(vote, side ? scale.z : scale.x, side ? scale.w : scale.y);
+        float size = fmaf(float(vote), side ? scale.z : scale.x, side ? scale.w : scale.y);
         best[half] = n || side ? fmaxf(best[half], size) : size;
     });
-    float other = __shfl_xor_sync(ALL, later ? best[0] : best[1], 1);
-    return priority_of(fmaxf(later ? best[1] : best[0], other), id, group.seed);
+    float other = __shfl_xor_sync(ALL, later ? best[0] : best[1], 1), most = 536870912.0f;
+    int size = __float2int_rn(fminf(fmaxf(fmaxf(later ? best[1] : best[0], other), -most), most));
+    return SIZES ? size : priority_of(size, id, group.seed);
 #else
     int best[2];
     each_vote(signs, weights, shifts, group, offsets, factors, [&](int half, int n, int side, int vote) {

@@ -11,8 +11,9 @@
 // Limited by latency: three dependent reads (length, table, codes; the queries beside them), votes, and
 // the last block's threshold.
 // Longer than most files: it is one kernel, whose parts hand each other registers.
-// Where candidates are drawn, the sample's votes for each head tell what brings heads to one scale, then its
-// priorities (votes.cuh) the threshold, a multiple of STEP as all of the histogram's bounds.
+// Where candidates are drawn, every block also finds what brings heads to one scale, from up to CENTERS centers
+// evenly spread (priority.totals), and the seed of noise; the threshold of priorities is a multiple of STEP, as all
+// of the histogram's bounds.
 // Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN.
 #include "common/votes.cuh"
 
@@ -82,7 +83,7 @@ struct Arguments {
     u16* operands;              // [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and its remainder, for rerank.cu, 0 where
                                 // nothing is written
     float* ups;                 // [BG, GROUP]: powers of two
-    int* sample;                // [BG, SAMPLED]: votes; where they are drawn, [BG, SAMPLED, 4 SETS]
+    int* sample;                // [BG, SAMPLED]: votes
     int* tickets;               // [BG]: 0 before and after
     int* thresholds;            // [BG]
     int* bases;                 // [BG]: of the histogram's bins
@@ -96,7 +97,8 @@ struct Arguments {
     i64 seed;
     float level;                // E|u| of a coordinate
     float factor_max;           // the largest factor
-    double gain;                // units of `q·k`
+    float octaves;              // of a unit of q·k
+    double gain;                // the same in units of 2^-16
 };
 
 #if DRAWN
@@ -124,7 +126,7 @@ __device__ __forceinline__ u32 seed_of(const Arguments& args, i64 bg, i64 batch,
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(256, DRAWN)
+extern "C" __global__ void __launch_bounds__(256)
 prepare_query(const __grid_constant__ Arguments args) {
     const void* queries = args.queries;
     u16* operands = args.operands;
@@ -136,7 +138,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     __shared__ int sums[SETS * 4];
     __shared__ __align__(16) int histogram[BINS];
 #if DRAWN
-    __shared__ float gains[SETS * 4];
+    __shared__ __align__(16) float2 scales_of[SETS * 4];  // units of a vote, and what brings heads to one scale
+    __shared__ float products[CENTERS][GROUP];
+    __shared__ u32 seed;
 #endif
     i64 bg = blockIdx.y, batch = blockIdx.y / u32(args.kv_heads), tokens, blocks;
     i64 head_offset = blockIdx.y % u32(args.kv_heads) * args.head_bytes;
@@ -163,7 +167,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
 #if DRAWN
-    if (threadIdx.x < SETS * 4) gains[threadIdx.x] = 0;
+    if (threadIdx.x < SETS * 4) scales_of[threadIdx.x] = {0, threadIdx.x < GROUP ? 0.0f : NEVER};
 #endif
     __syncthreads();
     after_previous();
@@ -186,9 +190,12 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
 #if DRAWN
-    bool seeds = blockIdx.x == 0 && warp == 7 && tokens > 0;
+    bool seeds = warp == 7 && tokens > 0;
     u32 valid_bits = seeds && lane < (tokens + 31) / 32 ? args.valid[batch * args.row * 8 + lane] : 0;
     i64 first_block = seeds ? args.codes[batch * args.row] : 0;
+    int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0, own_center = warp + 8 * lane;
+    i64 center_block = 0;
+    if (own_center < centers) center_block = args.codes[batch * args.row + blocks * own_center / centers];
 #endif
 
     // the direction of a head, in the lanes of its warp, and its norm
@@ -233,7 +240,7 @@ prepare_query(const __grid_constant__ Arguments args) {
             double unit = double(peak) * double(norm) * args.level * weight_scale / (args.query_max * args.factor_max);
             units[h] = unit > 0 ? float(1 / unit) : 0.0f;
 #if DRAWN
-            gains[h] = float(unit * args.gain);
+            scales_of[h].x = float(unit * args.gain);
 #endif
             // what brings the largest coordinate to [2^13, 2^14)
             int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
@@ -247,8 +254,16 @@ prepare_query(const __grid_constant__ Arguments args) {
 #if DRAWN
     if (seeds) {
         const char* signs = reinterpret_cast<const char*>(first_block) + head_offset;
-        u32 seed = seed_of(args, bg, batch, head_offset, valid_bits, signs);
-        if (lane == 0) args.seeds[bg] = seed;
+        u32 found = seed_of(args, bg, batch, head_offset, valid_bits, signs);
+        if (lane == 0) seed = found;
+    }
+#pragma unroll 4
+    for (int j = 0; j < CENTERS / 8; j++) {
+        int center = warp + 8 * j, offsets[SETS][2];
+        if (center >= centers) break;
+        Mean mean;
+        load(mean, reinterpret_cast<const char*>(__shfl_sync(ALL, center_block, j)) + head_offset + CENTER);
+        offsets_of<true>(offsets, mean, group, &products[0][0] + center * GROUP + 2 * lane % 4);
     }
 #endif
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
@@ -274,6 +289,22 @@ prepare_query(const __grid_constant__ Arguments args) {
         for (int i = 0; i < 2; i++) group.units[n][i] = units[n * 4 + 2 * lane % 4 + i];
     }
     set_powers(group);
+#if DRAWN
+    for (int h = warp; h < GROUP && centers; h += 8) {
+        float peak = NEVER, sum = 0;
+        for (int i = lane; i < centers; i += 32) peak = fmaxf(peak, products[i][h]);
+        peak = warp_max(peak);
+        for (int i = lane; i < centers; i += 32) sum += exp2f((products[i][h] - peak) * args.octaves);
+        float total = -65536 * (peak * args.octaves + log2f(warp_sum(sum)));
+        if (lane == 0 && fabsf(total) < LONGEST) scales_of[h].y = total;
+    }
+    __syncthreads();
+    group.all_scales = reinterpret_cast<const float4*>(scales_of) + lane % 2;
+    if (SETS == 1) group.scales[0] = *group.all_scales;
+    group.seed = seed;
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.seeds[bg] = seed;
+    if (blockIdx.x == 0 && threadIdx.x < SETS * 4) args.scales[bg * SETS * 4 + threadIdx.x] = scales_of[threadIdx.x];
+#endif
     if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i < SETS * QUADS * PARTS * 32; i += 256)
             args.planes[bg * (SETS * QUADS * PARTS * 32) + i] = fragment(i / 32, i % 32);
@@ -282,30 +313,20 @@ prepare_query(const __grid_constant__ Arguments args) {
             args.units[bg * SETS * 4 + threadIdx.x] = units[threadIdx.x];
         }
     }
-    int* mine = args.sample + bg * SAMPLED * (DRAWN ? 4 * SETS : 1);
+    int* mine = args.sample + bg * SAMPLED;
     for (int i = first; i < SAMPLED / 32; i += gridDim.x * 8) {
         int vote = LEAST;
         if (tokens > 0) {
             int offsets[SETS][2];
             offsets_of<false>(offsets, sampled.mean, group, nullptr);
             u32 shifts = shifts_of(weight_scale);
-            i64 here = place(i) * TOKENS + part(i) * 32;
-#if DRAWN
-            each_vote(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors),
-                      [&](int half, int n, int side, int vote) {
-                int key = (half * 2 + lane % 4 / 2) * 8 + lane / 4, h = n * 4 + 2 * lane % 4 + side;
-                bool in = here + key < tokens && sampled.valid >> key & 1;
-                mine[(i * 32 + key) * 4 * SETS + h] = in ? vote : LEAST;
-            });
-#else
-            vote = vote_of(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors), 0);
-            bool in = here + own_key() < tokens;
-            if (!in || !(sampled.valid >> own_key() & 1)) vote = LEAST;
-#endif
+            i64 id = place(i) * TOKENS + part(i) * 32 + own_key();
+            vote = vote_of(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors), u32(id));
+            if (id >= tokens || !(sampled.valid >> own_key() & 1)) vote = LEAST;
             int next = i + gridDim.x * 8;
             if (next < SAMPLED / 32) draw(sampled, next, args.codes[batch * args.row + place(next)]);
         }
-        if (!DRAWN) mine[i * 32 + lane] = vote;
+        mine[i * 32 + lane] = vote;
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
@@ -328,62 +349,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     constexpr int EACH = SAMPLED / 256;
     __shared__ int counts[8], lows[8], tops[8];
     int each[EACH], found = 0, top = LEAST, low = 2147483647;
-#if DRAWN
-    // priorities of the sample: heads on one scale, that of their shares of it
-    __shared__ float parts[8];
-    u32 seed = __ldcg(args.seeds + bg);
-    float largest[EACH];
-    auto warps_of = [&](float part, auto combine) {  // over the block, in the same order each time
-        __syncthreads();
-        if (lane == 0) parts[warp] = part;
-        __syncthreads();
-        for (int w = 0; w < 8; w++) part = w ? combine(part, parts[w]) : parts[0];
-        return part;
-    };
-#pragma unroll
-    for (int i = 0; i < EACH; i++) largest[i] = NEVER, each[i] = LEAST;
-#pragma unroll 1
-    for (int n = 0; n < SETS; n++) {
-        int4 votes[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            votes[i] = __ldcg(reinterpret_cast<const int4*>(mine) + (i * 256 + threadIdx.x) * SETS + n);
-#pragma unroll
-        for (int of = 0; of < 4; of++) {
-            int h = n * 4 + of;
-            float gain = gains[h], peak = NEVER, sum = 0;
-            if (h >= GROUP) {
-                if (threadIdx.x == 0) args.scales[bg * SETS * 4 + h] = {0, NEVER};
-                continue;
-            }
-            auto size = [&](int i) { return float((&votes[i].x)[of]) * gain; };
-            auto real = [&](int i) { return tokens > 0 && votes[i].x != LEAST; };
-#pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (real(i)) peak = fmaxf(peak, size(i));
-            peak = warps_of(warp_max(peak), [](float a, float b) { return fmaxf(a, b); });
-#pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (real(i)) sum += exp2f((size(i) - peak) * (1.0f / 65536));
-            sum = warps_of(warp_sum(sum), [](float a, float b) { return a + b; });
-            float total = sum > 0 ? -(peak + 65536 * log2f(sum)) : 0.0f;
-            if (!(fabsf(total) < LONGEST)) total = 0;
-            if (threadIdx.x == 0) args.scales[bg * SETS * 4 + h] = {gain, total};
-#pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (real(i)) largest[i] = fmaxf(largest[i], size_of((&votes[i].x)[of], gain, total));
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        int at = i * 256 + threadIdx.x, which = at / 32;
-        u32 id = u32(place(which)) * TOKENS + part(which) * 32 + at % 32;
-        if (largest[i] > NEVER) each[i] = priority_of(largest[i], id, seed);
-    }
-#else
 #pragma unroll
     for (int i = 0; i < EACH; i++) each[i] = __ldcg(mine + i * 256 + threadIdx.x);
-#endif
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         if (each[i] != LEAST) found++, top = max(top, each[i]), low = min(low, each[i]);

@@ -12,13 +12,14 @@ constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane 
 constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
 static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
-// Where it reaches the threshold, a vote and its id go to `tail`, and the next ones behind it; no branch.
-__device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u32 id) {
+// Where `reached` is at the threshold, a vote and its id go to `tail`, and the next ones behind it; no branch.
+__device__ __forceinline__ void append(Shared& tail, int reached, int threshold, int vote, u32 id) {
 #ifdef EMULATED
-    if (vote >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
+    if (reached >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
 #else
-    asm volatile("{\n\t.reg .pred is;\n\tsetp.ge.s32 is, %1, %2;\n\t@is st.shared.v2.u32 [%0], {%3, %1};\n\t"
-                 "@is add.u32 %0, %0, 256;\n\t}" : "+r"(tail) : "r"(vote), "r"(threshold), "r"(id));
+    asm volatile("{\n\t.reg .pred is;\n\tsetp.ge.s32 is, %1, %2;\n\t@is st.shared.v2.u32 [%0], {%3, %4};\n\t"
+                 "@is add.u32 %0, %0, 256;\n\t}"
+                 : "+r"(tail) : "r"(reached), "r"(threshold), "r"(id), "r"(vote));
 #endif
 }
 
@@ -117,7 +118,18 @@ scan(const __grid_constant__ Arguments args) {
         threshold = args.thresholds[bg];
     };
     auto flush = [&]() {
-        int mine = int(tail - buffer) / 256, all = warp_sum(mine);
+        int mine = int(tail - buffer) / 256;
+#if DRAWN
+        int listed = mine;
+        mine = 0;
+#pragma unroll 1
+        for (int i = 0; i < listed; i++) {  // those whose noise is enough
+            u64 pair = load_pair(buffer + i * 256);
+            int found = priority_of(int(pair >> 32), u32(pair), group.seed);
+            if (found >= threshold) store_pair(buffer + mine++ * 256, u32(pair), u32(found));
+        }
+#endif
+        int all = warp_sum(mine);
         int start = lane == 0 ? atomicAdd(args.counts + bg * APART, all) : 0;
         int base = args.bases[bg], shift = args.shifts[bg];  // no registers are left for them
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
@@ -157,22 +169,29 @@ scan(const __grid_constant__ Arguments args) {
         u32 id = s * TOKENS + own_key();
 #pragma unroll UNROLLED
         for (int first_part = 0; first_part < 8; first_part += AT_ONCE) {
-            int votes[AT_ONCE];
+            int votes[AT_ONCE];  // or sizes, whose noise is known at the end, and what they may come to
+#if DRAWN
+            int reached[AT_ONCE];
+#else
+            auto& reached = votes;
+#endif
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 Signs signs;
                 load(signs, codes, first_part + i);
                 u32 weights = load_weights(codes + WEIGHTS, first_part + i);
-                u32 own = id + (first_part + i) * 32;
-                votes[i] = vote_of(signs, weights, shifts, group, offsets, factor_places, own);
+                votes[i] = vote_of<true>(signs, weights, shifts, group, offsets, factor_places, 0);
+#if DRAWN
+                reached[i] = votes[i] + noise_bound(id + (first_part + i) * 32, group.seed);
+#endif
             }
             if (!whole)
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++)
-                    if (!(__shfl_sync(ALL, bits, first_part + i) >> own_key() & 1)) votes[i] = LEAST;
+                    if (!(__shfl_sync(ALL, bits, first_part + i) >> own_key() & 1)) reached[i] = LEAST;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-                append(tail, votes[i], threshold, id + (first_part + i) * 32);
+                append(tail, reached[i], threshold, votes[i], id + (first_part + i) * 32);
             if (__any_sync(ALL, tail > buffer + (DEPTH - AT_ONCE) * 256)) flush();
         }
         __syncwarp();
