@@ -73,7 +73,8 @@ DRAWS = dict(
     SPREAD=priority.SPREAD,
     STEP=priority.STEP,
     CENTERS=priority.CENTERS,
-    **{f"ROUND_{i}": factor for i, (_, factor) in enumerate(priority.ROUNDS)},
+    ADDED=priority.ADDED,
+    **{f"FACTOR_{i}": factor for i, factor in enumerate(priority.FACTORS)},
     **{f"CURVE_{i}": factor for i, factor in enumerate(priority.CURVE)},
 )
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)

@@ -1,23 +1,29 @@
 // Noise of keys, by which candidates and rows are drawn (kvindex/ops/priority.py): the same integers there.
 //
 // A logarithm is in units of 2^-16 of an octave.
-// Compile-time: SPREAD, STEP, ROUND_0, ROUND_1, CURVE_0 to CURVE_3 (runtime/constants.py).
+// Compile-time: SPREAD, STEP, ADDED, FACTOR_0, FACTOR_1, CURVE_0 to CURVE_3 (runtime/constants.py).
 #pragma once
 #include "common/common.cuh"
 
 constexpr float NATS = 1.0576586617430806e-05f;  // log(2) / 2^16
 
 __device__ __forceinline__ u32 hashed(u32 x) {
-    x = (x ^ x >> 16) * u32(ROUND_0);
-    x = (x ^ x >> 15) * u32(ROUND_1);
-    return x ^ x >> 15;
+    u64 both = u64(x) * FACTOR_0 + ADDED;
+    both = u64(u32(both >> 32) ^ u32(both)) * FACTOR_1 + ADDED;
+    return u32(both >> 32) ^ u32(both);
 }
 
-// At least the noise of a key, .09 octaves above it at most: a float's exponent and mantissa are a logarithm that
-// goes straight between powers of two. 16 units are for what both round.
-__device__ __forceinline__ int noise_bound(u32 id, u32 seed) {
+// What a key's size and noise come to at most, .09 octaves above it, less NOISE_BOUND: a float's exponent and
+// mantissa are a logarithm that goes straight between powers of two.
+constexpr float NOISE_BOUND = (32 + 127) << 16;
+__device__ __forceinline__ float bound_of(float size, u32 id, u32 seed) {
     u32 bits = hashed(id * u32(SPREAD) + seed);
-    return ((32 + 127) << 16) + 16 - int(__float_as_uint(__uint2float_rn(bits)) >> 7);
+    return fmaf(float(int(__float_as_uint(__uint2float_rn(bits)))), -1.0f / 128, size);
+}
+// What bounds are compared with for a threshold: what is rounded on the way is taken off.
+__device__ __forceinline__ float lowered(int threshold) {
+    float exact = float(threshold);
+    return exact - NOISE_BOUND - fabsf(exact) * 4.76837158203125e-07f - 64;
 }
 
 // −log2 u of a key, from the seed of its group: u is an odd multiple of 2^-32.
@@ -42,8 +48,10 @@ __device__ __forceinline__ float4 load_again(const float4* place) {
 #endif
 }
 
-// Of a key with a size, which is rounded and within 2^29.
-__device__ __forceinline__ int priority_of(int size, u32 id, u32 seed) { return size + noise_of(id, seed); }
+// Of a key with a size.
+__device__ __forceinline__ int priority_of(float size, u32 id, u32 seed) {
+    return __float2int_rn(fminf(fmaxf(size, -536870912.0f), 536870912.0f)) + noise_of(id, seed);
+}
 
 // −log π of a candidate, from its priority and the threshold.
 __device__ __forceinline__ float log_weight(int priority, u32 id, u32 seed, int threshold) {

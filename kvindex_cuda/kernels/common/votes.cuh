@@ -37,7 +37,7 @@ struct Group {
     uint2 queries[IN_REGISTERS && CENTERED ? SETS : 1][EIGHTS][PIECES];
     const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
 #if DRAWN
-    float4 scales[SETS == 1];  // of the lane's two heads, where registers hold them
+    float4 scales[1];  // of the lane's two heads, where registers hold them
     const float4* all_scales;
     u32 seed;
 #endif
@@ -132,11 +132,8 @@ __device__ __forceinline__ void load(Mean& mean, Place center) {
     }
 }
 
-// ⟨q, μ⟩ in votes for this lane's two heads in each set, LEAST where there is none; and, if it is KEPT, as
-// it is, to products: of the lane's heads, those of a set 4 after those of the one before.
-template <bool KEPT>
-__device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
-                                           const Group& group, float* products) {
+// ⟨q, μ⟩ for this lane's two heads in each set; lanes of a number / 4 may bring a center of their own.
+__device__ __forceinline__ void products_of(float (&products)[SETS][2], const Mean& mean, const Group& group) {
     bool later = threadIdx.x & 2;  // of a lane's four sums the later two are its own
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
@@ -151,9 +148,25 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
             }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int h = n * 4 + 2 * threadIdx.x % 4 + i;
             float dot = later ? dots[2 + i] : dots[i];
-            dot += __shfl_xor_sync(ALL, dot, 2);
+            products[n][i] = dot + __shfl_xor_sync(ALL, dot, 2);
+        }
+    }
+}
+
+// The same in votes, LEAST where there is no head; and, if it is KEPT, as it is, to products: of the lane's
+// heads, those of a set 4 after those of the one before.
+template <bool KEPT>
+__device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
+                                           const Group& group, float* products) {
+    float dots[SETS][2];
+    products_of(dots, mean, group);
+#pragma unroll
+    for (int n = 0; n < SETS; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int h = n * 4 + 2 * threadIdx.x % 4 + i;
+            float dot = dots[n][i];
             if (CENTERED && KEPT && threadIdx.x % 32 < 2 && h < GROUP) products[n * 4 + i] = dot;
             float votes = fminf(fmaxf(dot * group.units[n][i], -1073741824.0f), 1073741824.0f);
             offsets[n][i] = h >= GROUP ? LEAST : CENTERED ? __float2int_rn(votes) : 0;
@@ -249,22 +262,30 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
     }
 }
 
-// The group's vote of `own_key`, or its priority, or, if SIZES, its size without noise; id: of that key.
-template <bool SIZES = false, class Place>
-__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
-                                       const int (&offsets)[SETS][2], Place factors, u32 id) {
-    bool later = threadIdx.x & 1;  // which 16 keys are the lane's own
 #if DRAWN
+// The group's size of `own_key`, without noise.
+template <class Place>
+__device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
+                                         const int (&offsets)[SETS][2], Place factors) {
+    bool later = threadIdx.x & 1;  // which 16 keys are the lane's own
     float best[2];
     each_vote(signs, weights, shifts, group, offsets, factors, [&](int half, int n, int side, int vote) {
         float4 scale = SETS == 1 ? group.scales[0] : load_again(group.all_scales + 2 * n);
         float size = fmaf(float(vote), side ? scale.z : scale.x, side ? scale.w : scale.y);
         best[half] = n || side ? fmaxf(best[half], size) : size;
     });
-    float other = __shfl_xor_sync(ALL, later ? best[0] : best[1], 1), most = 536870912.0f;
-    int size = __float2int_rn(fminf(fmaxf(fmaxf(later ? best[1] : best[0], other), -most), most));
-    return SIZES ? size : priority_of(size, id, group.seed);
+    return fmaxf(later ? best[1] : best[0], __shfl_xor_sync(ALL, later ? best[0] : best[1], 1));
+}
+#endif
+
+// The group's vote of `own_key`, or its priority; id: of that key.
+template <class Place>
+__device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
+                                       const int (&offsets)[SETS][2], Place factors, u32 id) {
+#if DRAWN
+    return priority_of(size_of(signs, weights, shifts, group, offsets, factors), id, group.seed);
 #else
+    bool later = threadIdx.x & 1;  // which 16 keys are the lane's own
     int best[2];
     each_vote(signs, weights, shifts, group, offsets, factors, [&](int half, int n, int side, int vote) {
         best[half] = n || side ? max(best[half], vote) : vote;

@@ -103,11 +103,12 @@ struct Arguments {
 
 #if DRAWN
 // The seed of a group's noise, of a row's first valid key and its length (priority.seeds). A warp calls it.
-// bits: of the row's first 32 words of `valid`; signs: of its first token.
-__device__ __forceinline__ u32 seed_of(const Arguments& args, i64 bg, i64 batch, i64 head_offset, u32 bits,
-                                       const char* signs) {
+// bits: of the row's first words of `valid`; byte: the lane's, of the signs of the row's first token.
+__device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
+                                       u32 byte) {
+    constexpr int BYTES = D / 8;
     int lane = threadIdx.x % 32;
-    i64 first = 0, words = (*args.length + 31) / 32;
+    i64 first = 0, words = (tokens + 31) / 32;
     for (i64 from = 0; from < words; from += 32) {
         if (from) bits = from + lane < words ? args.valid[batch * args.row * 8 + from + lane] : 0;
         u32 some = __ballot_sync(ALL, bits != 0);
@@ -116,11 +117,10 @@ __device__ __forceinline__ u32 seed_of(const Arguments& args, i64 bg, i64 batch,
         first = (from + word) * 32 + __ffs(int(__shfl_sync(ALL, bits, word))) - 1;
         break;
     }
-    if (first)
-        signs = reinterpret_cast<const char*>(args.codes[batch * args.row + first / TOKENS]) + head_offset +
-                first % TOKENS * STRIDE;
+    const u8* signs = reinterpret_cast<const u8*>(args.codes[batch * args.row + first / TOKENS]) + head_offset +
+                      first % TOKENS * STRIDE;
     u32 sum = 0;
-    for (int j = lane; j < D / 8; j += 32) sum += hashed(u8(signs[j]) + 256 * j);
+    for (int j = lane; j < BYTES; j += 32) sum += hashed((j == lane && !first ? byte : signs[j]) + 256 * j);
     u32 number = warp_sum(sum) + hashed(u32(args.counted[batch])) + u32(args.seed) * u32(SPREAD);
     return hashed(number) - u32(first) * u32(SPREAD);
 }
@@ -180,6 +180,10 @@ prepare_query(const __grid_constant__ Arguments args) {
             x[w] = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
         }
     };
+#if DRAWN
+    u32 valid_bits = warp == 7 && lane < 8 * args.row ? args.valid[batch * args.row * 8 + lane] : 0;
+    i64 first_block = warp == 7 ? args.codes[batch * args.row] : 0;
+#endif
     float plain[PER_LANE], weight_scale = args.weight_scale[bg];
     read_query(plain, warp);
     Group group;
@@ -190,12 +194,15 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
 #if DRAWN
-    bool seeds = warp == 7 && tokens > 0;
-    u32 valid_bits = seeds && lane < (tokens + 31) / 32 ? args.valid[batch * args.row * 8 + lane] : 0;
-    i64 first_block = seeds ? args.codes[batch * args.row] : 0;
-    int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0, own_center = warp + 8 * lane;
-    i64 center_block = 0;
-    if (own_center < centers) center_block = args.codes[batch * args.row + blocks * own_center / centers];
+    // a warp has CENTERS / 8 centers, each of 4 lanes one at a time
+    constexpr int EACH_CENTERS = CENTERS / 64;
+    int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0;
+    i64 center_blocks[EACH_CENTERS] = {};
+    auto center_of = [&](int j) { return (warp * EACH_CENTERS + j) * 8 + lane / 4; };
+#pragma unroll
+    for (int j = 0; j < EACH_CENTERS; j++)
+        if (center_of(j) < centers)
+            center_blocks[j] = args.codes[batch * args.row + blocks * center_of(j) / centers];
 #endif
 
     // the direction of a head, in the lanes of its warp, and its norm
@@ -252,18 +259,15 @@ prepare_query(const __grid_constant__ Arguments args) {
     Sampled sampled;
     if (any) draw(sampled, first, sampled_block);
 #if DRAWN
-    if (seeds) {
-        const char* signs = reinterpret_cast<const char*>(first_block) + head_offset;
-        u32 found = seed_of(args, bg, batch, head_offset, valid_bits, signs);
-        if (lane == 0) seed = found;
-    }
-#pragma unroll 4
-    for (int j = 0; j < CENTERS / 8; j++) {
-        int center = warp + 8 * j, offsets[SETS][2];
-        if (center >= centers) break;
-        Mean mean;
-        load(mean, reinterpret_cast<const char*>(__shfl_sync(ALL, center_block, j)) + head_offset + CENTER);
-        offsets_of<true>(offsets, mean, group, &products[0][0] + center * GROUP + 2 * lane % 4);
+    u32 byte = 0;
+    if (warp == 7 && tokens > 0 && lane < D / 8)
+        byte = reinterpret_cast<const u8*>(first_block)[head_offset + lane];
+    Mean means[EACH_CENTERS];
+#pragma unroll
+    for (int j = 0; j < EACH_CENTERS; j++) {
+        means[j] = {};
+        if (center_blocks[j])
+            load(means[j], reinterpret_cast<const char*>(center_blocks[j]) + head_offset + CENTER);
     }
 #endif
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
@@ -275,6 +279,21 @@ prepare_query(const __grid_constant__ Arguments args) {
         norm = rotated(plain);
         round_head(plain, h, norm);
     }
+#if DRAWN
+#pragma unroll
+    for (int j = 0; j < EACH_CENTERS; j++) {
+        float dots[SETS][2];
+        products_of(dots, means[j], group);
+        for (int i = 0; i < 2 * SETS; i++) {
+            int h = i / 2 * 4 + 2 * lane % 4 + i % 2;
+            if (lane % 4 < 2 && center_of(j) < centers && h < GROUP) products[center_of(j)][h] = dots[i / 2][i % 2];
+        }
+    }
+    if (warp == 7 && tokens > 0) {
+        u32 found = seed_of(args, batch, head_offset, tokens, valid_bits, byte);
+        if (lane == 0) seed = found;
+    }
+#endif
     __syncthreads();
 
     auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: plane 2 p + 1 or 0 of a head

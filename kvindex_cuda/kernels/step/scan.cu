@@ -12,14 +12,23 @@ constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane 
 constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
 static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
-// Where `reached` is at the threshold, a vote and its id go to `tail`, and the next ones behind it; no branch.
-__device__ __forceinline__ void append(Shared& tail, int reached, int threshold, int vote, u32 id) {
+// Where it reaches the threshold, a vote and its id go to `tail`, and the next ones behind it; no branch.
+__device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u32 id) {
 #ifdef EMULATED
-    if (reached >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
+    if (vote >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
 #else
-    asm volatile("{\n\t.reg .pred is;\n\tsetp.ge.s32 is, %1, %2;\n\t@is st.shared.v2.u32 [%0], {%3, %4};\n\t"
+    asm volatile("{\n\t.reg .pred is;\n\tsetp.ge.s32 is, %1, %2;\n\t@is st.shared.v2.u32 [%0], {%3, %1};\n\t"
+                 "@is add.u32 %0, %0, 256;\n\t}" : "+r"(tail) : "r"(vote), "r"(threshold), "r"(id));
+#endif
+}
+// Where a bound does (noise.cuh), a size and its id.
+__device__ __forceinline__ void append(Shared& tail, float bound, float threshold, float size, u32 id) {
+#ifdef EMULATED
+    if (bound >= threshold) store_pair(tail, id, __float_as_uint(size)), tail += 256;
+#else
+    asm volatile("{\n\t.reg .pred is;\n\tsetp.ge.f32 is, %1, %2;\n\t@is st.shared.v2.u32 [%0], {%3, %4};\n\t"
                  "@is add.u32 %0, %0, 256;\n\t}"
-                 : "+r"(tail) : "r"(reached), "r"(threshold), "r"(id), "r"(vote));
+                 : "+r"(tail) : "f"(bound), "f"(threshold), "r"(id), "r"(__float_as_uint(size)));
 #endif
 }
 
@@ -110,12 +119,21 @@ scan(const __grid_constant__ Arguments args) {
     Group group;
     u32 bg = team, s = own;
     u32 shifts = 0;
-    int threshold = 0, binned = 0;
+    int binned = 0;
+#if DRAWN
+    float threshold = 0;
+#else
+    int threshold = 0;
+#endif
     Shared tail = buffer;  // where the lane's next entry goes
     auto enter = [&]() {
         load(group, args.queries, args.planes, args.sums, args.units, {args.scales, args.seeds}, bg);
         shifts = shifts_of(args.weight_scale[bg]);
+#if DRAWN
+        threshold = lowered(args.thresholds[bg]);
+#else
         threshold = args.thresholds[bg];
+#endif
     };
     auto flush = [&]() {
         int mine = int(tail - buffer) / 256;
@@ -125,8 +143,8 @@ scan(const __grid_constant__ Arguments args) {
 #pragma unroll 1
         for (int i = 0; i < listed; i++) {  // those whose noise is enough
             u64 pair = load_pair(buffer + i * 256);
-            int found = priority_of(int(pair >> 32), u32(pair), group.seed);
-            if (found >= threshold) store_pair(buffer + mine++ * 256, u32(pair), u32(found));
+            int found = priority_of(__uint_as_float(u32(pair >> 32)), u32(pair), group.seed);
+            if (found >= args.thresholds[bg]) store_pair(buffer + mine++ * 256, u32(pair), u32(found));
         }
 #endif
         int all = warp_sum(mine);
@@ -169,29 +187,36 @@ scan(const __grid_constant__ Arguments args) {
         u32 id = s * TOKENS + own_key();
 #pragma unroll UNROLLED
         for (int first_part = 0; first_part < 8; first_part += AT_ONCE) {
-            int votes[AT_ONCE];  // or sizes, whose noise is known at the end, and what they may come to
 #if DRAWN
-            int reached[AT_ONCE];
+            float sizes[AT_ONCE], votes[AT_ONCE];  // bounds, before noise is known to the bit
+            const float NO_VOTE = NEVER;
 #else
-            auto& reached = votes;
+            constexpr int NO_VOTE = LEAST;
+            int votes[AT_ONCE];
 #endif
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 Signs signs;
                 load(signs, codes, first_part + i);
                 u32 weights = load_weights(codes + WEIGHTS, first_part + i);
-                votes[i] = vote_of<true>(signs, weights, shifts, group, offsets, factor_places, 0);
 #if DRAWN
-                reached[i] = votes[i] + noise_bound(id + (first_part + i) * 32, group.seed);
+                sizes[i] = size_of(signs, weights, shifts, group, offsets, factor_places);
+                votes[i] = bound_of(sizes[i], id + (first_part + i) * 32, group.seed);
+#else
+                votes[i] = vote_of(signs, weights, shifts, group, offsets, factor_places, 0);
 #endif
             }
             if (!whole)
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++)
-                    if (!(__shfl_sync(ALL, bits, first_part + i) >> own_key() & 1)) reached[i] = LEAST;
+                    if (!(__shfl_sync(ALL, bits, first_part + i) >> own_key() & 1)) votes[i] = NO_VOTE;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-                append(tail, reached[i], threshold, votes[i], id + (first_part + i) * 32);
+#if DRAWN
+                append(tail, votes[i], threshold, sizes[i], id + (first_part + i) * 32);
+#else
+                append(tail, votes[i], threshold, id + (first_part + i) * 32);
+#endif
             if (__any_sync(ALL, tail > buffer + (DEPTH - AT_ONCE) * 256)) flush();
         }
         __syncwarp();
