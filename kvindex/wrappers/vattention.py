@@ -78,7 +78,8 @@ class VAttention(Sample):
         """Rows of a sample of `rest` that has ε and δ, int64 `[B, G, 1]`."""
         left = rest.sum(-1, keepdim=True)
         count = (self.base_rate * left).long().clamp_min(2)  # for a deviation
-        pilot = self._some(rest, ids, int(count.max()), count, PILOT)
+        most = max(2, int(self.base_rate * logits.shape[-1]))
+        pilot = self._some(rest, ids, most, count, PILOT)
         parts = (logits.double() - logits[..., :1]).exp()
         mean, deviation = _moments(parts.gather(-1, pilot.clamp_min(0)), pilot >= 0)
         total = parts[..., :sure].sum(-1, keepdim=True) + left * mean

@@ -69,7 +69,7 @@ def test_a_step_draws_as_the_one_before_until_tokens_come(index):
 
 def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(index, monkeypatch):
     """Of a stream of queries, neighbors of which have a cosine of .95, and tokens every 4 steps."""
-    steps = torch.arange(240)
+    steps = torch.arange(160)
     best = CASE.index("pariskv:refine_factor=4")
     best.append(*CASE.tokens(TOKENS))
     kept, errors = follow(index, monkeypatch, steps // 4)
@@ -79,8 +79,8 @@ def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(ind
     assert again(kept)[within].mean() > again(chosen).mean() > 2 * again(anew).mean()
     pairs = torch.stack([errors[:-1], errors[1:]])
     assert torch.corrcoef(pairs[:, within].flatten(1))[0, 1] > 0.5
-    # 59 pairs, and 3 heads of a group that share a draw: 4 standard errors of 118
-    assert abs(torch.corrcoef(pairs[:, ~within].flatten(1))[0, 1]) < 4 / math.sqrt(118)
+    # 39 pairs by 2 KV heads, as the heads of a group share a draw: 4 standard errors
+    assert abs(torch.corrcoef(pairs[:, ~within].flatten(1))[0, 1]) < 4 / math.sqrt(78)
 
 
 def stream(steps):

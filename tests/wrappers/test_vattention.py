@@ -15,7 +15,7 @@ from tests.support.helpers import Case, assert_well_formed, left_padding
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=32, value_dim=32, batch=2)
 ALONE = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=16)
-COUNT, SEEDS = 400, 400
+COUNT, SEEDS = 400, 300
 
 
 def filled(case=CASE, name="exact", count=COUNT, strength=1.0, **options):
@@ -100,19 +100,19 @@ def test_the_sample_has_no_fewer_rows_than_the_pilot():
 
 
 def test_the_denominator_is_within_epsilon_but_for_delta():
-    """Of 400 seeds at most 1.5 · δ are off: by the normal approximation 1e-6 for δ itself."""
+    """Of 300 seeds at most 1.5 · δ are off: by the normal approximation 1e-5 for δ itself."""
     epsilon, delta, off = 0.12, 0.2, 0
     index = many(1.0, epsilon=epsilon, delta=delta)
     keys, g = ALONE.tokens(4000)[0][0, 0].double(), index.geometry
     shares = (g.scale * ALONE.queries()[0].double() @ keys.T).softmax(-1)[0]
-    for seed in range(400):
+    for seed in range(300):
         index.seed = seed
         hits = index.search(ALONE.queries(), k=1500)
         real = hits.ids[0, 0] >= 0
         assert not real.all(), "ε and δ ask for fewer"
         total = (shares[hits.ids[0, 0].clamp_min(0)] * hits.log_weight[0, 0].double().exp())[real]
         off += abs(float(total.sum()) - 1) > epsilon
-    assert off <= 1.5 * delta * 400
+    assert off <= 1.5 * delta * 300
 
 
 def test_padding_and_a_batch_move_no_draw():
