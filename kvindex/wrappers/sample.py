@@ -64,7 +64,7 @@ class Sample(Wrapper):
     def warm_up(self, *, k: int, tokens: int) -> None:
         """As the inner index does, for the rows that this one draws from."""
         g = self.geometry
-        super().warm_up(k=k * self.pool, tokens=tokens)
+        super().warm_up(k=self._pool(k, tokens), tokens=tokens)
         if self.capability(Attends) is not None:
             batch = len(self.counts)
             queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
@@ -78,15 +78,13 @@ class Sample(Wrapper):
         if coverage is not None:
             self.check_coverage(coverage)
         most = min(check.wanted_rows(k), max(len(self.inner), 1))  # of more all are sure
-        drawn = int(self.share * most)
-        hits = self.inner.search(queries, k=min(most * self.pool, check.MOST_ROWS))
+        asked = min(self._pool(most, len(self.inner)), check.MOST_ROWS)
+        hits = self.inner.search(queries, k=asked)
         self._check_weights(hits.log_weight is not None)
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
         logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
-        runs = capability(self.inner, RunsOps)
-        drawing = ops if runs is None else runs.ops
-        places, weights = drawing.sampling.draw(logits, hits.ids, most, drawn)
+        places, weights = self._drawn(logits, hits.ids, most)
         unused, at = places < 0, places.clamp_min(0)
         found = Hits(
             hits.ids.gather(-1, at).masked_fill(unused, UNUSED),
@@ -94,6 +92,17 @@ class Sample(Wrapper):
             weights.repeat_interleave(g.group_size, dim=1),
         )
         return found if most == k else found.widened(k)
+
+    def _pool(self, k: int, tokens: int) -> int:
+        """Rows to draw `k` from, of an index that holds so many tokens."""
+        return k * self.pool
+
+    def _drawn(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As `ops.sampling.draw`."""
+        runs = capability(self.inner, RunsOps)
+        drawing = ops if runs is None else runs.ops
+        drawn: tuple[Tensor, Tensor] = drawing.sampling.draw(logits, ids, k, int(self.share * k))
+        return drawn
 
     def _check_weights(self, weighted: bool) -> None:
         if weighted:

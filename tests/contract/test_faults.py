@@ -22,7 +22,13 @@ from tests.support.helpers import Case, left_padding
 from tests.support.sequences import SIZES, Sequence
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2)
-WRAPPED = ["exact+recall", "pariskv+sample", "quest+reuse:tau=0.5", "sentencekv+reuse"]
+WRAPPED = [
+    "exact+recall",
+    "pariskv+sample",
+    "exact+vattention",
+    "quest+reuse:tau=0.5",
+    "sentencekv+reuse",
+]
 
 
 def make(spec):

@@ -79,7 +79,10 @@ def test_a_layer_asks_for_no_more_rows_than_there_can_be():
     assert time.perf_counter() - start < 1  # 2^24 rows of 96 bytes would take longer
 
 
-@pytest.mark.parametrize("spec", ["exact+recall", "exact+sample", "exact+reuse", "pariskv+sample"])
+@pytest.mark.parametrize(
+    "spec",
+    ["exact+recall", "exact+sample", "exact+reuse", "exact+vattention", "pariskv+sample"],
+)
 def test_wrappers_of_more_rows_than_there_are_cost_nothing(spec):
     index, most = CASE.index(spec), CASE.index(spec)
     for one in (index, most):

@@ -19,17 +19,26 @@ from kvindex.core.protocol import (
 )
 from kvindex.indexes.exact import Exact
 from kvindex.registry import wrapper_options
-from kvindex.wrappers import MeasureRecall, Reuse, Sample, Wrapper
+from kvindex.wrappers import MeasureRecall, Reuse, Sample, VAttention, Wrapper
 from tests.support.helpers import Case
 
-CLASSES = {"recall": MeasureRecall, "reuse": Reuse, "sample": Sample, "wrapper": Wrapper}
+CLASSES = {
+    "recall": MeasureRecall,
+    "reuse": Reuse,
+    "sample": Sample,
+    "vattention": VAttention,
+    "wrapper": Wrapper,
+}
 CAPABILITIES = [
     found
     for found in vars(protocol).values()
     if getattr(found, "_is_runtime_protocol", False) and found.__module__ == protocol.__name__
     if found is not protocol.KVIndex
 ]
-ONLY_ITS_OWN = {("reuse", ObservesQueries), ("sample", TellsCoverage), ("sample", WeighsRows)}
+ONLY_ITS_OWN = {
+    ("reuse", ObservesQueries),
+    *((name, own) for name in ("sample", "vattention") for own in (TellsCoverage, WeighsRows)),
+}
 """What a wrapper does whatever the inner index does."""
 NOT_PASSED_ON = {
     *((name, DecodesStep) for name in CLASSES),  # a step of the inner index is not its own search
@@ -79,7 +88,10 @@ def test_all_capabilities_are_found():
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("wanted", CAPABILITIES, ids=lambda wanted: wanted.__name__)
 def test_a_wrapper_has_what_it_and_its_inner_index_have(name, wanted):
-    if (name, wanted) != ("sample", WeighsRows):  # weights of weights: refused
+    if wanted is not WeighsRows or name not in (
+        "sample",
+        "vattention",
+    ):  # weights of weights: refused
         wrapper = CLASSES[name](able({wanted}))
         passed = (name, wanted) not in NOT_PASSED_ON
         assert wrapper.capability(wanted) is (wrapper if passed else None)

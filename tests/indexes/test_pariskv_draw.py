@@ -67,6 +67,51 @@ def test_a_step_draws_as_the_one_before_until_tokens_come(index):
     assert torch.equal(seeds_of(index), before)
 
 
+def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(index, monkeypatch):
+    """Of a stream of queries, neighbors of which have a cosine of .95, and tokens every 4 steps."""
+    steps = torch.arange(160)
+    best = CASE.index("pariskv:refine_factor=4")
+    best.append(*CASE.tokens(TOKENS))
+    kept, errors = follow(index, monkeypatch, steps // 4)
+    anew, _ = follow(index, monkeypatch, steps)
+    chosen = torch.stack([best.search(queries, k=K).ids[0] for queries in stream(len(steps))])
+    within = steps[1:] % 4 > 0
+    assert again(kept)[within].mean() > again(chosen).mean() > 2 * again(anew).mean()
+    pairs = torch.stack([errors[:-1], errors[1:]])
+    assert torch.corrcoef(pairs[:, within].flatten(1))[0, 1] > 0.5
+    # 39 pairs by 2 KV heads, as the heads of a group share a draw: 4 standard errors
+    assert abs(torch.corrcoef(pairs[:, ~within].flatten(1))[0, 1]) < 4 / math.sqrt(78)
+
+
+def stream(steps):
+    """Queries `[1, H, D]` of each step."""
+    queries = CASE.queries()
+    for step in range(steps):
+        queries = 0.95 * queries + math.sqrt(1 - 0.95**2) * CASE.queries(step + 1)
+        yield 2 * queries
+
+
+def follow(index, monkeypatch, blocks):
+    """Ids `[T, G, K]` of a stream, and how far the heads' denominators are off, `[T, H]`.
+
+    blocks: which numbers a step draws with, int64 `[T]`.
+    """
+    found, errors = [], []
+    for block, queries in zip(blocks.tolist(), stream(len(blocks)), strict=True):
+        seeds = priority.hashed(torch.arange(2) + 2 * block)[None, :, None]
+        monkeypatch.setattr(type(index), "_draw_seeds", lambda self, asked, seeds=seeds: seeds)
+        hits = index.search(queries, k=K)
+        shares = logits(queries).softmax(-1).gather(1, hits.ids[0].repeat_interleave(3, 0))
+        found.append(hits.ids[0])
+        errors.append((shares * hits.log_weight[0].double().exp()).sum(1) - 1)
+    return torch.stack(found), torch.stack(errors)
+
+
+def again(ids):
+    """Share of each step's rows that the step before had read, `[T - 1]`, of ids `[T, G, K]`."""
+    return (ids[1:, ..., None] == ids[:-1, :, None]).any(-1).float().mean((1, 2))
+
+
 def test_heads_and_layers_draw_by_themselves(index):
     other = CASE.index("pariskv:preset=drawn")
     other.append(*CASE.tokens(TOKENS, seed=5))

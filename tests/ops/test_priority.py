@@ -1,7 +1,7 @@
 """Priority sampling: its law, its sums and their variance, in one phase and in two.
 
 Means lie within 6 of their standard errors: by the normal approximation below 2e-9 each for a seed
-drawn afresh, some 30 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
+drawn afresh, some 50 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
 """
 
 import math
@@ -37,9 +37,30 @@ def sums(positions, log_chances, values):
     return (weights * values.double()[positions.clamp_min(0)]).sum(-1)
 
 
+def variances(positions, log_chances, values):
+    """What a draw tells of the variance of `sums`, float64 `[SEEDS]`: Σ x² (1 - π) / π² over its
+    rows, for sizes `w = x` Duffield, Lund and Thorup's Σ τ max(0, τ - w).
+    """
+    chances = log_chances.double().exp()
+    squares = values.double()[positions.clamp_min(0)].square()
+    return (squares * (1 - chances) / chances.square()).masked_fill(positions < 0, 0).sum(-1)
+
+
 def assert_unbiased(found, true):
     error = found.std() / math.sqrt(len(found))
     assert abs(found.mean() - true) <= 6 * error + 1e-9 * abs(true)
+
+
+def assert_tells_its_variance(drawn, values):
+    squares = (sums(*drawn, values) - values.double().sum()).square()
+    assert_unbiased(variances(*drawn, values) - squares, 0.0)
+
+
+def drawn_twice(coarse, fine, noises, candidates, k):
+    """Rows `[SEEDS, k]` and their `log π`; the candidates that they are drawn from, and theirs."""
+    _, found, chances = priority.draw(coarse.expand(SEEDS, -1), noises, candidates)
+    _, at, last = priority.draw(fine[found], noises.gather(1, found), k)
+    return (found.gather(1, at), torch.minimum(last, chances.gather(1, at))), (found, chances)
 
 
 def test_noise_is_the_logarithm_of_uniform_numbers_whatever_the_order():
@@ -75,29 +96,61 @@ def test_rows_of_a_draw_are_not_correlated_and_their_variance_is_bounded(noises)
     assert total <= own.double().exp().sum().square() / (k - 1)
 
 
+@pytest.mark.parametrize("k", [6, 12, 30])
+def test_a_draw_tells_the_variance_of_its_sums(k, noises):
+    own = sizes(1)
+    _, *drawn = priority.draw(own.expand(SEEDS, -1), noises, k)
+    signs = torch.randn(ROWS, generator=torch.Generator().manual_seed(9))
+    for values in (own.exp(), own.exp() * signs):
+        assert_tells_its_variance(drawn, values)
+    threshold = (own[drawn[0]] - drawn[1]).double().exp()  # τ, or the size where it is above
+    w = own.double().exp()[drawn[0]]
+    theirs = (threshold * (threshold - w)).sum(-1)
+    torch.testing.assert_close(variances(*drawn, own.exp()), theirs, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("error", [0.0, 0.7])
 def test_a_draw_among_drawn_candidates_is_right_on_average(error, noises):
     """Candidates by sizes that are off, rows by others: `π` is the smaller of both chances."""
-    coarse, fine = sizes(2), sizes(2) + error * sizes(3, 1.0)
-    _, found, chances = priority.draw(coarse.expand(SEEDS, -1), noises, 24)
-    _, at, last = priority.draw(fine[found], noises.gather(1, found), 8)
-    drawn = found.gather(1, at), torch.minimum(last, chances.gather(1, at))
+    drawn, _ = drawn_twice(sizes(2), sizes(2) + error * sizes(3, 1.0), noises, 24, 8)
     for seed in range(3):
         values = torch.randn(ROWS, generator=torch.Generator().manual_seed(20 + seed))
         values = values * sizes(2).exp()
         assert_unbiased(sums(*drawn, values), values.double().sum())
+        assert_tells_its_variance(drawn, values)
 
 
-def test_a_ratios_bias_falls_with_the_number_drawn(noises):
-    own = sizes(4)
-    values = torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
-    true = (own.double().exp() * values).sum() / own.double().exp().sum()
-    biases = []
-    for k in (4, 32):
+def test_candidates_tell_what_they_leave_out(noises):
+    """On average Σ w (1 / π - 1) over candidates is the sum of `w` over all other rows, and over
+    the rows drawn, in place of candidates, too.
+    """
+    own = sizes(2) + sizes(3, 0.7)
+    rows, candidates = drawn_twice(sizes(2), own, noises, 16, 8)
+    w = own.double().exp()
+    inside = torch.zeros(SEEDS, ROWS, dtype=torch.float64).scatter_(1, candidates[0], 1.0) @ w
+    outside = w.sum() - inside
+    assert 0.05 < outside.mean() / w.sum() < 0.5
+    assert_unbiased(sums(*candidates, w) - inside - outside, 0.0)
+    assert_unbiased(sums(*rows, w) - inside - outside, 0.0)
+
+
+def test_a_ratios_bias_is_bounded_and_falls_as_the_number_drawn_grows(noises):
+    """At least as 1 / k, and by Hartley and Ross (1954) within the ratio's standard deviation times
+    that of the denominator, which is below 1 / √(k - 1) of it (Szegedy, 2006).
+    """
+    own, off = sizes(4, 0.5), sizes(6, 1.0)  # weights of rows whose sizes are off as the values are
+    weights = (own + 0.7 * off).exp()
+    true, found = (weights.double() * off).sum() / weights.double().sum(), {}
+    for k in (4, 8, 16, 32):
         _, *drawn = priority.draw(own.expand(SEEDS, -1), noises, k)
-        top, below = (sums(*drawn, own.exp() * part) for part in (values, torch.ones(ROWS)))
-        biases.append(float(((top / below).mean() - true).abs()))
-    assert biases[1] < biases[0] / 2 or biases[0] < 1e-3
+        total = sums(*drawn, weights)
+        ratio = sums(*drawn, weights * off) / total - true
+        error = 6 * ratio.std() / math.sqrt(SEEDS)
+        found[k] = ratio.mean().abs(), error
+        assert found[k][0] <= ratio.std() * total.std() / weights.double().sum() + error
+    assert found[4][0] > found[4][1]
+    for k in (4, 8, 16):
+        assert found[2 * k][0] - found[2 * k][1] <= (found[k][0] + found[k][1]) / 2
 
 
 def test_few_rows_are_all_sure_and_none_stays_none(noises):

@@ -1,0 +1,131 @@
+"""vAttention: the best rows, and a uniform sample of the others as large as (ε, δ) asks for.
+
+Desai et al., vAttention: Verified Sparse Attention via Sampling (ICLR 2026, arXiv 2510.05688).
+Of the `n_s` rows beside the best `b` are drawn, each of which stands for `n_s / b` (equation 3), so
+that numerator and denominator of the softmax are right on average.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core.capability import capability
+from kvindex.core.protocol import CountsTokens, KVIndex
+from kvindex.ops import priority
+from kvindex.ops.select import top_k
+from kvindex.wrappers.sample import Sample
+
+PILOT, DRAWN = range(2)
+"""What a row's random numbers are for; one tells nothing of the other."""
+
+
+class VAttention(Sample):
+    """Of the `k` rows up to `share · k` are a uniform sample, the others the inner index's best.
+
+    The sample has `b = (Φ⁻¹(1 - δ/2) · n_s · σ / (ε · D))²` rows: by the central limit theorem the
+    denominator `D` is then off by more than its share ε with a chance of δ (lemma 4.1). A pilot of
+    `base_rate · n_s` rows drawn before tells `D` and the standard deviation σ of the rows' parts
+    of it (algorithm 2); the sample is no smaller than the pilot.
+
+    Where it differs from the paper: `b` ends at `share · k`, and where that binds, as it always
+    does with `base_rate · n_s` above it, neither ε nor δ holds. The pilot is judged by the inner
+    index's scores, which is asked for all its rows; it costs no row. `D` is what a group's heads
+    agree on, and the numerator, which theorem 4.3 bounds as well, is not looked at. Sink and window
+    are the layer's. A row's random numbers are hashes of its place, the KV head, how many tokens
+    the index holds, and `seed`: they stay until tokens come.
+
+    Raises ValueError for options out of range, and as `Sample` does.
+    """
+
+    def __init__(
+        self,
+        inner: KVIndex,
+        *,
+        epsilon: float = 0.05,
+        delta: float = 0.05,
+        base_rate: float = 0.05,
+        share: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(inner, share=share)
+        self.epsilon = check.within("epsilon", epsilon, 0, 1)
+        self.delta = check.within("delta", delta, 0, 1)
+        self.base_rate = check.within("base_rate", base_rate, 0, 1)
+        self.seed = check.seed(seed)
+
+    def _pool(self, k: int, tokens: int) -> int:
+        return max(k, tokens)
+
+    def _drawn(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        sure = k - int(self.share * k)
+        rest = logits > float("-inf")
+        best = torch.where(rest, _positions(rest), -1)[..., :sure]
+        rest[..., :sure] = False
+        left = rest.sum(-1, keepdim=True)
+        wanted = torch.where(left <= k - sure, left, self._wanted(logits, ids, rest, sure))
+        drawn = self._some(rest, ids, k - sure, wanted, DRAWN)
+        weight = (left / (drawn >= 0).sum(-1, keepdim=True)).log()
+        weights = torch.cat(
+            [torch.zeros(best.shape, device=ids.device), weight.expand_as(drawn)], -1
+        )
+        return _in_order(torch.cat([best, drawn], -1), weights)
+
+    def _wanted(self, logits: Tensor, ids: Tensor, rest: Tensor, sure: int) -> Tensor:
+        """Rows of a sample of `rest` that has ε and δ, int64 `[B, G, 1]`."""
+        left = rest.sum(-1, keepdim=True)
+        count = (self.base_rate * left).long().clamp_min(2)  # for a deviation
+        most = max(2, int(self.base_rate * logits.shape[-1]))
+        pilot = self._some(rest, ids, most, count, PILOT)
+        parts = (logits.double() - logits[..., :1]).exp()
+        mean, deviation = _moments(parts.gather(-1, pilot.clamp_min(0)), pilot >= 0)
+        total = parts[..., :sure].sum(-1, keepdim=True) + left * mean
+        bound = NormalDist().inv_cdf(1 - self.delta / 2) * left * deviation
+        needed = (bound / (self.epsilon * total)).square().ceil().nan_to_num(0)
+        return torch.maximum(needed.clamp_max(check.MOST_ROWS).long(), count)
+
+    def _some(self, rest: Tensor, ids: Tensor, most: int, counts: Tensor, use: int) -> Tensor:
+        """Positions of `counts` rows of `rest` at random, int64 `[B, G, most]`, then -1."""
+        _, drawn = top_k(self._noise(ids, use).masked_fill(~rest, float("-inf")), most)
+        return drawn.masked_fill(_positions(drawn) >= counts, -1)
+
+    def _noise(self, ids: Tensor, use: int) -> Tensor:
+        """Of rows int64 `[B, G, P]`: float32."""
+        counts, places = self._places(ids)
+        heads = torch.arange(ids.shape[1], device=ids.device)[:, None]
+        seeds = priority.hashed(priority.hashed(counts)[:, None, None] + heads)
+        return priority.noise(places, seeds + (2 * self.seed + use) * priority.SPREAD)
+
+    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens `[B]`, and the rows' places among the valid ones, as `ids`: padding moves none."""
+        known = capability(self.inner, CountsTokens)
+        if known is None or not len(self):
+            return torch.tensor([len(self)], device=ids.device), ids
+        if known.valid is None:
+            return known.counts.to(ids.device), ids
+        places = (known.valid.cumsum(-1) - 1)[:, None].expand(-1, ids.shape[1], -1)
+        return known.counts.to(ids.device), places.gather(-1, ids.clamp_min(0))
+
+
+def _positions(like: Tensor) -> Tensor:
+    return torch.arange(like.shape[-1], device=like.device).expand(like.shape)
+
+
+def _moments(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the real values of the last dimension, `[..., 1]`."""
+    count = real.sum(-1, keepdim=True)
+    mean = values.where(real, 0).sum(-1, keepdim=True) / count
+    squares = (values - mean).square().where(real, 0).sum(-1, keepdim=True)
+    return mean, (squares / (count - 1)).sqrt()
+
+
+def _in_order(positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions ascending, then -1, and their weights, then `-inf`."""
+    last = torch.iinfo(torch.int64).max
+    ordered, order = positions.masked_fill(positions < 0, last).sort(-1)
+    unused = ordered == last
+    found = weights.gather(-1, order).masked_fill(unused, float("-inf"))
+    return ordered.masked_fill(unused, -1), found
