@@ -1,4 +1,4 @@
-"""Needle task: one fact hidden in a long text, and a question about it.
+"""The demo's needle: one fact hidden in a long text of the caller's, and a question about it.
 
 After the single-needle task of RULER (Hsieh et al., 2024), in words that SmolLM2-135M answers
 with full attention; the haystack is the caller's.

@@ -1,0 +1,96 @@
+"""Drafts of instances: texts, before a tokenizer makes ids of them and a length is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex_adapters.evaluate.tasks.instance import Instance, Metric, Question
+from kvindex_adapters.evaluate.tasks.scoring import contains
+from kvindex_adapters.hf.prefill import encode_prompt
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as text, which follows the context's text as it is.
+
+    begin: what the answer begins with, given to the model; cue: what stands before it where there
+    is no chat template; answers, metric, max_new_tokens: as `Question` has them.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    max_new_tokens: int = 32
+    metric: Metric = contains
+    begin: str = ""
+    cue: str = "\n\nAnswer: "
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A context as text, which all questions share, and the questions."""
+
+    context: str
+    questions: tuple[Asked, ...]
+
+
+def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
+    """The instance of a draft: the context's ids are what all prompts begin with, even one that
+    asks nothing.
+    """
+    prompts = [_prompt(tokenizer, draft, asked) for asked in draft.questions]
+    shared = _shared_length([_prompt(tokenizer, draft, Asked("", ())), *prompts])
+    questions = tuple(
+        Question(prompt[shared:], asked.answers, asked.max_new_tokens, asked.metric)
+        for asked, prompt in zip(draft.questions, prompts, strict=True)
+    )
+    return Instance(task, seed, prompts[0][:shared], questions)
+
+
+def longest(tokenizer: Any, draft: Draft) -> int:
+    """Tokens of the prompt with the longest question."""
+    alone = Draft("", draft.questions)
+    asked = max(draft.questions, key=lambda asked: len(_prompt(tokenizer, alone, asked)))
+    return len(_prompt(tokenizer, draft, asked))
+
+
+def most_pieces(
+    length: Callable[[int], int], tokens: int, *, least: int = 1, most: int | None = None
+) -> int:
+    """The number of pieces with which `length` is at most `tokens`, and with one more is not.
+
+    least, most: bounds of the number. Raises ValueError where the least is too long.
+    """
+    low, size, high = least, length(least), None if most is None else most + 1
+    if size > tokens:
+        raise ValueError(f"tokens: got {tokens}, allowed is at least {size} here")
+    while high is None or high - low > 1:
+        guess = max(low + 1, low * tokens // size)  # as if every token were a piece's
+        if high is not None and guess >= high:
+            guess = (low + high) // 2
+        if (now := length(guess)) <= tokens:
+            low, size = guess, now
+        else:
+            high = guess
+    return low
+
+
+def _prompt(tokenizer: Any, draft: Draft, asked: Asked) -> Tensor:
+    """Ids int64 `[N]` of the whole: a user's message, or text where there is no chat template."""
+    text = draft.context + asked.text
+    if not tokenizer.chat_template:
+        cued = text + asked.cue
+        return encode_prompt(tokenizer, cued + asked.begin if asked.begin else cued.rstrip())
+    ids = encode_prompt(tokenizer, [{"role": "user", "content": text}])
+    return torch.cat([ids, encode_prompt(tokenizer, asked.begin, follows=True)])
+
+
+def _shared_length(prompts: list[Tensor]) -> int:
+    """Length of the prefix that all prompts `[N]` share."""
+    columns = zip(*(prompt.tolist() for prompt in prompts), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
