@@ -225,7 +225,7 @@ class ParisKV(BaseIndex):
         "precise": {"magnitude_bits": 5},
         "accurate": {"block": "subspace", "weight_bits": 8},
         "scan": {"coarse": "none"},
-        "drawn": {"draw": "priority", "refine_factor": 16},
+        "drawn": {"draw": "priority", "beta": 0.005, "refine_factor": 16},
         "paper": PAPER,
     }
     statistics = ("_histogram",)

@@ -97,7 +97,7 @@ class VAttention(Sample):
         counts, places = self._places(ids)
         heads = torch.arange(ids.shape[1], device=ids.device)[:, None]
         seeds = priority.hashed(priority.hashed(counts)[:, None, None] + heads)
-        return priority.noise(places, seeds + (2 * self.seed + use) * priority.SPREAD)
+        return priority.noise(places, seeds + (2 * self.seed + use) * priority.SPREAD).float()
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens `[B]`, and the rows' places among the valid ones, as `ids`: padding moves none."""
