@@ -17,7 +17,7 @@ from kvindex_adapters.evaluate.tasks.scoring import contains_any
 
 FIELDS = frozenset(("context", "input", "answer"))
 
-LETTERS = "ABCDEFGHIJ"
+LETTERS, NUMBER = "ABCDEFGHIJ", r"-?\d+(?:\.\d+)?"
 
 
 def named(answer: str, answers: tuple[str, ...]) -> float:
@@ -27,19 +27,19 @@ def named(answer: str, answers: tuple[str, ...]) -> float:
 
 def first_number(answer: str, answers: tuple[str, ...]) -> float:
     """Whether the answer's first number is the reference."""
-    found = re.search(r"-?\d+(?:\.\d+)?", answer)
+    found = re.search(NUMBER, answer)
     return float(found is not None and found[0] in answers)
 
 
 def last_number(answer: str, answers: tuple[str, ...]) -> float:
     """Whether the answer's last number is the reference."""
-    found = re.findall(r"-?\d+(?:\.\d+)?", answer)
+    found = re.findall(NUMBER, answer)
     return float(bool(found) and found[-1] in answers)
 
 
 def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
     """The share of the references, in their order, that the answer gives before its first error."""
-    given = re.findall(r"-?\d+(?:\.\d+)?", answer)
+    given = re.findall(NUMBER, answer)
     right = 0
     while right < min(len(given), len(answers)) and given[right] == answers[right]:
         right += 1
@@ -47,11 +47,14 @@ def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def chosen(answer: str, answers: tuple[str, ...]) -> float:
-    """Whether the answer chooses the option (its text, its letter): by its first letter alone."""
+    """Whether the answer chooses the option (its text, its letter): by a letter that it begins with
+    or calls the answer, else by the text.
+    """
     text, letter = answers
-    found = re.search(rf"\b[{LETTERS}]\b", answer)
-    if found is not None:
-        return float(found[0] == letter)
+    begins = re.match(rf"\W*([{LETTERS}])(?!\w| \w)", answer)
+    called = re.search(rf"(?i:answer|option|choice)(?: is)?\W*([{LETTERS}])\b", answer)
+    if found := begins or called:
+        return float(found[1] == letter)
     return float(text.lower() in answer.lower())
 
 

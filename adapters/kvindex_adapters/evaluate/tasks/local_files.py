@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvindex.core import check
 from kvindex_adapters.evaluate.tasks import infinitebench, longbench, mathematics
 from kvindex_adapters.evaluate.tasks.draft import Draft, encode, longest, most_pieces
 from kvindex_adapters.evaluate.tasks.instance import Instance
@@ -30,15 +31,10 @@ def from_file(path: str) -> Task:
 
     def make(tokenizer: Any, tokens: int, seed: int) -> Instance:
         lines = _lines(path, Path(path).stat().st_mtime_ns)
-        draft = _read(json.loads(lines[seed % len(lines)]), Path(path).stem)
+        draft = _read(lines[seed % len(lines)], Path(path).stem)
         return encode(tokenizer, _cut(tokenizer, draft, tokens), task=name, seed=seed)
 
     return Task(name, f"a line of {Path(path).name}", make, lambda: _missing(path))
-
-
-def lines(path: str) -> int:
-    """How many lines, and so different seeds, a file has. Raises OSError."""
-    return len(_lines(path, Path(path).stat().st_mtime_ns))
 
 
 def _missing(path: str) -> str | None:
@@ -54,13 +50,29 @@ def _lines(path: str, changed: int) -> list[str]:
     return found
 
 
-def _read(record: dict[str, Any], stem: str) -> Draft:
-    """The draft of a line. Raises ValueError for fields of no format."""
+def _read(line: str, stem: str) -> Draft:
+    """The draft of a line. Raises ValueError for one of no format."""
+    record = _record(line)
     for fields, draft in FORMATS:
         if fields <= record.keys():
             return draft(record, stem)
     allowed = " or ".join(str(sorted(fields)) for fields, _ in FORMATS)
     raise ValueError(f"file: got a line with {sorted(record)}, allowed is {allowed}")
+
+
+def _record(line: str) -> dict[str, Any]:
+    """The object of a line, whose fields are of the types that formats have."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"file: got {line[:40]!r}, allowed is JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"file: got {line[:40]!r}, allowed is an object of JSON")
+    for name in {"context", "input", "problem", "solution"} & record.keys():
+        check.text(name, record[name])
+    if not record.get("answers", ["one"]):
+        raise ValueError("answers: got none, allowed is at least one")
+    return record
 
 
 def _cut(tokenizer: Any, draft: Draft, tokens: int) -> Draft:

@@ -41,12 +41,13 @@ def boxed_text(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     """TeX without what does not change its value; numbers as Python writes them."""
-    text = re.sub(
-        r"\\(?:left|right|displaystyle|[,!;$%]|text\{[^}]*\}|\s)|\^\\circ|[\s$%]", "", text
-    )
+    text = re.sub(r"\\text\{ [^}]*\}|\^\{?\\circ\}?", "", text)  # units
+    text = re.sub(r"\\(?:text|mathrm|mbox)\{([^}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:left|right|displaystyle|[,!;%$ ])|[\s$%]", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\frac(\w)(\w)", r"\\frac{\1}{\2}", text).rstrip(".")
+    text = re.sub(r"\\frac(\w)(\w)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"^\w=|\.$|(?<=\d),(?=\d{3}\b)", "", text)
     try:
-        return str(float(text.replace(",", "")))
+        return str(float(text))
     except ValueError:
         return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import partial
 from typing import Any
 
 from kvindex_adapters.evaluate.tasks.draft import Asked, Draft
@@ -25,32 +26,38 @@ SENTENCES = (
 )
 
 
-@task("table", "eight persons whom sentences describe, as JSON: name, age, city and job of each")
+@task("table", "age, city and job of eight persons whom a text describes, as a table in JSON")
 def table(draw: random.Random, pieces: int) -> Draft:
-    """Eight sentences hidden in prose, and the table asked for."""
+    """Eight sentences hidden in prose, and the table asked for, whose answer is begun."""
     records = _records(draw)
     facts = [draw.choice(SENTENCES).format(**record) for record in records]
+    *others, last = (record["name"] for record in records)
     text = (
-        f"\n\nThe text describes {RECORDS} persons. Write them as a JSON array of objects with the "
-        'keys "name", "age", "city" and "job", in the order of the text. Write nothing else.'
+        f"\n\nWrite the name, age, city and job of {', '.join(others)} and {last} "
+        "as a JSON array of objects."
     )
-    answers = tuple(map(json.dumps, records))
-    asked = Asked(text, answers, max_new_tokens=512, metric=cells)
+    begin = f'[{{"name": "{others[0]}", "age": '
+    metric, answers = partial(cells, begin=begin), tuple(map(json.dumps, records))
+    asked = Asked(text, answers, max_new_tokens=384, metric=metric, begin=begin)
     return Draft("\n\n".join(hidden(draw, prose(draw, pieces), facts)), (asked,))
 
 
-def cells(answer: str, answers: tuple[str, ...]) -> float:
-    """The share of a table's cells that are right: of records as JSON, known by their first value.
+def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
+    """The share of a table's cells that are right: of records as JSON, whose first value is a name
+    that is given and not counted.
 
-    Objects of the answer that JSON cannot parse hold nothing. A record that none asked for counts
-    as one that is wrong; of several with one name the first counts.
+    begin: what stands before the answer. Objects that JSON cannot parse hold nothing. A record that
+    none asked for counts as one that is wrong; of several with one name the first counts.
     """
-    wanted = [json.loads(text) for text in answers]
-    given = _objects(answer)
-    name = next(iter(wanted[0]))
-    found = {str(record.get(name)): record for record in reversed(given)}
-    right = sum(_right(record, found.get(str(record[name]), {})) for record in wanted)
-    return right / (max(len(wanted), len(given)) * len(wanted[0]))
+    wanted, given = [json.loads(text) for text in answers], _objects(begin + answer)
+    key, *fields = wanted[0]
+    found = {str(record.get(key)): record for record in reversed(given)}
+    right = sum(
+        str(found.get(record[key], {}).get(field)) == str(record[field])
+        for record in wanted
+        for field in fields
+    )
+    return right / (max(len(wanted), len(given)) * len(fields))
 
 
 def _records(draw: random.Random) -> list[dict[str, str | int]]:
@@ -73,7 +80,3 @@ def _objects(answer: str) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return found
-
-
-def _right(wanted: dict[str, Any], given: dict[str, Any]) -> int:
-    return sum(str(given.get(key)) == str(value) for key, value in wanted.items())
