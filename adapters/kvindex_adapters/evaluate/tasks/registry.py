@@ -37,6 +37,7 @@ class Task:
 
 
 _TASKS: dict[str, Task] = {}
+_FAMILIES: dict[str, Callable[[str], Task]] = {}
 
 
 def register(task: Task) -> None:
@@ -71,8 +72,21 @@ def task(
     return decorate
 
 
+def family(prefix: str) -> Callable[[Callable[[str], Task]], Callable[[str], Task]]:
+    """Register a function that gives the task of a name `prefix:rest` from the rest."""
+
+    def decorate(find: Callable[[str], Task]) -> Callable[[str], Task]:
+        _FAMILIES[prefix] = find
+        return find
+
+    return decorate
+
+
 def names() -> list[str]:
-    """The names of all tasks, sorted; those whose package is missing included."""
+    """The names of all tasks, sorted; those whose package is missing included.
+
+    There are also `file:PATH`, the tasks of local files.
+    """
     return sorted(_known())
 
 
@@ -101,7 +115,10 @@ def make(name: str, tokenizer: Any, *, tokens: int, seed: int) -> Instance:
 
 def _get(name: str) -> Task:
     known = _known()
-    if check.text("task", name) not in known:
+    prefix, colon, rest = check.text("task", name).partition(":")
+    if colon and prefix in _FAMILIES:
+        return _FAMILIES[prefix](rest)
+    if name not in known:
         raise ValueError(unknown("task", name, known))
     return known[name]
 

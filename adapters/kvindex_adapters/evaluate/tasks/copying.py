@@ -1,0 +1,36 @@
+"""Copying: the continuation of a passage that stands far back, word for word."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from kvindex_adapters.evaluate.tasks.draft import Asked, Draft
+from kvindex_adapters.evaluate.tasks.haystack import hidden, paragraphs, prose
+from kvindex_adapters.evaluate.tasks.registry import task
+from kvindex_adapters.evaluate.tasks.scoring import begins_with
+
+OPENING, COPIED = 8, 24
+"""Words that are given, and words that are asked for."""
+
+
+@task("copy", "the next 24 words of a passage whose first 8 are given")
+def copy(draw: random.Random, pieces: int) -> Draft:
+    """A passage among others, which the answer begins to quote."""
+    passage = draw.choice(_passages())
+    words = passage.split()
+    opening, answer = " ".join(words[:OPENING]), " ".join(words[OPENING : OPENING + COPIED])
+    text = "\n\nQuote the passage of the text that begins with the following words."
+    asked = Asked(text, (answer,), 96, begins_with, begin=opening)
+    return Draft("\n\n".join(hidden(draw, prose(draw, pieces), [passage])), (asked,))
+
+
+def _passages() -> list[str]:
+    """Paragraphs that are long enough, and begin as no other does."""
+    openings = Counter(" ".join(text.split()[:OPENING]) for text in paragraphs())
+    return [
+        text
+        for text in paragraphs()
+        if len(words := text.split()) >= OPENING + COPIED
+        and openings[" ".join(words[:OPENING])] == 1
+    ]

@@ -1,0 +1,95 @@
+"""InfiniteBench (Zhang et al., 2024) from its own files: questions in our words, its metrics.
+
+A file's name says which task it holds. Answers of one word get a sentence's room, for chat models
+begin with one, and a summary is compared by ROUGE-L.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvindex_adapters.evaluate.tasks.draft import Asked, Draft
+from kvindex_adapters.evaluate.tasks.instance import Metric
+from kvindex_adapters.evaluate.tasks.longbench import IN_CHINESE
+from kvindex_adapters.evaluate.tasks.overlap import f1, rouge_l
+from kvindex_adapters.evaluate.tasks.scoring import contains_any
+
+FIELDS = frozenset(("context", "input", "answer"))
+
+LETTERS, NUMBER = "ABCDEFGHIJ", r"-?\d+(?:\.\d+)?"
+
+
+def named(answer: str, answers: tuple[str, ...]) -> float:
+    """Whether a reference is among the answer's words."""
+    return float(bool(set(re.split(r"[\s:\"'.,?!{}]+", answer)) & set(answers)))
+
+
+def first_number(answer: str, answers: tuple[str, ...]) -> float:
+    """Whether the answer's first number is the reference."""
+    found = re.search(NUMBER, answer)
+    return float(found is not None and found[0] in answers)
+
+
+def last_number(answer: str, answers: tuple[str, ...]) -> float:
+    """Whether the answer's last number is the reference."""
+    found = re.findall(NUMBER, answer)
+    return float(bool(found) and found[-1] in answers)
+
+
+def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
+    """The share of the references, in their order, that the answer gives before its first error."""
+    given = re.findall(NUMBER, answer)
+    right = 0
+    while right < min(len(given), len(answers)) and given[right] == answers[right]:
+        right += 1
+    return right / len(answers)
+
+
+def chosen(answer: str, answers: tuple[str, ...]) -> float:
+    """Whether the answer chooses the option (its text, its letter): by a letter that it begins with
+    or calls the answer, else by the text.
+    """
+    text, letter = answers
+    begins = re.match(rf"\W*([{LETTERS}])(?!\w| \w)", answer)
+    called = re.search(rf"(?i:answer|option|choice)(?: is)?\W*([{LETTERS}])\b", answer)
+    if found := begins or called:
+        return float(found[1] == letter)
+    return float(text.lower() in answer.lower())
+
+
+FORMS: dict[str, tuple[str, Metric, int]] = {
+    "passkey": ("", first_number, 32),
+    "number_string": ("", first_number, 32),
+    "kv_retrieval": ("", named, 64),
+    "longbook_qa_eng": ("Answer in a few words.", f1, 40),
+    "longbook_qa_chn": ("Answer in a few words.", IN_CHINESE, 40),
+    "longbook_sum_eng": ("Summarize the book above.", rouge_l, 1200),
+    "longbook_choice_eng": ("Answer with the letter of an option.", chosen, 40),
+    "longdialogue_qa_eng": ("Which name stands where the text has $$MASK$$?", contains_any, 40),
+    "code_debug": ("Answer with the letter of an option.", chosen, 40),
+    "code_run": ("Answer with the number.", last_number, 40),
+    "math_find": ("Answer with the number.", first_number, 40),
+    "math_calc": ("Write the value after each step of the calculation.", leading_numbers, 4096),
+}
+"""File -> what its questions end with, their metric, and tokens of an answer."""
+
+
+def draft(record: dict[str, Any], stem: str) -> Draft:
+    """The draft of a line. Raises ValueError for a file that InfiniteBench has not."""
+    if stem not in FORMS:
+        raise ValueError(f"file: got {stem!r}, allowed is one of {sorted(FORMS)}")
+    ending, metric, most = FORMS[stem]
+    options = record.get("options") or []
+    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False)]
+    asked = "\n".join(part for part in (record["input"], *lines, ending) if part)
+    answers = _answers(record["answer"], options if metric is chosen else [])
+    return Draft(record["context"], (Asked(f"\n\n{asked}", answers, most, metric),))
+
+
+def _answers(answer: Any, options: list[str]) -> tuple[str, ...]:
+    """References as texts; of a choice the option's text and its letter."""
+    found = tuple(map(str, answer)) if isinstance(answer, list) else (str(answer),)
+    if not options or len(found) == 2:
+        return found
+    return (found[0], LETTERS[options.index(found[0])])

@@ -1,0 +1,90 @@
+"""LongBench (Bai et al., 2024) from its own files: questions in our words, its metrics and lengths.
+
+Differences: each question goes through the chat template; ROUGE-L is that of one sequence of words;
+Chinese is compared character by character.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+from kvindex_adapters.evaluate.tasks.draft import Asked, Draft
+from kvindex_adapters.evaluate.tasks.instance import Metric
+from kvindex_adapters.evaluate.tasks.overlap import characters, edit_similarity, f1, rouge_l
+
+FIELDS = frozenset(("input", "context", "answers", "dataset"))
+
+QUESTION = "\n\nAnswer the question about the text above in a few words.\n\nQuestion: {input}"
+SUMMARY = "\n\nSummarize the text above in a few paragraphs. {input}"
+EXAMPLE = "\n\nGo on as the examples above do, with one more answer.\n\n{input}"
+COUNT = "\n\nHow many different paragraphs are above, each counted once? Answer with the number."
+RETRIEVE = (
+    "\n\nWhich of the paragraphs above does this summary describe? Name its number.\n\n{input}"
+)
+CODE = "\n{input}\n\nWrite the next line of this code, and nothing else."
+
+
+def first_line(answer: str, answers: tuple[str, ...], metric: Metric) -> float:
+    """A metric of the answer's first line: after it a model may invent more examples."""
+    return metric(answer.lstrip("\n").split("\n")[0], answers)
+
+
+def classified(answer: str, answers: tuple[str, ...], classes: tuple[str, ...]) -> float:
+    """One over the number of classes that the answer names, if a right one is among them.
+
+    A class within the name of a right one is not counted.
+    """
+
+    def one(right: str) -> float:
+        named = [name for name in classes if name in answer]
+        named = [name for name in named if name == right or name not in right]
+        return 1 / len(named) if right in named else 0.0
+
+    return max(map(one, answers))
+
+
+def numbers(answer: str, answers: tuple[str, ...]) -> float:
+    """The share of the answer's numbers that are the reference's."""
+    wanted = {number for text in answers for number in re.findall(r"\d+", text)}
+    given = re.findall(r"\d+", answer)
+    return sum(number in wanted for number in given) / len(given) if given else 0.0
+
+
+Form = tuple[str, Metric, int]
+"""A question, its metric, and tokens of an answer."""
+
+IN_CHINESE: Metric = partial(f1, words=characters)
+SUMMARY_IN_CHINESE: Metric = partial(rouge_l, words=characters)
+
+FORMS: dict[str, Form] = {
+    **dict.fromkeys(("narrativeqa", "qasper"), (QUESTION, f1, 128)),
+    **dict.fromkeys(("multifieldqa_en",), (QUESTION, f1, 64)),
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), (QUESTION, f1, 32)),
+    "multifieldqa_zh": (QUESTION, IN_CHINESE, 64),
+    "dureader": (QUESTION, SUMMARY_IN_CHINESE, 128),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news"), (SUMMARY, rouge_l, 512)),
+    "vcsum": (SUMMARY, SUMMARY_IN_CHINESE, 512),
+    "triviaqa": (EXAMPLE, partial(first_line, metric=f1), 32),
+    "samsum": (EXAMPLE, partial(first_line, metric=rouge_l), 128),
+    "passage_count": (COUNT, numbers, 32),
+    **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), (RETRIEVE, numbers, 32)),
+    **dict.fromkeys(("lcc", "repobench-p"), (CODE, edit_similarity, 64)),
+}
+"""Data set -> how it is asked and scored; `trec` and `lsht` name classes of their own."""
+
+
+def draft(record: dict[str, Any], stem: str) -> Draft:
+    """The draft of a line. Raises ValueError for a data set that LongBench has not."""
+    name = str(record["dataset"]).removesuffix("_e")
+    if name in ("trec", "lsht"):
+        classes = partial(classified, classes=tuple(record["all_classes"]))
+        form: Form = (EXAMPLE, partial(first_line, metric=classes), 64)
+    elif name in FORMS:
+        form = FORMS[name]
+    else:
+        raise ValueError(f"dataset: got {name!r}, allowed is one of {sorted(FORMS)}, trec, lsht")
+    text, metric, most = form
+    asked = Asked(text.replace("{input}", record["input"]), tuple(record["answers"]), most, metric)
+    return Draft(record["context"], (asked,))

@@ -1,0 +1,82 @@
+"""Records scattered in prose, to be written out as a table in JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import partial
+from typing import Any
+
+from kvindex_adapters.evaluate.tasks.draft import Asked, Draft
+from kvindex_adapters.evaluate.tasks.haystack import hidden, prose
+from kvindex_adapters.evaluate.tasks.registry import task
+
+RECORDS = 8
+
+FIRST = "Alice Bruno Carla David Elena Felix Greta Henry Irene Jonas Laura Martin"
+LAST = "Adler Brandt Costa Duran Evans Fischer Garcia Hansen Ivanov Keller Lopez Moreau"
+CITIES = "Athens Berlin Cairo Dublin Geneva Lisbon Madrid Oslo Prague Rome Vienna Warsaw"
+JOBS = "baker carpenter chemist dentist farmer judge lawyer nurse painter pilot tailor"
+
+SENTENCES = (
+    "{name} is {age} years old, lives in {city} and works as a {job}.",
+    "A {job} from {city}, {name}, is {age} years old.",
+    "In {city} there lives a {job} of {age} years, whose name is {name}.",
+)
+
+
+@task("table", "age, city and job of eight persons whom a text describes, as a table in JSON")
+def table(draw: random.Random, pieces: int) -> Draft:
+    """Eight sentences hidden in prose, and the table asked for, whose answer is begun."""
+    records = _records(draw)
+    facts = [draw.choice(SENTENCES).format(**record) for record in records]
+    *others, last = (record["name"] for record in records)
+    text = (
+        f"\n\nWrite the name, age, city and job of {', '.join(others)} and {last} "
+        "as a JSON array of objects."
+    )
+    begin = f'[{{"name": "{others[0]}", "age": '
+    metric, answers = partial(cells, begin=begin), tuple(map(json.dumps, records))
+    asked = Asked(text, answers, max_new_tokens=384, metric=metric, begin=begin)
+    return Draft("\n\n".join(hidden(draw, prose(draw, pieces), facts)), (asked,))
+
+
+def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
+    """The share of a table's cells that are right: of records as JSON, whose first value is a name
+    that is given and not counted.
+
+    begin: what stands before the answer. Objects that JSON cannot parse hold nothing. A record that
+    none asked for counts as one that is wrong; of several with one name the first counts.
+    """
+    wanted, given = [json.loads(text) for text in answers], _objects(begin + answer)
+    key, *fields = wanted[0]
+    found = {str(record.get(key)): record for record in reversed(given)}
+    right = sum(
+        str(found.get(record[key], {}).get(field)) == str(record[field])
+        for record in wanted
+        for field in fields
+    )
+    return right / (max(len(wanted), len(given)) * len(fields))
+
+
+def _records(draw: random.Random) -> list[dict[str, str | int]]:
+    first, last = (draw.sample(names.split(), RECORDS) for names in (FIRST, LAST))
+    names = (f"{before} {after}" for before, after in zip(first, last, strict=True))
+    return [{"name": name, **_traits(draw)} for name in names]
+
+
+def _traits(draw: random.Random) -> dict[str, str | int]:
+    age, city, job = draw.randint(21, 79), draw.choice(CITIES.split()), draw.choice(JOBS.split())
+    return {"age": age, "city": city, "job": job}
+
+
+def _objects(answer: str) -> list[dict[str, Any]]:
+    """The JSON objects without objects inside that a text holds."""
+    found = []
+    for text in re.findall(r"\{[^{}]*\}", answer):
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found

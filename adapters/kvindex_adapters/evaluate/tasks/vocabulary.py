@@ -1,0 +1,64 @@
+"""Words that tasks draw from: names of two words, coined words, variables, UUIDs."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterator
+from itertools import islice
+
+ADJECTIVES = """
+amber ancient bitter bold brave bright broken calm careful clever cold crimson curious damp
+distant dusty eager early faint fancy fierce gentle giant golden grand green hidden hollow honest
+humble hungry icy idle jolly keen kind late lazy little lonely loud lucky mellow mild modest
+narrow noble odd pale patient plain polite proud quick quiet rapid rare rough rusty secret sharp
+shy silent small
+"""
+"""64 words, so that with as many nouns there are 4,096 names."""
+
+NOUNS = """
+anchor apple arrow badge barn basket beacon bell bottle branch bridge bucket button cabin candle
+canyon carpet castle cherry circle cloud cottage desert drum engine falcon feather fence ferry
+flute forest fountain garden hammer island jacket kettle ladder lake lemon market mirror mountain
+needle ocean oven paper pencil pepper planet pocket river rocket saddle school shadow spoon stable
+statue temple tunnel valley wagon window
+"""
+"""64 words."""
+
+
+def names(draw: random.Random, count: int) -> list[str]:
+    """Different names of an adjective and a noun; past 4,096 with one more adjective."""
+    adjectives = ADJECTIVES.split()
+    pairs = [f"{adjective} {noun}" for adjective in adjectives for noun in NOUNS.split()]
+    draw.shuffle(pairs)
+    more = (f"{first} {pair}" for first in adjectives for pair in pairs)
+    return [*pairs[:count], *islice(more, max(count - len(pairs), 0))]
+
+
+def coined(draw: random.Random, count: int) -> list[str]:
+    """Different words of three syllables that no language has (421,875 there are)."""
+    return _different(_coined(draw), count)
+
+
+def variables(draw: random.Random, count: int) -> list[str]:
+    """Different names of five capital letters."""
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return _different(("".join(draw.choices(letters, k=5)) for _ in iter(int, 1)), count)
+
+
+def uuids(draw: random.Random, count: int) -> list[str]:
+    """Random UUIDs, of version 4."""
+    return [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(count)]
+
+
+def _coined(draw: random.Random) -> Iterator[str]:
+    syllables = [first + second for first in "bdfgklmnprstvwz" for second in "aeiou"]
+    while True:
+        yield "".join(draw.choices(syllables, k=3))
+
+
+def _different(found: Iterator[str], count: int) -> list[str]:
+    kept: dict[str, None] = {}
+    while len(kept) < count:
+        kept[next(found)] = None
+    return list(kept)

@@ -1,0 +1,26 @@
+"""A tokenizer that needs no model: byte pairs, learned from the haystack of tasks."""
+
+import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
+
+from kvindex_adapters.evaluate.tasks.haystack import paragraphs
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>\n{{ message['content'] }}<end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """With a chat template."""
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(paragraphs()[:300], vocab_size=2000, show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def plain(tokenizer):
+    """The same without a chat template."""
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
