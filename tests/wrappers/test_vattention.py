@@ -71,7 +71,7 @@ def test_sums_over_the_rows_are_those_over_all_keys_on_average(name, epsilon):
         weights = shares[:, ids] * hits.log_weight[0].double().exp() * real
         found.append(torch.stack([weights.sum(-1), weights @ values[ids, 0]]))
         rows += int(real.sum())
-    assert (rows == 48 * SEEDS) == (epsilon < 0.1)
+    assert (rows > 47 * SEEDS) == (epsilon < 0.1)
     found = torch.stack(found)
     off = found.mean(0) - torch.stack([shares.sum(-1), shares @ values[:, 0]])
     assert (off.abs() <= 6 * found.std(0) / math.sqrt(SEEDS)).all()
