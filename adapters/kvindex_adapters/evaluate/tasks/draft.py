@@ -19,8 +19,8 @@ from kvindex_adapters.hf.prefill import encode_prompt
 class Asked:
     """A question as text, which follows the context's text as it is.
 
-    begin: what the answer begins with, given to the model; answers, metric, max_new_tokens: as
-    `Question` has them.
+    begin: what the answer begins with, given to the model; cue: what stands before it where there
+    is no chat template; answers, metric, max_new_tokens: as `Question` has them.
     """
 
     text: str
@@ -28,6 +28,7 @@ class Asked:
     max_new_tokens: int = 32
     metric: Metric = contains
     begin: str = ""
+    cue: str = "\n\nAnswer: "
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def _prompt(tokenizer: Any, draft: Draft, asked: Asked) -> Tensor:
     """Ids int64 `[N]` of the whole: a user's message, or text where there is no chat template."""
     text = draft.context + asked.text
     if not tokenizer.chat_template:
-        return encode_prompt(tokenizer, f"{text}\n\nAnswer: {asked.begin}".rstrip())
+        cued = text + asked.cue
+        return encode_prompt(tokenizer, cued + asked.begin if asked.begin else cued.rstrip())
     ids = encode_prompt(tokenizer, [{"role": "user", "content": text}])
     return torch.cat([ids, encode_prompt(tokenizer, asked.begin, follows=True)])
 

