@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +88,24 @@ def test_names_are_those_of_tasks(tokenizer, monkeypatch):
     assert "pip install" in tasks.available("lacking")
     with pytest.raises(ModuleNotFoundError, match="task: got 'lacking', allowed is after pip"):
         tasks.make("lacking", tokenizer, tokens=LENGTH, seed=0)
+
+
+def test_the_page_has_every_task():
+    page = (Path(__file__).parents[3] / "docs/adapters/tasks.md").read_text()
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == OURS
+
+
+def test_a_task_is_one_function(tokenizer, monkeypatch):
+    monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
+
+    @registry.task("color", "the color of a door")
+    def color(draw, pieces):
+        value = draw.choice(["red", "green"])
+        body = hidden(draw, prose(draw, pieces), [f"The door is {value}."])
+        return Draft("\n\n".join(body), (Asked("\n\nWhich color has it?", (value,)),))
+
+    made = tasks.make("color", tokenizer, tokens=1000, seed=0)
+    assert f"The door is {made.questions[0].answers[0]}." in tokenizer.decode(made.context)
 
 
 # From texts to ids
@@ -182,3 +202,4 @@ def test_a_table_counts_by_cells():
     assert cells("A is 3 years old and lives in X.", wanted) == 0
     more = (*wanted, '{"name": "C", "age": 3}', '{"name": "A", "age": 5}')
     assert cells(", ".join(more), wanted) == 0.5
+    assert cells(f"[{wanted[0]}]\n\nAgain:\n[{', '.join(wanted)}]", wanted) == 0.5

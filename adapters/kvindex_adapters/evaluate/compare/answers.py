@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -29,21 +29,25 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Limit:
-    """Where an answer ends: after `most` tokens, or after a token whose id is one of `ends`."""
+    """Where an answer ends: after `most` tokens, after a token whose id is one of `ends`, or when
+    it is `settled`: nothing that follows makes it better or worse.
+    """
 
     most: int
     ends: Collection[int] = ()
+    settled: Callable[[list[int]], bool] = lambda answer: False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, most: int) -> Self:
+    def of(cls, model: PreTrainedModel, most: int, settled: Callable[[list[int]], bool]) -> Self:
         """With the ids that end the model's answers."""
         config: Any = model.generation_config
         end = None if config is None else config.eos_token_id
-        return cls(most, () if end is None else (end,) if isinstance(end, int) else tuple(end))
+        ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
+        return cls(most, ends, settled)
 
     def reached(self, answer: list[int]) -> bool:
         """Whether an answer of a token or more ends here."""
-        return len(answer) >= self.most or answer[-1] in self.ends
+        return len(answer) >= self.most or answer[-1] in self.ends or self.settled(answer)
 
 
 def continued(steps: Steps, answer: list[int], limit: Limit) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ class InstanceReading:
         self.context, _ = full.read(instance.context)
         before = full.checkpoint()
         self._asked: list[tuple[Piece, list[int], Limit]] = []
-        for question in instance.questions:
+        for number, question in enumerate(instance.questions):
             piece, logits = full.read(question.ids)
-            limit = Limit.of(model, question.max_new_tokens)
+            limit = Limit.of(model, question.max_new_tokens, partial(self._settled, number))
             draft = continued(full, [int(logits.argmax())], limit)
             full.rollback(before)
             self._asked.append((piece, draft, limit))
@@ -48,8 +49,15 @@ class InstanceReading:
                 answers.append(checked(indexed, draft, limit))
         return self._record(answers)
 
+    def _settled(self, number: int, answer: list[int]) -> bool:
+        return self._instance.settled(number, self._text(answer))
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
     def _record(self, answers: list[list[int]]) -> Record:
-        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+        texts = [self._text(ids) for ids in answers]
         scores = [self._instance.score(number, text) for number, text in enumerate(texts)]
         return {"prompt_tokens": self._instance.tokens(), "scores": scores, "answers": texts}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex_adapters.evaluate.tasks.scoring import contains
+from kvindex_adapters.evaluate.tasks.scoring import SETTLED, contains
 
 Metric = Callable[[str, tuple[str, ...]], float]
 """Called with an answer and what was asked for; the share that is right, in [0, 1]."""
@@ -44,3 +44,7 @@ class Instance:
         """The share of question `number` that an answer has right, in [0, 1]."""
         question = self.questions[number]
         return question.metric(answer, question.answers)
+
+    def settled(self, number: int, answer: str) -> bool:
+        """Whether the answer is wholly right, and stays so whatever follows."""
+        return self.questions[number].metric in SETTLED and self.score(number, answer) == 1

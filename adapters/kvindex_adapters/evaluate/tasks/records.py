@@ -19,21 +19,17 @@ LAST = "Adler Brandt Costa Duran Evans Fischer Garcia Hansen Ivanov Keller Lopez
 CITIES = "Athens Berlin Cairo Dublin Geneva Lisbon Madrid Oslo Prague Rome Vienna Warsaw"
 JOBS = "baker carpenter chemist dentist farmer judge lawyer nurse painter pilot tailor"
 
-SENTENCES = (
-    "{name} is {age} years old, lives in {city} and works as a {job}.",
-    "A {job} from {city}, {name}, is {age} years old.",
-    "In {city} there lives a {job} of {age} years, whose name is {name}.",
-)
+SENTENCE = "{name} is {age} years old, lives in {city} and works as a {job}."
 
 
 @task("table", "age, city and job of eight persons whom a text describes, as a table in JSON")
 def table(draw: random.Random, pieces: int) -> Draft:
     """Eight sentences hidden in prose, and the table asked for, whose answer is begun."""
     records = _records(draw)
-    facts = [draw.choice(SENTENCES).format(**record) for record in records]
+    facts = [SENTENCE.format(**record) for record in records]
     *others, last = (record["name"] for record in records)
     text = (
-        f"\n\nWrite the name, age, city and job of {', '.join(others)} and {last} "
+X
         "as a JSON array of objects."
     )
     begin = f'[{{"name": "{others[0]}", "age": '
@@ -72,9 +68,9 @@ def _traits(draw: random.Random) -> dict[str, str | int]:
 
 
 def _objects(answer: str) -> list[dict[str, Any]]:
-    """The JSON objects without objects inside that a text holds."""
+    """The JSON objects of an answer's first array, which hold no others."""
     found = []
-    for text in re.findall(r"\{[^{}]*\}", answer):
+    for text in re.findall(r"\{[^{}]*\}", answer.partition("]")[0]):
         try:
             found.append(json.loads(text))
         except ValueError:

@@ -16,6 +16,10 @@ def contains_any(answer: str, answers: tuple[str, ...]) -> float:
     return float(any(text.lower() in answer.lower() for text in answers))
 
 
+SETTLED = (contains, contains_any)
+"""Metrics of which no token takes away what an answer has."""
+
+
 def begins_with(answer: str, answers: tuple[str, ...]) -> float:
     """The share of the first reference's words that the answer gives before its first error."""
     wanted = answers[0].split()
