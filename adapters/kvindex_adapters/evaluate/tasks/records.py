@@ -19,17 +19,21 @@ LAST = "Adler Brandt Costa Duran Evans Fischer Garcia Hansen Ivanov Keller Lopez
 CITIES = "Athens Berlin Cairo Dublin Geneva Lisbon Madrid Oslo Prague Rome Vienna Warsaw"
 JOBS = "baker carpenter chemist dentist farmer judge lawyer nurse painter pilot tailor"
 
-SENTENCE = "{name} is {age} years old, lives in {city} and works as a {job}."
+SENTENCES = (
+    "{name} is {age} years old, lives in {city} and works as a {job}.",
+    "A {job} from {city}, {name}, is {age} years old.",
+    "In {city} there lives a {job} of {age} years, whose name is {name}.",
+)
 
 
 @task("table", "age, city and job of eight persons whom a text describes, as a table in JSON")
 def table(draw: random.Random, pieces: int) -> Draft:
     """Eight sentences hidden in prose, and the table asked for, whose answer is begun."""
     records = _records(draw)
-    facts = [SENTENCE.format(**record) for record in records]
-    *others, last = (record["name"] for record in records)
+    facts = [draw.choice(SENTENCES).format(**record) for record in records]
+    *others, last = (str(record["name"]) for record in records)
     text = (
-X
+        f"\n\nWrite the name, age, city and job of {', '.join(others)} and {last} "
         "as a JSON array of objects."
     )
     begin = f'[{{"name": "{others[0]}", "age": '
@@ -68,9 +72,9 @@ def _traits(draw: random.Random) -> dict[str, str | int]:
 
 
 def _objects(answer: str) -> list[dict[str, Any]]:
-    """The JSON objects of an answer's first array, which hold no others."""
+    """The JSON objects without objects inside that a text holds."""
     found = []
-    for text in re.findall(r"\{[^{}]*\}", answer.partition("]")[0]):
+    for text in re.findall(r"\{[^{}]*\}", answer):
         try:
             found.append(json.loads(text))
         except ValueError:
