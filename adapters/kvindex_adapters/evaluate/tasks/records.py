@@ -22,19 +22,19 @@ JOBS = "baker carpenter chemist dentist farmer judge lawyer nurse painter pilot 
 SENTENCE = "{name} is {age} years old, lives in {city} and works as a {job}."
 
 
-@task("table", "age, city and job of eight persons whom a text describes, as a table in JSON")
+@task("table", "age, city and job of seven persons whom a text describes, as a table in JSON")
 def table(draw: random.Random, pieces: int) -> Draft:
-    """Eight sentences hidden in prose, and the table asked for, whose answer is begun."""
+    """Eight sentences hidden in prose, and their table, whose first record is given."""
     records = _records(draw)
     facts = [SENTENCE.format(**record) for record in records]
-    *others, last = (record["name"] for record in records)
+    *others, last = (str(record["name"]) for record in records)
+    first, *answers = map(json.dumps, records)
+    begin = f'[{first}, {{"name": "{others[1]}", "age": '
     text = (
         f"\n\nWrite the name, age, city and job of {', '.join(others)} and {last} "
         "as a JSON array of objects."
     )
-    begin = f'[{{"name": "{others[0]}", "age": '
-    metric, answers = partial(cells, begin=begin), tuple(map(json.dumps, records))
-    asked = Asked(text, answers, max_new_tokens=384, metric=metric, begin=begin)
+    asked = Asked(text, tuple(answers), 320, partial(cells, begin=begin), begin)
     return Draft("\n\n".join(hidden(draw, prose(draw, pieces), facts)), (asked,))
 
 
@@ -53,7 +53,8 @@ def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
         for record in wanted
         for field in fields
     )
-    return right / (max(len(wanted), len(given)) * len(fields))
+    count = max(len(wanted), len(given) - len(_objects(begin)))
+    return right / (count * len(fields))
 
 
 def _records(draw: random.Random) -> list[dict[str, str | int]]:
