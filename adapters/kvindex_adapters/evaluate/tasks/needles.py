@@ -36,8 +36,8 @@ def multikey(draw: random.Random, pieces: int) -> Draft:
 def multivalue(draw: random.Random, pieces: int) -> Draft:
     """Four needles with one key, all of them asked for."""
     key, values = draw.choice(KEYS), tuple(number(draw) for _ in range(SEVERAL))
-    text = f"\n\nWhat are all the special magic numbers for {key} that the text mentions?"
-    asked = Asked(text, values, max_new_tokens=96)
+    begin = f"The {SEVERAL} special magic numbers for {key} that the text mentions are:"
+    asked = _ask_all(key, values, begin)
     return _draft(draw, pieces, [fact(key, value) for value in values], [asked])
 
 
@@ -45,10 +45,9 @@ def multivalue(draw: random.Random, pieces: int) -> Draft:
 def multiquery(draw: random.Random, pieces: int) -> Draft:
     """Four needles with a key each, all of them asked for."""
     pairs = _pairs(draw)[:SEVERAL]
-    *keys, last = (key for key, _ in pairs)
-    listed = f"{', '.join(keys)} and {last}"
-    text = f"\n\nWhat are the special magic numbers for {listed} that the text mentions?"
-    asked = Asked(text, tuple(value for _, value in pairs), max_new_tokens=96)
+    keys, values = zip(*pairs, strict=True)
+    begin = f"The {SEVERAL} special magic numbers are:\n\n{keys[0]}:"
+    asked = _ask_all(f"{', '.join(keys[:-1])} and {keys[-1]}", values, begin)
     return _draft(draw, pieces, [fact(*pair) for pair in pairs], [asked])
 
 
@@ -80,9 +79,14 @@ def fact(key: str, value: str) -> str:
 
 
 def ask(key: str, value: str) -> Asked:
-    """The question about one needle."""
-    text = f"\n\nWhat is the special magic number for {key} that the text mentions?"
-    return Asked(text, (value,))
+    """The question about one needle, whose answer is begun."""
+    about = f"special magic number for {key} that the text mentions"
+    return Asked(f"\n\nWhat is the {about}?", (value,), 16, begin=f"The {about} is")
+
+
+def _ask_all(keys: str, values: tuple[str, ...], begin: str) -> Asked:
+    text = f"\n\nWhat are the {SEVERAL} special magic numbers for {keys} that the text mentions?"
+    return Asked(text, values, max_new_tokens=64, begin=begin)
 
 
 def _pairs(draw: random.Random) -> list[tuple[str, str]]:

@@ -44,5 +44,6 @@ def _draft(draw: random.Random, found: list[str], counts: list[int], asked: int)
     listed = [word for word, times in zip(found, counts, strict=True) for _ in range(times)]
     draw.shuffle(listed)
     text = f"\n\nWhich {asked} words appear most often in the list above?"
-    answers = tuple(found[:asked])
-    return Draft(f"A list of words: {' '.join(listed)}", (Asked(text, answers, 64),))
+    begin = f"The {asked} words that appear most often in the list above are:"
+    question = Asked(text, tuple(found[:asked]), max_new_tokens=48, begin=begin)
+    return Draft(f"A list of words: {' '.join(listed)}", (question,))
