@@ -27,6 +27,10 @@ class Steps(Protocol):
         ...
 
 
+def _never(answer: list[int]) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Limit:
     """Where an answer ends: after `most` tokens, after a token whose id is one of `ends`, or when
@@ -35,10 +39,12 @@ class Limit:
 
     most: int
     ends: Collection[int] = ()
-    settled: Callable[[list[int]], bool] = lambda answer: False
+    settled: Callable[[list[int]], bool] = _never
 
     @classmethod
-    def of(cls, model: PreTrainedModel, most: int, settled: Callable[[list[int]], bool]) -> Self:
+    def of(
+        cls, model: PreTrainedModel, most: int, settled: Callable[[list[int]], bool] = _never
+    ) -> Self:
         """With the ids that end the model's answers."""
         config: Any = model.generation_config
         end = None if config is None else config.eos_token_id
