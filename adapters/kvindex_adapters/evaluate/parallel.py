@@ -32,6 +32,10 @@ class ParallelLayer(AttentionLayer):
         self.index.end_prompt()
         self._sealed = self._begun = True
 
+    def pause(self) -> None:
+        """Tokens that follow are a prompt, or steps one by one, until `begin`."""
+        self._begun = False
+
     def step(
         self,
         queries: Tensor,

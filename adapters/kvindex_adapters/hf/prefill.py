@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,15 +87,21 @@ def prefill(
 
     A chunk of one token would be a searching step, so the last chunk takes what would be left.
     """
-    start = 0
-    while start < stop:
-        end = start + chunk if stop - start - chunk > 1 else stop
+    for start, end in chunks(stop, chunk):
         model(
             input_ids=ids[None, start:end],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        start = end
         if report:
-            report("prefill", start, len(ids))
+            report("prefill", end, len(ids))
+
+
+def chunks(stop: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """First and end of the pieces in which `prefill` reads `stop` tokens."""
+    start = 0
+    while start < stop:
+        end = start + chunk if stop - start - chunk > 1 else stop
+        yield start, end
+        start = end

@@ -1,0 +1,79 @@
+"""What all indexes read, after full attention has: an instance of a task, or a text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvindex_adapters.evaluate.compare import continuation
+from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued
+from kvindex_adapters.evaluate.compare.records import Record
+from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed, Piece
+from kvindex_adapters.evaluate.tasks import Instance
+
+DIGITS = 6
+"""Of a divergence in a record."""
+
+
+class InstanceReading:
+    """An instance that full attention has read, with its answers.
+
+    context: what indexes read first; own: the record of full attention.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, instance: Instance) -> None:
+        self._tokenizer, self._instance = tokenizer, instance
+        full = FullAttention(model)
+        self.context, _ = full.read(instance.context)
+        before = full.checkpoint()
+        self._asked: list[tuple[Piece, list[int], Limit]] = []
+        for question in instance.questions:
+            piece, logits = full.read(question.ids)
+            limit = Limit.of(model, question.max_new_tokens)
+            draft = continued(full, [int(logits.argmax())], limit)
+            full.rollback(before)
+            self._asked.append((piece, draft, limit))
+        self.own = self._record([draft for _, draft, _ in self._asked])
+
+    def through(self, indexed: Indexed, k: int) -> Record:
+        """The record of an index that holds the context."""
+        answers = []
+        for piece, draft, limit in self._asked:
+            with indexed.branch(k):
+                indexed.read(piece)
+                answers.append(checked(indexed, draft, limit))
+        return self._record(answers)
+
+    def _record(self, answers: list[list[int]]) -> Record:
+        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+        scores = [self._instance.score(number, text) for number, text in enumerate(texts)]
+        return {"prompt_tokens": self._instance.tokens(), "scores": scores, "answers": texts}
+
+
+class TextReading:
+    """A text that full attention has read but for its last `steps` tokens, and its logits there.
+
+    ids: int64 `[N]`.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, steps: int) -> None:
+        full, ids = FullAttention(model), ids.to(model.device)
+        self.context, _ = full.read(ids[:-steps])
+        self._steps = ids[-steps:]
+        cost = continuation.dense_cost(full, self._steps)
+        self._logits = continuation.dense_logits(full, self._steps)
+        self.own = self._record(torch.zeros(steps), torch.ones(steps), cost)
+
+    def through(self, indexed: Indexed, k: int) -> Record:
+        """The record of an index that holds the text."""
+        cost = continuation.cost(indexed, self._steps, k=k)
+        found = continuation.divergence(indexed, self._steps, self._logits, k=k)
+        return self._record(*found, cost)
+
+    def _record(self, kl: Tensor, same: Tensor, cost: continuation.Steady) -> Record:
+        rounded = [float(f"{value:.{DIGITS}g}") for value in kl.tolist()]
+        return {"kl": rounded, "same": same.int().tolist(), **asdict(cost)}

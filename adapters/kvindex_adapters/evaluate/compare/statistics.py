@@ -1,0 +1,88 @@
+"""Intervals and tests: Wilson's, the bootstrap, the sign test, Holm's correction."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Z = 1.959964
+"""Standard deviations of the normal distribution within which 95% lie."""
+
+RESAMPLES, SEED = 4000, 0
+"""Of the bootstrap: how many, from which seed."""
+
+Interval = tuple[float, float]
+
+
+def wilson(scores: Sequence[float]) -> Interval:
+    """95% interval of the mean of scores in [0, 1] (Wilson, 1927).
+
+    Shares vary less than right and wrong answers of the same mean: for them it is wider than need
+    be.
+    """
+    n, mean, square = len(scores), float(np.mean(scores)), Z * Z
+    half = Z * math.sqrt(mean * (1 - mean) / n + square / (4 * n * n))
+    middle, scale = mean + square / (2 * n), 1 + square / n
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+
+
+def bootstrap(values: Sequence[float]) -> Interval:
+    """95% interval of a mean: percentiles over resamples (Efron, 1979)."""
+    return _percentiles(_means(values))
+
+
+def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """95% interval of the ratio of two means of paired values; those below are positive."""
+    means = _means(np.stack([above, below], axis=1))
+    return _percentiles(means[:, 0] / means[:, 1])
+
+
+def in_blocks(values: Sequence[float], size: int) -> list[float]:
+    """Means of about `size` values in a row: to resample what depends on its neighbors."""
+    parts = np.array_split(np.asarray(values, dtype=float), max(len(values) // size, 1))
+    return [float(part.mean()) for part in parts]
+
+
+def sign_test(differences: Sequence[float]) -> float:
+    """Probability of signs as uneven, or more so, were both equally likely; zeros do not count.
+
+    Of right and wrong answers it is McNemar's exact test.
+    """
+    signs = np.sign(differences)
+    fewer, n = int(min((signs > 0).sum(), (signs < 0).sum())), int((signs != 0).sum())
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n)
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Probabilities corrected for their number (Holm, 1979), in the same order.
+
+    Of all that come out below 5%, one is there by chance in 5% of such lists at most.
+    """
+    n, least = len(probabilities), 0.0
+    corrected = [0.0] * n
+    for rank, i in enumerate(np.argsort(probabilities, kind="stable")):
+        least = max(least, min(1.0, (n - rank) * probabilities[i]))
+        corrected[i] = least
+    return corrected
+
+
+def _means(values: ArrayLike) -> NDArray[np.float32]:
+    """Means of resamples, `[RESAMPLES]` of values `[n]`, or `[RESAMPLES, C]` of `[n, C]`."""
+    values = np.asarray(values, dtype=np.float32)
+    return _shares(len(values)) @ values
+
+
+@functools.lru_cache(maxsize=1)
+def _shares(n: int) -> NDArray[np.float32]:
+    """How often each of `n` values is in a resample, over `n`: `[RESAMPLES, n]`."""
+    counts = np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES)
+    return counts.astype(np.float32) / np.float32(n)
+
+
+def _percentiles(means: NDArray[np.float32]) -> Interval:
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)

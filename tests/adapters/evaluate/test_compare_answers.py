@@ -1,0 +1,95 @@
+"""Answers of `compare` are those of `kvhf.generate`, though full attention alone reads prompts."""
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued
+from kvindex_adapters.evaluate.compare.continuation import dense_logits, divergence
+from kvindex_adapters.evaluate.compare.replay import FullAttention, indexed
+from kvindex_adapters.evaluate.fidelity import divergences, full_logits
+from tests.adapters.test_generation import Words
+from tests.adapters.tiny import build, prompt
+
+K, NEW, CONTEXT = 3, 16, 60
+REGIONS = dict(sink=4, local_window=8, update_every=8)
+INDEXES = (
+    *("exact", "pariskv+sample"),
+    "snapkv:budget=12:window=4:kernel=3",  # learns from the prompt's queries
+    "sentencekv:longest=4",  # reads the text, and follows the steps
+)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def model(request):
+    return build(request.param)  # gemma2 has sliding windows, too
+
+
+@pytest.fixture(scope="module")
+def read(model):
+    """A prompt's ids, full attention's context and two questions, each with its answer."""
+    ids, full = prompt(1, CONTEXT + 30)["input_ids"][0], FullAttention(model)
+    context, _ = full.read(ids[:CONTEXT])
+    before, asked = full.checkpoint(), []
+    for question in ids[CONTEXT:].split([21, 9]):
+        piece, logits = full.read(question)
+        asked.append((piece, continued(full, [int(logits.argmax())], Limit.of(model, NEW))))
+        full.rollback(before)
+    return ids, context, asked
+
+
+def generated(model, ids, questions, index, **options):
+    with kvhf.attach(model, index=index, k=K, dense_below=0, **REGIONS) as cache:
+        kvhf.read(model, Words(), ids[:CONTEXT], cache=cache)
+        options = dict(max_new_tokens=NEW, cache=cache, used="branch")
+        answers = [kvhf.generate(model, Words(), question, **options) for question in questions]
+    return [answer.answer_ids.tolist() for answer in answers]
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_answers_are_those_of_generate(model, read, index):
+    ids, context, asked = read
+    with indexed(model, ids, index=index, **REGIONS) as cache:
+        cache.read(context)
+        answers = []
+        for k in (K, 1):
+            for piece, draft in asked:
+                with cache.branch(k):
+                    cache.read(piece)
+                    answers.append(checked(cache, draft, Limit.of(model, NEW)))
+    assert answers[:2] == generated(model, ids, [piece.ids for piece, _ in asked], index)
+    assert any(answer != draft for answer, (_, draft) in zip(answers[:2], asked, strict=True))
+
+
+def test_full_attentions_answers_are_those_of_generate(model, read):
+    ids, _, asked = read
+    for piece, draft in asked:
+        whole = torch.cat([ids[:CONTEXT], piece.ids])
+        want = kvhf.generate(model, Words(), whole, index=None, max_new_tokens=NEW)
+        assert draft == want.answer_ids.tolist()
+
+
+def test_with_rows_enough_the_draft_is_the_answer(model, read):
+    ids, context, asked = read
+    with indexed(model, ids, index="exact", **REGIONS) as cache:
+        cache.read(context)
+        for piece, draft in asked:
+            with cache.branch(500):
+                cache.read(piece)
+                assert checked(cache, draft, Limit.of(model, NEW)) == draft
+
+
+@pytest.mark.parametrize("index", ["exact", "snapkv:budget=12:window=4:kernel=3"])
+def test_divergences_are_those_of_a_model_that_reads_the_text(model, read, index):
+    ids, context, _ = read
+    full = FullAttention(model)
+    full.read(ids[:CONTEXT])
+    logits = dense_logits(full, ids[CONTEXT:])
+    assert torch.allclose(logits, full_logits(model, ids[:CONTEXT], ids[CONTEXT:]), atol=1e-4)
+    options = dict(index=index, k=K, attach_options=REGIONS)
+    want = divergences(model, ids[:CONTEXT], ids[CONTEXT:], logits, **options)
+    with indexed(model, ids, index=index, **REGIONS) as cache:
+        cache.read(context)
+        for _ in range(2):  # the first leaves nothing behind
+            got, _ = divergence(cache, ids[CONTEXT:], logits, k=K)
+            assert torch.allclose(got, want, rtol=1e-3, atol=1e-6)
