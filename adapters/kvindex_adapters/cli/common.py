@@ -108,25 +108,23 @@ def check_questions(questions: Sequence[str] | None) -> list[str]:
     return [_not_blank("ask", question) for question in questions or ()]
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, or of standard input for `-`.
+def read_text(path: Path, name: str = "prompt-file") -> str:
+    """The text of a file, or of standard input for `-`; name: of the option.
 
-    Raises FileNotFoundError or ValueError naming `--prompt-file`.
+    Raises FileNotFoundError or ValueError.
     """
     if str(path) == "-":
         content = sys.stdin.buffer.read()
     elif path.is_file():
         content = path.read_bytes()
     else:
-        raise FileNotFoundError(
-            f"prompt-file: got {str(path)!r}, allowed is a file that exists, or -"
-        )
+        raise FileNotFoundError(f"{name}: got {str(path)!r}, allowed is a file that exists, or -")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt-file: got {str(path)!r}, allowed is UTF-8 text") from error
+        raise ValueError(f"{name}: got {str(path)!r}, allowed is UTF-8 text") from error
     if not text.strip():
-        raise ValueError(f"prompt-file: got {str(path)!r}, which is empty; allowed is some text")
+        raise ValueError(f"{name}: got {str(path)!r}, which is empty; allowed is some text")
     return text
 
 

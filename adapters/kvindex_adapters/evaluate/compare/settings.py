@@ -17,14 +17,13 @@ from kvindex_adapters.evaluate.output_files import write_json
 class Settings:
     """What cannot change while a folder of results grows.
 
-    model, gguf_file, lora, dtype, device: as `load_model.load` takes them; text: the name and the
-    hash of what distributions are compared on; steps: tokens of it where they are; regions: sizes
-    as `attach` takes them.
+    model, lora: names of files; dtype, device: as `load_model.load` takes them; text: name and hash
+    of what next tokens are compared on; steps: tokens of it where they are; regions: sizes as
+    `attach` takes them.
     """
 
     model: str
     text: str
-    gguf_file: str | None = None
     lora: str | None = None
     dtype: str = "float32"
     device: str = "cpu"
@@ -37,7 +36,13 @@ class Settings:
         Raises ValueError where it is one of others, OSError where it cannot be made.
         """
         path, own = folder / "settings.json", dataclasses.asdict(self)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"out: got {str(folder)!r}, allowed is a folder that exists or can be made "
+                f"({error.strerror})"
+            ) from error
         if not path.exists():
             write_json(path, own, indent=2)
             return

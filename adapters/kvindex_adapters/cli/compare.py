@@ -1,0 +1,213 @@
+"""`kvindex compare`: indexes on one model with the same inputs, and a report of it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvindex_adapters.cli.options import Device, Dtype, Local, Sink, UpdateEvery
+
+if TYPE_CHECKING:
+    from kvindex_adapters.evaluate.compare.records import Records
+    from kvindex_adapters.evaluate.compare.run import Progress
+    from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+
+USUAL: dict[str, Any] = dict(tasks="needle", tokens="4K", tries=10, steps=256)
+QUICK: dict[str, Any] = dict(tasks="needle", tokens="2K", tries=2, steps=64)
+"""What is measured unless it is given, and with `--quick`: with SmolLM2-135M and three indexes
+within three minutes on two cores."""
+
+SHOWN = ("index", "k", "accuracy", "KL, nats", "rows read", "ms per step")
+"""Columns that the command prints; all are in the report."""
+
+
+def compare(
+    out: Annotated[Path, typer.Option(help="Folder of the report; what is in it is kept.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder, .gguf file or hub id of the model; SmolLM2-135M unless given."),
+    ] = None,
+    index: Annotated[
+        str, typer.Option(help="Indexes, as name:option=value:…, with commas between them.")
+    ] = "pariskv,quest,exact",
+    k: Annotated[
+        str, typer.Option("-k", help="Rows retrieved per KV head and step, as 32,100.")
+    ] = "100",
+    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between them.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Lengths of a prompt, as 4K,16K.")] = None,
+    tries: Annotated[int | None, typer.Option(help="Prompts of each task and length.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file on which next tokens are compared.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Tokens of it on which they are.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few and short prompts: some minutes.")] = False,
+    gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
+    lora: Annotated[Path | None, typer.Option(help="Low-rank addition to the model.")] = None,
+    sink: Sink = 64,
+    local_window: Local = 256,
+    update_every: UpdateEvery = 256,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+) -> None:
+    """Compare indexes on one model: answers, divergence from full attention, rows, time, memory.
+
+    A run that was interrupted goes on where it was; the same command with more of anything adds it.
+    """
+    from kvindex_adapters.cli import common
+    from kvindex_adapters.cli.progress import console
+    from kvindex_adapters.evaluate.compare.records import Records
+    from kvindex_adapters.evaluate.compare.settings import Settings
+    from kvindex_adapters.hf import load_model
+
+    number = common.check_dtype(dtype)
+    load_model.check_device(device)
+    regions = dict(sink=sink, local_window=local_window, update_every=update_every)
+    given = dict(tasks=tasks, tokens=tokens, tries=tries, steps=steps)
+    chosen = (QUICK if quick else USUAL) | {n: v for n, v in given.items() if v is not None}
+    plan = _plan(index, k, chosen)
+    for line in plan.indexes:
+        common.check_search(line, max(plan.ks), device, regions)
+    content, text_name = _text(text)
+    if model is None:
+        model, gguf_file = map(str, load_model.smollm2())
+    settings = Settings(
+        model=gguf_file or model,
+        text=text_name,
+        lora=None if lora is None else lora.name,
+        steps=common.check_size("steps", chosen["steps"], 1),
+        regions=regions,
+        **dict(dtype=dtype, device=device),
+    )
+    settings.claim(out)
+    console.print("loading the model")  # transformers shows bars of its own
+    options: Any = dict(gguf_file=gguf_file, lora=lora, dtype=number, device=device)
+    loaded = load_model.load(model, **options)
+    for line in plan.indexes:
+        common.wait_for_compiler(line, device)  # which began at the check
+    with _left() as on_progress:
+        _compare(*loaded, content, settings, plan, Records(out), on_progress)
+    _report(out, settings)
+
+
+def _compare(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    settings: Settings,
+    plan: Plan,
+    records: Records,
+    on_progress: Progress,
+) -> None:
+    """Measure what is missing; an interruption is told in words, with exit status 130."""
+    import torch
+
+    from kvindex_adapters.cli.progress import console
+    from kvindex_adapters.evaluate.compare.run import Comparison
+
+    ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+    options: Any = dict(settings=settings, plan=plan, records=records)
+    comparison = Comparison(model, tokenizer, ids, **options)
+    try:
+        comparison.run(on_progress)
+    except KeyboardInterrupt:
+        console.print("interrupted: the same command goes on from here")
+        raise typer.Exit(130) from None
+
+
+def _report(out: Path, settings: Settings) -> None:
+    """Write the report of all that the folder holds, and print its first table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvindex_adapters.evaluate import tasks
+    from kvindex_adapters.evaluate.compare.records import Records
+    from kvindex_adapters.evaluate.compare.report import write_report
+    from kvindex_adapters.evaluate.compare.tables import tables
+
+    asks = {name: tasks.describe(name) for name in tasks.names()}
+    overview, *_ = tables(write_report(out, settings, Records(out), asks))
+    shown = [i for i, column in enumerate(overview.columns) if column in SHOWN]
+    table = Table(*(overview.columns[i] for i in shown))
+    for row in overview.rows:
+        table.add_row(*(row[i].text for i in shown))
+    Console().print(table)
+    print(out / "report.html")
+
+
+def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
+    """The plan that the options name. Raises ValueError, or for a task that cannot be made."""
+    from kvindex_adapters.evaluate.compare.settings import Plan
+    from kvindex_adapters.evaluate.tasks import available
+
+    tasks = tuple(_parts("tasks", chosen["tasks"]))
+    for name in tasks:
+        if (missing := available(name)) is not None:
+            raise ValueError(f"tasks: got {name!r}, {missing}")
+    return Plan(
+        indexes=tuple(_parts("index", index)),
+        ks=tuple(_count("k", part) for part in _parts("k", k)),
+        tasks=tasks,
+        tokens=tuple(_count("tokens", part) for part in _parts("tokens", chosen["tokens"])),
+        tries=chosen["tries"],
+    )
+
+
+def _parts(name: str, text: str) -> list[str]:
+    """What stands between commas. Raises ValueError where nothing does."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError(f"{name}: got {text!r}, allowed are entries with commas between them")
+    return parts
+
+
+def _count(name: str, text: str) -> int:
+    """A number; "4K" is 4096. Raises ValueError for another, or one out of range."""
+    from kvindex_adapters.cli.common import check_size
+
+    digits = text.upper().removesuffix("K")
+    if not digits.isdecimal():
+        raise ValueError(f"{name}: got {text!r}, allowed is a number, as 4096 or 4K")
+    return check_size(name, int(digits) * (1024 if digits != text else 1), 1)
+
+
+def _text(path: Path | None) -> tuple[str, str]:
+    """The text of `--text`, or prose of Python's reference; its name, with a hash of it."""
+    from kvindex_adapters.cli.common import read_text
+    from kvindex_adapters.evaluate.texts import python_reference
+
+    paragraphs = python_reference() if path is None else []
+    random.Random(0).shuffle(paragraphs)
+    text = "\n\n".join(paragraphs) if path is None else read_text(path, "text")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return text, f"{'the Python reference' if path is None else path.name} (sha256 {digest})"
+
+
+@contextmanager
+def _left() -> Iterator[Progress]:
+    """A bar with what is done now and the time left."""
+    from rich import progress
+
+    from kvindex_adapters.cli.progress import console
+
+    columns = (
+        progress.TextColumn("{task.description:<32}"),
+        *(progress.BarColumn(), progress.TaskProgressColumn()),
+        *(
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+        ),
+    )
+    with progress.Progress(*columns, console=console, speed_estimate_period=3600) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def update(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield update

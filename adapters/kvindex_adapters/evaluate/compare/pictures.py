@@ -1,0 +1,133 @@
+"""The picture of a comparison: a few lines by name, where they end, the others in gray.
+
+Named lines differ in color and in the shape of their marks. The colors are those that Okabe and
+Ito (2008) chose for all kinds of color vision.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from kvindex_adapters.evaluate.compare.lines import Panel, Point, named, panels
+
+MARKS = "osD^vP"
+SIZE, GAP = (5.8, 4.2), 0.055
+"""Inches of a panel; the least distance of two names, as a share of its height."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colors of text and axes, of what is behind, of lines without a name and with one."""
+
+    ink: str
+    paper: str
+    gray: str
+    colors: tuple[str, ...]
+
+
+LIGHT = Theme(
+    *("#202124", "#ffffff", "#c8c8c8"),
+    colors=("#202124", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#9a7400"),
+)
+DARK = Theme(
+    *("#e8eaed", "#17191c", "#5c5f66"),
+    colors=("#e8eaed", "#ff8c42", "#56b4e9", "#2fc79a", "#e59fc4", "#e69f00"),
+)
+
+
+def picture(summary: dict[str, Any], theme: Theme = LIGHT) -> Figure:
+    """Panels of accuracy and of divergence, side by side."""
+    drawn = panels(summary)
+    look: Any = {name: theme.ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor")}
+    look |= {"xtick.color": theme.ink, "ytick.color": theme.ink, "svg.hashsalt": "kvindex"}
+    look |= {"figure.facecolor": theme.paper, "axes.facecolor": theme.paper}
+    with rc_context(look):
+        figure = Figure(figsize=(SIZE[0] * len(drawn), SIZE[1]), layout="constrained")
+        for i, panel in enumerate(drawn):
+            _draw(figure.add_subplot(1, len(drawn), i + 1), panel, named(drawn), theme)
+    return figure
+
+
+def as_address(figure: Figure) -> str:
+    """An address (`data:`) that holds the picture itself, as SVG."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _draw(ax: Axes, panel: Panel, names: Sequence[str], theme: Theme) -> None:
+    for name, line in panel.lines.items():
+        if name not in names:
+            ax.plot([p.x for p in line], [p.y for p in line], ".-", color=theme.gray, lw=0.8, ms=3)
+    shown = [name for name in names if name in panel.lines]
+    for place, name in enumerate(shown):
+        look = {"color": theme.colors[names.index(name)], "marker": MARKS[names.index(name)]}
+        _line(ax, panel.lines[name], look, place - (len(shown) - 1) / 2)
+    _axes(ax, panel)
+    ends = [panel.lines[name][-1] for name in shown]
+    colors = [theme.colors[names.index(name)] for name in shown]
+    _names(ax, ends, shown, colors)
+
+
+def _line(ax: Axes, line: Sequence[Point], look: Any, place: float) -> None:
+    """A line with intervals; place: of its name among the others, so that intervals lie apart."""
+    xs = [p.x * 1.012**place for p in line]
+    ys = [p.y for p in line]
+    reach = [[p.y - p.low for p in line], [p.high - p.y for p in line]]
+    ax.errorbar(xs, ys, yerr=reach, lw=1.6, ms=5.5, elinewidth=0.8, capsize=2, **look)
+
+
+def _axes(ax: Axes, panel: Panel) -> None:
+    ax.set_title(panel.title, loc="left", fontsize=11)
+    ax.set_xlabel("tokens of the prompt" if panel.along == "tokens" else "rows per KV head, k")
+    ax.set_xscale("log", base=2)
+    xs = sorted({point.x for line in panel.lines.values() for point in line})
+    ax.set_xticks(xs, [_count(x) for x in xs])
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    if xs:
+        ax.set_xlim(xs[0] / 1.12, xs[-1] * 1.12)
+    if panel.logarithmic:
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(-0.03, 1.03)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequence[str]) -> None:
+    """Write each name at the right, at the height of its line's end or as near as there is room."""
+    to_share = (ax.transData + ax.transAxes.inverted()).transform
+    heights = [float(to_share((end.x, end.y))[1]) for end in ends]
+    for height, i in zip(
+        _apart(sorted(heights)), sorted(range(len(ends)), key=heights.__getitem__), strict=True
+    ):
+        ax.annotate(
+            names[i],
+            xy=(ends[i].x, ends[i].y),
+            xytext=(1.02, height),
+            textcoords="axes fraction",
+            color=colors[i],
+            va="center",
+            fontsize=9,
+        )
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """Ascending heights in [0, 1], moved so that they are `GAP` apart."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] + GAP) if placed else max(height, 0.0))
+    over = max(placed[-1] - 1, 0.0) if placed else 0.0
+    return [height - over for height in placed]
+
+
+def _count(value: int) -> str:
+    return f"{value // 1024}K" if value >= 1024 and value % 1024 == 0 else str(value)

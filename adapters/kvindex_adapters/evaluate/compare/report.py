@@ -1,0 +1,99 @@
+"""What a comparison leaves in its folder: a page, a picture, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+
+from kvindex_adapters.evaluate.compare.pictures import DARK, LIGHT, as_address, picture
+from kvindex_adapters.evaluate.compare.records import Records
+from kvindex_adapters.evaluate.compare.settings import Settings
+from kvindex_adapters.evaluate.compare.summary import COSTS, Row, summarize
+from kvindex_adapters.evaluate.compare.tables import tables
+from kvindex_adapters.evaluate.output_files import save_figure, write_json, write_text
+
+PAGE = Path(__file__).with_name("page")
+
+ABOUT = (
+    "Every index reads the same prompts: while a prompt is read attention is exact, and each step "
+    "of an answer retrieves k rows per KV head beside the first and the newest tokens. Answers are "
+    "greedy. Full attention is the reference."
+)
+ALT = (
+    "Accuracy over all tasks and divergence from full attention on a text, with 95% intervals. "
+    "Full attention, exact search, the index named first and the best of the others have names, "
+    "where their lines end; the rest is gray. All figures are in the tables."
+)
+
+COLUMNS = (
+    *("table", "index", "k", "base", "task", "tokens", "measure"),
+    *("value", "low", "high", "count", "p", "p_corrected"),
+)
+"""Of `results.csv`, which has a row for each figure."""
+
+
+def write_report(folder: Path, settings: Settings, records: Records, asks: dict[str, str]) -> Row:
+    """Write report.html, answers.png, results.csv and results.json; gives what the last holds.
+
+    asks: task -> what it asks. Raises OSError.
+    """
+    summary = summarize(settings, records, asks)
+    write_json(folder / "results.json", summary)
+    write_text(folder / "results.csv", _csv(summary), "csv")
+    save_figure(picture(summary), folder / "answers.png", dpi=160)
+    write_text(folder / "report.html", _page(summary), "html")
+    return summary
+
+
+def _page(summary: Row) -> str:
+    environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True)
+    return environment.get_template("report.html").render(
+        title=f"Indexes compared: {Path(summary['settings']['model']).name}",
+        about=ABOUT,
+        alt=ALT,
+        light=as_address(picture(summary, LIGHT)),
+        dark=as_address(picture(summary, DARK)),
+        tables=tables(summary),
+        facts=list(_facts(summary)),
+    )
+
+
+def _facts(summary: Row) -> Iterator[tuple[str, str]]:
+    """Settings, tasks and machines, in words."""
+    for name, value in summary["settings"].items():
+        if value is not None:
+            parts = value.items() if isinstance(value, dict) else ()
+            yield name, ", ".join(f"{part} {size}" for part, size in parts) or str(value)
+    yield from summary["tasks"].items()
+    for machine in summary["machines"]:
+        yield "machine", ", ".join(f"{name} {value}" for name, value in machine.items())
+
+
+def _csv(summary: Row) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_figures(summary))
+    return file.getvalue()
+
+
+def _figures(summary: Row) -> Iterator[Row]:
+    for table, measure in (("accuracy", "accuracy"), ("differences", "difference")):
+        for row in summary[table]:
+            about = {name: row[name] for name in COLUMNS if name in row}
+            yield {**about, "table": table, "measure": measure, "value": row[measure]}
+    for row in summary["text"]:
+        about = {"table": "text", **{name: row[name] for name in ("index", "k", "tokens")}}
+        for measure in ("kl", "over_exact", "agreement"):
+            if measure in row:
+                ends = {end: row[f"{measure}_{end}"] for end in ("low", "high")}
+                figure = {"measure": measure, "value": row[measure], **ends}
+                yield {**about, **figure, "count": row["steps"]}
+        for measure in COSTS:
+            value = row[measure]
+            value = sum(value.values()) if isinstance(value, dict) else value
+            yield {**about, "measure": measure, "value": value}

@@ -1,0 +1,231 @@
+"""The tables of a report: cells of text, each with the number by which it is sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvindex_adapters.evaluate.compare.records import FULL
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text; number: by which it is sorted, None for a text; note: in small letters after it;
+    shade: in [0, 1], of what is behind it.
+    """
+
+    text: str
+    number: float | None = None
+    note: str = ""
+    shade: float | None = None
+
+
+EMPTY = Cell("")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; about: what its figures are."""
+
+    title: str
+    about: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    """All tables that have a row."""
+    by_task = [_by_task(summary, tokens) for tokens in summary["tokens"]]
+    found = [_overview(summary), _failures(summary), *by_task]
+    found += [_differences(summary), _texts(summary)]
+    return [table for table in found if table.rows]
+
+
+def _overview(summary: dict[str, Any]) -> Table:
+    accuracy = {_who(row): row for row in summary["accuracy"] if _everything(row)}
+    gaps = {(row["base"], _who(row)): row for row in summary["differences"] if _everything(row)}
+    bases = list(dict.fromkeys(base for base, _ in gaps))
+    texts: dict[Any, list[Row]] = {}
+    for row in summary["text"]:
+        texts.setdefault(_who(row), []).append(row)
+    rows = [
+        [
+            *_name(who),
+            _share(accuracy.get(who)),
+            *(_points(gaps.get((base, who))) for base in bases),
+            *_means(texts.get(who, [])),
+        ]
+        for who in dict.fromkeys([*accuracy, *texts])
+    ]
+    about = (
+        "Means over all tasks and lengths, with 95% intervals; differences are in points of "
+        "accuracy, over the answers that both gave. Divergence, rows, bytes and time are of the "
+        "steps along the text, means over lengths."
+    )
+    columns = ["index", "k", "accuracy", *(f"minus {_short(base)}" for base in bases), *COSTS]
+    return Table("Overview", about, columns, rows)
+
+
+COSTS = (
+    *("KL, nats", "KL over exact's", "same token", "rows read"),
+    *("ms per step", "MiB per step", "MiB kept", "peak MiB"),
+)
+
+
+def _means(rows: Sequence[Row]) -> list[Cell]:
+    """Divergence and costs, means over the lengths of a text."""
+    if not rows:
+        return [EMPTY] * len(COSTS)
+
+    def mean(*values: float) -> float:
+        return sum(values) / len(values)
+
+    ratios = [row["over_exact"] for row in rows if "over_exact" in row]
+    return [
+        _number(mean(*(row["kl"] for row in rows)), "{:.4f}"),
+        _number(mean(*ratios), "{:.2f}") if ratios else EMPTY,
+        _percent(mean(*(row["agreement"] for row in rows))),
+        _percent(mean(*(row["rows_read"] / (row["rows_full"] or 1) for row in rows))),
+        _number(mean(*(1000 * row["step_s"] for row in rows)), "{:.1f}"),
+        _mib(mean(*(row["step_bytes"] for row in rows))),
+        _mib(mean(*(sum(row["nbytes"].values()) for row in rows))),
+        _mib(max(sum(row["peak_bytes"].values()) for row in rows)),
+    ]
+
+
+def _by_task(summary: dict[str, Any], tokens: int) -> Table:
+    rows = [row for row in summary["accuracy"] if row["tokens"] == tokens]
+    tasks = [*([None] if len(summary["tasks"]) > 1 else []), *summary["tasks"]]
+    cells = {(_who(row), row["task"]): _share(row) for row in rows}
+    lines = [
+        [*_name(who), *(cells.get((who, task), EMPTY) for task in tasks)]
+        for who in dict.fromkeys(_who(row) for row in rows)
+    ]
+    columns = ["index", "k", *(task or "all tasks" for task in tasks)]
+    about = "Accuracy with its 95% interval (Wilson); darker is better."
+    return Table(f"Accuracy by task, {tokens:,} tokens", about, columns, lines)
+
+
+def _differences(summary: dict[str, Any]) -> Table:
+    rows = [
+        [
+            *_name(_who(row)),
+            Cell(_short(row["base"])),
+            Cell(row["task"] or "all tasks"),
+            Cell("all lengths") if row["tokens"] is None else _number(row["tokens"], "{:,}"),
+            _number(row["count"], "{}"),
+            _points(row),
+            _number(row["p"], "{:.2g}"),
+            _number(row["p_corrected"], "{:.2g}"),
+        ]
+        for row in summary["differences"]
+        if not _repeats(summary, row)
+    ]
+    about = (
+        "In points of accuracy, with 95% intervals of a paired bootstrap over instances. p: of the "
+        "exact sign test; corrected for the number of comparisons with one base (Holm)."
+    )
+    columns = ["index", "k", "minus", "task", "tokens", "pairs", "difference", "p", "p corrected"]
+    return Table("Differences", about, columns, rows)
+
+
+def _texts(summary: dict[str, Any]) -> Table:
+    rows = [
+        [
+            *_name(_who(row)),
+            _number(row["tokens"], "{:,}"),
+            _number(row["kl"], "{:.4f}", _range(row, "kl_", "{:.4f}")),
+            _number(row["over_exact"], "{:.2f}", _range(row, "over_exact_", "{:.2f}"))
+            if "over_exact" in row
+            else EMPTY,
+            _percent(row["agreement"], _range(row, "agreement_", "{:.1%}")),
+            _number(row["rows_read"], "{:.0f}", f"of {row['rows_full']:.0f}"),
+            _number(1000 * row["step_s"], "{:.1f}"),
+            _mib(row["step_bytes"]),
+            _mib(sum(row["nbytes"].values()), _tiers(row["nbytes"])),
+            _mib(sum(row["peak_bytes"].values()), _tiers(row["peak_bytes"])),
+        ]
+        for row in summary["text"]
+    ]
+    about = (
+        "Steps along a text that full attention and the index read alike. KL divergence of the "
+        "index's next token from full attention's, with 95% intervals of a bootstrap over blocks "
+        "of neighboring steps; the median time of a step that comes alone; bytes copied out of the "
+        "stores in it; the cache; the peak of the process."
+    )
+    return Table("Text", about, ["index", "k", "tokens", *COSTS], rows)
+
+
+def _failures(summary: dict[str, Any]) -> Table:
+    rows = [
+        [
+            Cell(row["index"] or "all"),
+            Cell(row["task"] or "text"),
+            _number(row["tokens"], "{:,}"),
+            Cell(row["words"]),
+        ]
+        for row in summary["failures"]
+    ]
+    about = "What an index or a task cannot do on this model; the other figures are without it."
+    return Table("Not measured", about, ["index", "at", "tokens", "why"], rows)
+
+
+def _repeats(summary: dict[str, Any], row: Row) -> bool:
+    """Whether the row of all tasks, or of all lengths, says the same: there is but one."""
+    one_task, one_length = len(summary["tasks"]) < 2, len(summary["tokens"]) < 2
+    return (one_task and row["task"] is not None) or (one_length and row["tokens"] is not None)
+
+
+def _everything(row: Row) -> bool:
+    return row["task"] is None and row["tokens"] is None
+
+
+def _who(row: Row) -> tuple[str, int | None]:
+    return row["index"], row["k"]
+
+
+def _name(who: tuple[str, int | None]) -> Iterator[Cell]:
+    yield Cell(who[0])
+    yield EMPTY if who[1] is None else _number(who[1], "{}")
+
+
+def _short(base: str) -> str:
+    return "full" if base == FULL else base
+
+
+def _share(row: Row | None) -> Cell:
+    if row is None:
+        return EMPTY
+    note = f"{_range(row, '', '{:.0%}')}, n = {row['count']}"
+    return Cell(f"{row['accuracy']:.1%}", row["accuracy"], note, shade=row["accuracy"])
+
+
+def _points(row: Row | None) -> Cell:
+    if row is None:
+        return EMPTY
+    ends = [f"{100 * row[end]:+.1f}" for end in ("low", "high")]
+    return Cell(f"{100 * row['difference']:+.1f}", row["difference"], " to ".join(ends))
+
+
+def _range(row: Row, name: str, form: str) -> str:
+    return " to ".join(form.format(row[name + end]) for end in ("low", "high"))
+
+
+def _number(value: float, form: str, note: str = "") -> Cell:
+    return Cell(form.format(value), value, note)
+
+
+def _percent(value: float, note: str = "") -> Cell:
+    return _number(value, "{:.1%}", note)
+
+
+def _mib(value: float, note: str = "") -> Cell:
+    return _number(value / 2**20, "{:.1f}", note)
+
+
+def _tiers(sizes: dict[str, int]) -> str:
+    parts = sorted(sizes.items())
+    return ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts) if parts[1:] else ""
