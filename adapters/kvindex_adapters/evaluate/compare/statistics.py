@@ -70,19 +70,18 @@ def holm(probabilities: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _means(values: ArrayLike) -> NDArray[np.float32]:
+def _means(values: ArrayLike) -> NDArray[np.float64]:
     """Means of resamples, `[RESAMPLES]` of values `[n]`, or `[RESAMPLES, C]` of `[n, C]`."""
-    values = np.asarray(values, dtype=np.float32)
-    return _shares(len(values)) @ values
+    values = np.asarray(values, dtype=float)
+    return _counts(len(values)) @ values / len(values)
 
 
 @functools.lru_cache(maxsize=1)
-def _shares(n: int) -> NDArray[np.float32]:
-    """How often each of `n` values is in a resample, over `n`: `[RESAMPLES, n]`."""
-    counts = np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES)
-    return counts.astype(np.float32) / np.float32(n)
+def _counts(n: int) -> NDArray[np.float64]:
+    """How often each of `n` values is in a resample: `[RESAMPLES, n]`."""
+    return np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES).astype(float)
 
 
-def _percentiles(means: NDArray[np.float32]) -> Interval:
+def _percentiles(means: NDArray[np.float64]) -> Interval:
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)

@@ -1,0 +1,179 @@
+"""A comparison goes on where it was, with the same numbers, and no index ends it."""
+
+import json
+
+import pytest
+import torch
+
+import kvindex
+from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Key, Records
+from kvindex_adapters.evaluate.compare.run import Comparison
+from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+from kvindex_adapters.evaluate.compare.summary import COSTS, summarize
+from kvindex_adapters.evaluate.tasks import Instance, Question
+from tests.adapters.test_generation import Words
+from tests.adapters.tiny import VOCABULARY, build
+
+SETTINGS = Settings("tiny", "random", steps=6, regions=dict(sink=4, local_window=8, update_every=8))
+PLAN = Plan(indexes=("exact", "quest:page=4"), ks=(3, 20), tasks=("ask",), tokens=(60,), tries=2)
+
+
+def ids_of(length, seed):
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def asked(name, tokenizer, *, tokens, seed):
+    """A prompt of random words, two questions, and answers that sometimes have a 5."""
+    if tokens < 50:
+        raise ValueError(f"tokens: got {tokens}, allowed is 50 or more")
+    ids = ids_of(tokens, seed)
+    questions = [Question(ids[start:], ("5",), 6) for start in (tokens - 9, tokens - 5)]
+    return Instance(name, seed, ids[: tokens - 9], tuple(questions))
+
+
+@pytest.fixture(autouse=True)
+def _task(monkeypatch):
+    monkeypatch.setattr(tasks, "make", asked)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", num_hidden_layers=2)
+
+
+def comparison(model, folder, plan=PLAN):
+    text = ids_of(120, 9)
+    options = dict(settings=SETTINGS, plan=plan, records=Records(folder))
+    return Comparison(model, Words(), text, **options)
+
+
+def numbers(folder, plan=None):
+    """What has been found, but for times and memory."""
+    found = summarize(SETTINGS, Records(folder), {})
+    for row in found["text"]:
+        for name in COSTS:
+            row.pop(name)
+    return json.loads(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "make", asked)
+        comparison(model, folder).run()
+    return folder
+
+
+def test_every_index_has_every_record(whole):
+    records = Records(whole)
+    who = [(FULL, 0), *((index, k) for index in PLAN.indexes for k in PLAN.ks)]
+    for index, k in who:
+        assert Key(TEXT, 60, index, k) in records
+        for seed in range(2):
+            assert Key(ANSWERS, 60, index, k, "ask", seed) in records
+    assert len([*records.of(TEXT)]) == 5
+    assert [*records.of(FAILURE)] == []
+
+
+def test_rows_enough_are_full_attention_and_few_are_not(model, tmp_path, whole):
+    plan = Plan(("exact",), (500,), ("ask",), (60,), 1)
+    comparison(model, tmp_path, plan).run()
+    texts = dict(Records(tmp_path).of(TEXT))
+    text, full = texts[Key(TEXT, 60, "exact", 500)], texts[Key(TEXT, 60)]
+    assert max(map(abs, text["kl"])) < 1e-6
+    assert text["rows_read"] == text["rows_full"]
+    assert text["same"] == full["same"] == [1] * 6
+    few = dict(Records(whole).of(TEXT))[Key(TEXT, 60, "exact", 3)]
+    assert max(few["kl"]) > 1e-4
+    assert few["rows_read"] < 30
+
+
+def test_an_interrupted_run_goes_on_to_the_same_numbers(model, tmp_path, whole):
+    def interrupt(done, total, what):
+        if done > total / 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        comparison(model, tmp_path).run(interrupt)
+    file = tmp_path / "results.jsonl"
+    before = file.read_bytes()
+    assert 2 < before.count(b"\n") < 12
+    file.write_bytes(before + b'{"kind": "text", "tok')  # the machine went down, too
+    done = []
+    comparison(model, tmp_path).run(lambda *progress: done.append(progress))
+    assert file.read_bytes().startswith(before)
+    assert numbers(tmp_path) == numbers(whole)
+    assert done[0][0] == 0
+    assert done[-1][0] == done[-1][1]
+    done.clear()
+    comparison(model, tmp_path).run(lambda *progress: done.append(progress))
+    assert done == []
+
+
+def test_a_plan_may_grow(model, tmp_path, whole):
+    comparison(model, tmp_path, Plan(("exact",), (3,), (), (60,), 1)).run()
+    comparison(model, tmp_path).run()
+    assert numbers(tmp_path) == numbers(whole)
+
+
+def test_what_an_index_cannot_do_is_told_in_words_and_tried_again(model, tmp_path, monkeypatch):
+    plan, kind = Plan(("quest:page=4", "exact"), (3,), ("ask",), (40, 60), 1), kvindex.get("quest")
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "_search", lambda *args: 1 / 0)
+        comparison(model, tmp_path, plan).run()
+    failures = dict(Records(tmp_path).of(FAILURE))
+    assert failures == {
+        Key(FAILURE, 40, None, task="ask"): {"words": "tokens: got 40, allowed is 50 or more"},
+        Key(FAILURE, 40, "quest:page=4"): {"words": "ZeroDivisionError: division by zero"},
+        Key(FAILURE, 60, "quest:page=4"): {"words": "ZeroDivisionError: division by zero"},
+    }
+    assert Key(ANSWERS, 60, "exact", 3, "ask", 0) in Records(tmp_path)
+    comparison(model, tmp_path, plan).run()
+    assert [key.index for key, _ in Records(tmp_path).of(FAILURE)] == [None]
+    assert Key(ANSWERS, 60, "quest:page=4", 3, "ask", 0) in Records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (dict(tokens=(600,)), "tokens: got 600, allowed is up to 512"),
+        (dict(tokens=(60, 200)), "text: got 120 tokens, allowed is 200 or more"),
+        (dict(tokens=(10,)), "steps: got 6, allowed is up to half of 10 tokens"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(model, tmp_path, plan, message):
+    options = dict(indexes=("exact",), ks=(3,), tasks=(), tries=1)
+    with pytest.raises(ValueError, match=message):
+        comparison(model, tmp_path, Plan(**options, **plan))
+
+
+def test_a_folder_is_of_one_kind_of_settings(tmp_path):
+    SETTINGS.claim(tmp_path / "new")
+    SETTINGS.claim(tmp_path / "new")
+    with pytest.raises(ValueError, match=r"dtype: got 'float16', allowed is 'float32', with which"):
+        Settings("tiny", "random", dtype="float16", steps=6, regions=SETTINGS.regions).claim(
+            tmp_path / "new"
+        )
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="out: got"):
+        SETTINGS.claim(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            dict(indexes=("exact", "exact")),
+            r"index: got \['exact', 'exact'\], allowed is each once",
+        ),
+        (dict(ks=()), "k: got none"),
+        (dict(tokens=(0,)), "tokens: got 0"),
+        (dict(tries=0), "tries: got 0"),
+    ],
+)
+def test_a_plan_is_checked(changed, message):
+    plan = dict(indexes=("exact",), ks=(3,), tasks=(), tokens=(60,), tries=1)
+    with pytest.raises(ValueError, match=message):
+        Plan(**{**plan, **changed})
