@@ -50,7 +50,7 @@ def comparison(model, folder, plan=PLAN):
 
 def numbers(folder, plan=None):
     """What has been found, but for times and memory."""
-    found = summarize(SETTINGS, Records(folder), {})
+    found = summarize(SETTINGS, Records(folder))
     for row in found["text"]:
         for name in COSTS:
             row.pop(name)

@@ -82,7 +82,7 @@ def _line(ax: Axes, line: Sequence[Point], look: Any, place: float) -> None:
     """A line with intervals; place: of its name among the others, so that intervals lie apart."""
     xs = [p.x * 1.012**place for p in line]
     ys = [p.y for p in line]
-    reach = [[p.y - p.low for p in line], [p.high - p.y for p in line]]
+    reach = [[max(p.y - p.low, 0) for p in line], [max(p.high - p.y, 0) for p in line]]
     ax.errorbar(xs, ys, yerr=reach, lw=1.6, ms=5.5, elinewidth=0.8, capsize=2, **look)
 
 

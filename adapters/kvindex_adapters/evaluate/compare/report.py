@@ -36,12 +36,12 @@ COLUMNS = (
 """Of `results.csv`, which has a row for each figure."""
 
 
-def write_report(folder: Path, settings: Settings, records: Records, asks: dict[str, str]) -> Row:
+def write_report(folder: Path, settings: Settings, records: Records) -> Row:
     """Write report.html, answers.png, results.csv and results.json; gives what the last holds.
 
-    asks: task -> what it asks. Raises OSError.
+    Raises OSError.
     """
-    summary = summarize(settings, records, asks)
+    summary = summarize(settings, records)
     write_json(folder / "results.json", summary)
     write_text(folder / "results.csv", _csv(summary), "csv")
     save_figure(picture(summary), folder / "answers.png", dpi=160)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
+from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Record, Records
 from kvindex_adapters.evaluate.compare.settings import Settings
 from kvindex_adapters.evaluate.compare.statistics import (
@@ -31,8 +32,8 @@ Instances = dict[tuple[Any, int, Any], float]
 """Task, tokens, seed -> share right of an instance's questions."""
 
 
-def summarize(settings: Settings, records: Records, asks: dict[str, str]) -> dict[str, Any]:
-    """What `results.json` holds (docs/adapters/compare.md); asks: task -> what it asks."""
+def summarize(settings: Settings, records: Records) -> dict[str, Any]:
+    """What `results.json` holds (docs/adapters/compare.md)."""
     answers = _answers(records)
     bases = _bases(list(answers))
     differences = [row for base in bases for row in _differences(answers, base)]
@@ -40,7 +41,7 @@ def summarize(settings: Settings, records: Records, asks: dict[str, str]) -> dic
         "schema": SCHEMA,
         "settings": asdict(settings),
         "machines": records.machines,
-        "tasks": {task: asks.get(task, "") for task in _sorted(answers, 0)},
+        "tasks": {task: _asks(task) for task in _sorted(answers, 0)},
         "tokens": _sorted(answers, 1),
         "accuracy": [row for who in answers for row in _accuracy(who, answers[who])],
         "differences": _corrected(differences),
@@ -61,6 +62,14 @@ def _answers(records: Records) -> dict[Who, Instances]:
     return found
 
 
+def _asks(task: str) -> str:
+    """What a task asks; nothing for one that is no longer there."""
+    try:
+        return tasks.describe(task)
+    except ValueError:
+        return ""
+
+
 def _sorted(answers: dict[Who, Instances], place: int) -> list[Any]:
     """The tasks (0) or the lengths (1) that some instance has."""
     return sorted({of[place] for instances in answers.values() for of in instances})
@@ -68,9 +77,9 @@ def _sorted(answers: dict[Who, Instances], place: int) -> list[Any]:
 
 def _scopes(instances: Instances) -> Iterator[tuple[str | None, int | None, list[Any]]]:
     """Task and length, each or all of them (None), and the instances of these."""
-    tasks: list[str | None] = [None, *sorted({task for task, _, _ in instances})]
+    names: list[str | None] = [None, *sorted({task for task, _, _ in instances})]
     lengths: list[int | None] = [None, *sorted({tokens for _, tokens, _ in instances})]
-    for task, tokens in product(tasks, lengths):
+    for task, tokens in product(names, lengths):
         some = [of for of in instances if of[0] in (task or of[0],) and of[1] in (tokens or of[1],)]
         if some:
             yield task, tokens, some

@@ -1,0 +1,213 @@
+"""The report opens offline and holds every index; pictures name few lines; tables are right."""
+
+import csv
+import itertools
+import json
+import random
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from kvindex_adapters.evaluate.compare.lines import NAMED, named, panels
+from kvindex_adapters.evaluate.compare.pictures import DARK, GAP, LIGHT, _apart, picture
+from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Key, Records
+from kvindex_adapters.evaluate.compare.report import write_report
+from kvindex_adapters.evaluate.compare.settings import Settings
+
+SETTINGS = Settings("folder/<model>", "a text (sha256 0)", regions=dict(sink=64))
+INDEXES = ["pariskv", "exact", *(f"index-{i}:rate={i / 7:.3f}+sample" for i in range(28))]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+INTERACT = """<script>{
+const heads = document.querySelectorAll("#overview ~ .scroll thead button");
+heads[2].click(); heads[2].click();
+const filter = document.getElementById("filter");
+filter.value = "index-3"; filter.dispatchEvent(new Event("input"));
+console.log("sorted and filtered");
+}</script>"""
+
+
+def steps(draw, scale, seed_rows):
+    kl = [scale * draw.random() for _ in range(64)]
+    about = dict(kl=kl, same=[int(value < 0.5) for value in kl], step_s=0.01, rows_read=seed_rows)
+    sizes = dict(nbytes={"codes": 5, "rows": 2**20}, peak_bytes={"host": 2**30})
+    return {**about, "rows_full": 4096.0, "step_bytes": 2.0**20, **sizes}
+
+
+def fill(records, indexes, lengths=(2048, 4096), ks=(32, 100), tasks=("a", "b"), tries=6):
+    draw = random.Random(0)
+    records.run_on({"processor": "a & b"})
+    for tokens in lengths:
+        for index, k in [(FULL, 0), *((index, k) for index in indexes for k in ks)]:
+            scale = 0.0 if index == FULL else draw.random()
+            records.add(Key(TEXT, tokens, index, k), steps(draw, scale, 300.0))
+            for task in tasks:
+                for seed in range(tries):
+                    score = {"scores": [1.0, float(draw.random() > scale)]}
+                    records.add(Key(ANSWERS, tokens, index, k, task, seed), score)
+    records.add(Key(FAILURE, 4096, "h2o"), {"words": "head_dim: got <7>, allowed is a multiple"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    fill(Records(folder), INDEXES)
+    write_report(folder, SETTINGS, Records(folder))
+    return folder
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.words = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "img", "source", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data.strip())
+
+
+def test_the_page_asks_for_nothing_and_is_well_formed(folder):
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+    assert "url(" not in text
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "srcset"):
+            assert attributes.get(name, "#").startswith(("data:", "#")), (tag, name)
+
+
+def test_the_page_holds_every_index_and_says_what_failed(folder):
+    page = Page((folder / "report.html").read_text())
+    assert {FULL, *INDEXES, "h2o"} <= set(page.words)
+    assert "head_dim: got <7>, allowed is a multiple" in page.words
+    assert "Indexes compared: <model>" in page.words
+    assert "processor a & b" in page.words
+
+
+def test_the_page_can_be_used_by_keyboard(folder):
+    page = Page((folder / "report.html").read_text())
+    tags = [tag for tag, _ in page.tags]
+    heads = [attributes for tag, attributes in page.tags if tag == "th" and "scope" in attributes]
+    columns = sum(attributes["scope"] == "col" for attributes in heads)
+    assert tags.count("button") == columns > 20
+    scrolled = [a for _, a in page.tags if a.get("class") == "scroll"]
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in scrolled)
+    assert any(tag == "label" and a["for"] == "filter" for tag, a in page.tags)
+    assert all(a["alt"] for tag, a in page.tags if tag == "img")
+    assert dict(page.tags)["html"]["lang"] == "en"
+
+
+@pytest.fixture(scope="module")
+def shown(folder):
+    """The page after a browser has run it, sorted it and filtered it; what the console said."""
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}")
+    page = folder / "used.html"
+    page.write_text((folder / "report.html").read_text().replace("</body>", INTERACT + "</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    profile = f"--user-data-dir={folder / 'profile'}"
+    command = [browser, *options, profile, "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_it_opens_in_chromium_without_an_error(shown):
+    dom, console = shown
+    assert len(console) == 1
+    assert "sorted and filtered" in console[0]
+    assert {FULL, *INDEXES} <= set(Page(dom.split("<script>")[0]).words)
+
+
+def test_a_click_sorts_and_words_filter(shown):
+    dom = shown[0]
+    start = dom.index('id="overview"')
+    table = dom[start : dom.index("</table>", start)]
+    rows = Page(table[table.index("<tbody>") : table.index("</tbody>")])
+    numbers = [a["data-number"] for tag, a in rows.tags if tag == "td" and "style" in a]
+    shares = [float(number) for number in numbers]
+    assert len(shares) == 61
+    assert shares == sorted(shares, reverse=True)
+    assert 'aria-sort="descending"' in table
+    kept = [a for tag, a in rows.tags if tag == "tr" and "hidden" not in a]
+    assert len(kept) == 2  # one index at two k
+    assert " rows</output>" in dom
+
+
+def test_json_and_csv_have_the_same_figures(folder):
+    found = json.loads((folder / "results.json").read_text())
+    with (folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert found["schema"] == "kvindex.compare/1"
+    assert found["machines"] == [{"processor": "a & b"}]
+    for table in ("accuracy", "differences"):
+        assert len(found[table]) == sum(row["table"] == table for row in rows)
+    first = next(row for row in rows if row["index"] == "exact" and row["measure"] == "accuracy")
+    same = next(row for row in found["accuracy"] if row["index"] == "exact")
+    assert float(first["value"]) == same["accuracy"]
+    assert first["task"] == first["tokens"] == ""
+    assert int(first["count"]) == same["count"] == 24
+    assert {row["base"] for row in found["differences"]} == {FULL, "exact", "pariskv"}
+    assert all(row["p"] <= row["p_corrected"] <= 1 for row in found["differences"])
+
+
+def test_differences_are_of_pairs(tmp_path):
+    records = Records(tmp_path)
+    shares = {FULL: [1, 1, 1, 1], "exact": [1, 1, 0, 1], "best": [1, 1, 1]}
+    for index, scores in shares.items():
+        for seed, score in enumerate(scores):
+            key = Key(ANSWERS, 2048, index, 0 if index == FULL else 9, "a", seed)
+            records.add(key, {"scores": [score]})
+    for index in shares:
+        key = Key(TEXT, 2048, index, 0 if index == FULL else 9)
+        records.add(key, steps(random.Random(1), 0.0 if index == FULL else 0.5, 1.0))
+    found = write_report(tmp_path, SETTINGS, records)
+    rows = {(row["index"], row["base"]): row for row in found["differences"] if not row["task"]}
+    assert rows["exact", FULL]["difference"] == -0.25
+    assert rows["best", "exact"]["difference"] == pytest.approx(1 / 3)
+    assert rows["best", "exact"]["count"] == 3
+    assert rows["best", FULL]["low"] == rows["best", FULL]["high"] == 0
+    ratios = [row.get("over_exact") for row in found["text"]]
+    assert ratios == [None, 1, 1]
+
+
+def test_pictures_name_few_lines_by_color_and_mark(folder):
+    found = json.loads((folder / "results.json").read_text())
+    drawn = panels(found)
+    assert named(drawn)[:2] == [FULL, "exact, k = 32"]
+    assert len(named(drawn)) == NAMED
+    assert (folder / "answers.png").read_bytes().startswith(b"\x89PNG")
+    for theme in (LIGHT, DARK):
+        assert len(set(theme.colors)) == NAMED
+        for axes in picture(found, theme).axes:
+            assert len(axes.texts) <= NAMED
+            assert {text.get_text() for text in axes.texts} <= set(named(drawn))
+    colors = [line.get_color() for line in picture(found).axes[0].lines]
+    assert colors.count(LIGHT.gray) > 40
+
+
+def test_names_stand_apart():
+    for heights in ([0.1, 0.11, 0.12, 0.9], [0.99, 0.995, 1.0], [-0.2, 0.5]):
+        placed = _apart(heights)
+        assert all(b - a > GAP - 1e-9 for a, b in itertools.pairwise(placed))
+        assert placed[-1] <= 1 + 1e-9
+
+
+def test_one_length_and_several_k_are_drawn_along_k(tmp_path):
+    fill(Records(tmp_path), ["exact", "quest"], lengths=(2048,), tasks=())
+    drawn = panels(write_report(tmp_path, SETTINGS, Records(tmp_path)))
+    assert [panel.along for panel in drawn] == ["k"]
+    assert [point.x for point in drawn[0].lines["quest"]] == [32, 100]
