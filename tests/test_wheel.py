@@ -42,6 +42,8 @@ def test_the_wheel_holds_the_packages_alone(wheel):
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "kvindex_cuda").rglob("*.cu*")}
     assert len(kernels) > 20
     assert kernels <= set(names)
+    page = {f"kvindex_adapters/evaluate/compare/page/report.{end}" for end in ("html", "css", "js")}
+    assert page <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
 
 

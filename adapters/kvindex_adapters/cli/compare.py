@@ -76,6 +76,8 @@ def compare(
     for line in plan.indexes:
         common.check_search(line, max(plan.ks), device, regions)
     content, text_name = _text(text)
+    if lora is not None and not lora.is_file():
+        raise FileNotFoundError(f"lora: got {str(lora)!r}, allowed is a file that exists")
     if model is None:
         model, gguf_file = map(str, load_model.smollm2())
     settings = Settings(

@@ -187,7 +187,7 @@ def test_differences_are_of_pairs(tmp_path):
 def test_pictures_name_few_lines_by_color_and_mark(folder):
     found = json.loads((folder / "results.json").read_text())
     drawn = panels(found)
-    assert named(drawn)[:2] == [FULL, "exact, k = 32"]
+    assert named(drawn)[:3] == [FULL, "exact, k = 100", "pariskv, k = 100"]
     assert len(named(drawn)) == NAMED
     assert (folder / "answers.png").read_bytes().startswith(b"\x89PNG")
     for theme in (LIGHT, DARK):

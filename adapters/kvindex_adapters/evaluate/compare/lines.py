@@ -53,12 +53,16 @@ def panels(summary: dict[str, Any]) -> list[Panel]:
 
 
 def named(panels: Sequence[Panel]) -> list[str]:
-    """Lines that get a name: full attention, exact, the first index, then the best by a mean."""
-    lines = [*panels[0].lines, *panels[-1].lines]
-    first = next((name for name in lines if name != FULL), FULL)
-    known = [name for name in lines if name == FULL or name.split(", k = ")[0] == "exact"]
+    """Lines that get a name: full attention, exact, the first index, then the best by a mean.
+
+    Of an index with a line for each `k` the last one stands for it, unless others are best.
+    """
+    lines = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    last = {name.partition(", k = ")[0]: name for name in lines}
+    first = [index for index in last if index != FULL][:1]
+    known = [last[index] for index in (FULL, "exact", *first) if index in last]
     best = sorted(panels[0].lines, key=lambda name: _mean(panels[0], name))
-    return list(dict.fromkeys([*known, first, *best]))[:NAMED]
+    return list(dict.fromkeys([*known, *best]))[:NAMED]
 
 
 def _mean(panel: Panel, name: str) -> float:

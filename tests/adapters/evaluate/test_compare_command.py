@@ -1,0 +1,131 @@
+"""`kvindex compare`, as a user types it."""
+
+import json
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvindex_adapters.cli import app, main
+from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.tasks import Instance, Question
+from tests.adapters.test_generation import Words
+from tests.adapters.tiny import VOCABULARY, build
+
+SMALL = ("--model", "tiny", "--tokens", 60, "--tries", 1, "--steps", 6, "--tasks", "needle")
+REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--index", "parisvk"), "did you mean 'pariskv'"),
+        (("--index", "exact,,quest"), "index: got 'exact,,quest', allowed are entries with commas"),
+        (("--index", "exact,exact"), "index: got ['exact', 'exact'], allowed is each once"),
+        (("--index", "exact:scale=2"), "got scale, which the model"),
+        (("-k", "0"), "k: got 0, allowed is"),
+        (("-k", "32,x"), "k: got 'x', allowed is a number, as 4096 or 4K"),
+        (("-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
+        (("--tasks", "needles"), "did you mean 'needle'"),
+        (("--tokens", "4M"), "tokens: got '4M', allowed is a number"),
+        (("--tokens", "4K,4096"), "tokens: got [4096, 4096], allowed is each once"),
+        (("--tries", "0"), "tries: got 0"),
+        (("--steps", "0"), "steps: got 0"),
+        (("--text", "no-such-file"), "text: got 'no-such-file', allowed is a file that exists"),
+        (("--sink", "-1"), "sink: got -1"),
+        (("--update-every", "0"), "update_every: got 0"),
+        (("--dtype", "int3"), "dtype: got 'int3'"),
+        (("--device", "meta"), "device: got 'meta', which holds no numbers"),
+        (("--lora", "no-such-file"), "lora: got 'no-such-file', allowed is a file that exists"),
+        (("--model", "./nowhere"), "model: got './nowhere'"),
+        (("--out", "/dev/null/here"), "out: got '/dev/null/here', allowed is a folder"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(
+    tmp_path, arguments, message, monkeypatch, capsys
+):
+    def refuse(*args, **options):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    given = ["--out", tmp_path / "out", "--index", "exact", *arguments]
+    if "--model" not in arguments:
+        given += ["--model", tmp_path]
+    monkeypatch.setattr(sys, "argv", ["kvindex", "compare", *map(str, given)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def asked(name, tokenizer, *, tokens, seed):
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (tokens,), generator=draw)
+    return Instance(name, seed, ids[:-5], (Question(ids[-5:], ("5",), 4),))
+
+
+@pytest.fixture
+def _tiny(monkeypatch):
+    """Commands get a small model whose words are numbers."""
+    model = build("llama", num_hidden_layers=2)
+    loaded = model, Words()
+    monkeypatch.setattr("kvindex_adapters.hf.load_model.load", lambda *args, **options: loaded)
+    monkeypatch.setattr(tasks, "make", asked)
+
+
+@pytest.fixture
+def run(tmp_path, _tiny):
+    (tmp_path / "text.txt").write_text(" ".join(str(3 + i % 90) for i in range(100)))
+
+    def invoke(*arguments):
+        given = ["--out", tmp_path / "out", *SMALL, *REGIONS, "--text", tmp_path / "text.txt"]
+        return CliRunner().invoke(app, ["compare", *map(str, [*given, *arguments])])
+
+    return invoke
+
+
+def test_it_writes_a_report_and_goes_on(run, tmp_path):
+    result = run("--index", "exact", "-k", "5,50")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("settings.json", "results.jsonl", "results.json", "results.csv"),
+        *("report.html", "answers.png"),
+    }
+    assert "out/report.html" in result.stdout
+    assert "100%" in result.stderr
+    before = (tmp_path / "out" / "results.jsonl").read_bytes()
+    more = run("--index", "exact,quest:page=4", "-k", "50")
+    assert more.exit_code == 0, more.output
+    after = (tmp_path / "out" / "results.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert len(after) > len(before)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    who = {(row["index"], row["k"]) for row in found["text"]}
+    assert who == {("full attention", None), ("exact", 5), ("exact", 50), ("quest:page=4", 50)}
+    assert found["settings"]["regions"] == dict(sink=4, local_window=8, update_every=8)
+
+
+def test_a_folder_begun_with_other_settings_is_refused(run):
+    assert run("--index", "exact").exit_code == 0
+    refused = run("--index", "exact", "--sink", "5")
+    assert refused.exit_code == 1
+    assert "regions: got {'sink': 5" in str(refused.exception)
+    assert "or another --out" in str(refused.exception)
+
+
+def test_an_interruption_is_told_in_words(run, tmp_path, monkeypatch):
+    whole = run("--index", "exact,quest:page=4")
+    made = dict(count=0)
+
+    def interrupted(*args, **options):
+        made["count"] += 1
+        raise KeyboardInterrupt
+
+    (tmp_path / "out" / "results.jsonl").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks, "make", interrupted)
+        result = run("--index", "exact,quest:page=4")
+    assert result.exit_code == 130
+    assert "interrupted: the same command goes on from here" in result.stderr
+    assert whole.exit_code == run("--index", "exact,quest:page=4").exit_code == 0
