@@ -22,7 +22,7 @@ constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp puts together
 
 // A candidate: its codes' block, its id, and, if it lies on the edge, where among its entries, else −1; or, if
-// it was drawn, the bits of a float: the logarithm of how many keys it stands for.
+// it was drawn, its priority.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;
@@ -52,7 +52,7 @@ struct Work {
     __device__ __forceinline__ bool takes(u64 entry) const { return cutoff.side(entry) >= DRAWN; }
     __device__ __forceinline__ int slot_of(u64 entry) const {
 #if DRAWN
-        return __float_as_int(log_weight(vote_of(entry), id_of(entry), seed, threshold));
+        return vote_of(entry);
 #else
         return cutoff.side(entry) ? -1 : atomicAdd(edges, 1);
 #endif
@@ -102,6 +102,9 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
         for (int half = 0; half < ROWS; half++) {
             int key = key_of(half), log = log_of(now.tile, half), slot = here[min(key, many - 1)].slot;
             float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f;
+#if DRAWN
+            float stands_for = log_weight(slot, u32(here[min(key, many - 1)].id), work.seed, work.threshold);
+#endif
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 int h = head_of(set, side);
@@ -110,12 +113,14 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
                 if (CENTERED) found += now.products[set][half][side];
                 work.estimates[i64(first + key) * GROUP + h] = found;
                 float logit = capped(found, work.scale, work.softcap);
-                if (DRAWN)
-                    sums[set][side].add(work.buckets + h * BUCKETS, logit + __int_as_float(slot));
-                else if (slot < 0)
+#if DRAWN
+                sums[set][side].add(work.buckets + h * BUCKETS, logit + stands_for);
+#else
+                if (slot < 0)
                     sums[set][side].add(work.buckets + h * BUCKETS, logit);
                 else if (slot < EDGE)
                     work.edge_estimates[slot * GROUP + h] = found;
+#endif
             }
         }
     }
