@@ -141,8 +141,9 @@ class Comparison:
 def _check_lengths(model: PreTrainedModel, text: Tensor, settings: Settings, plan: Plan) -> None:
     """Raises ValueError for lengths that the model, the text or the steps do not allow."""
     shortest, longest = min(plan.tokens), max(plan.tokens)
-    most = model.config.get_text_config(decoder=True).max_position_embeddings
-    if longest > most:
+    config = model.config.get_text_config(decoder=True).to_dict()
+    most = config.get("max_position_embeddings")
+    if most is not None and longest > most:
         raise ValueError(f"tokens: got {longest}, allowed is up to {most}, as the model was made")
     if longest > len(text):
         raise ValueError(f"text: got {len(text)} tokens, allowed is {longest} or more")

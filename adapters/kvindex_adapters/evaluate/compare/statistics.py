@@ -76,7 +76,7 @@ def _means(values: ArrayLike) -> NDArray[np.float64]:
     return _counts(len(values)) @ values / len(values)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _counts(n: int) -> NDArray[np.float64]:
     """How often each of `n` values is in a resample: `[RESAMPLES, n]`."""
     return np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES).astype(float)
