@@ -34,7 +34,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from benchmarks import report
 from benchmarks.common import cpu_steps, workload
 from benchmarks.common.correctness import check
-from benchmarks.common.timing import GraphTimer, Timed
+from benchmarks.common.timing import GraphTimer, Timed, spread
 from benchmarks.common.workload import Layers
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.evaluate.machine import describe
@@ -52,12 +52,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     add_index(parser)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--beside", nargs="*", default=["quest"], help="other indexes, on a CPU")
+    parser.add_argument("--beside", nargs="*", help="other indexes, in turns with this one")
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
     parser.add_argument("--no-dense", action="store_true", help="measure no rivals")
     parser.add_argument("--json", type=output())
     found = parser.parse_args(given)
     on_cpu = found.device == "cpu"
+    found.beside = (["quest"] if on_cpu else []) if found.beside is None else found.beside
     found.tokens = found.tokens or (cpu_steps.TOKENS if on_cpu else [2**15, 2**17, 2**20])
     found.layers = found.layers or (4 if on_cpu else 16)
     least = 1024 if on_cpu else 4096
@@ -117,6 +118,39 @@ def steps(
         del work
         workload.free()
     agree(answers)
+    return found
+
+
+def beside(
+    g: Geometry,
+    specs: list[str],
+    tokens: int,
+    batch: int,
+    layers: int,
+    timed: Timed,
+    *,
+    hit_rate: float,
+    rounds: int = 6,
+) -> dict[str, Any]:
+    """Of other indexes, their steps' times over the first one's in the same round, in turns."""
+    found: dict[str, Any] = {spec: {} for spec in specs[1:]}
+    for place, name in (("host", "step_cached"), ("device", "step_device")):
+        works = {
+            spec: Layers(g, spec, place, tokens=tokens, batch=batch, layers=layers)
+            for spec in specs
+        }
+        turns: dict[str, list[float]] = {spec: [] for spec in specs}
+        for work in works.values():
+            work.fill()
+        for _ in range(rounds):
+            for spec, work in works.items():
+                ask = partial(work.ask, hit_rate=hit_rate if place == "host" else 0.0)
+                turns[spec].append(timed(work.run, layers, ask)["median_us"])
+        for spec in specs[1:]:
+            pairs = zip(turns[spec], turns[specs[0]], strict=True)
+            found[spec] |= spread(name, [mine / theirs for mine, theirs in pairs])
+        del work, works, ask
+        workload.free()
     return found
 
 
@@ -188,6 +222,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             workload.free()
         sizes = tokens, batch, layers
         point |= steps(g, given.index, *sizes, timed, hit_rate=given.hit_rate)
+        if given.beside:
+            workload.free()
+            specs = [given.index, *given.beside]
+            few = tokens, batch, max(1, layers // (2 * len(specs)))
+            point["beside"] = beside(g, specs, *few, timed, hit_rate=given.hit_rate)
         result["points"].append(point)
         result["seconds"] = time.monotonic() - start
         if given.json:

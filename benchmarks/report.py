@@ -42,6 +42,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "summary": gpu.summary,
     "decode_step": gpu.decode_step,
     "decode_step_h100": gpu.steps,
+    "step_drawn": gpu.beside,
     "decode_presets": gpu.presets,
     "append_layers": gpu.append_layers,
     "generate_speed": gpu.generate_speed,

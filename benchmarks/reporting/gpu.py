@@ -54,6 +54,24 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
     return f"{' '.join(about)}\n\n{table(head, rows)}\n\n{ending}"
 
 
+def beside(result: Result) -> str:
+    """Steps of other indexes over those of the result's own."""
+    rows = []
+    for point in result["points"]:
+        own = (_median(point, f"step_{place}") for place in ("cached", "device"))
+        rows.append((f"{point['tokens']:,}", f"`{result['index']}`, µs", *own))
+        for spec, found in point["beside"].items():
+            places = (f"step_{place}" for place in ("cached", "device"))
+            each = (
+                f"{found[p]:.3f} ({found[f'{p}_low']:.3f} to {found[f'{p}_high']:.3f})"
+                for p in places
+            )
+            rows.append((f"{point['tokens']:,}", f"`{spec}`, over it", *each))
+    head = ("tokens", "index", "rows on the host, a cache of rows", "rows on the device")
+    about = "Medians, and of the ratios in the same round quartiles; graphs, cold caches."
+    return f"{table(head, rows)}\n\n{about} {machine(result)}"
+
+
 def summary(result: Result) -> str:
     """Batch 1 with rows on the host, from where a step is faster than dense attention."""
     points = [p for p in result["points"] if p["batch"] == 1 and p["tokens"] >= 2**17]
