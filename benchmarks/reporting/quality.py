@@ -97,9 +97,10 @@ def drawn(result: Result) -> str:
             means = []
             for tokens in lengths:
                 cells = some(found["cells"], tokens=tokens)
-                means.append(geometric_mean(cell["kl_mean"] / cell["kl_exact"] for cell in cells))
+                ratios = [cell["kl_mean"] / cell["kl_exact"] for cell in cells]
+                means.append(f"{geometric_mean(ratios):.3f}" if ratios else "–")
             whole = "{:.3f} ({:.3f} to {:.3f})".format(found["ratio"], *found["ratio_95"])
-            rows.append((f"`{index}`", str(part["k"]), *(f"{one:.3f}" for one in means), whole))
+            rows.append((f"`{index}`", str(part["k"]), *means, whole))
     head = ("index", "rows", *(f"{tokens:,} tokens" for tokens in lengths), "all (95%)")
     texts = len(values(result["indexes"]["exact"]["cells"], "text"))
     about = f"{texts} texts, {result['steps']} steps with given tokens after each prompt."

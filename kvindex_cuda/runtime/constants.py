@@ -69,10 +69,9 @@ EVERYWHERE = dict(
     OCTAVES=codes.OCTAVES,
 )
 SHARES = dict(EDGE=EDGE, BUCKETS=BUCKETS)
-DRAWS = dict(
+STEP, CENTERS = dict(STEP=priority.STEP), dict(CENTERS=priority.CENTERS)
+NOISE = dict(
     SPREAD=priority.SPREAD,
-    STEP=priority.STEP,
-    CENTERS=priority.CENTERS,
     ADDED=priority.ADDED,
     **{f"FACTOR_{i}": factor for i, factor in enumerate(priority.FACTORS)},
     **{f"CURVE_{i}": factor for i, factor in enumerate(priority.CURVE)},
@@ -80,11 +79,11 @@ DRAWS = dict(
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 
 FILES: dict[str, dict[str, int]] = {
-    "step/prepare_query.cu": dict(DRAWS, SAMPLED=SAMPLED),
-    "step/scan.cu": dict(DRAWS, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
-    "step/rerank.cu": DRAWS | SHARES,
+    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED),
+    "step/scan.cu": dict(NOISE, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
+    "step/rerank.cu": NOISE | STEP | SHARES,
     "step/select_rows.cu": dict(
-        DRAWS | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
+        NOISE | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
     ),
     "step/attend.cu": dict(MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, WAYS=WAYS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),

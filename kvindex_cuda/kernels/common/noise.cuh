@@ -1,7 +1,7 @@
 // Noise of keys, by which candidates and rows are drawn (kvindex/ops/priority.py): the same integers there.
 //
 // A logarithm is in units of 2^-16 of an octave.
-// Compile-time: SPREAD, STEP, ADDED, FACTOR_0, FACTOR_1, CURVE_0 to CURVE_3 (runtime/constants.py).
+// Compile-time: SPREAD, ADDED, FACTOR_0, FACTOR_1, CURVE_0 to CURVE_3 (runtime/constants.py).
 #pragma once
 #include "common/common.cuh"
 
