@@ -1,8 +1,8 @@
 """vAttention: the best rows, and a uniform sample of the others as large as (ε, δ) asks for.
 
 Desai et al., vAttention: Verified Sparse Attention via Sampling (ICLR 2026, arXiv 2510.05688).
-Of the `n_s` rows beside the best `b` are drawn, each of which stands for `n_s / b` (equation 3), so
-that numerator and denominator of the softmax are right on average.
+Of the `n_s` rows beside the best `b` are drawn, each of which stands for `n_s / b`, so that
+numerator and denominator of the softmax are right on average.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class VAttention(Sample):
     """Of the `k` rows up to `share · k` are a uniform sample, the others the inner index's best.
 
     The sample has `b = (Φ⁻¹(1 - δ/2) · n_s · σ / (ε · D))²` rows: by the central limit theorem the
-    denominator `D` is then off by more than its share ε with a chance of δ (lemma 4.1). A pilot of
+    denominator `D` is then off by more than its share ε with a chance of δ. A pilot of
     `base_rate · n_s` rows drawn before tells `D` and the standard deviation σ of the rows' parts
-    of it (algorithm 2); the sample is no smaller than the pilot.
+    of it; the sample is no smaller than the pilot.
 
     Where it differs from the paper: `b` ends at `share · k`, and where that binds, as it always
     does with `base_rate · n_s` above it, neither ε nor δ holds. The pilot is judged by the inner
     index's scores, which is asked for all its rows; it costs no row. `D` is what a group's heads
-    agree on, and the numerator, which theorem 4.3 bounds as well, is not looked at. Sink and window
+    agree on, and the numerator is not looked at. Sink and window
     are the layer's. A row's random numbers are hashes of its place, the KV head, how many tokens
     the index holds, and `seed`: they stay until tokens come.
 

@@ -22,8 +22,7 @@ USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
     tasks="needle,needle-multikey,needle-multivalue,chain,lookup,copy"
 )
 QUICK: dict[str, Any] = dict(tokens="2K", tries=2, steps=64, tasks="needle,needle-multikey,chain")
-"""What is measured unless it is given, and with `--quick`: with SmolLM2-135M and three indexes
-within three minutes on two cores."""
+"""What is measured unless it is given, and with `--quick`, which is to end in minutes."""
 
 SHOWN = ("index", "k", "accuracy", "KL, nats", "rows read", "ms per step")
 """Columns that the command prints; all are in the report."""
