@@ -141,6 +141,7 @@ def beside(
         }
         turns: dict[str, list[float]] = {spec: [] for spec in specs}
         for work in works.values():
+            work.answers()
             work.fill()
         for _ in range(rounds):
             for spec, work in works.items():

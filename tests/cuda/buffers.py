@@ -164,9 +164,12 @@ class Buffers:
         found, k = self._read("found"), self.step.k
         none = torch.arange(k) >= found[..., None]
         ids, scores = self._read("ids", k), self._read("scores", k)
-        weights = self._read("weights", k).masked_fill(none, -torch.inf) if self._drawn else None
-        scores = scores.masked_fill(none, -torch.inf)
-        return Selected(ids.masked_fill(none, -1), scores, found, weights)
+        weights = self._read("weights", k) if self._drawn else torch.zeros_like(scores)
+        if k > 2 * EDGE:  # they come in any order
+            ids, order = ids.masked_fill(none, 2**62).sort(-1)
+            scores, weights = scores.gather(-1, order), weights.gather(-1, order)
+        scores, weights = (part.masked_fill(none, -torch.inf) for part in (scores, weights))
+        return Selected(ids.masked_fill(none, -1), scores, found, weights if self._drawn else None)
 
     @cached_property
     def attended(self) -> Attended:

@@ -53,6 +53,10 @@ FAST |= {
     for name in (*DRAWN, "scales", "precise")
 }
 FAST["drawn-full"][2].update(capacity=100, refine_factor=4)
+# more candidates than a block of `select_rows` has
+FAST["drawn-finalists"] = (FAST["257"][0], 6000, dict(preset="drawn", k=290))
+# more rows than are put in order
+FAST["drawn-2100"] = (FAST["257"][0], 2600, dict(preset="drawn", k=2100, refine_factor=1))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(preset="drawn", refine_factor=2))
 
 
