@@ -11,6 +11,10 @@ import kvindex
 
 pytest.register_assert_rewrite("tests.support.helpers", "tests.support.exactly", "kvindex.testing")
 
+# With colorama installed Numba colors its errors: a thread that compiles puts sys.stdout and
+# sys.stderr back to what they were at first, in the middle of any test
+os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
+
 # derandomized: the same examples on every run, so a failure is never a matter of luck
 settings.register_profile("kvindex", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("kvindex")

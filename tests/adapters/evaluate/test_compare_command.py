@@ -32,6 +32,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         (("--tokens", "4K,4096"), "tokens: got [4096, 4096], allowed is each once"),
         (("--tries", "0"), "tries: got 0"),
         (("--steps", "0"), "steps: got 0"),
+        (("--jobs", "0"), "jobs: got 0"),
         (("--text", "no-such-file"), "text: got 'no-such-file', allowed is a file that exists"),
         (("--sink", "-1"), "sink: got -1"),
         (("--update-every", "0"), "update_every: got 0"),

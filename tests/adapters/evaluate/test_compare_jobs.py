@@ -1,12 +1,16 @@
 """Several processes come to the numbers of one, after any interruption; what fails is told."""
 
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvindex_adapters.evaluate import tasks
-from kvindex_adapters.evaluate.compare.records import Records
+from kvindex_adapters.evaluate.compare.records import TEXT, Records
 from kvindex_adapters.evaluate.compare.run import Comparison
 from kvindex_adapters.evaluate.compare.workers import ParallelComparison
 from tests.adapters.evaluate.test_compare_run import PLAN, SETTINGS, asked, ids_of, numbers
@@ -49,13 +53,54 @@ def test_they_come_to_the_numbers_of_one_process(tmp_path):
         if done > total / 3:
             raise KeyboardInterrupt
 
-    done = []
+    done, at_once = [], {"ask": 0, "text": 0}
+
+    def see(*progress):
+        done.append(progress)
+        name = progress[2].partition(",")[0]
+        at_once[name] = max(at_once[name], len(multiprocessing.active_children()))
+
     alone(tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
         alone(tmp_path / "two", interrupt)
     before = (tmp_path / "two" / "results.jsonl").read_bytes()
-    parallel(tmp_path / "two").run(lambda *progress: done.append(progress))
+    parallel(tmp_path / "two").run(see)
     assert (tmp_path / "two" / "results.jsonl").read_bytes().startswith(before)
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+    assert at_once == {"ask": 2, "text": 1}
     assert done[0][0] == 0
     assert done[-1][0] == done[-1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (die, "jobs: a worker ended with exit code 3"),
+        (refuse, "model: got 'nowhere', allowed is a folder that exists"),
+    ],
+)
+def test_a_worker_that_fails_is_told_in_words(tmp_path, load, message):
+    with pytest.raises(ChildProcessError, match=message):
+        parallel(tmp_path, load).run()
+    assert multiprocessing.active_children() == []
+
+
+RUN = """
+from pathlib import Path
+from tests.adapters.evaluate.test_compare_jobs import parallel
+parallel(Path(%r)).run(lambda done, *others: done and print(done, flush=True))
+"""
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_all_workers(tmp_path):
+    command = [sys.executable, "-c", RUN % str(tmp_path)]
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    with subprocess.Popen(command, start_new_session=True, **options) as run:
+        assert run.stdout.readline()  # a record is written
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+        _, said = run.communicate(timeout=60)  # workers hold its ends of the pipes, too
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
+    assert said.count("Traceback") == 1
+    assert len([*Records(tmp_path).of(TEXT)]) > 0

@@ -15,6 +15,8 @@ from kvindex_adapters.evaluate.compare.pictures import DARK, GAP, LIGHT, _apart,
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Key, Records
 from kvindex_adapters.evaluate.compare.report import write_report
 from kvindex_adapters.evaluate.compare.settings import Settings
+from kvindex_adapters.evaluate.compare.summary import summarize
+from kvindex_adapters.evaluate.compare.tables import KEEPS, tables
 
 SETTINGS = Settings("folder/<model>", "a text (sha256 0)", regions=dict(sink=64))
 INDEXES = ["pariskv", "exact", *(f"index-{i}:rate={i / 7:.3f}+sample" for i in range(28))]
@@ -157,6 +159,8 @@ def test_json_and_csv_have_the_same_figures(folder):
         assert len(found[table]) == sum(row["table"] == table for row in rows)
     first = next(row for row in rows if row["index"] == "exact" and row["measure"] == "accuracy")
     same = next(row for row in found["accuracy"] if row["index"] == "exact")
+    needed = [row for row in rows if row["table"] == "rows_needed"]
+    assert len(needed) == 2 * len(found["rows_needed"])
     assert float(first["value"]) == same["accuracy"]
     assert first["task"] == first["tokens"] == ""
     assert int(first["count"]) == same["count"] == 12
@@ -182,6 +186,57 @@ def test_differences_are_of_pairs(tmp_path):
     assert rows["best", FULL]["low"] == rows["best", FULL]["high"] == 0
     ratios = [row.get("over_exact") for row in found["text"]]
     assert ratios == [None, 1, 1]
+
+
+def test_rows_needed_are_the_least_from_which_on_few_answers_are_lost(tmp_path):
+    lost = {  # of 50 answers, at k = 8, 16, 32
+        **{"exact": (2, 1, 0), "lucky": (0, 9, 1), "never": (9, 9, 2), "alike": (0, 0, 0)},
+        "other": (0, 0),
+    }
+    records = Records(tmp_path)
+    for seed in range(50):
+        records.add(Key(ANSWERS, 2048, task="a", seed=seed), {"scores": [1.0]})
+        for index, counts in lost.items():
+            for k, count in zip((8, 16, 32), counts, strict=False):
+                key = Key(ANSWERS, 2048, index, k, "a", seed)
+                records.add(key, {"scores": [float(seed >= count)]})
+    found = summarize(SETTINGS, records)
+    rows = {
+        row["index"]: row
+        for row in found["rows_needed"]
+        if (row["task"], row["tokens"]) == ("a", 2048)
+    }
+    needed = {index: (row["rows"], row["over_exact"]) for index, row in rows.items()}
+    assert needed == {
+        **{"exact": (16, 1), "lucky": (32, 2), "never": (None, None), "alike": (8, 0.5)},
+        "other": (8, None),  # at other k than exact's
+    }
+    table = next(table for table in tables(found) if table.title == "Rows needed")
+    shown = {row[0].text: (row[-1].text, row[-1].note) for row in table.rows}
+    assert shown["never"] == ("> 32", "")
+    assert shown["lucky"] == ("32", "2 \N{MULTIPLICATION SIGN}")
+
+
+def test_a_row_says_whether_answers_are_kept(tmp_path):
+    records = Records(tmp_path)
+    lost = {FULL: 0, "exact": 1, "poor": 20}
+    for seed in range(200):
+        for index, count in lost.items():
+            key = Key(ANSWERS, 2048, index, 0 if index == FULL else 9, "a", seed)
+            records.add(key, {"scores": [float(seed >= count)]})
+    key = Key(ANSWERS, 2048, "short", 9, "a", 100)
+    records.add(key, {"scores": [1.0]})
+    found = summarize(SETTINGS, records)
+    rows = [row for row in found["differences"] if row["base"] == FULL]
+    kept = {row["index"]: row["not_inferior"] for row in rows}
+    assert kept == {"exact": True, "poor": False, "short": True}
+    table = next(table for table in tables(found) if table.title == "Differences")
+    place = list(table.columns).index(KEEPS)
+    shown = {row[0].text: row[place] for row in table.rows if row[2].text == "full"}
+    assert {index: (cell.text, cell.note) for index, cell in shown.items()} == {
+        **{"exact": ("yes", ""), "poor": ("no", "")},
+        "short": ("yes", "few"),
+    }
 
 
 def test_pictures_name_few_lines_by_color_and_mark(folder):

@@ -31,7 +31,7 @@ ALT = (
 
 COLUMNS = (
     *("table", "index", "k", "base", "task", "tokens", "measure"),
-    *("value", "low", "high", "count", "p", "p_corrected"),
+    *("value", "low", "high", "count", "not_inferior", "p", "p_corrected"),
 )
 """Of `results.csv`, which has a row for each figure."""
 
@@ -86,6 +86,13 @@ def _figures(summary: Row) -> Iterator[Row]:
         for row in summary[table]:
             about = {name: row[name] for name in COLUMNS if name in row}
             yield {**about, "table": table, "measure": measure, "value": row[measure]}
+    for row in summary["rows_needed"]:
+        about = {
+            "table": "rows_needed",
+            **{name: row[name] for name in ("index", "task", "tokens")},
+        }
+        for measure in ("rows", "over_exact"):
+            yield {**about, "measure": measure, "value": row[measure]}
     for row in summary["text"]:
         about = {"table": "text", **{name: row[name] for name in ("index", "k", "tokens")}}
         for measure in ("kl", "over_exact", "agreement"):

@@ -25,6 +25,9 @@ SCHEMA = "kvindex.compare/1"
 BLOCK = 16
 """Neighboring steps of a text that a bootstrap draws together."""
 
+MARGIN = 0.02
+"""Of accuracy, by which an index may be below full attention and still keep its answers."""
+
 Row = dict[str, Any]
 Who = tuple[str, int]
 """An index and its `k`, 0 for full attention."""
@@ -45,6 +48,7 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
         "tokens": _sorted(answers, 1),
         "accuracy": [row for who in answers for row in _accuracy(who, answers[who])],
         "differences": _corrected(differences),
+        "rows_needed": _rows_needed(differences),
         "text": _texts(records),
         "failures": [
             {"index": key.index, "task": key.task, "tokens": key.tokens, **record}
@@ -109,7 +113,7 @@ def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
             values = [shared[of] for of in some]
             about = {"base": base, **_of(who), "task": task, "tokens": tokens, "count": len(some)}
             about |= {"difference": sum(values) / len(some), **_ends(bootstrap(values))}
-            yield {**about, "p": sign_test(values)}
+            yield {**about, "not_inferior": about["low"] > -MARGIN, "p": sign_test(values)}
 
 
 def _corrected(rows: list[Row]) -> list[Row]:
@@ -122,6 +126,38 @@ def _corrected(rows: list[Row]) -> list[Row]:
         for row, p in zip(members, holm([row["p"] for row in members]), strict=True):
             row["p_corrected"] = p
     return rows
+
+
+def _rows_needed(differences: list[Row]) -> list[Row]:
+    """The least `k` from which on an index stays within the margin of full attention, by scope."""
+    losses: dict[Any, dict[int, float]] = {}
+    for row in differences:
+        if row["base"] == FULL:
+            scope = row["index"], row["task"], row["tokens"]
+            losses.setdefault(scope, {})[row["k"]] = -row["difference"]
+    return [
+        {"index": index, "task": task, "tokens": tokens, "ks": sorted(of_k), "rows": _least(of_k)}
+        | {"over_exact": _over(of_k, losses.get(("exact", task, tokens), {}))}
+        for (index, task, tokens), of_k in losses.items()
+    ]
+
+
+def _least(losses: dict[int, float]) -> int | None:
+    """The least `k` whose loss, and that of all above it, is within the margin."""
+    least = None
+    for k in sorted(losses, reverse=True):
+        if losses[k] > MARGIN + 1e-9:  # a loss of as much is within, however it is rounded
+            break
+        least = k
+    return least
+
+
+def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
+    """The ratio of two such `k`, of losses at the same ones."""
+    ends = _least(losses), _least(exact)
+    if losses.keys() != exact.keys() or ends[0] is None or ends[1] is None:
+        return None
+    return ends[0] / ends[1]
 
 
 def _texts(records: Records) -> list[Row]:

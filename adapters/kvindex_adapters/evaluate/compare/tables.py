@@ -40,7 +40,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     """All tables that have a row."""
     by_task = [_by_task(summary, tokens) for tokens in summary["tokens"]]
     found = [_overview(summary), _failures(summary), *by_task]
-    found += [_differences(summary), _texts(summary)]
+    found += [_rows_needed(summary), _differences(summary), _texts(summary)]
     return [table for table in found if table.rows]
 
 
@@ -109,15 +109,49 @@ def _by_task(summary: dict[str, Any], tokens: int) -> Table:
     return Table(f"Accuracy by task, {tokens:,} tokens", about, columns, lines)
 
 
+KEEPS = "above \N{MINUS SIGN}2 points"
+
+FEW = 183
+"""Pairs of which, were one in 50 lost, some differ in 39 samples of 40: .98^183 < .025."""
+
+
+def _rows_needed(summary: dict[str, Any]) -> Table:
+    """A row for each index and length, where several `k` were measured."""
+    tasks = [*([None] if len(summary["tasks"]) > 1 else []), *summary["tasks"]]
+    some = [row for row in summary["rows_needed"] if len(row["ks"]) > 1]
+    cells = {(row["index"], row["tokens"], row["task"]): _need(row) for row in some}
+    one_length = len(summary["tokens"]) < 2
+    rows = [
+        [Cell(index), _length(tokens), *(cells.get((index, tokens, task), EMPTY) for task in tasks)]
+        for index, tokens in dict.fromkeys((row["index"], row["tokens"]) for row in some)
+        if tokens is None or not one_length
+    ]
+    about = (
+        "The least k among those measured from which on accuracy stays within 2 points of full "
+        "attention's, and how often exact's that is."
+    )
+    columns = ["index", "tokens", *(task or "all tasks" for task in tasks)]
+    return Table("Rows needed", about, columns, rows)
+
+
+def _need(row: Row) -> Cell:
+    if row["rows"] is None:
+        most = max(row["ks"])
+        return Cell(f"> {most:,}", most + 1)
+    note = "" if row["over_exact"] is None else f"{row['over_exact']:.2g} \N{MULTIPLICATION SIGN}"
+    return _number(row["rows"], "{:,}", note)
+
+
 def _differences(summary: dict[str, Any]) -> Table:
     rows = [
         [
             *_name(_who(row)),
             Cell(_short(row["base"])),
             Cell(row["task"] or "all tasks"),
-            Cell("all lengths") if row["tokens"] is None else _number(row["tokens"], "{:,}"),
+            _length(row["tokens"]),
             _number(row["count"], "{}"),
             _points(row),
+            _verdict(row),
             _number(row["p"], "{:.2g}"),
             _number(row["p_corrected"], "{:.2g}"),
         ]
@@ -125,11 +159,13 @@ def _differences(summary: dict[str, Any]) -> Table:
         if not _repeats(summary, row)
     ]
     about = (
-        "In points of accuracy, with 95% intervals of a paired bootstrap over instances. p: of the "
-        "exact sign test; corrected for the number of comparisons with one base (Holm)."
+        "In points of accuracy, with 95% intervals of a paired bootstrap over instances. "
+        f"{KEEPS}: whether the interval's lower end is; few: with so few pairs, a loss of 2 points "
+        "is likely enough to leave no trace. p: of the exact sign test; corrected for the number "
+        "of comparisons with one base (Holm)."
     )
-    columns = ["index", "k", "minus", "task", "tokens", "pairs", "difference", "p", "p corrected"]
-    return Table("Differences", about, columns, rows)
+    columns = ["index", "k", "minus", "task", "tokens", "pairs", "difference", KEEPS]
+    return Table("Differences", about, [*columns, "p", "p corrected"], rows)
 
 
 def _texts(summary: dict[str, Any]) -> Table:
@@ -208,6 +244,15 @@ def _points(row: Row | None) -> Cell:
         return EMPTY
     ends = [f"{100 * row[end]:+.1f}" for end in ("low", "high")]
     return Cell(f"{100 * row['difference']:+.1f}", row["difference"], " to ".join(ends))
+
+
+def _verdict(row: Row) -> Cell:
+    note = "few" if row["count"] < FEW else ""
+    return Cell("yes" if row["not_inferior"] else "no", float(row["not_inferior"]), note)
+
+
+def _length(tokens: int | None) -> Cell:
+    return Cell("all lengths") if tokens is None else _number(tokens, "{:,}")
 
 
 def _range(row: Row, name: str, form: str) -> str:
