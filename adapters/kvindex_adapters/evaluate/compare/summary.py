@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.depths import depth_rows
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Record, Records
 from kvindex_adapters.evaluate.compare.settings import Settings
 from kvindex_adapters.evaluate.compare.statistics import (
@@ -45,6 +46,7 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
         "tokens": _sorted(answers, 1),
         "accuracy": [row for who in answers for row in _accuracy(who, answers[who])],
         "differences": _corrected(differences),
+        "depths": list(depth_rows(records)),
         "text": _texts(records),
         "failures": [
             {"index": key.index, "task": key.task, "tokens": key.tokens, **record}
