@@ -52,7 +52,6 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "cpu_indexes": cpu.indexes,
     "cpu_summary": cpu.summary,
     "cpu_tokens": cpu.tokens,
-    "against_faiss": cpu.against_faiss,
 }
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import against_faiss, append, drift, drifting, generation, latency, quality, report
+from benchmarks import append, drift, drifting, generation, latency, quality, report
 from benchmarks.common import correctness, decoding, reading, workload
 from benchmarks.comparing import fidelity, field
 from benchmarks.comparing.layers import Layer
@@ -254,21 +254,6 @@ def test_a_model_on_a_cpu_is_timed_without_graphs(tiny, monkeypatch):
     cell = f"| {result['model_run']['dense']['token_ms']:.0f} |"
     monkeypatch.setattr("benchmarks.reporting.cpu.stored", lambda name: result)
     assert cell in report.TABLES["cpu_tokens"](result)
-
-
-def test_searches_are_timed_beside_faiss_at_the_same_recall(tiny, monkeypatch):
-    pytest.importorskip("faiss")
-    texts, model = tiny
-    given = [*texts[:2], "--tokens", 400, "--queries", 2, "--every", 2, "-k", 8, "--rounds", 1]
-    result = ran(against_faiss.main, [*given, "--index", "exact", *model], monkeypatch)
-    assert result["chosen"]["exact"]["recall"] == 1
-    assert "| `exact` |" in report.TABLES["against_faiss"](result)
-    assert (
-        against_faiss.recall(
-            [torch.tensor([1, 5]), torch.tensor([2])], torch.tensor([[1, 2], [2, 3]])
-        )
-        == 0.5
-    )
 
 
 # Quality
