@@ -4,7 +4,7 @@
 
 A table stands between `<!-- name:begin -->` and `<!-- name:end -->`. With --check nothing is
 written, and the exit status is 1 where a table is not what the results say. --draw writes
-docs/pictures/NAME.png as well: decode_step, recall, drift, cpu_steps.
+docs/pictures/NAME.png as well: decode_step, recall, cpu_steps, and the answers_… of the tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import cpu, field, gpu, quality
+from benchmarks.reporting import answers, cpu, field, gpu, quality
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -39,6 +39,11 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "recall_lengths": quality.lengths,
     "drift": quality.drift,
     "field": field.field,
+    "answers_field": answers.field,
+    "answers_lengths": answers.lengths,
+    "answers_rows": answers.rows,
+    "answers_depth": answers.depth,
+    "answers_along": answers.along,
     "summary": gpu.summary,
     "decode_step": gpu.decode_step,
     "decode_step_h100": gpu.steps,

@@ -17,6 +17,12 @@ def stored(name: str) -> Result | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def stored_beside(name: str, first: Result) -> list[Result]:
+    """The result of that name, given, and those of others (`name_…`), of other models say."""
+    paths = sorted(RESULTS.glob(f"{name}_*.json"))
+    return [first, *(json.loads(path.read_text()) for path in paths)]
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """In Markdown."""
     lines = [head, ["---"] * len(head), *rows]

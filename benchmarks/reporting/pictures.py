@@ -9,11 +9,18 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from benchmarks.reporting.answers import DEFAULT, along_lines, depth_cells
 from benchmarks.reporting.parts import Result, mean, some, stored, values
 from benchmarks.reporting.quality import drift_lines
+from kvindex_adapters.evaluate.compare.depths import PARTS
+from kvindex_adapters.evaluate.compare.pictures import picture
+from kvindex_adapters.evaluate.compare.records import FULL
 from kvindex_adapters.evaluate.output_files import save_figure
 
 matplotlib.use("Agg")
+
+REACH = 0.3
+"""A difference of accuracy that has the darkest color."""
 
 
 def decode_step(result: Result) -> Any:
@@ -133,7 +140,52 @@ def drift(result: Result) -> Any:
     return figure
 
 
-PICTURES = {"cpu_steps": cpu_steps, "decode_step": decode_step, "recall": recall, "drift": drift}
+def answers_depth(result: Result) -> Any:
+    """Full attention's accuracy by an answer's depth and the length, and what the default lacks."""
+    tokens = result["tokens"]
+    panels = [
+        (FULL, f"{FULL}, %", "Blues", (0, 1), "{:.0f}"),
+        (DEFAULT, f"{DEFAULT} minus {FULL}, points", "PuOr", (-REACH, REACH), "{:+.0f}"),
+    ]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.6 + 0.45 * len(tokens)), sharey=True)
+    for axis, (index, title, colors, ends, form) in zip(axes, panels, strict=True):
+        cells = depth_cells(result, index)
+        grid = [[cells.get((n, part / PARTS), math.nan) for part in range(PARTS)] for n in tokens]
+        axis.imshow(grid, cmap=colors, vmin=ends[0], vmax=ends[1], aspect="auto")
+        for (n, depth), value in cells.items():
+            place = (round(depth * PARTS), tokens.index(n))
+            look: Any = dict(color="white" if abs(value) > 0.6 * ends[1] else "black", fontsize=9)
+            axis.text(*place, form.format(100 * value), ha="center", va="center", **look)
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_xticks(range(PARTS), [f"{part / PARTS:.1f}" for part in range(PARTS)])
+        axis.set_yticks(range(len(tokens)), [f"{n // 1024}K" for n in tokens])
+        axis.set(xlabel="depth of the answer in the text, from")
+    axes[0].set(ylabel="tokens")
+    figure.tight_layout()
+    return figure
+
+
+def answers_along(result: Result) -> Any:
+    """Recall of exact search's rows by tokens of an answer, each line named where it ends."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for index, line in along_lines(result["runs"][-1]).items():
+        own = index.startswith(DEFAULT)
+        look: Any = dict(color="C0" if own else "0.55", linewidth=2 if own else 1.2)
+        points = [(at, worth["recall"]) for at, worth in line.items()]
+        axes.plot(*zip(*points, strict=True), "o-", **look)
+        axes.annotate(f" {index}", points[-1], color=look["color"], va="center", fontsize=9)
+    axes.set(xlabel="tokens of the answer", ylabel="recall of exact search's rows", ylim=(0, 1.03))
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+PICTURES = {
+    **dict(cpu_steps=cpu_steps, decode_step=decode_step, recall=recall, drift=drift),
+    **dict(answers_lengths=picture, answers_rows=picture),
+    **dict(answers_depth=answers_depth, answers_along=answers_along),
+}
 """By the name of the result and of the file."""
 
 
