@@ -37,7 +37,6 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "divergence_drawn": quality.drawn,
     "recall": quality.recall,
     "recall_lengths": quality.lengths,
-    "drift": quality.drift,
     "field": field.field,
     "answers_field": answers.field,
     "answers_lengths": answers.lengths,

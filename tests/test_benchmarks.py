@@ -12,18 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import answers, append, drift, drifting, generation, latency, quality, report
+from benchmarks import answers, append, generation, latency, quality, report
 from benchmarks.common import correctness, decoding, reading, workload
 from benchmarks.comparing import fidelity, field
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
 from benchmarks.comparing.truth import Setting
-from benchmarks.drift import along
 from benchmarks.reporting import answers as reporting
 from benchmarks.reporting import parts
 from kvindex.core.geometry import Geometry
 from kvindex.indexes.exact import Exact
-from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FULL, Key, Records
 from kvindex_adapters.evaluate.compare.summary import summarize
 from kvindex_adapters.evaluate.output_files import write_json
@@ -400,39 +398,6 @@ def test_the_field_is_written_and_added_to(tiny, monkeypatch):
     assert "| `exact` |" in report.TABLES["field"](result)
     own = ran(quality.main, [*given, 500, "--sampled", *model], monkeypatch)
     assert "| `exact` | 1.000 (1.00) |" in report.TABLES["answers_along"](own)
-
-
-def drifted(later=0.0):
-    """Keys after the prompt are moved."""
-    draw = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 600, 16, generator=draw)
-    keys[:, 400:] += later
-    return Captured(keys, torch.randn(4, 200, 16, generator=draw), 0.25, None)
-
-
-def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
-    exact = drifting.System("exact", partial(drifting.Indexed, "exact"))
-    recalls, _ = along(drifted(), exact, [400, 450], 10)
-    assert torch.stack(recalls).eq(1).all()
-    stale, fresh = (
-        along(
-            drifted(later=3.0),
-            drifting.System("PQ", lambda one: drifting.Quantized(subspace=8), rebuilt=rebuilt),
-            *([400, 536], 50),
-        )[0]
-        for rebuilt in (False, True)
-    )
-    assert stale[1].mean() < fresh[1].mean() - 0.05
-
-
-def test_drift_is_measured(tiny, monkeypatch):
-    texts, model = tiny
-    few = [drifting.System("fast", partial(drifting.Indexed, "pariskv:preset=fast"))]
-    monkeypatch.setattr(drift, "systems", lambda: few)
-    given = [*texts[:2], "--tokens", 200, "--written", 80, "--positions", 3, "-k", 5, *model]
-    result = ran(drift.main, given, monkeypatch)
-    assert len(result["cells"]) == 3
-    assert "| fast | prompt |" in report.TABLES["drift"](result)
 
 
 # Tools

@@ -11,7 +11,6 @@ from matplotlib import pyplot
 
 from benchmarks.reporting.answers import DEFAULT, along_lines, depth_cells
 from benchmarks.reporting.parts import Result, mean, some, stored, values
-from benchmarks.reporting.quality import drift_lines
 from kvindex_adapters.evaluate.compare.depths import PARTS
 from kvindex_adapters.evaluate.compare.pictures import picture
 from kvindex_adapters.evaluate.compare.records import FULL
@@ -117,29 +116,6 @@ def recall(result: Result) -> Any:
     return figure
 
 
-def drift(result: Result) -> Any:
-    """Recall against position, each system as it is, and its coarse stage alone."""
-    lines = drift_lines(result["cells"], result["cells"][0]["kind"])
-    sizes = result["bytes_per_key"]
-    names = list(sizes)
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for axes, stage in zip(panels, ("whole", "candidates"), strict=True):
-        for (name, of, learns), line in lines.items():
-            style = "o-" if learns == "prompt" else ".:"
-            if of == stage:
-                color = f"C{names.index(name)}"
-                axes.plot(*zip(*line.items(), strict=True), style, color=color)
-        axes.set(xlabel="tokens before the query; dotted: learned from all keys", ylim=(0, 1.02))
-        axes.grid(alpha=0.3)
-    panels[0].set(ylabel=f"recall@{result['k']}", title="each as it is")
-    panels[1].set(title="its coarse stage alone")
-    handles = [pyplot.Line2D([], [], color=f"C{i}", marker="o") for i in range(len(names))]
-    labels = [f"{name}: {size['kept']:.0f} B per key" for name, size in sizes.items()]
-    figure.legend(handles, labels, loc="outside lower center", ncol=4, frameon=False)
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
-    return figure
-
-
 def answers_depth(result: Result) -> Any:
     """Full attention's accuracy by an answer's depth and the length, and what the default lacks."""
     tokens = result["tokens"]
@@ -182,7 +158,7 @@ def answers_along(result: Result) -> Any:
 
 
 PICTURES = {
-    **dict(cpu_steps=cpu_steps, decode_step=decode_step, recall=recall, drift=drift),
+    **dict(cpu_steps=cpu_steps, decode_step=decode_step, recall=recall),
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }
