@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import answers, cpu, field, gpu, quality
+from benchmarks.reporting import along, answers, cpu, field, gpu, quality
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -42,7 +42,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "answers_lengths": answers.lengths,
     "answers_rows": answers.rows,
     "answers_depth": answers.depth,
-    "answers_along": answers.along,
+    "answers_along": along.along,
     "summary": gpu.summary,
     "decode_step": gpu.decode_step,
     "decode_step_h100": gpu.steps,

@@ -25,7 +25,6 @@ from kvindex.indexes.exact import Exact
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FULL, Key, Records
 from kvindex_adapters.evaluate.compare.summary import summarize
 from kvindex_adapters.evaluate.output_files import write_json
-from tests.adapters.evaluate.test_compare_report import SETTINGS, fill
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 
@@ -133,13 +132,17 @@ def test_pictures_are_drawn(tmp_path):
 @pytest.fixture
 def answered(tmp_path, monkeypatch):
     """What is kept of a comparison whose instances have depths; no other result is there."""
+    of_report = pytest.importorskip(
+        "tests.adapters.evaluate.test_compare_report", exc_type=ImportError
+    )
     records = Records(tmp_path)
-    fill(records, ["pariskv", "exact", "quest"])
+    of_report.fill(records, ["pariskv", "exact", "quest"])
     records.run_on(MACHINE)
     for index, k, right in ((FULL, 0, 1.0), ("pariskv", 100, 0.5), ("quest", 100, 0.0)):
         score = {"scores": [right], "depth": 0.25}
         records.add(Key(ANSWERS, 4096, index, k, "deep", 0), score)
-    write_json(tmp_path / "results.json", summarize(SETTINGS, records))
+    records.add(Key(ANSWERS, 2048, "short", 100, "a", 0), {"scores": [1.0]})
+    write_json(tmp_path / "results.json", summarize(of_report.SETTINGS, records))
     monkeypatch.setattr(parts, "RESULTS", tmp_path)
     return ran(answers.main, [tmp_path, "--json", tmp_path / "out.json"], monkeypatch)
 
@@ -150,6 +153,7 @@ def test_every_table_and_picture_of_answers_has_every_index(answered):
         page = report.TABLES[f"answers_{name}"](answered)
         lines = {line.split(" | ")[0] for line in page.splitlines()}
         assert {"| full attention", "| `exact`", "| `pariskv`", "| `quest`"} <= lines
+        assert ("| `short`" in lines) == (name == "field")  # it has one length and one k
     assert "1 to 1 in a cell" in report.TABLES["answers_depth"](answered)
     for index, cell in ((FULL, 1), ("pariskv", -0.5), ("quest", -1)):
         assert reporting.depth_cells(answered, index) == {(4096, 0.2): cell}

@@ -1,12 +1,21 @@
-"""Tables of answers: every index, by length, by rows, by depth, and recall along an answer."""
+"""Tables of answers: every index, by length, by rows and by depth."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.reporting.field import MIDDLE, PIECES
-from benchmarks.reporting.parts import Result, machine, some, stored_beside, table, values
+from benchmarks.reporting.field import MIDDLE
+from benchmarks.reporting.parts import (
+    Result,
+    machine,
+    mean,
+    named,
+    some,
+    stored_beside,
+    table,
+    values,
+)
 from kvindex_adapters.evaluate.compare.records import FULL
 
 DEFAULT = "pariskv"
@@ -34,7 +43,7 @@ def _field(result: Result) -> str:
             *(_points(_one(result, "differences", index, here, base=b)) for b in (FULL, "exact")),
             *_cost(_one(result, "text", index, here)),
         )
-        for index in _ranked(result, here)
+        for index in _ranked(result, [here])
     ]
     head = ("index", "accuracy", "minus full attention", "minus `exact`", "KL over `exact`'s")
     names = list(result["tasks"])
@@ -43,7 +52,7 @@ def _field(result: Result) -> str:
             _name(index),
             *(_percent(_one(result, "accuracy", index, here, task=name)) for name in names),
         )
-        for index in _ranked(result, here)
+        for index in _ranked(result, [here])
     ]
     about = (
         f"**{tokens:,} tokens, {k} rows** ({_model(result)}): {_counts(result, here)}. In percent "
@@ -62,7 +71,7 @@ def lengths(result: Result) -> str:
 def _lengths(result: Result) -> str:
     k, at = _middle(result), result["tokens"]
     pooled = {"k": k, "tokens": None}
-    ranked = _ranked(result, pooled)
+    ranked = _ranked(result, [{**pooled, "tokens": n} for n in at])
     others = [index for index in ranked if index not in (FULL, "exact")][:STRONGEST]
     rows = [
         (
@@ -96,7 +105,7 @@ def _rows(result: Result) -> str:
     tokens = result["tokens"][0] if len(result["tokens"]) == 1 else None
     found = {
         index: [_one(result, "accuracy", index, dict(k=k, tokens=tokens), task=None) for k in ks]
-        for index in _ranked(result, {"k": ks[-1], "tokens": tokens})
+        for index in _ranked(result, [{"k": k, "tokens": tokens} for k in ks])
     }
     full = found[FULL][0]
     enough = (full["accuracy"] if full else 1) - MARGIN
@@ -130,38 +139,6 @@ def depth(result: Result) -> str:
             f"{min(counts)} to {max(counts)} in a cell. {_where(each)}"
         )
     return "\n\n".join(parts)
-
-
-def along(result: Result) -> str:
-    """Recall of exact search's rows and error over its error, as an answer grows."""
-    return "\n\n".join(_along(run) for run in result["runs"] if run["sampled"])
-
-
-def _along(run: Row) -> str:
-    lines = along_lines(run)
-    points = list(next(iter(lines.values())))
-    rows = [
-        (_name(index), *(f"{at['recall']:.3f} ({at['of_exact']:.2f})" for at in line.values()))
-        for index, line in lines.items()
-    ]
-    setting = run["setting"]
-    about = (
-        f"The model ({_named(run['model'], run['lora'])}) reads {setting['tokens'] - points[-1]:,} "
-        f"tokens of {', '.join(run['texts'])} and samples {points[-1]:,}; {run['measured']} "
-        "layers. Recall of exact search's rows, and in parentheses the error over its error."
-    )
-    return "\n\n".join(
-        [about, table(("index", *(f"after {n:,}" for n in points)), rows), machine(run)]
-    )
-
-
-def along_lines(run: Row) -> dict[str, dict[int, Row]]:
-    """By index, and by tokens of the answer, what its rows are worth."""
-    return {
-        line["index"]: {int(at): worth for at, worth in line["along"].items()}
-        for line in run["indexes"]
-        if line["arrival"] == PIECES
-    }
 
 
 def depth_cells(result: Result, index: str) -> dict[tuple[int, float], float]:
@@ -198,16 +175,16 @@ def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row |
     return next(iter(some(result[name], **where)), None)
 
 
-def _ranked(result: Result, here: Row) -> list[str]:
-    """Indexes: full attention, then by accuracy, the most first, and by divergence."""
-
-    def rank(index: str) -> tuple[bool, float, float]:
-        answers = _one(result, "accuracy", index, here, task=None)
-        text = some(result["text"], index=index, k=here["k"])
-        kl = sum(row["kl"] for row in text) / max(len(text), 1)
-        return index != FULL, -(answers["accuracy"] if answers else 0), kl
-
-    return sorted(values(result["accuracy"], "index"), key=rank)
+def _ranked(result: Result, places: Sequence[Row]) -> list[str]:
+    """Indexes with answers at all places: full attention, then by accuracy, then by divergence."""
+    found = {}
+    for index in values(result["accuracy"], "index"):
+        answers = [_one(result, "accuracy", index, here, task=None) for here in places]
+        shares = [row["accuracy"] for row in answers if row is not None]
+        if len(shares) == len(places):
+            text = [row for row in result["text"] if row["index"] == index]
+            found[index] = index != FULL, -sum(shares), mean(text, "kl")
+    return sorted(found, key=found.__getitem__)
 
 
 def _name(index: str) -> str:
@@ -259,12 +236,7 @@ def _failures(result: Result) -> Iterator[str]:
 
 def _model(result: Result) -> str:
     settings = result["settings"]
-    return f"{_named(settings['model'], settings['lora'])}, {settings['dtype']}"
-
-
-def _named(model: str, lora: str | None) -> str:
-    name = model.rpartition("/")[2].removesuffix(".gguf")
-    return f"{name} with {lora}" if lora else name
+    return f"{named(settings['model'], settings['lora'])}, {settings['dtype']}"
 
 
 def _where(result: Result) -> str:

@@ -49,3 +49,9 @@ def machine(result: Result) -> str:
     m = result["machine"]
     place = m.get("gpu") or f"{m['cores']} cores of {m['processor']}"
     return f"Measured on {place}, torch {m['torch']}, transformers {m['transformers']}."
+
+
+def named(model: str, lora: str | None) -> str:
+    """A model by its file, and what was added to it."""
+    name = model.rpartition("/")[2].removesuffix(".gguf")
+    return f"{name} with {lora}" if lora else name

@@ -9,10 +9,12 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
-from benchmarks.reporting.answers import DEFAULT, along_lines, depth_cells
+from benchmarks.reporting.along import along_lines, sampled
+from benchmarks.reporting.answers import DEFAULT, depth_cells
 from benchmarks.reporting.parts import Result, mean, some, stored, values
 from kvindex_adapters.evaluate.compare.depths import PARTS
-from kvindex_adapters.evaluate.compare.pictures import picture
+from kvindex_adapters.evaluate.compare.lines import NAMED
+from kvindex_adapters.evaluate.compare.pictures import LIGHT, MARKS, picture
 from kvindex_adapters.evaluate.compare.records import FULL
 from kvindex_adapters.evaluate.output_files import save_figure
 
@@ -142,14 +144,28 @@ def answers_depth(result: Result) -> Any:
 
 
 def answers_along(result: Result) -> Any:
-    """Recall of exact search's rows by tokens of an answer, each line named where it ends."""
+    """Recall of exact search's rows by tokens of an answer, in the run of most indexes.
+
+    The default has a name, and those that change most.
+    """
+    run = max(sampled(result), key=lambda run: len(run["indexes"]))
+    lines = {
+        index: [(at, worth["recall"]) for at, worth in line.items()]
+        for index, line in along_lines(run).items()
+    }
+    default = next(index for index in lines if index.startswith(DEFAULT))
+    most = sorted(lines, key=lambda index: -abs(lines[index][-1][1] - lines[index][0][1]))
+    named = sorted(most, key=lambda index: index != default)[:NAMED]
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for index, line in along_lines(result["runs"][-1]).items():
-        own = index.startswith(DEFAULT)
-        look: Any = dict(color="C0" if own else "0.55", linewidth=2 if own else 1.2)
-        points = [(at, worth["recall"]) for at, worth in line.items()]
-        axes.plot(*zip(*points, strict=True), "o-", **look)
-        axes.annotate(f" {index}", points[-1], color=look["color"], va="center", fontsize=9)
+    for index in (index for index in lines if index not in named):
+        axes.plot(*zip(*lines[index], strict=True), ".-", color=LIGHT.gray, linewidth=0.8)
+    height = -1.0
+    for index in sorted(named, key=lambda index: lines[index][-1][1]):
+        color = LIGHT.colors[named.index(index)]
+        axes.plot(*zip(*lines[index], strict=True), f"{MARKS[named.index(index)]}-", color=color)
+        last, recall = lines[index][-1]
+        height = max(recall, height + 0.05)
+        axes.annotate(index, (last * 1.03, height), color=color, va="center", fontsize=9)
     axes.set(xlabel="tokens of the answer", ylabel="recall of exact search's rows", ylim=(0, 1.03))
     axes.set_xlim(right=axes.get_xlim()[1] * 1.25)
     axes.spines[["top", "right"]].set_visible(False)
