@@ -56,7 +56,9 @@ MOST_TOKENS = 2**16
 
 CANDIDATES_PER = ("head", "group")
 
-DRAW = ("none", "priority")
+DRAW = ("none", "priority", "tempered")
+
+SIGNS = ("alone", "together")
 
 PAPER = dict(
     coarse="tiers",
@@ -84,6 +86,8 @@ class ParisKVConfig:
       schedule.
     query_max: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`), at
       most 2^15 over the head dimension, for votes to fit 32 bits.
+    signs: dots only: what votes make of a sign: "alone": the mean size of its coordinate;
+      "together": signs tell of all coordinates, by a regression on the keys (`ops.regression`).
     magnitude_bits: per coordinate beside the sign, 0 to 7 (paper: 3).
     block: what shares a weight: a "subspace" (paper) or the whole "key".
     weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
@@ -96,7 +100,8 @@ class ParisKVConfig:
       largest vote of its heads (each head's votes on its own scale).
     group: how query heads agree on the estimates (`kvindex.ops.group`).
     draw: "none": the best rows; "priority": candidates and rows are drawn in proportion to what
-      votes and estimates make of their shares, and weighted (`kvindex.ops.priority`).
+      votes and estimates make of their shares, and weighted by `1 / π` (`kvindex.ops.priority`);
+      "tempered": by a lower power of it, `1 - 1 / √k` (`ops.priority.temper`).
     seed: of the rotation's signs, and of what is drawn.
     """
 
@@ -106,6 +111,7 @@ class ParisKVConfig:
     single_stage_below: int = 0
     rho: float | None = None
     query_max: int = 21
+    signs: str = "alone"
     magnitude_bits: int = 3
     block: str = "key"
     weights: str = "log"
@@ -126,6 +132,7 @@ class ParisKVConfig:
         check.one_of("candidates_per", self.candidates_per, CANDIDATES_PER)
         check.one_of("group", self.group, group.POLICIES)
         self._check_draw()
+        self._check_signs()
         check.at_least("refine_factor", self.refine_factor, 1)
         check.at_least("single_stage_below", self.single_stage_below, 0)
         for name, low, high in (("query_max", 1, 127), ("magnitude_bits", 0, 7)):
@@ -153,7 +160,17 @@ class ParisKVConfig:
             got = getattr(self, name)
             if got not in values:
                 of = " or ".join(map(repr, values))
-                raise ValueError(f"{name}: got {got!r} with draw='priority', allowed is {of}")
+                raise ValueError(f"{name}: got {got!r} with draw={self.draw!r}, allowed is {of}")
+
+    def _check_signs(self) -> None:
+        needs = dict(coarse="dots", block="key", weights="log")
+        if check.one_of("signs", self.signs, SIGNS) == "alone":
+            return
+        for name, value in needs.items():
+            if (got := getattr(self, name)) != value:
+                raise ValueError(
+                    f"{name}: got {got!r} with signs={self.signs!r}, allowed is {value!r}"
+                )
 
     def shares(self, n: int) -> tuple[float, float]:
         """`(β, ρ)` for `n` keys."""
@@ -179,12 +196,14 @@ class ParisKVConfig:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Queries of a search `[B, G, g, D]`: rotated, as directions and whole; codes, of full blocks
-    and of the open one; and inner products with the centers, `[B, G, g, S]`, or None.
+    """Queries of a search `[B, G, g, D]`: rotated, whole, and those that vote, which signs may have
+    told (`_regressed`), as directions and whole; codes, of full blocks and of the open one; and
+    inner products with the centers, `[B, G, g, S]`, or None.
     """
 
-    rotated_directions: Tensor
+    voting_directions: Tensor
     rotated_queries: Tensor
+    voting_queries: Tensor
     codes: list[Codes]
     offsets: Tensor | None
 
@@ -197,7 +216,9 @@ class _Asked:
         if index.config.center:
             centers = torch.cat([part["centers"] for part in codes], dim=2)
             offsets = folded @ centers.float().mT
-        return _Asked(rotated, rotated * norms[..., None], codes, offsets)
+        matrix, norms = index._regressed(), norms[..., None]
+        voting = rotated if matrix is None else index.ops.regression.voting(rotated, matrix)
+        return _Asked(voting, rotated * norms, voting * norms, codes, offsets)
 
     def codes_of(
         self, name: str, ids: Tensor, gather: Callable[[Tensor, Tensor], Tensor]
@@ -209,6 +230,9 @@ class _Asked:
         (opened,), full = rest, first.shape[2]
         known = gather(first, ids.masked_fill(ids >= full, UNUSED))
         return known + gather(opened, (ids - full).clamp_min(UNUSED))  # zeros for unused
+
+
+_Statistics = tuple[Tensor, tuple[int, Tensor] | None]
 
 
 class ParisKV(BaseIndex):
@@ -225,7 +249,12 @@ class ParisKV(BaseIndex):
         "precise": {"magnitude_bits": 5},
         "accurate": {"block": "subspace", "weight_bits": 8},
         "scan": {"coarse": "none"},
-        "drawn": {"draw": "priority", "beta": 0.005, "refine_factor": 16},
+        "drawn": {
+            "draw": "tempered",
+            "signs": "together",
+            "beta": 0.005,
+            "refine_factor": 16,
+        },
         "paper": PAPER,
     }
     statistics = ("_histogram",)
@@ -234,6 +263,7 @@ class ParisKV(BaseIndex):
 
     _open: Codes | None  # of the open block, `[B, G, n, ...]`, once they were asked for
     _weight_scale: Tensor | None  # since the last change
+    _fitted: tuple[int, Tensor] | None = None  # of `_regressed`: to how many tokens
     _usual: object = None  # what `_checked_step` saw last
 
     _executor: Executor | None = None  # made once the base is
@@ -534,7 +564,10 @@ class ParisKV(BaseIndex):
         noises = noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
         scores, at, last = priority.draw(sizes, noises, k)
         unused, at = at < 0, at.clamp_min(0)
-        log_weight = -torch.minimum(last, chances.gather(-1, at)).masked_fill(unused, math.inf)
+        log_weight = -torch.minimum(last, chances.gather(-1, at))
+        if self.config.draw == "tempered":
+            log_weight = log_weight * priority.temper(k)
+        log_weight = log_weight.masked_fill(unused, -math.inf)
         found = ids.gather(-1, at).masked_fill(unused, UNUSED)
         return Hits(found, scores, log_weight.repeat_interleave(g.group_size, dim=1))
 
@@ -571,7 +604,7 @@ class ParisKV(BaseIndex):
 
     def _vote_units(self, asked: _Asked) -> Tensor:
         """`q·k` that a vote stands for, float64 `[B, G, g]`."""
-        peak = asked.rotated_queries.abs().amax(-1).double()
+        peak = asked.voting_queries.abs().amax(-1).double()
         scale = self._scale_of(asked.codes)[..., None].double()
         units: Tensor = peak * scale * (self._level / (self._query_max * FACTOR))
         return units
@@ -642,9 +675,9 @@ class ParisKV(BaseIndex):
         """Votes of all keys int32 `[B, G, g, N]`. tiers: of `_limits`, which tiers need."""
         ops, config = self.ops, self.config
         if config.coarse == "tiers":
-            table = ops.coarse.tier_table(asked.rotated_directions, self._histogram, tiers)
+            table = ops.coarse.tier_table(asked.voting_directions, self._histogram, tiers)
         else:
-            table = ops.coarse.dot_table(asked.rotated_directions, self._query_max)
+            table = ops.coarse.dot_table(asked.voting_directions, self._query_max)
         factors = offsets = [None] * len(asked.codes)
         if config.coarse == "dots" and config.weights == "log":
             scale = self._scale_of(asked.codes)
@@ -654,7 +687,7 @@ class ParisKV(BaseIndex):
             if asked.offsets is not None:
                 rounding = self._query_max, scale, self._level
                 counts = [part["centers"].shape[2] for part in asked.codes]
-                offsets = ops.coarse.dot_offsets(asked.offsets, asked.rotated_queries, *rounding)
+                offsets = ops.coarse.dot_offsets(asked.offsets, asked.voting_queries, *rounding)
                 offsets = offsets.split(counts, dim=-1)
         every = zip(asked.codes, factors, offsets, strict=True)
         return torch.cat(
@@ -684,10 +717,8 @@ class ParisKV(BaseIndex):
         candidates = torch.tensor([self.config.candidates(n, k) for n in counts])
         return tiers.to(self.geometry.device), candidates
 
-    # Keys per centroid, int64 [B, G, M, 256], which tiers need
-
     def _cleared(self) -> None:
-        self._histogram = torch.empty(0)
+        self._histogram, self._fitted = torch.empty(0), None
         self._update()
 
     def _after_rollback(self) -> None:
@@ -701,7 +732,9 @@ class ParisKV(BaseIndex):
         """What follows from the tokens is made anew, and the executor is told of them."""
         executor, self._weight_scale, self._open = self._executor, None, None
         if executor:
-            tiered = self.config.coarse == "tiers"
+            statistics = {"histogram": self._histogram} if self.config.coarse == "tiers" else {}
+            if (matrix := self._regressed()) is not None:
+                statistics["regression"] = matrix
             contents = Contents(
                 codes=self._codes,
                 rows=self._store,
@@ -710,33 +743,64 @@ class ParisKV(BaseIndex):
                 valid=self.valid,
                 real_from=self._valid.all_from,
                 opened=self._learned if executor.encodes else self._opened(),
-                statistics={"histogram": self._histogram} if tiered else {},
+                statistics=statistics,
             )
             self._executor = executor.update(contents)
             self._attends = self._executor.attends
 
-    def _with_appended(self, codes: Codes, valid: Tensor | None) -> Tensor:
-        if self.config.coarse != "tiers":
-            return self._histogram
-        added: Tensor = self.ops.coarse.histogram(codes["signs"], valid)
-        return self._histogram + added if self._histogram.numel() else added
+    def _regressed(self) -> Tensor | None:
+        """`regression.fit` to the keys of full blocks, or None where signs stand alone.
 
-    def _with_truncated(self, length: int) -> Tensor:
+        To the first of them, up to a power of two, so that it does not matter how they came.
+        """
+        if self.config.signs == "alone" or not len(self):
+            return None
+        blocks = len(self._codes) // self.block_tokens
+        tokens = (1 << blocks.bit_length() >> 1) * self.block_tokens
+        if self._fitted is None or self._fitted[0] != tokens:
+            self._fitted = tokens, self._fit(tokens)
+        return self._fitted[1]
+
+    def _fit(self, tokens: int) -> Tensor:
+        """`_regressed` of so many tokens."""
+        fit = self.ops.regression
+        if not tokens:
+            none: Tensor = fit.identity(len(self.counts), self.geometry)
+            return none
+        names, every = ("signs", "magnitudes", "weights"), fit.stride(tokens)
+        signs, magnitudes, weights = (self._codes.every(name, tokens, every) for name in names)
+        found: Tensor = fit.fit(signs, magnitudes, weights[..., 0] > 0, self._levels, self._level)
+        return found
+
+    # Statistics: keys per centroid, int64 [B, G, M, 256], which tiers need, and what was fitted
+
+    def _with_appended(self, codes: Codes, valid: Tensor | None) -> _Statistics:
         if self.config.coarse != "tiers":
-            return self._histogram
+            return self._histogram, self._fitted
+        added: Tensor = self.ops.coarse.histogram(codes["signs"], valid)
+        return self._histogram + added if self._histogram.numel() else added, None
+
+    def _with_truncated(self, length: int) -> _Statistics:
+        if self.config.coarse != "tiers":
+            stays = self._fitted is not None and self._fitted[0] <= length
+            return self._histogram, self._fitted if stays else None
         valid = None if self.valid is None else self.valid[:, length:]
         gone: Tensor = self.ops.coarse.histogram(self._codes["signs"][:, :, length:], valid)
-        return self._histogram - gone
+        return self._histogram - gone, None
 
-    def _with_reordered(self, batch_indices: Tensor) -> Tensor:
+    def _with_reordered(self, batch_indices: Tensor) -> _Statistics:
+        fitted = self._fitted
+        if fitted is not None:
+            fitted = fitted[0], fitted[1].index_select(0, batch_indices)
         if self.config.coarse != "tiers":
-            return self._histogram
-        return self._histogram.index_select(0, batch_indices)
+            return self._histogram, fitted
+        return self._histogram.index_select(0, batch_indices), None
 
-    def _commit(self, statistics: Tensor) -> None:
-        self._histogram = statistics
+    def _commit(self, statistics: _Statistics) -> None:
+        self._histogram, self._fitted = statistics
         self._update()
 
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]
-        return [*held, self._factors] if self.config.weights == "log" else held
+        held += [self._factors] if self.config.weights == "log" else []
+        return held if (matrix := self._regressed()) is None else [*held, matrix]

@@ -100,8 +100,7 @@ class AttentionLayer(Guarded):
         self.graphs = check.flag("graphs", graphs)
         self._turn = None if update_phase is None else int(update_phase * update_every)
         self._lag = min(LAG, update_every)
-        blocks = capability(index, EncodesBlocks)
-        unit = 1 if blocks is None or update_every % blocks.block_tokens else blocks.block_tokens
+        unit = self._unit()
         turns = self._turn is not None and capability(index, AppendsAsync) is not None
         # of the buffer: a block that is full waits for the layer's turn, and tokens come
         self._most = 2 * update_every if turns and unit > 1 else update_every
@@ -113,6 +112,13 @@ class AttentionLayer(Guarded):
         self._sealed = False
         self._tally, self._row_bytes = Tally(), row_bytes(index)
         self._usual: object = None  # kinds of tensors that were checked last
+
+    def _unit(self) -> int:
+        """Tokens that go into the index together."""
+        blocks = capability(self.index, EncodesBlocks)
+        if blocks is None or self.update_every % blocks.block_tokens:
+            return 1
+        return blocks.block_tokens
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""

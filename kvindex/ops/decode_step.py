@@ -27,7 +27,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvindex.core.protocol import UNUSED, Attended
-from kvindex.ops import attention, coarse, codes, fetch, group, priority, select, table_step
+from kvindex.ops import (
+    attention,
+    coarse,
+    codes,
+    fetch,
+    group,
+    priority,
+    regression,
+    select,
+    table_step,
+)
 from kvindex.ops import rerank as reranking
 from kvindex.ops.block_layout import BLOCK, SubspaceLayout
 from kvindex.ops.codes import FACTOR
@@ -122,14 +132,19 @@ class Prepared:
 
 
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
-    """Rotate and round, then find a vote that a sample says is reached by more than `C` keys."""
+    """Rotate and round, then find a vote that a sample says is reached by more than `C` keys.
+
+    Where signs vote together it is another query whose integers they are (`regression.voting`).
+    """
     directions, norms, wrong = rotated(queries, config)
-    integers = coarse.rounded(directions, config.largest).int()
-    planes, peaks = planes_of(integers, config.largest), directions.abs().amax(-1)
+    matrix = state.regression
+    voting = directions if matrix is None else regression.voting(directions, matrix)
+    integers = coarse.rounded(voting, config.largest).int()
+    planes, peaks = planes_of(integers, config.largest), voting.abs().amax(-1)
     scale = config.level.double() * state.weight_scale[..., None].double()
     unit = peaks.double() * norms.double() * scale / (config.largest * FACTOR)
     units = torch.where(unit > 0, 1 / unit, 0.0).float()
-    ups = up_of(peaks * norms)
+    ups = up_of(directions.abs().amax(-1) * norms)
     products = center_products(queries, state, config)
     votes = head_votes(state, planes, units, products, config)
     draw = _draw(state, products, unit, config) if config.drawn else None
@@ -351,6 +366,7 @@ def _select_drawn(reranked: Reranked, k: int, config: StepConfig, draw: Draw) ->
     sizes, noises = priority.root_mean_square(logits - totals), draw.noises(ids) * priority.NATS
     scores, slots, last = priority.draw(sizes, noises.float(), k)
     weights = -torch.minimum(last, chances.gather(-1, slots.clamp_min(0)))
+    weights = weights * (priority.temper(k) if config.tempered else 1)
     best = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, _LAST)
     best, order = best.sort(dim=-1)
     weights = weights.masked_fill(slots < 0, attention.NEVER).gather(-1, order)

@@ -179,6 +179,15 @@ def draw(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]
     return priorities[..., :k], positions, chances.masked_fill(positions < 0, -math.inf)
 
 
+def temper(k: int) -> float:
+    """The power of `1 / π` that weighs `k` rows where a lower error is worth a bias.
+
+    A row that stands for many makes a softmax of few rows err more than leaving out a part of what
+    it stands for does. Chosen on keys of a model (docs/decisions/0026-signs-together.md).
+    """
+    return 1 - 1 / math.sqrt(k)
+
+
 def root_mean_square(log_shares: Tensor) -> Tensor:
     """The size of rows that a group's heads share, `[B, G, C]`, of shares `[B, G, g, C]`.
 

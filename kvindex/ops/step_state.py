@@ -43,7 +43,8 @@ class State:
     counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
     rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
     int64 `[1]`, how many of the `W` there are; codec: of rows in blocks, "plain", "int8"
-    or "fp8" (`storage/codecs.py`). Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
+    or "fp8" (`storage/codecs.py`); regression: of `ops.regression`, float16 `[B, G, D, D]`, where
+    signs vote together. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
     256]`; tiers: keys that bound each, int64 `[B, 6]`.
     """
 
@@ -58,6 +59,7 @@ class State:
     resident_mask: Tensor
     resident_count: Tensor
     codec: str = "plain"
+    regression: Tensor | None = None
     histogram: Tensor | None = None
     tiers: Tensor | None = None
 
@@ -87,7 +89,7 @@ class StepConfig:
     """What no token and no query changes; kernels are compiled for most of it.
 
     seed, query_max, policy: as `ParisKVConfig` has them; centered: whether blocks hold centers;
-    drawn: whether candidates and rows are drawn (`priority`).
+    drawn: whether candidates and rows are drawn (`priority`); tempered: with lower weights.
     """
 
     geometry: Geometry
@@ -97,6 +99,7 @@ class StepConfig:
     centered: bool = True
     policy: str = "mean_share"
     drawn: bool = False
+    tempered: bool = False
 
     @property
     def largest(self) -> int:

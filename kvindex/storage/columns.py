@@ -38,6 +38,11 @@ class Columns(Restorable):
         """A view of the column: its shape has `len(self)` at the token axis."""
         return self._data[name].narrow(self._axis, 0, self._entries(name, self._length))
 
+    def every(self, name: str, tokens: int, stride: int) -> Tensor:
+        """A view of every so many of a column's first tokens, from the first one on."""
+        index = [slice(None)] * self._axis + [slice(0, tokens, stride)]
+        return self[name][tuple(index)]
+
     @property
     def batch(self) -> int:
         """Rows of the batch, 0 before the first append."""

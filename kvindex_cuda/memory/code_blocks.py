@@ -94,6 +94,23 @@ class CodeBlocks(Restorable):
             rows.append(torch.cat(runs, dim=1)[:, :count])
         return torch.stack(rows)
 
+    def every(self, name: str, tokens: int, stride: int) -> Tensor:
+        """A copy of every so many of a column's first tokens, `[B, G, N, ...]`.
+
+        tokens: of whole blocks; stride: a divisor or a multiple of a block's.
+        """
+        apart, inside = max(1, stride // BLOCK), min(stride, BLOCK)
+        rows = []
+        for row in range(len(self._held)):
+            some, at = [], 0
+            for run in self._runs(row, 0, tokens // BLOCK):
+                fields = self._fields(run)
+                fields = {n: part[-at % apart :: apart, :, ::inside] for n, part in fields.items()}
+                some.append(self.layout.column(name, fields).transpose(0, 1).flatten(1, 2))
+                at += run.blocks
+            rows.append(torch.cat(some, dim=1))
+        return torch.stack(rows)
+
     def _column(self, name: str, run: Run) -> Tensor:
         """The column of blocks, `[G, N, ...]`."""
         fields = self._fields(run)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
+from kvindex.ops import priority
 from kvindex.storage.codecs import NAMES
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
@@ -68,6 +69,7 @@ class State:
     cache: RowCache | None = None
     wrong: Tensor | None = None
     largest: Tensor | None = None
+    regression: Tensor | None = None
     histogram: Tensor | None = None
     tiers: Tensor | None = None
 
@@ -79,7 +81,8 @@ class BaseStep:
     most: as the step says; capacity: entries that a group's candidates have room for; counted:
     further int32 per group that a step has cleared, at a multiple of 16 bytes
     (`_counted`); policy: as `ParisKVConfig.group`; drawn: whether rows are drawn (`ops.priority`):
-    there `weights` has the logarithm of how many keys each stands for.
+    there `weights` has the logarithm of how many keys each stands for, times `priority.temper` if
+    tempered.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -96,6 +99,7 @@ class BaseStep:
         multiprocessors: int = 132,
         counted: int = 0,
         drawn: bool = False,
+        tempered: bool = False,
     ) -> None:
         g, group = geometry, geometry.group_size
         if group > MOST_HEADS:
@@ -111,6 +115,7 @@ class BaseStep:
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
         self._selects["DRAWN"] = int(drawn)
+        self._temper = priority.temper(k) if tempered else 1.0
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -212,6 +217,7 @@ class BaseStep:
                 kv_heads=g.kv_heads,
                 scale=self._scale,
                 softcap=self._softcap,
+                temper=self._temper,
             ),
             overlap=True,
             **self._selects,

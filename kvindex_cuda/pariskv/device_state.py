@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Codes
 from kvindex.ops.block_layout import words_of
 from kvindex.ops.coarse import TIERS
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.pariskv.base_step import State
 
 
-def opened(geometry: Geometry, table: Tensor, histogram: Tensor | None) -> State:
+def opened(geometry: Geometry, table: Tensor, statistics: Codes) -> State:
     """A state with room for all that a table of blocks of codes has room for, int64 `[B, S]`.
 
-    histogram: for steps by tiers, of the shape that the state gets; else None.
+    statistics: as `Contents` has them: a histogram for steps by tiers, a regression for signs that
+    vote together.
     """
+    histogram, regression = (statistics.get(name) for name in ("histogram", "regression"))
     device, (batch, blocks) = geometry.device, table.shape
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -38,6 +41,7 @@ def opened(geometry: Geometry, table: Tensor, histogram: Tensor | None) -> State
         resident_count=none,
         row_bytes=0,
         largest=ints(batch, geometry.kv_heads) if histogram is None else None,
+        regression=None if regression is None else torch.empty_like(regression).contiguous(),
         histogram=None if histogram is None else torch.zeros_like(histogram).contiguous(),
         tiers=None if histogram is None else ints(batch, len(TIERS), dtype=torch.int64),
     )

@@ -97,7 +97,8 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
     options = dict(seed=config.seed, policy=config.group)
     if kind == "votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
-        options |= dict(drawn=config.draw != "none")
+        options |= dict(drawn=config.draw != "none", tempered=config.draw == "tempered")
+        options |= dict(together=config.signs == "together")
     return options
 
 

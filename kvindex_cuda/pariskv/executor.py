@@ -128,6 +128,7 @@ class ParisKVExecutor:
         self._state: State | None = None
         self._uses: list[_Use] = []  # of each k the newest one last
         self.cache: RowCache | None = None
+        self._regression: Tensor | None = None  # that the state has
         self._length = self._read = 0  # tokens; blocks whose largest weight the state has
         self._replays = Replays(self._geometry.device)
 
@@ -345,8 +346,7 @@ class ParisKVExecutor:
     def _begin(self, k: int, most: int) -> _Use:
         """A step for `k` rows with room for `most`, from here on the newest."""
         if self._state is None:
-            histogram = self._contents.statistics.get("histogram")
-            self._state = opened(self._geometry, self.codes.table, histogram)
+            self._state = opened(self._geometry, self.codes.table, self._contents.statistics)
             self._update(self._state, 0)
             rows, batch = self._rows, len(self.codes.table)
             if rows is not None and rows.far:
@@ -397,6 +397,11 @@ class ParisKVExecutor:
         update_state(state, tokens, **together)
         if valid is not None and not real:
             put_valid(state, valid, first, -(-tokens // BLOCK))
+        regression = contents.statistics.get("regression")
+        if state.regression is not None and regression is not None:
+            if regression is not self._regression:
+                state.regression.copy_(regression)
+            self._regression = regression
         if "histogram" in contents.statistics:
             bounds = [self._config.tier_bounds(n) for n in counts]
             put_tiers(state, contents.statistics["histogram"], bounds)

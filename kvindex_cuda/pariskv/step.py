@@ -30,7 +30,8 @@ class Step(BaseStep):
     """Buffers and launches of a step for a batch of `B` rows.
 
     most: the largest `C` that `State.wanted` will hold; seed, query_max, policy: as
-    `ParisKVConfig`; centered: whether blocks hold centers; drawn: whether rows are drawn.
+    `ParisKVConfig`; centered: whether blocks hold centers; drawn, tempered: whether rows are drawn,
+    with lower weights; together: whether signs vote together, by `State.regression`.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -44,6 +45,7 @@ class Step(BaseStep):
         query_max: int = 21,
         centered: bool = True,
         drawn: bool = False,
+        together: bool = False,
         **options: Any,
     ) -> None:
         capacity = 4 * (most + SAMPLED)  # `rerank` serves what is more
@@ -57,6 +59,7 @@ class Step(BaseStep):
             raise ValueError(f"query_max: got {self._query_max}, allowed is up to {most}")
         self._votes = self._defines | dict(CENTERED=int(centered), PLANES=planes)
         self._votes["DRAWN"] = int(drawn)
+        self._prepares = self._votes | dict(TOGETHER=int(together))
         self._rerank = self._votes | self._capped | dict(BITS=layout.magnitude_bits)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         odd = g.head_dim // (g.head_dim & -g.head_dim)
@@ -103,6 +106,7 @@ class Step(BaseStep):
                 queries=queries,
                 rotation=self._rotation,
                 weight_scale=state.weight_scale,
+                regression=state.regression,
                 codes=state.codes,
                 valid=state.valid,
                 length=state.length,
@@ -135,7 +139,7 @@ class Step(BaseStep):
                 gain=self._scale * priority.UNIT / math.log(2),
             ),
             overlap=True,
-            **self._votes,
+            **self._prepares,
         )
         scanners = (1 if g.head_dim > 128 else 2) * self._multiprocessors
         launch(

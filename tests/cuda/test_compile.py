@@ -36,6 +36,7 @@ KERNEL = re.compile(rf"__global__\s+void\s+{BOUNDS}(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
 VOTES = STEP | dict(CENTERED=1, PLANES=6, DRAWN=0)
+PREPARE = VOTES | dict(TOGETHER=0)
 RERANK = VOTES | dict(BITS=3, SOFTCAP=0)
 AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, DRAWN=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
@@ -54,12 +55,13 @@ DEFINES = {
         AGREE | dict(DRAWN=1, GROUP=8),
     ],
     "step/prepare_query.cu": [
-        VOTES,
-        VOTES | dict(GROUP=8),
-        VOTES | dict(D=64, DTYPE=1, PLANES=8),
-        VOTES | dict(D=256, GROUP=16),
-        VOTES | dict(DRAWN=1),
-        VOTES | dict(DRAWN=1, D=256, GROUP=16),
+        PREPARE,
+        PREPARE | dict(GROUP=8),
+        PREPARE | dict(D=64, DTYPE=1, PLANES=8),
+        PREPARE | dict(D=256, GROUP=16),
+        PREPARE | dict(DRAWN=1, TOGETHER=1),
+        PREPARE | dict(DRAWN=1, TOGETHER=1, D=64, GROUP=8, DTYPE=0),
+        PREPARE | dict(DRAWN=1, TOGETHER=1, D=256, GROUP=16),
     ],
     "step/attend.cu": [
         ATTEND,

@@ -10,7 +10,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from kvindex.ops import decode_step, table_step
+from kvindex.ops import decode_step, regression, table_step
 from kvindex.ops.block_layout import BLOCK, places
 from kvindex.ops.codes import FACTOR
 from kvindex.ops.step_state import queries_of, rotated
@@ -57,6 +57,9 @@ FAST["drawn-full"][2].update(capacity=100, refine_factor=4)
 FAST["drawn-finalists"] = (FAST["257"][0], 6000, dict(preset="drawn", k=290))
 # more rows than are put in order
 FAST["drawn-2100"] = (FAST["257"][0], 2600, dict(preset="drawn", k=2100, refine_factor=1))
+FAST["together"] = (*FAST["g4"][:2], dict(signs="together"))
+FAST["alone"] = (*FAST["g4"][:2], dict(preset="drawn", signs="alone", draw="priority"))
+FAST["drawn-D256"] = (Case(q_heads=5, kv_heads=1, head_dim=256), 600, dict(preset="drawn"))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(preset="drawn", refine_factor=2))
 
 
@@ -82,7 +85,8 @@ def ran(name, preset, device):
         step = TableStep(geometry, config.layout, most=count, **options)
     else:
         options |= dict(query_max=config.query_max, centered=config.centered)
-        options |= dict(drawn=config.drawn)
+        options |= dict(drawn=config.drawn, tempered=config.tempered)
+        options |= dict(together=layer.state.regression is not None)
         behind = places()[1 + (count - 1) % BLOCK :]
         config.layout.views(layer.state.codes)["weights"][:, -1, :, behind] = 255
         step = Step(geometry, config.layout, most=int(layer.state.wanted.max()), **options)
@@ -129,6 +133,8 @@ def test_a_query_is_rotated_and_rounded(name, device):
     got = kernels.prepared
     want = decode_step.prepare_query(layer.queries, layer.state, layer.config)
     directions, norms, _ = rotated(layer.queries, layer.config)
+    if (matrix := layer.state.regression) is not None:
+        directions = regression.voting(directions, matrix)
     peaks = directions.double().abs().amax(-1, keepdim=True)
     integers = integers_of(got.planes)
     exact = directions.double() * (layer.config.largest / peaks)

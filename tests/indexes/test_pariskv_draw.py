@@ -16,7 +16,7 @@ TOKENS, K, SEEDS = 700, 24, 1500
 
 @pytest.fixture(scope="module")
 def index():
-    index = CASE.index("pariskv:preset=drawn:refine_factor=4")
+    index = CASE.index("pariskv:preset=drawn:draw=priority:refine_factor=4")
     index.append(*CASE.tokens(TOKENS))
     return index
 
@@ -46,6 +46,15 @@ def test_sums_over_the_rows_drawn_are_those_of_all_keys_on_average(index, monkey
     found = torch.stack(found)
     off = found.mean(0) - torch.stack([shares.sum(1), (shares * values).sum(1)])
     assert (off.abs() <= 6 * found.std(0) / math.sqrt(SEEDS)).all()
+
+
+def test_tempered_weights_are_a_power_of_these(index):
+    tempered = CASE.index("pariskv:preset=drawn:refine_factor=4")
+    tempered.append(*CASE.tokens(TOKENS))
+    hits, own = (some.search(CASE.queries(), k=K) for some in (index, tempered))
+    assert torch.equal(own.ids, hits.ids)
+    assert (hits.log_weight > 0).any()
+    torch.testing.assert_close(own.log_weight, hits.log_weight * (1 - K**-0.5))
 
 
 def test_with_as_many_rows_as_keys_all_are_sure(index):
@@ -146,4 +155,4 @@ def test_kernels_for_cpus_leave_it_to_the_ops_and_say_so():
     said = kvindex.core.backend.refusal(
         "cpu", CASE.index("exact").geometry, CASE.index("pariskv:preset=drawn").config
     )
-    assert said == "draw: got 'priority', allowed is 'none'"
+    assert said == "draw: got 'tempered', allowed is 'none'"

@@ -79,6 +79,7 @@ class Layer:
             resident_mask=mask.to(torch.uint8),
             resident_count=torch.tensor([resident - 1]),
             codec=row_codec,
+            regression=index._regressed(),
             histogram=index._histogram if c.coarse == "tiers" else None,
             tiers=tiers if c.coarse == "tiers" else None,
         )
@@ -90,6 +91,7 @@ class Layer:
             centered=bool(c.center),
             policy=c.group,
             drawn=c.draw != "none",
+            tempered=c.draw == "tempered",
         )
         queries = case.queries() if queries is None else queries
         return Layer(index, state, config, queries, k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ import typer
 from kvindex_adapters.cli.options import Device, Dtype, Local, Sink, UpdateEvery
 
 if TYPE_CHECKING:
-    from kvindex_adapters.evaluate.compare.records import Records
-    from kvindex_adapters.evaluate.compare.run import Progress
+    from kvindex_adapters.evaluate.compare.schedule import Progress
     from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+    from kvindex_adapters.evaluate.compare.workers import Load
 
 USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
     tasks="needle,needle-multikey,needle-multivalue,chain,lookup,copy"
@@ -48,6 +49,9 @@ def compare(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Tokens of it on which they are.")] = None,
     quick: Annotated[bool, typer.Option(help="Few and short prompts: some minutes.")] = False,
+    jobs: Annotated[
+        int, typer.Option(help="Processes that measure at once, each with the model.")
+    ] = 1,
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
     lora: Annotated[Path | None, typer.Option(help="Low-rank addition to the model.")] = None,
     sink: Sink = 64,
@@ -61,12 +65,12 @@ def compare(
     A run that was interrupted goes on where it was; the same command with more of anything adds it.
     """
     from kvindex_adapters.cli import common
-    from kvindex_adapters.cli.progress import console
-    from kvindex_adapters.evaluate.compare.records import Records
+    from kvindex_adapters.evaluate.compare.measuring import load
     from kvindex_adapters.evaluate.compare.settings import Settings
     from kvindex_adapters.hf import load_model
 
     number = common.check_dtype(dtype)
+    common.check_size("jobs", jobs, 1)
     load_model.check_device(device)
     regions = dict(sink=sink, local_window=local_window, update_every=update_every)
     given = dict(tasks=tasks, tokens=tokens, tries=tries, steps=steps)
@@ -88,36 +92,30 @@ def compare(
         **dict(dtype=dtype, device=device),
     )
     settings.claim(out)
-    console.print("loading the model")  # transformers shows bars of its own
     options: Any = dict(gguf_file=gguf_file, lora=lora, dtype=number, device=device)
-    loaded = load_model.load(model, **options)
     for line in plan.indexes:
         common.wait_for_compiler(line, device)  # which began at the check
-    with _left() as on_progress:
-        _compare(*loaded, content, settings, plan, Records(out), on_progress)
+    _compare(functools.partial(load, model, content, **options), settings, plan, out, jobs)
     _report(out, settings)
 
 
-def _compare(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    settings: Settings,
-    plan: Plan,
-    records: Records,
-    on_progress: Progress,
-) -> None:
+def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -> None:
     """Measure what is missing; an interruption is told in words, with exit status 130."""
-    import torch
-
     from kvindex_adapters.cli.progress import console
+    from kvindex_adapters.evaluate.compare.records import Records
     from kvindex_adapters.evaluate.compare.run import Comparison
+    from kvindex_adapters.evaluate.compare.workers import ParallelComparison
 
-    ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
-    options: Any = dict(settings=settings, plan=plan, records=records)
-    comparison = Comparison(model, tokenizer, ids, **options)
+    options: Any = dict(settings=settings, plan=plan, records=Records(out))
+    console.print("loading the model")  # transformers shows bars of its own
     try:
-        comparison.run(on_progress)
+        run = (
+            Comparison(*load(), **options).run
+            if jobs == 1
+            else ParallelComparison(load, **options, jobs=jobs).run
+        )
+        with _left() as on_progress:
+            run(on_progress)
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from here")
         raise typer.Exit(130) from None

@@ -14,11 +14,17 @@
 // Where candidates are drawn, every block also finds what brings heads to one scale, from up to CENTERS centers
 // evenly spread (priority.totals), and the seed of noise; the threshold of priorities is a multiple of STEP, as all
 // of the histogram's bounds.
-// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN.
+// Where signs vote together (ops.regression), r is of Aᵀ q̃: every warp multiplies D / 8 rows of the matrix, which it
+// has asked for before, with all heads; 2 D² bytes more.
+// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER.
 #include "common/votes.cuh"
 
 constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
 constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
+constexpr int ROWS = D / 8, WIDE = (D + 127) / 128;  // of the matrix, a warp's; of a lane's, columns in fours
+constexpr int AT_ONCE = D <= 128 ? 4 : 2;            // heads
+constexpr bool EARLY = ROWS * WIDE <= 16;            // rows fit registers
+constexpr int ROOM = TOGETHER && 8 * AT_ONCE * D > BINS ? 8 * AT_ONCE * D : BINS;
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
 
@@ -71,6 +77,7 @@ struct Arguments {
     const void* queries;        // DTYPE [B, H, D], aligned to 16 bytes
     const float* rotation;      // [D + ODD]: signs and waves of `rotate`
     const float* weight_scale;  // [BG]
+    const u16* regression;      // float16 [BG, D, D], or null
     const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
     const u32* valid;           // [B, row, 8]: a bit per token
     const i64* length;          // [1]
@@ -131,12 +138,13 @@ prepare_query(const __grid_constant__ Arguments args) {
     const void* queries = args.queries;
     u16* operands = args.operands;
     __shared__ FACTORS int factors[256];
-    __shared__ __align__(16) float directions[SETS][D][4];  // ‖q‖ q̃
+    __shared__ __align__(16) float directions[SETS][D][4];  // q̃
+    __shared__ float norms[SETS * 4];
     __shared__ float waves[ODD];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
     __shared__ float units[SETS * 4], scales[SETS * 4];
     __shared__ int sums[SETS * 4];
-    __shared__ __align__(16) int histogram[BINS];
+    __shared__ __align__(16) int histogram[ROOM];  // before it is one: sums of the products with the matrix
 #if DRAWN
     __shared__ __align__(16) float2 scales_of[SETS * 4];  // units of a vote, and what brings heads to one scale
     __shared__ float products[CENTERS][GROUP];
@@ -163,7 +171,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     for (int w = 0; w < PER_LANE; w++) signs[w] = w * 32 + lane < D ? args.rotation[w * 32 + lane] : 0.0f;
     if (threadIdx.x < ODD) waves[threadIdx.x] = args.rotation[D + threadIdx.x];
     factors[threadIdx.x] = args.factors[threadIdx.x];
-    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+    for (int i = threadIdx.x; i < (TOGETHER ? 0 : BINS); i += 256) histogram[i] = 0;
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
 #if DRAWN
@@ -186,6 +194,16 @@ prepare_query(const __grid_constant__ Arguments args) {
 #endif
     float plain[PER_LANE], weight_scale = args.weight_scale[bg];
     read_query(plain, warp);
+#if TOGETHER
+    auto entries = [&](int i, int c) -> uint2 {
+        int j = 128 * c + 4 * lane;
+        const u16* row = args.regression + (bg * D + warp * ROWS + i) * D;
+        return j < D ? *reinterpret_cast<const uint2*>(row + j) : uint2{0, 0};
+    };
+    uint2 held[EARLY ? ROWS * WIDE : 1];
+#pragma unroll
+    for (int i = 0; i < (EARLY ? ROWS * WIDE : 0); i++) held[i] = entries(i / WIDE, i % WIDE);
+#endif
     Group group;
     load_queries(group, queries);
     float share = float(args.wanted[batch]), all = float(args.counted[batch]);
@@ -220,12 +238,27 @@ prepare_query(const __grid_constant__ Arguments args) {
         rotate(x, signs, waves);
         return norm;
     };
-    // rounded, a digit of each coordinate to a word of its plane
-    auto round_head = [&](const float (&x)[PER_LANE], int h, double given_norm) {
-        float peak = 0, norm = float(fmin(given_norm, double(LONGEST)));
+    auto peak_of = [&](const float (&x)[PER_LANE]) {
+        float peak = 0;
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) peak = fmaxf(peak, fabsf(x[w]));
-        peak = warp_max(peak);
+        return warp_max(peak);
+    };
+    // what others read of a head
+    auto keep_head = [&](const float (&x)[PER_LANE], int h, float norm, float peak) {
+#pragma unroll
+        for (int w = 0; w < WORDS; w++)
+            if (w * 32 + lane < D) directions[h / 4][w * 32 + lane][h % 4] = x[w];
+        if (lane == 0) {
+            norms[h] = norm;
+            // what brings the largest coordinate to [2^13, 2^14)
+            int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
+            exponent = min(max(exponent, 20), 230);
+            scales[h] = __uint_as_float(u32(254 + 13 - exponent) << 23);
+        }
+    };
+    // rounded, a digit of each coordinate to a word of its plane
+    auto round_head = [&](const float (&x)[PER_LANE], int h, float norm, float peak) {
         double scale = peak > 0 ? double(args.query_max) / double(peak) : 0.0;
         int sum = 0;
 #pragma unroll
@@ -239,7 +272,6 @@ prepare_query(const __grid_constant__ Arguments args) {
                 if (lane == p) mine = plane;
             }
             if (lane < PLANES) planes[h][lane][w] = mine;
-            if (w * 32 + lane < D) directions[h / 4][w * 32 + lane][h % 4] = x[w] * norm;
         }
         sum = warp_sum(sum);
         if (lane == 0) {
@@ -249,11 +281,12 @@ prepare_query(const __grid_constant__ Arguments args) {
 #if DRAWN
             scales_of[h].x = float(unit * args.gain);
 #endif
-            // what brings the largest coordinate to [2^13, 2^14)
-            int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
-            exponent = min(max(exponent, 20), 230);
-            scales[h] = __uint_as_float(u32(254 + 13 - exponent) << 23);
         }
+    };
+    auto put_head = [&](const float (&x)[PER_LANE], int h, double given_norm) {
+        float peak = peak_of(x), norm = float(fmin(given_norm, double(LONGEST)));
+        keep_head(x, h, norm, peak);
+        if (!TOGETHER) round_head(x, h, norm, peak);
     };
     double norm = warp < GROUP ? rotated(plain) : 0;
     Sampled sampled;
@@ -273,12 +306,54 @@ prepare_query(const __grid_constant__ Arguments args) {
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
          i += gridDim.y * gridDim.x * 256)
         args.cleared[i] = 0;
-    if (warp < GROUP) round_head(plain, warp, norm);
+    if (warp < GROUP) put_head(plain, warp, norm);
     for (int h = warp + 8; h < GROUP; h += 8) {
         read_query(plain, h);
         norm = rotated(plain);
-        round_head(plain, h, norm);
+        put_head(plain, h, norm);
     }
+#if TOGETHER
+    auto parts = reinterpret_cast<float(*)[AT_ONCE][D]>(histogram);  // of each warp
+    __syncthreads();
+#pragma unroll 1
+    for (int from = 0; from < GROUP; from += AT_ONCE) {
+        float products[AT_ONCE][WIDE][4] = {};
+#pragma unroll(EARLY ? ROWS : 4)
+        for (int i = 0; i < ROWS; i++) {
+            const float* q = &directions[from / 4][warp * ROWS + i][from % 4];
+#pragma unroll
+            for (int c = 0; c < WIDE; c++) {
+                uint2 four = EARLY ? held[EARLY ? i * WIDE + c : 0] : entries(i, c);
+                float2 low = from_float16s(four.x), high = from_float16s(four.y);
+#pragma unroll
+                for (int h = 0; h < AT_ONCE; h++) {
+                    products[h][c][0] += low.x * q[h], products[h][c][1] += low.y * q[h];
+                    products[h][c][2] += high.x * q[h], products[h][c][3] += high.y * q[h];
+                }
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < AT_ONCE; h++)
+#pragma unroll
+            for (int c = 0; c < WIDE; c++)
+                if (128 * c + 4 * lane < D)
+                    *reinterpret_cast<float4*>(&parts[warp][h][128 * c + 4 * lane]) = {
+                        products[h][c][0], products[h][c][1], products[h][c][2], products[h][c][3]};
+        __syncthreads();
+        int h = from + warp;
+        if (warp < AT_ONCE && h < GROUP) {
+#pragma unroll
+            for (int w = 0; w < PER_LANE; w++) {
+                int j = w * 32 + lane;
+                plain[w] = 0;
+                for (int p = 0; j < D && p < 8; p++) plain[w] += parts[p][warp][j];
+            }
+            round_head(plain, h, norms[h], peak_of(plain));
+        }
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+#endif
 #if DRAWN
 #pragma unroll
     for (int j = 0; j < EACH_CENTERS; j++) {
@@ -355,7 +430,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         operands += bg * (OPERANDS * 4);
         for (int i = threadIdx.x; i < GROUP * D; i += 256) {
             int h = i / D, j = i % D;
-            float x = directions[h / 4][j][h % 4] * scales[h];
+            float x = directions[h / 4][j][h % 4] * norms[h] * scales[h];
             u16 high = to_float16(x);
             operands[operand_of(h, j, 0)] = high;
             operands[operand_of(h, j, 1)] = to_float16(x - from_float16(high));

@@ -141,7 +141,7 @@ struct Arguments {
     i64 cached;
     i64 signalers;          // blocks of a group in the kernel before, or 0 where it gives no signals
     i64 k, capacity, kv_heads;
-    float scale, softcap;
+    float scale, softcap, temper;  // temper: times the logarithms of weights
 };
 
 // The k best candidates. All that is read is of rerank.cu (or rerank_blocks.cu) and of what that one reads.
@@ -440,9 +440,9 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 #if DRAWN
-    // `-log π`: the larger one of both draws'
+    // `-log π`: the larger one of both draws', tempered
     auto weigh = [&](float& weight, int id, float score) {
-        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS));
+        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
     };
     float* row_weights = args.weights + bg * args.k;
     for (int i = ROWS + threadIdx.x; i < taken; i += THREADS) weigh(row_weights[i], int(ids[i]), scores[i]);

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+import kvindex
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued
 from kvindex_adapters.evaluate.compare.continuation import dense_logits, divergence
-from kvindex_adapters.evaluate.compare.replay import FullAttention, indexed
+from kvindex_adapters.evaluate.compare.replay import FullAttention, ReplayLayer, indexed
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build, prompt
@@ -93,3 +94,15 @@ def test_divergences_are_those_of_a_model_that_reads_the_text(model, read, index
         for _ in range(2):  # the first leaves nothing behind
             got, _ = divergence(cache, ids[CONTEXT:], logits, k=K)
             assert torch.allclose(got, want, rtol=1e-3, atol=1e-6)
+
+
+def test_all_indexes_are_searched_beside_the_same_rows():
+    kept = []
+    for name in ("exact", "pariskv"):
+        index = kvindex.create(name, q_heads=1, kv_heads=1, head_dim=8)
+        layer = ReplayLayer(index, update_phase=0.5)  # of a block of 256 tokens
+        for length in (700, 1, 250):
+            rows = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
+            layer.fill(rows, rows, torch.arange(length))
+            kept.append(len(index))
+    assert kept[:3] == kept[3:] == [256, 256, 512]

@@ -19,6 +19,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvindex.core.capability import capability
 from kvindex.core.protocol import ExpandsBatch, KVIndex, ObservesQueries
 from kvindex.layer import AttentionLayer
+from kvindex.ops.block_layout import BLOCK
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
@@ -85,10 +86,15 @@ class ReplayLayer(ParallelLayer):
     """A layer that takes the rows of a prompt as they are.
 
     Unlike its base it takes any index; steps come at once where the index allows it (`parallel`).
+    Whatever the index, tokens wait in the window for a block to be full, and layers update when
+    their buffers are: all indexes are searched beside the same rows.
     """
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
-        AttentionLayer.__init__(self, index, **options)
+        AttentionLayer.__init__(self, index, **{**options, "update_phase": None})
+
+    def _unit(self) -> int:
+        return 1 if self.update_every % BLOCK else BLOCK
 
     @property
     def parallel(self) -> bool:

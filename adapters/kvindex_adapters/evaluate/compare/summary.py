@@ -56,12 +56,12 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
 
 
 def _answers(records: Records) -> dict[Who, Instances]:
-    """By index and `k`, full attention first, then as they came."""
+    """By index and `k`, full attention first, then as they came; their instances in order."""
     found: dict[Who, Instances] = {(FULL, 0): {}}
     for key, record in records.of(ANSWERS):
         share = sum(record["scores"]) / len(record["scores"])
         found.setdefault((str(key.index), key.k), {})[key.task, key.tokens, key.seed] = share
-    return found
+    return {who: dict(sorted(instances.items())) for who, instances in found.items()}
 
 
 def _asks(task: str) -> str:

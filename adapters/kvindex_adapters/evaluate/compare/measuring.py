@@ -1,0 +1,125 @@
+"""A text, or an instance of a task, is read once, then goes through every index."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.readings import InstanceReading, TextReading
+from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, Key, Record
+from kvindex_adapters.evaluate.compare.replay import indexed
+from kvindex_adapters.evaluate.compare.schedule import Work
+from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+from kvindex_adapters.hf import load_model
+from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.unsupported import check_model
+
+Measured = tuple[Key, Record]
+"""A record and what it is of; of kind "failure" for what an index or a task cannot do, in words."""
+
+Loaded = tuple[PreTrainedModel, Any, Tensor]
+"""A model, its tokenizer, and the ids int64 `[N]` of the text on which it is compared."""
+
+
+def load(model: str, text: str, **options: Any) -> Loaded:
+    """Load a model, and encode a text; options: as `load_model.load` takes them.
+
+    Raises what that raises.
+    """
+    loaded, tokenizer = load_model.load(model, **options)
+    return loaded, tokenizer, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+
+
+class Measuring:
+    """A model that measures works of a plan.
+
+    text: ids int64 `[N]` of the text on which distributions are compared. Raises ValueError for a
+    model or a length that cannot be served, or a text that is too short.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        text: Tensor,
+        *,
+        settings: Settings,
+        plan: Plan,
+    ) -> None:
+        check_model(model)
+        _check_lengths(model, text, settings, plan)
+        self._model, self._tokenizer, self._text = model, tokenizer, text
+        self._settings = settings
+        self._options = functools.cache(
+            lambda index: punctuated(index, tokenizer, settings.regions)
+        )
+
+    def measure(self, work: Work) -> Iterator[Measured]:
+        """The records of a work one by one; an index that fails has no more, but for the words."""
+        reading = self._reading(work.reading)
+        if not isinstance(reading, InstanceReading | TextReading):
+            yield _failure(replace(work.reading, index=None), reading)
+            return
+        for index, keys in groupby(work.keys, lambda key: key.index):
+            if index == FULL:
+                yield work.reading, reading.own
+            else:
+                yield from self._through(reading, list(keys))
+
+    def _reading(self, key: Key) -> InstanceReading | TextReading | ValueError:
+        """What full attention reads; the error where a task cannot be made so short."""
+        if key.task is None:
+            return TextReading(self._model, self._text[: key.tokens], self._settings.steps)
+        assert key.seed is not None
+        try:
+            instance = tasks.make(key.task, self._tokenizer, tokens=key.tokens, seed=key.seed)
+        except ValueError as error:
+            return error
+        return InstanceReading(self._model, self._tokenizer, instance)
+
+    def _through(
+        self, reading: InstanceReading | TextReading, keys: list[Key]
+    ) -> Iterator[Measured]:
+        """The records of one index, for each `k`."""
+        index, left = keys[0].index, list(keys)
+        assert index is not None
+        try:
+            options = self._options(index)
+            with indexed(self._model, reading.context.ids, index=index, **options) as cache:
+                cache.read(reading.context)
+                while left:
+                    yield left[0], reading.through(cache, left[0].k)
+                    left.pop(0)
+        except Exception as error:  # whatever an index raises: the others go on
+            yield _failure(left[0], error)
+
+
+def in_words(error: Exception) -> str:
+    """What an error says; with its type's name where it is no ValueError."""
+    words = str(error) or type(error).__name__
+    return words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
+
+
+def _failure(key: Key, error: Exception) -> Measured:
+    return replace(key, kind=FAILURE, k=0, seed=None), {"words": in_words(error)}
+
+
+def _check_lengths(model: PreTrainedModel, text: Tensor, settings: Settings, plan: Plan) -> None:
+    """Raises ValueError for lengths that the model, the text or the steps do not allow."""
+    shortest, longest = min(plan.tokens), max(plan.tokens)
+    config = model.config.get_text_config(decoder=True).to_dict()
+    most = config.get("max_position_embeddings")
+    if most is not None and longest > most:
+        raise ValueError(f"tokens: got {longest}, allowed is up to {most}, as the model was made")
+    if longest > len(text):
+        raise ValueError(f"text: got {len(text)} tokens, allowed is {longest} or more")
+    if settings.steps > shortest // 2:
+        raise ValueError(f"steps: got {settings.steps}, allowed is up to half of {shortest} tokens")

@@ -1,0 +1,112 @@
+"""What the records of a plan lack, work by work, and how much of it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from kvindex_adapters.evaluate.compare.records import (
+    ANSWERS,
+    FAILURE,
+    FULL,
+    TEXT,
+    Key,
+    Record,
+    Records,
+)
+from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+from kvindex_adapters.evaluate.machine import describe
+
+Progress = Callable[[int, int, str], None]
+"""Called with work done, work in all, and what was done last or comes next."""
+
+READING, STEPPING = 4, 8
+"""Work of full attention's reading, and of an index along a text, whose steps come alone for a
+while, next to that of an index's answers: estimates, for the time left alone."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A text or an instance, by the key of full attention's record; keys: of it that lack, index
+    by index.
+    """
+
+    reading: Key
+    keys: tuple[Key, ...]
+
+
+class Schedule:
+    """The works of a plan that records lack something of, texts first, which are measured alone.
+
+    jobs: how many works are measured at once; then the longest come first.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plan: Plan,
+        records: Records,
+        on_progress: Progress,
+        *,
+        jobs: int = 1,
+    ) -> None:
+        self._plan, self._records, self._jobs = plan, records, jobs
+        self._failed: set[tuple[str | None, int]] = set()  # index, tokens
+        records.run_on(describe(settings.device))
+        self._forget_failures()
+        works = [
+            Work(reading, keys) for reading in self._readings() if (keys := self._lack(reading))
+        ]
+        self.texts = [work for work in works if work.reading.kind == TEXT]
+        self.instances = [work for work in works if work.reading.kind == ANSWERS]
+        self._on_progress = on_progress
+        self._done, self._total = 0, sum(self._size(key) for work in works for key in work.keys)
+
+    def begin(self, works: list[Work]) -> Iterator[Work]:
+        """Those of the works that are still to be done, each when it is asked for.
+
+        An index that failed gets no more of the same length.
+        """
+        for work in works:
+            failed = {key for key in work.keys if (key.index, key.tokens) in self._failed}
+            self._progress(work.reading, *failed)
+            if keys := tuple(key for key in work.keys if key not in failed):
+                yield Work(work.reading, keys)
+
+    def take(self, key: Key, record: Record) -> None:
+        """Keep a record, which is a failure or one of a work's."""
+        self._records.add(key, record)
+        if key.kind == FAILURE:
+            self._failed.add((key.index, key.tokens))
+        else:
+            self._progress(key, key)
+
+    def end(self, work: Work) -> None:
+        """Nothing more comes of a work."""
+        self._progress(work.reading, *(key for key in work.keys if key not in self._records))
+
+    def _progress(self, what: Key, *done: Key) -> None:
+        self._done += sum(map(self._size, done))
+        self._on_progress(self._done, self._total, f"{what.task or 'text'}, {what.tokens} tokens")
+
+    def _readings(self) -> Iterator[Key]:
+        for tokens in sorted(self._plan.tokens, reverse=self._jobs > 1):
+            yield Key(TEXT, tokens)
+            for seed in range(self._plan.tries):
+                for task in self._plan.tasks:
+                    yield Key(ANSWERS, tokens, task=task, seed=seed)
+
+    def _lack(self, reading: Key) -> tuple[Key, ...]:
+        pairs = [(index, k) for index in self._plan.indexes for k in self._plan.ks]
+        keys = [reading, *(replace(reading, index=index, k=k) for index, k in pairs)]
+        return tuple(key for key in keys if key not in self._records)
+
+    def _size(self, key: Key) -> int:
+        """How long it takes, about, in units of what all jobs do."""
+        share = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
+        return share * key.tokens * (self._jobs if key.kind == TEXT else 1)
+
+    def _forget_failures(self) -> None:
+        for key, _ in list(self._records.of(FAILURE)):
+            if key.index in (None, *self._plan.indexes):
+                self._records.forget(key)

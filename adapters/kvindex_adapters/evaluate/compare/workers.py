@@ -1,0 +1,162 @@
+"""The run of a plan in several processes, each with the model: instances at once, texts alone."""
+
+from __future__ import annotations
+
+import functools
+import io
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+import torch
+
+from kvindex.core import check
+from kvindex_adapters.evaluate.compare.measuring import Loaded, Measured, Measuring
+from kvindex_adapters.evaluate.compare.records import Records
+from kvindex_adapters.evaluate.compare.schedule import Progress, Schedule, Work
+from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+
+Load = Callable[[], Loaded]
+"""Called in every worker. It is pickled: a function of a module, or a `functools.partial`."""
+
+PATIENCE_S = 5
+"""How long processes may take to end what they are at."""
+
+
+class ParallelComparison:
+    """A plan for a model that each of `jobs` processes loads, and the records that it fills.
+
+    A script that runs one does so under `if __name__ == "__main__"`: the processes import it.
+    """
+
+    def __init__(
+        self, load: Load, *, settings: Settings, plan: Plan, records: Records, jobs: int
+    ) -> None:
+        self._load, self._jobs = load, check.at_least("jobs", jobs, 1)
+        self._settings, self._plan, self._records = settings, plan, records
+
+    def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
+        """Measure what the records lack, as `Comparison.run` does.
+
+        Texts come first, in one process while the others do not run: their times are of a machine
+        that does nothing else. Raises ChildProcessError where a process fails, with what it said;
+        what was measured stays.
+        """
+        settings, plan = self._settings, self._plan
+        schedule = Schedule(settings, plan, self._records, on_progress, jobs=self._jobs)
+        workers: list[_Worker] = []
+        try:
+            for works, most in ((schedule.texts, 1), (schedule.instances, self._jobs)):
+                count = min(most, len(works))
+                while len(workers) < count:
+                    workers.append(_Worker(self._load, settings, plan))
+                _share(schedule, works, workers[:count])
+        finally:
+            _stop([worker.process for worker in workers])
+
+
+def _share(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> None:
+    """Give the works to workers, one at a time to each, and take what they measure."""
+    left = schedule.begin(works)
+    threads = max(torch.get_num_threads() // max(len(workers), 1), 1)
+    for worker in workers:
+        worker.give(next(left, None), threads)
+    while busy := [(worker, worker.work) for worker in workers if worker.work]:
+        ready = wait([worker.pipe for worker, _ in busy])
+        for worker, work in busy:
+            if worker.pipe not in ready:
+                continue
+            if (measured := worker.take()) is not None:
+                schedule.take(*measured)
+            else:
+                schedule.end(work)
+                worker.give(next(left, None), threads)
+
+
+def _stop(processes: list[SpawnProcess]) -> None:
+    """End processes, whatever they do."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + PATIENCE_S
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+        process.kill()
+        process.join()
+
+
+class _Worker:
+    """A process that measures works; work: what it is at, if anything; pipe: to it."""
+
+    def __init__(self, load: Load, settings: Settings, plan: Plan) -> None:
+        context = get_context("spawn")  # a process that has used a GPU cannot be forked
+        self.pipe, end = context.Pipe()
+        self.work: Work | None = None
+        arguments = (end, load, settings, plan)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        with _uninterrupted():
+            self.process.start()
+        end.close()
+
+    def give(self, work: Work | None, threads: int) -> None:
+        """Let it measure a work, on so many threads; None is nothing to do."""
+        self.work = work
+        if work is not None:
+            with suppress(BrokenPipeError):  # `take` says why
+                self.pipe.send((work, threads))
+
+    def take(self) -> Measured | None:
+        """The next record of its work, None after the last. Raises ChildProcessError."""
+        try:
+            message: Measured | str | None = self.pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self.process.join()
+            raise ChildProcessError(
+                f"jobs: a worker ended with exit code {self.process.exitcode} (that of a signal "
+                "is negative; -9 where memory is short); fewer jobs need less memory"
+            ) from error
+        if isinstance(message, str):
+            raise ChildProcessError(message)
+        return message
+
+
+def _serve(pipe: Connection, load: Load, settings: Settings, plan: Plan) -> None:
+    """Measure works that come through a pipe, until its other end is closed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # what libraries hold is given back
+    measuring = functools.cache(lambda: _loaded(load, settings, plan))
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            work, threads = pipe.recv()
+            torch.set_num_threads(threads)
+            try:
+                for measured in measuring().measure(work):
+                    pipe.send(measured)
+                pipe.send(None)
+            except (ValueError, OSError, ImportError) as error:
+                pipe.send(str(error))
+            except Exception:
+                pipe.send(f"a worker failed: {traceback.format_exc()}")
+
+
+def _loaded(load: Load, settings: Settings, plan: Plan) -> Measuring:
+    with redirect_stderr(io.StringIO()):  # bars of several models at once
+        loaded = load()
+    return Measuring(*loaded, settings=settings, plan=plan)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A process that is started inside does not hear an interruption: this one ends it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
