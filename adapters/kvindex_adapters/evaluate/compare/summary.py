@@ -46,12 +46,12 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
         "tokens": _sorted(answers, 1),
         "accuracy": [row for who in answers for row in _accuracy(who, answers[who])],
         "differences": _corrected(differences),
-        "depths": list(depth_rows(records)),
         "text": _texts(records),
         "failures": [
             {"index": key.index, "task": key.task, "tokens": key.tokens, **record}
             for key, record in records.of(FAILURE)
         ],
+        "depths": list(depth_rows(records)),
     }
 
 
