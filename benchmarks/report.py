@@ -4,7 +4,7 @@
 
 A table stands between `<!-- name:begin -->` and `<!-- name:end -->`. With --check nothing is
 written, and the exit status is 1 where a table is not what the results say. --draw writes
-docs/pictures/NAME.png as well: decode_step, recall, drift, cpu_steps.
+docs/pictures/NAME.png as well: decode_step, recall, cpu_steps, and the answers_… of the tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import cpu, field, gpu, quality
+from benchmarks.reporting import along, answers, cpu, field, gpu, quality
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -37,8 +37,12 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "divergence_drawn": quality.drawn,
     "recall": quality.recall,
     "recall_lengths": quality.lengths,
-    "drift": quality.drift,
     "field": field.field,
+    "answers_field": answers.field,
+    "answers_lengths": answers.lengths,
+    "answers_rows": answers.rows,
+    "answers_depth": answers.depth,
+    "answers_along": along.along,
     "summary": gpu.summary,
     "decode_step": gpu.decode_step,
     "decode_step_h100": gpu.steps,
@@ -52,7 +56,6 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "cpu_indexes": cpu.indexes,
     "cpu_summary": cpu.summary,
     "cpu_tokens": cpu.tokens,
-    "against_faiss": cpu.against_faiss,
 }
 
 

@@ -12,16 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import against_faiss, append, drift, drifting, generation, latency, quality, report
+from benchmarks import answers, append, generation, latency, quality, report
 from benchmarks.common import correctness, decoding, reading, workload
 from benchmarks.comparing import fidelity, field
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
 from benchmarks.comparing.truth import Setting
-from benchmarks.drift import along
+from benchmarks.reporting import answers as reporting
+from benchmarks.reporting import parts
 from kvindex.core.geometry import Geometry
 from kvindex.indexes.exact import Exact
-from kvindex_adapters.evaluate.capture import Captured
+from kvindex_adapters.evaluate.compare.records import ANSWERS, FULL, Key, Records
+from kvindex_adapters.evaluate.compare.summary import summarize
+from kvindex_adapters.evaluate.output_files import write_json
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 
@@ -121,6 +124,70 @@ def test_pictures_are_drawn(tmp_path):
     pictures = importlib.import_module("benchmarks.reporting.pictures")
     pictures.draw(tmp_path, ["decode_step", "recall"])
     assert (tmp_path / "recall.png").stat().st_size > 10_000
+
+
+# Answers
+
+
+@pytest.fixture
+def answered(tmp_path, monkeypatch):
+    """What is kept of a comparison whose instances have depths; no other result is there."""
+    of_report = pytest.importorskip(
+        "tests.adapters.evaluate.test_compare_report", exc_type=ImportError
+    )
+    records = Records(tmp_path)
+    of_report.fill(records, ["pariskv", "exact", "quest"])
+    records.run_on(MACHINE)
+    for index, k, right in ((FULL, 0, 1.0), ("pariskv", 100, 0.5), ("quest", 100, 0.0)):
+        score = {"scores": [right], "depth": 0.25}
+        records.add(Key(ANSWERS, 4096, index, k, "deep", 0), score)
+    records.add(Key(ANSWERS, 2048, "short", 100, "a", 0), {"scores": [1.0]})
+    write_json(tmp_path / "results.json", summarize(of_report.SETTINGS, records))
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    return ran(answers.main, [tmp_path, "--json", tmp_path / "out.json"], monkeypatch)
+
+
+def test_every_table_and_picture_of_answers_has_every_index(answered):
+    assert answered["machine"] == MACHINE
+    for name in ("field", "lengths", "rows"):
+        page = report.TABLES[f"answers_{name}"](answered)
+        lines = {line.split(" | ")[0] for line in page.splitlines()}
+        assert {"| full attention", "| `exact`", "| `pariskv`", "| `quest`"} <= lines
+        assert ("| `short`" in lines) == (name == "field")  # it has one length and one k
+    assert "1 to 1 in a cell" in report.TABLES["answers_depth"](answered)
+    for index, cell in ((FULL, 1), ("pariskv", -0.5), ("quest", -1)):
+        assert reporting.depth_cells(answered, index) == {(4096, 0.2): cell}
+    pictures = importlib.import_module("benchmarks.reporting.pictures")
+    first, second = pictures.answers_depth(answered).axes
+    assert [text.get_text() for text in (*first.texts, *second.texts)] == ["100", "-50"]
+
+
+def test_figures_of_answers_are_those_of_the_comparison(answered, tmp_path):
+    whole = json.loads((tmp_path / "results.json").read_text())
+    (row,) = parts.some(
+        whole["differences"], base=FULL, index="quest", k=32, task=None, tokens=None
+    )
+    (kept,) = parts.some(answered["differences"], base=FULL, index="quest", k=32, tokens=None)
+    assert kept["difference"] == pytest.approx(row["difference"], rel=1e-3)
+    assert len(json.dumps(answered)) < len(json.dumps(whole))
+    with pytest.raises(ValueError, match=r"schema: got None, allowed is 'kvindex\.compare/1'"):
+        answers.reduced({})
+
+
+@pytest.mark.parametrize(
+    ("shares", "fewest"), [((0.97, 0.99, 0.98), "16"), ((1.0, 0.9, 1.0), "32"), ((1, 1, 0.9), "–")]
+)
+def test_rows_are_enough_only_if_more_are(shares, fewest):
+    cells = [{"k": k, "accuracy": share} for k, share in zip((8, 16, 32), shares, strict=True)]
+    assert reporting.fewest(cells, 0.98) == fewest
+
+
+def test_results_of_other_models_stand_beside(answered, tmp_path):
+    settings = answered["settings"] | {"model": "folder/other.gguf"}
+    write_json(tmp_path / "answers_rows_other.json", answered | {"settings": settings})
+    page = report.TABLES["answers_rows"](answered)
+    assert page.count("| `quest`") == 2
+    assert "other, float32" in page
 
 
 # On a GPU
@@ -256,21 +323,6 @@ def test_a_model_on_a_cpu_is_timed_without_graphs(tiny, monkeypatch):
     assert cell in report.TABLES["cpu_tokens"](result)
 
 
-def test_searches_are_timed_beside_faiss_at_the_same_recall(tiny, monkeypatch):
-    pytest.importorskip("faiss")
-    texts, model = tiny
-    given = [*texts[:2], "--tokens", 400, "--queries", 2, "--every", 2, "-k", 8, "--rounds", 1]
-    result = ran(against_faiss.main, [*given, "--index", "exact", *model], monkeypatch)
-    assert result["chosen"]["exact"]["recall"] == 1
-    assert "| `exact` |" in report.TABLES["against_faiss"](result)
-    assert (
-        against_faiss.recall(
-            [torch.tensor([1, 5]), torch.tensor([2])], torch.tensor([[1, 2], [2, 3]])
-        )
-        == 0.5
-    )
-
-
 # Quality
 
 
@@ -348,39 +400,8 @@ def test_the_field_is_written_and_added_to(tiny, monkeypatch):
     result = ran(quality.main, [*given, 520, "--add", *model], monkeypatch)
     assert [run["measured"] for run in result["runs"]] == [4, 4]
     assert "| `exact` |" in report.TABLES["field"](result)
-
-
-def drifted(later=0.0):
-    """Keys after the prompt are moved."""
-    draw = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 600, 16, generator=draw)
-    keys[:, 400:] += later
-    return Captured(keys, torch.randn(4, 200, 16, generator=draw), 0.25, None)
-
-
-def test_what_learns_from_the_prompt_alone_falls_behind_what_is_rebuilt():
-    exact = drifting.System("exact", partial(drifting.Indexed, "exact"))
-    recalls, _ = along(drifted(), exact, [400, 450], 10)
-    assert torch.stack(recalls).eq(1).all()
-    stale, fresh = (
-        along(
-            drifted(later=3.0),
-            drifting.System("PQ", lambda one: drifting.Quantized(subspace=8), rebuilt=rebuilt),
-            *([400, 536], 50),
-        )[0]
-        for rebuilt in (False, True)
-    )
-    assert stale[1].mean() < fresh[1].mean() - 0.05
-
-
-def test_drift_is_measured(tiny, monkeypatch):
-    texts, model = tiny
-    few = [drifting.System("fast", partial(drifting.Indexed, "pariskv:preset=fast"))]
-    monkeypatch.setattr(drift, "systems", lambda: few)
-    given = [*texts[:2], "--tokens", 200, "--written", 80, "--positions", 3, "-k", 5, *model]
-    result = ran(drift.main, given, monkeypatch)
-    assert len(result["cells"]) == 3
-    assert "| fast | prompt |" in report.TABLES["drift"](result)
+    own = ran(quality.main, [*given, 500, "--sampled", *model], monkeypatch)
+    assert "| `exact` | 1.000 (1.00) |" in report.TABLES["answers_along"](own)
 
 
 # Tools

@@ -1,4 +1,4 @@
-"""Tables of results on a CPU: a layer's step, a model's tokens, FAISS beside it."""
+"""Tables of results on a CPU: a layer's step, a model's tokens."""
 
 from __future__ import annotations
 
@@ -71,26 +71,6 @@ def summary(result: Result) -> str:
         f"On a CPU, `{name}` takes {point[name]['of_dense']:.2f} of the time of dense attention at "
         f"{SHOWN:,} tokens ([more](docs/cpu.md))."
     )
-
-
-def against_faiss(result: Result) -> str:
-    """An index or family of FAISS a line: time, recall, and what building it took."""
-    rows = [
-        (
-            name if found["setting"] else f"`{name}`",
-            ", ".join(f"{key} = {value}" for key, value in found["setting"].items()),
-            *(f"{found['ms']:.2f}", f"{found['recall']:.3f}", f"{found['build_s']:.2f}"),
-        )
-        for name, found in result["chosen"].items()
-    ]
-    k, count, threads = result["k"], len(result["layers"]), result["machine"]["threads"]
-    about = (
-        f"Keys of {count} layers of {_model(result)}, {result['tokens']:,} tokens; {k} rows a KV "
-        "head. Of FAISS, the fastest setting tried whose recall is that of `pariskv`, else the one "
-        "of the highest."
-    )
-    head = ("index", "setting", "search, ms", f"recall@{k}", "build, s")
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)} {threads} threads."
 
 
 LENGTHS = ("4k", "8k", "32k")

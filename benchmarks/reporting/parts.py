@@ -17,6 +17,12 @@ def stored(name: str) -> Result | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def stored_beside(name: str, first: Result) -> list[Result]:
+    """The result of that name, given, and those of others (`name_…`), of other models say."""
+    paths = sorted(RESULTS.glob(f"{name}_*.json"))
+    return [first, *(json.loads(path.read_text()) for path in paths)]
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """In Markdown."""
     lines = [head, ["---"] * len(head), *rows]
@@ -43,3 +49,9 @@ def machine(result: Result) -> str:
     m = result["machine"]
     place = m.get("gpu") or f"{m['cores']} cores of {m['processor']}"
     return f"Measured on {place}, torch {m['torch']}, transformers {m['transformers']}."
+
+
+def named(model: str, lora: str | None) -> str:
+    """A model by its file, and what was added to it."""
+    name = model.rpartition("/")[2].removesuffix(".gguf")
+    return f"{name} with {lora}" if lora else name

@@ -9,11 +9,19 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from benchmarks.reporting.along import along_lines, sampled
+from benchmarks.reporting.answers import DEFAULT, depth_cells
 from benchmarks.reporting.parts import Result, mean, some, stored, values
-from benchmarks.reporting.quality import drift_lines
+from kvindex_adapters.evaluate.compare.depths import PARTS
+from kvindex_adapters.evaluate.compare.lines import NAMED
+from kvindex_adapters.evaluate.compare.pictures import LIGHT, MARKS, picture
+from kvindex_adapters.evaluate.compare.records import FULL
 from kvindex_adapters.evaluate.output_files import save_figure
 
 matplotlib.use("Agg")
+
+REACH = 0.3
+"""A difference of accuracy that has the darkest color."""
 
 
 def decode_step(result: Result) -> Any:
@@ -110,30 +118,66 @@ def recall(result: Result) -> Any:
     return figure
 
 
-def drift(result: Result) -> Any:
-    """Recall against position, each system as it is, and its coarse stage alone."""
-    lines = drift_lines(result["cells"], result["cells"][0]["kind"])
-    sizes = result["bytes_per_key"]
-    names = list(sizes)
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for axes, stage in zip(panels, ("whole", "candidates"), strict=True):
-        for (name, of, learns), line in lines.items():
-            style = "o-" if learns == "prompt" else ".:"
-            if of == stage:
-                color = f"C{names.index(name)}"
-                axes.plot(*zip(*line.items(), strict=True), style, color=color)
-        axes.set(xlabel="tokens before the query; dotted: learned from all keys", ylim=(0, 1.02))
-        axes.grid(alpha=0.3)
-    panels[0].set(ylabel=f"recall@{result['k']}", title="each as it is")
-    panels[1].set(title="its coarse stage alone")
-    handles = [pyplot.Line2D([], [], color=f"C{i}", marker="o") for i in range(len(names))]
-    labels = [f"{name}: {size['kept']:.0f} B per key" for name, size in sizes.items()]
-    figure.legend(handles, labels, loc="outside lower center", ncol=4, frameon=False)
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
+def answers_depth(result: Result) -> Any:
+    """Full attention's accuracy by an answer's depth and the length, and what the default lacks."""
+    tokens = result["tokens"]
+    panels = [
+        (FULL, f"{FULL}, %", "Blues", (0, 1), "{:.0f}"),
+        (DEFAULT, f"{DEFAULT} minus {FULL}, points", "PuOr", (-REACH, REACH), "{:+.0f}"),
+    ]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.6 + 0.45 * len(tokens)), sharey=True)
+    for axis, (index, title, colors, ends, form) in zip(axes, panels, strict=True):
+        cells = depth_cells(result, index)
+        grid = [[cells.get((n, part / PARTS), math.nan) for part in range(PARTS)] for n in tokens]
+        axis.imshow(grid, cmap=colors, vmin=ends[0], vmax=ends[1], aspect="auto")
+        for (n, depth), value in cells.items():
+            place = (round(depth * PARTS), tokens.index(n))
+            look: Any = dict(color="white" if abs(value) > 0.6 * ends[1] else "black", fontsize=9)
+            axis.text(*place, form.format(100 * value), ha="center", va="center", **look)
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_xticks(range(PARTS), [f"{part / PARTS:.1f}" for part in range(PARTS)])
+        axis.set_yticks(range(len(tokens)), [f"{n // 1024}K" for n in tokens])
+        axis.set(xlabel="depth of the answer in the text, from")
+    axes[0].set(ylabel="tokens")
+    figure.tight_layout()
     return figure
 
 
-PICTURES = {"cpu_steps": cpu_steps, "decode_step": decode_step, "recall": recall, "drift": drift}
+def answers_along(result: Result) -> Any:
+    """Recall of exact search's rows by tokens of an answer, in the run of most indexes.
+
+    The default has a name, and those that change most.
+    """
+    run = max(sampled(result), key=lambda run: len(run["indexes"]))
+    lines = {
+        index: [(at, worth["recall"]) for at, worth in line.items()]
+        for index, line in along_lines(run).items()
+    }
+    default = next(index for index in lines if index.startswith(DEFAULT))
+    most = sorted(lines, key=lambda index: -abs(lines[index][-1][1] - lines[index][0][1]))
+    named = sorted(most, key=lambda index: index != default)[:NAMED]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for index in (index for index in lines if index not in named):
+        axes.plot(*zip(*lines[index], strict=True), ".-", color=LIGHT.gray, linewidth=0.8)
+    height = -1.0
+    for index in sorted(named, key=lambda index: lines[index][-1][1]):
+        color = LIGHT.colors[named.index(index)]
+        axes.plot(*zip(*lines[index], strict=True), f"{MARKS[named.index(index)]}-", color=color)
+        last, recall = lines[index][-1]
+        height = max(recall, height + 0.05)
+        axes.annotate(index, (last * 1.03, height), color=color, va="center", fontsize=9)
+    axes.set(xlabel="tokens of the answer", ylabel="recall of exact search's rows", ylim=(0, 1.03))
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+PICTURES = {
+    **dict(cpu_steps=cpu_steps, decode_step=decode_step, recall=recall),
+    **dict(answers_lengths=picture, answers_rows=picture),
+    **dict(answers_depth=answers_depth, answers_along=answers_along),
+}
 """By the name of the result and of the file."""
 
 

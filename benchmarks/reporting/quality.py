@@ -1,8 +1,7 @@
-"""Tables of quality: demo, fidelity, KL, recall, drift."""
+"""Tables of quality: demo, fidelity, KL, recall."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import geometric_mean
 
 from benchmarks.reporting.parts import Result, machine, mean, some, stored, table, values
@@ -157,33 +156,3 @@ def lengths(result: Result) -> str:
     head = ("", *(f"{tokens:,}" + (" (long model)" if tokens > 8192 else "") for tokens in at))
     title = "Recall@100 by the prompt's length, means over texts (worst layer):"
     return f"{title}\n\n" + table(head, rows)
-
-
-# Drift
-
-
-def drift_lines(cells: Iterable[Result], kind: str) -> dict[tuple[str, ...], dict[float, float]]:
-    """Recall by position, of each system, stage, and what it learns from."""
-    found: dict[tuple[str, ...], dict[float, float]] = {}
-    for one in cells:
-        if one["kind"] == kind:
-            line = one["system"], one["stage"], one["learns_from"]
-            found.setdefault(line, {})[one["at"]] = one["recall"]
-    return found
-
-
-def drift(result: Result) -> str:
-    """Some positions of each system."""
-    cells = result["cells"]
-    run = cells[0]["kind"]
-    positions = sorted(set(values(some(cells, kind=run), "at")))
-    positions = [positions[at] for at in (0, len(positions) // 2, -1)]
-    lines, rows = drift_lines(cells, run), []
-    for stage, note in (("whole", ""), ("candidates", ", coarse stage alone")):
-        for line in [line for line in lines if line[1] == stage]:
-            size = result["bytes_per_key"][line[0]]
-            shares = [f"{lines[line][at]:.3f}" for at in positions]
-            bytes_ = f"{size['kept']:.0f}, {size['scanned']:.0f}"
-            rows.append([line[0] + note, line[2], bytes_, *shares])
-    head = ["", "learns from", "bytes kept, scanned", *(f"{at:,}" for at in positions)]
-    return table(head, rows)

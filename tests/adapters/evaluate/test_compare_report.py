@@ -174,7 +174,7 @@ def test_differences_are_of_pairs(tmp_path):
     for index, scores in shares.items():
         for seed, score in enumerate(scores):
             key = Key(ANSWERS, 2048, index, 0 if index == FULL else 9, "a", seed)
-            records.add(key, {"scores": [score]})
+            records.add(key, {"scores": [score], "depth": (None, 0.0, 0.09, 1.0)[seed]})
     for index in shares:
         key = Key(TEXT, 2048, index, 0 if index == FULL else 9)
         records.add(key, steps(random.Random(1), 0.0 if index == FULL else 0.5, 1.0))
@@ -186,6 +186,9 @@ def test_differences_are_of_pairs(tmp_path):
     assert rows["best", FULL]["low"] == rows["best", FULL]["high"] == 0
     ratios = [row.get("over_exact") for row in found["text"]]
     assert ratios == [None, 1, 1]
+    depths = [[row[name] for name in ("index", "depth", "count")] for row in found["depths"]]
+    assert depths[:2] == [[FULL, 0.0, 2], [FULL, 0.9, 1]]
+    assert found["depths"][2]["accuracy"] == 0.5
 
 
 def test_rows_needed_are_the_least_from_which_on_few_answers_are_lost(tmp_path):

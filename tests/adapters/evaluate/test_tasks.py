@@ -125,6 +125,14 @@ def test_context_and_question_are_the_whole_prompt(tokenizer):
     assert made.tokens() == longest(tokenizer, DRAFT)
 
 
+def test_one_answer_at_one_place_has_a_depth(tokenizer):
+    (sky, _), text = DRAFT.questions, DRAFT.context
+    drafts = [Draft(text, (sky,)), DRAFT, Draft(text + text, (sky,)), Draft(text, (Asked("", ()),))]
+    depths = [encode(tokenizer, draft, task="x", seed=0).depth for draft in drafts]
+    assert depths == [text.index("sky") / len(text), None, None, None]
+    assert tasks.make("needle", tokenizer, tokens=1000, seed=0).depth < 1
+
+
 def test_without_a_chat_template_the_text_ends_with_a_cue(plain):
     made = encode(plain, DRAFT, task="x", seed=0)
     prompts = [plain.decode(torch.cat([made.context, q.ids])) for q in made.questions]

@@ -59,7 +59,8 @@ class InstanceReading:
     def _record(self, answers: list[list[int]]) -> Record:
         texts = [self._text(ids) for ids in answers]
         scores = [self._instance.score(number, text) for number, text in enumerate(texts)]
-        return {"prompt_tokens": self._instance.tokens(), "scores": scores, "answers": texts}
+        about = {"prompt_tokens": self._instance.tokens(), "depth": self._instance.depth}
+        return {**about, "scores": scores, "answers": texts}
 
 
 class TextReading:

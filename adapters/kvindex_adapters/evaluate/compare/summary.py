@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.depths import depth_rows
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Record, Records
 from kvindex_adapters.evaluate.compare.settings import Settings
 from kvindex_adapters.evaluate.compare.statistics import (
@@ -54,6 +55,7 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
             {"index": key.index, "task": key.task, "tokens": key.tokens, **record}
             for key, record in records.of(FAILURE)
         ],
+        "depths": list(depth_rows(records)),
     }
 
 

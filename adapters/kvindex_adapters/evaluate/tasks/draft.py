@@ -38,6 +38,17 @@ class Draft:
     context: str
     questions: tuple[Asked, ...]
 
+    def depth(self) -> float | None:
+        """The share of the context's characters before the answer.
+
+        None unless one question asks for one text that the context has once.
+        """
+        wanted = [text for asked in self.questions for text in asked.answers]
+        exact = self.questions[0].metric is contains and len(wanted) == 1
+        if not exact or self.context.count(wanted[0]) != 1:
+            return None
+        return self.context.index(wanted[0]) / len(self.context)
+
 
 def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
     """The instance of a draft: the context's ids are what all prompts begin with, even one that
@@ -49,7 +60,7 @@ def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
         Question(prompt[shared:], asked.answers, asked.max_new_tokens, asked.metric)
         for asked, prompt in zip(draft.questions, prompts, strict=True)
     )
-    return Instance(task, seed, prompts[0][:shared], questions)
+    return Instance(task, seed, prompts[0][:shared], questions, draft.depth())
 
 
 def longest(tokenizer: Any, draft: Draft) -> int:

@@ -29,12 +29,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Instance:
-    """One drawing of a task: its name, its seed, the context's ids int64 `[N]`, its questions."""
+    """One drawing of a task: its name, its seed, the context's ids int64 `[N]`, its questions.
+
+    depth: where in the context the answer stands, from 0 to 1; None where it is not at one place.
+    """
 
     task: str
     seed: int
     context: Tensor
     questions: tuple[Question, ...]
+    depth: float | None = None
 
     def tokens(self) -> int:
         """Tokens of the context and the longest question."""

@@ -1,0 +1,28 @@
+"""Accuracy by the depth at which an answer stands in its context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvindex_adapters.evaluate.compare.records import ANSWERS, Records
+
+PARTS = 10
+"""Parts of equal length into which a context is cut."""
+
+
+def depth_rows(records: Records) -> Iterator[dict[str, Any]]:
+    """A row for each index, `k`, length and part of the context, over tasks with one answer.
+
+    depth: where the part begins, from 0 to 1.
+    """
+    found: dict[Any, list[float]] = {}
+    for key, record in records.of(ANSWERS):
+        if (depth := record.get("depth")) is not None:
+            part = min(int(PARTS * depth), PARTS - 1)
+            found.setdefault((key.index, key.k or None, key.tokens, part), []).extend(
+                record["scores"]
+            )
+    for (index, k, tokens, part), scores in found.items():
+        about = {"index": index, "k": k, "tokens": tokens, "depth": part / PARTS}
+        yield {**about, "count": len(scores), "accuracy": sum(scores) / len(scores)}

@@ -1,0 +1,44 @@
+"""Recall along an answer: what an index finds as the model writes on."""
+
+from __future__ import annotations
+
+from benchmarks.reporting.field import PIECES
+from benchmarks.reporting.parts import Result, machine, named, stored, table
+
+
+def along(result: Result) -> str:
+    """Recall of exact search's rows and error over its error, as an answer grows."""
+    return "\n\n".join(map(_along, sampled(result)))
+
+
+def sampled(result: Result) -> list[Result]:
+    """Runs in which the model writes itself: those of the result, then of the field."""
+    runs = [*result["runs"], *(stored("field") or {"runs": []})["runs"]]
+    return [run for run in runs if run["sampled"]]
+
+
+def _along(run: Result) -> str:
+    lines = along_lines(run)
+    points = list(next(iter(lines.values())))
+    rows = [
+        (f"`{index}`", *(f"{at['recall']:.3f} ({at['of_exact']:.2f})" for at in line.values()))
+        for index, line in lines.items()
+    ]
+    setting = run["setting"]
+    about = (
+        f"The model ({named(run['model'], run['lora'])}) reads {setting['tokens'] - points[-1]:,} "
+        f"tokens of {', '.join(run['texts'])} and samples {points[-1]:,}; {run['measured']} "
+        "layers. Recall of exact search's rows, and in parentheses the error over its error."
+    )
+    return "\n\n".join(
+        [about, table(("index", *(f"after {n:,}" for n in points)), rows), machine(run)]
+    )
+
+
+def along_lines(run: Result) -> dict[str, dict[int, Result]]:
+    """By index, and by tokens of the answer, what its rows are worth."""
+    return {
+        line["index"]: {int(at): worth for at, worth in line["along"].items()}
+        for line in run["indexes"]
+        if line["arrival"] == PIECES
+    }

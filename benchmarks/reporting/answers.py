@@ -1,0 +1,249 @@
+"""Tables of answers: every index, by length, by rows and by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.reporting.field import MIDDLE
+from benchmarks.reporting.parts import (
+    Result,
+    machine,
+    mean,
+    named,
+    some,
+    stored_beside,
+    table,
+    values,
+)
+from kvindex_adapters.evaluate.compare.records import FULL
+
+DEFAULT = "pariskv"
+
+STRONGEST = 10
+"""Indexes that are shown by length, at most, beside full attention and `exact`."""
+
+MARGIN = 0.02
+"""Below full attention's accuracy, what counts as kept."""
+
+Row = dict[str, Any]
+
+
+def field(result: Result) -> str:
+    """Every index at the shortest length: what it answers and costs, then by task."""
+    return "\n\n".join(_field(each) for each in stored_beside("answers_field", result))
+
+
+def _field(result: Result) -> str:
+    k, tokens = _middle(result), result["tokens"][0]
+    here = {"k": k, "tokens": tokens}
+    rows = [
+        (
+            *(_name(index), _share(_one(result, "accuracy", index, here, task=None))),
+            *(_points(_one(result, "differences", index, here, base=b)) for b in (FULL, "exact")),
+            *_cost(_one(result, "text", index, here)),
+        )
+        for index in _ranked(result, [here])
+    ]
+    head = ("index", "accuracy", "minus full attention", "minus `exact`", "KL over `exact`'s")
+    names = list(result["tasks"])
+    by_task = [
+        (
+            _name(index),
+            *(_percent(_one(result, "accuracy", index, here, task=name)) for name in names),
+        )
+        for index in _ranked(result, [here])
+    ]
+    about = (
+        f"**{tokens:,} tokens, {k} rows** ({_model(result)}): {_counts(result, here)}. In percent "
+        "and points, with 95% intervals."
+    )
+    parts = [about, table((*head, "rows read", "MiB a step"), rows), "By task:"]
+    parts += [table(("index", *(f"`{name}`" for name in names)), by_task), *_failures(result)]
+    return "\n\n".join([*parts, _where(result)])
+
+
+def lengths(result: Result) -> str:
+    """The strongest indexes by length: accuracy, and KL over that of exact search."""
+    return "\n\n".join(_lengths(each) for each in stored_beside("answers_lengths", result))
+
+
+def _lengths(result: Result) -> str:
+    k, at = _middle(result), result["tokens"]
+    pooled = {"k": k, "tokens": None}
+    ranked = _ranked(result, [{**pooled, "tokens": n} for n in at])
+    others = [index for index in ranked if index not in (FULL, "exact")][:STRONGEST]
+    rows = [
+        (
+            _name(index),
+            *(
+                _share(_one(result, "accuracy", index, {**pooled, "tokens": n}, task=None))
+                for n in at
+            ),
+            _points(_one(result, "differences", index, pooled, base=FULL)),
+            *(_cost(_one(result, "text", index, {**pooled, "tokens": n}))[0] for n in at),
+        )
+        for index in ranked
+        if index in (FULL, "exact", *others)
+    ]
+    head = ("index", *map(_short, at), "all, minus full attention")
+    head = (*head, *(f"KL over `exact`'s, {_short(n)}" for n in at))
+    about = (
+        f"**{k} rows** ({_model(result)}): {_counts(result, pooled)}. Accuracy in percent, with "
+        "95% intervals."
+    )
+    return "\n\n".join([about, table(head, rows), *_failures(result), _where(result)])
+
+
+def rows(result: Result) -> str:
+    """Accuracy by the number of rows, and the fewest that keep full attention's."""
+    return "\n\n".join(_rows(each) for each in stored_beside("answers_rows", result))
+
+
+def _rows(result: Result) -> str:
+    ks = _ks(result)
+    tokens = result["tokens"][0] if len(result["tokens"]) == 1 else None
+    found = {
+        index: [_one(result, "accuracy", index, dict(k=k, tokens=tokens), task=None) for k in ks]
+        for index in _ranked(result, [{"k": k, "tokens": tokens} for k in ks])
+    }
+    full = found[FULL][0]
+    enough = (full["accuracy"] if full else 1) - MARGIN
+    lines = [
+        (_name(index), *map(_percent, cells), fewest(cells, enough))
+        for index, cells in found.items()
+    ]
+    head = ("index", *(f"{k} rows" for k in ks), "rows within 2 points")
+    about = f"{_model(result)}; {_counts(result, dict(k=ks[-1], tokens=tokens))}. In percent."
+    return "\n\n".join([about, table(head, lines), _where(result)])
+
+
+def fewest(cells: Sequence[Row | None], enough: float) -> str:
+    """The fewest rows of these, ascending, from which on accuracy is enough; a dash for none."""
+    last = "–"
+    for cell in reversed(cells):
+        if cell is None or cell["k"] is None or cell["accuracy"] < enough:
+            break
+        last = str(cell["k"])
+    return last
+
+
+def depth(result: Result) -> str:
+    """What the heat map is of."""
+    parts = []
+    for each in stored_beside("answers_depth", result):
+        counts = [row["count"] for row in each["depths"] if row["index"] == FULL]
+        parts.append(
+            f"{sum(counts):,} answers of {_model(each)} that stand at one place of their text "
+            f"(of {', '.join(f'`{name}`' for name in each['tasks'])}), {_middle(each)} rows; "
+            f"{min(counts)} to {max(counts)} in a cell. {_where(each)}"
+        )
+    return "\n\n".join(parts)
+
+
+def depth_cells(result: Result, index: str) -> dict[tuple[int, float], float]:
+    """By length and depth, accuracy: full attention's, or of an index what it lacks to that."""
+    k = _middle(result)
+    full = {_place(row): row for row in some(result["depths"], index=FULL)}
+    if index == FULL:
+        return {place: row["accuracy"] for place, row in full.items()}
+    return {
+        _place(row): row["accuracy"] - full[_place(row)]["accuracy"]
+        for row in some(result["depths"], index=index, k=k)
+        if row["count"] == full[_place(row)]["count"]  # the same answers
+    }
+
+
+def _place(row: Row) -> tuple[int, float]:
+    return row["tokens"], row["depth"]
+
+
+def _ks(result: Result) -> list[int]:
+    return sorted(set(values(result["accuracy"], "k")) - {None})
+
+
+def _middle(result: Result) -> int:
+    """The rows that tables of one number of rows are about."""
+    return MIDDLE if MIDDLE in _ks(result) else _ks(result)[0]
+
+
+def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row | None:
+    """The row of a table of the result, None where nothing was measured."""
+    where = {**here, **more, "index": index}
+    if index == FULL:
+        where["k"] = None
+    return next(iter(some(result[name], **where)), None)
+
+
+def _ranked(result: Result, places: Sequence[Row]) -> list[str]:
+    """Indexes with answers at all places: full attention, then by accuracy, then by divergence."""
+    found = {}
+    for index in values(result["accuracy"], "index"):
+        answers = [_one(result, "accuracy", index, here, task=None) for here in places]
+        shares = [row["accuracy"] for row in answers if row is not None]
+        if len(shares) == len(places):
+            text = [row for row in result["text"] if row["index"] == index]
+            found[index] = index != FULL, -sum(shares), mean(text, "kl")
+    return sorted(found, key=found.__getitem__)
+
+
+def _name(index: str) -> str:
+    return index if index == FULL else f"`{index}`"
+
+
+def _percent(row: Row | None) -> str:
+    return f"{100 * row['accuracy']:.1f}" if row else ""
+
+
+def _share(row: Row | None) -> str:
+    return f"{_percent(row)} ({100 * row['low']:.0f} to {100 * row['high']:.0f})" if row else ""
+
+
+def _points(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return "{:+.1f} ({:+.1f} to {:+.1f})".format(
+        *(100 * row[name] for name in ("difference", "low", "high"))
+    )
+
+
+def _cost(row: Row | None) -> tuple[str, str, str]:
+    """KL over exact search's, rows, MiB of a step."""
+    if row is None:
+        return "", "", ""
+    ratio = "{over_exact:.2f} ({over_exact_low:.2f} to {over_exact_high:.2f})"
+    shown = ratio.format(**row) if "over_exact" in row else ""
+    return shown, f"{row['rows_read']:,.0f}", f"{row['step_bytes'] / 2**20:.1f}"
+
+
+def _counts(result: Result, here: Row) -> str:
+    """How many prompts, and steps of which text."""
+    answers = _one(result, "accuracy", FULL, here, task=None)
+    count, settings = answers["count"] if answers else 0, result["settings"]
+    tasks = len(result["tasks"])
+    return (
+        f"{count:,} prompts of {tasks} task{'s' * (tasks > 1)}, {settings['steps']} steps of "
+        f"{settings['text'].partition(' (')[0]}"
+    )
+
+
+def _failures(result: Result) -> Iterator[str]:
+    """What could not be measured, in words."""
+    for row in result["failures"]:
+        at = f"{row['task'] or 'text'}, {row['tokens']:,} tokens"
+        yield f"Not measured: {_name(row['index'] or 'all')} at {at}: {row['words']}"
+
+
+def _model(result: Result) -> str:
+    settings = result["settings"]
+    return f"{named(settings['model'], settings['lora'])}, {settings['dtype']}"
+
+
+def _where(result: Result) -> str:
+    regions = result["settings"]["regions"].items()
+    sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in regions)
+    return f"{machine(result)} Regions: {sizes}."
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
