@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
@@ -39,7 +40,8 @@ class Prepared:
     """Queries `[B·G, g, D]` as stages read them.
 
     queries, rotated: float32, the latter with their norms; units: what a vote stands for, float64
-    `[B·G, g]`; of the rounded queries planes, or tables, and totals, as for `kernels.query`.
+    `[B·G, g]`; of the rounded queries planes, or tables, and totals, as for `kernels.query`;
+    scales and seeds: as for `kernels.scan`, of no head where nothing is drawn.
     """
 
     queries: np.ndarray
@@ -48,11 +50,15 @@ class Prepared:
     planes: np.ndarray
     tables: np.ndarray
     totals: np.ndarray
+    scales: np.ndarray
+    seeds: np.ndarray
 
 
 @dataclass(frozen=True)
 class Scanned:
-    """Votes int32 `[B·G, N]`, and products of the queries with centers, float32 `[B·G, S, g]`."""
+    """Votes int32 `[B·G, N]`, or bounds of priorities, and products of the queries with centers,
+    float32 `[B·G, S, g]`.
+    """
 
     votes: np.ndarray
     products: np.ndarray
@@ -61,12 +67,19 @@ class Scanned:
 @dataclass(frozen=True)
 class Found:
     """Rows of a search: ids int64 `[B·G, k]`, best first, then -1; scores float32 `[B·G, k]`;
-    found int32 `[B·G]`.
+    found int32 `[B·G]`; log_weight: of rows that were drawn, float32 `[B·G, g, k]`.
     """
 
     ids: np.ndarray
     scores: np.ndarray
     found: np.ndarray
+    log_weight: np.ndarray | None = None
+
+    def weights(self, batch: int) -> Tensor | None:
+        """As `Hits.log_weight`."""
+        if self.log_weight is None:
+            return None
+        return torch.from_numpy(self.log_weight).view(batch, -1, self.log_weight.shape[-1])
 
 
 def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray, ...]:
@@ -126,7 +139,9 @@ class Stages:
         query_max, shape = constants.query_max, queries.shape
         made = BUFFERS.room(("asked", shape, query_max), lambda: room_of_queries(shape, query_max))
         prepare(queries, constants.rotation, query_max, self.state.scales, constants.level, *made)
-        return Prepared(queries, *made)
+        groups = len(queries)
+        none = np.empty((groups, 0, 2), np.float32), np.empty(groups, np.uint32)
+        return Prepared(queries, *(*made, *none))
 
     @cached_property
     def _scanned_codes(self) -> tuple[Any, ...]:
@@ -145,7 +160,7 @@ class Stages:
 
         def part(i: int, parts: int) -> None:
             of = asked.queries, asked.units, asked.planes, asked.tables, asked.totals
-            scan(i, parts, *codes, *of, made.products, made.votes)
+            scan(i, parts, *codes, *of, asked.scales, asked.seeds, made.products, made.votes)
 
         threads.run(part, 1 if self.most_parts(groups) == 1 else groups * blocks)
         return made
