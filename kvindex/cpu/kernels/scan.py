@@ -90,6 +90,7 @@ def scan_block(
                 first,
                 nibbles,
                 dots,
+                some,
                 sizes,
                 out,
             )

@@ -9,17 +9,14 @@ import numpy as np
 
 from kvindex.cpu.kernels.compile import Number, inlined, kernel, popcount, uint8_at, uint64_at
 from kvindex.cpu.kernels.lookup import raise_sizes, raise_votes
-from kvindex.cpu.kernels.noise import bound_of, number_of
+from kvindex.cpu.kernels.noise import LARGEST, add_bounds
 from kvindex.cpu.kernels.query import GROUP
-from kvindex.ops import priority
 
 PIECE = 256
 """Keys at a time: what is made of them stays in the first cache."""
 
 INVALID = np.int32(np.iinfo(np.int32).min)
 """The vote of a token that no search finds."""
-
-LARGEST = np.float32(priority.LARGEST)
 
 BYTE = np.uint64(8)
 ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
@@ -140,12 +137,13 @@ def put_bounds(
     number: Number,
     nibbles: np.ndarray,
     dots: np.ndarray,
+    some: np.ndarray,
     sizes: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """What priorities are at most, int32 `out[n]`, of up to `PIECE` keys.
 
-    number: of the first, as `noise.number_of`; sizes: float32 `[PIECE]`, room.
+    number: of the first, as `noise.number_of`; some int32, sizes float32 `[PIECE]`: room.
     """
     n = len(out)
     sizes[:] = -LARGEST
@@ -153,6 +151,6 @@ def put_bounds(
         raise_sizes(words, tables, totals, factors, offsets, scales, nibbles, sizes)
     else:
         raise_sizes_by_planes(words, planes, totals, factors, offsets, scales, dots[:n], sizes[:n])
+    add_bounds(sizes, number, some)
     for i in range(n):
-        size = np.int32(np.rint(min(sizes[i], LARGEST)))
-        out[i] = np.int32(size + bound_of(number_of(i, number)))
+        out[i] = some[i]
