@@ -87,9 +87,11 @@ class DrawnStages(Stages):
         weights = np.empty((groups, heads, k), np.float32)
         hits = Found(ids, scores, np.empty(groups, np.int32), weights)
 
+        by = *self._ranked_by[:-1], priority.temper(k) if self.config.draw == "tempered" else 1.0
+
         def part(i: int, parts: int) -> None:
             bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, scanned.products)
             made = ids, scores, hits.found, weights
-            draw_rows(i, parts, *bounds, *codes, *of, *self._ranked_by[:-1], *room, *made)
+            draw_rows(i, parts, *bounds, *codes, *of, *by, *room, *made)
 
         return hits, part

@@ -138,7 +138,8 @@ class Stages:
         constants = self.constants
         query_max, shape = constants.query_max, queries.shape
         made = BUFFERS.room(("asked", shape, query_max), lambda: room_of_queries(shape, query_max))
-        prepare(queries, constants.rotation, query_max, self.state.scales, constants.level, *made)
+        by = constants.rotation, self.state.regression, query_max
+        prepare(queries, *by, self.state.scales, constants.level, *made)
         groups = len(queries)
         none = np.empty((groups, 0, 2), np.float32), np.empty(groups, np.uint32)
         return Prepared(queries, *(*made, *none))

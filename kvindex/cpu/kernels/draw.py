@@ -64,6 +64,7 @@ def draw(
     noises: np.ndarray,
     chances: np.ndarray,
     ids: np.ndarray,
+    power: float,
     orders: np.ndarray,
     places: np.ndarray,
     entries: np.ndarray,
@@ -73,9 +74,10 @@ def draw(
 ) -> int:
     """As `priority.draw` among rows of ids int32 `[C]`, ascending; gives how many of `k` there are.
 
-    sizes, noises: float32 `[C]`; chances: that rows are candidates, `log π` float32 `[C]`. Room:
-    orders int32 `[C]`, places int32 `[k + 2]`, entries int64 `[2, k + 1]`. Writes ids int64
-    `to[k]`, best first, then -1, scores float32 `[k]`, and log_weight float32 `[g, k]`.
+    sizes, noises: float32 `[C]`; chances: that rows are candidates, `log π` float32 `[C]`; power:
+    of `1 / π`, a row's weight. Room: orders int32 `[C]`, places int32 `[k + 2]`, entries int64
+    `[2, k + 1]`. Writes ids int64 `to[k]`, best first, then -1, scores float32 `[k]`, and
+    log_weight float32 `[g, k]`.
     """
     C, k = len(sizes), len(to)
     count, drawn = min(k + 1, C), min(k, C)
@@ -91,7 +93,8 @@ def draw(
     for i in range(drawn):
         c = position_of(entries[1, i])
         to[i], scores[i] = ids[c], score_of(entries[1, i])
-        log_weight[0, i] = max(-min(sizes[c] - last, chances[c]), np.float32(0))
+        above = min(sizes[c] - last, chances[c])
+        log_weight[0, i] = max(-above, np.float32(0)) * np.float32(power)
     for h in range(len(log_weight)):
         for i in range(k):
             log_weight[h, i] = log_weight[0, i] if i < drawn else NEVER
@@ -119,6 +122,7 @@ def draw_rows(
     fine: np.ndarray,
     scale: float,
     softcap: float,
+    power: float,
     chosen: np.ndarray,
     estimates: np.ndarray,
     shares: np.ndarray,
@@ -136,7 +140,8 @@ def draw_rows(
 ) -> None:
     """Up to `k` rows of a part of the groups, drawn: as `step.find_rows`, but for what follows.
 
-    bounds: of priorities, int32 `[B·G, N]`; seeds: of noise, uint32 `[B·G]`. Room: chosen int32
+    bounds: of priorities, int32 `[B·G, N]`; seeds: of noise, uint32 `[B·G]`; power: of weights.
+    Room: chosen int32
     `[parts, N]`, estimates float32 `[parts, g, N]`, shares, sizes, noises and chances float32
     `[parts, N]`, places int32 `[parts, k + 2]`, entries int64 `[parts, 2, k + 1]`. Writes
     log_weight float32 `[B·G, g, k]`, too.
@@ -176,6 +181,7 @@ def draw_rows(
             noises[part, :C],
             by,
             own,
+            power,
             room[part],
             places[part],
             entries[part],
