@@ -40,7 +40,7 @@ def said(code, before=""):
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper"])
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper", "pariskv:preset=drawn"])
 def test_one_to_sixteen_threads_find_the_same(line):
     code = f"""
 torch.set_num_threads(1)
