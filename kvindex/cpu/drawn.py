@@ -23,7 +23,7 @@ from kvindex.storage.columns import BlockColumns
 def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
     """What is added to `SPREAD` times a key's id for its noise, uint32 `[B·G]`.
 
-    contents: with codes of the open block.
+    contents: with the open block's codes; codes: of full blocks; seed: of the configuration.
     """
     first = torch.zeros(len(contents.counts), dtype=torch.int64)
     if contents.valid is not None:
@@ -69,11 +69,12 @@ class DrawnStages(Stages):
     seeds: np.ndarray
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """As of `Stages`, and scales of sizes."""
+        """As of `Stages`, and scales of sizes, with the products that they are made of."""
         asked, state = super().prepare_query(queries), self.state
         scales = BUFFERS.array("scales", np.float32, *queries.shape[:2], 2)
         sizes = state.length, state.full, self.config.center or BLOCK
-        put_scales(queries, asked.units, state.centers, *sizes, self.geometry.scale, scales)
+        codes, scale = (state.centers, *sizes), self.geometry.scale
+        put_scales(queries, asked.units, *codes, scale, asked.products, scales)
         return replace(asked, scales=scales, seeds=self.seeds)
 
     def find(
@@ -86,11 +87,10 @@ class DrawnStages(Stages):
         ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
         weights = np.empty((groups, heads, k), np.float32)
         hits = Found(ids, scores, np.empty(groups, np.int32), weights)
-
         by = *self._ranked_by[:-1], priority.temper(k) if self.config.draw == "tempered" else 1.0
 
         def part(i: int, parts: int) -> None:
-            bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, scanned.products)
+            bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, asked.products)
             made = ids, scores, hits.found, weights
             draw_rows(i, parts, *bounds, *codes, *of, *by, *room, *made)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvindex.cpu.kernels import draw, lookup, noise, query, select, votes
+from kvindex.cpu.kernels import draw, lookup, noise, query, scan, select, votes
 from kvindex.cpu.kernels import priority as kernels
 from kvindex.cpu.kernels.compile import kernel
 from kvindex.ops import priority
@@ -110,6 +110,12 @@ def put_bounds(
     votes.put_bounds(
         words, planes, tables, totals, own, offsets, scales, number, nibbles, dots, some, sizes, out
     )
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 128, 129, 300, 1000])
+def test_blocks_of_a_sample_are_the_reference_ones(blocks):
+    found = [s for s in range(blocks) if scan.is_sampled(s, blocks)]
+    assert found == priority.sampled(blocks).tolist()
 
 
 def chosen(sizes, valid, limit):

@@ -9,14 +9,14 @@ import numpy as np
 from kvindex.cpu.kernels.compile import Number, kernel
 from kvindex.cpu.kernels.groups import log_sum
 from kvindex.cpu.kernels.noise import NATS, bound_of, noise_of, number_of
-from kvindex.cpu.kernels.scan import multiply_center
+from kvindex.cpu.kernels.scan import CENTERS, multiply_center
 from kvindex.cpu.kernels.select import count_from, list_from, sampled_threshold
 from kvindex.cpu.kernels.vectors import FOUR
 from kvindex.cpu.kernels.votes import INVALID
 from kvindex.ops import priority
 from kvindex.ops.transform import LONGEST
 
-CENTERS, STEP = priority.CENTERS, priority.STEP
+STEP = priority.STEP
 LEAST = np.int64(priority.LEAST)
 OF_NATS = priority.UNIT / math.log(2)
 
@@ -40,16 +40,18 @@ def put_scales(
     full: int,
     block: int,
     scale: float,
+    products: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """Gains and totals of `ops.priority`, of queries float32 `[B·G, g, D]`: float32 `[B·G, g, 2]`.
 
-    units, centers, length, full, block: as of `scan.scan`; scale: of `Geometry`.
+    units, centers, length, full, block: as of `scan.scan`; scale: of `Geometry`. Writes products of
+    the blocks that totals are made of (`scan.is_sampled`), too.
     """
     (groups, g, D), blocks = queries.shape, -(-length // block)
     count = min(blocks, CENTERS)
     center, places = np.empty(D + FOUR, np.float32), np.empty(FOUR, np.int64)
-    dots, logits = np.empty(g, np.float32), np.empty((g, count), np.float32)
+    logits = np.empty((g, count), np.float32)
     for group in range(groups):
         full_ones, opened = centers[0, group], centers[1, group]
         for h in range(g):
@@ -61,9 +63,9 @@ def put_scales(
             s = blocks * j // count
             at = opened if s * block >= full else full_ones + s * D * 2
             asked = queries.ctypes.data + group * g * D * 4
-            multiply_center(at, asked, g, D, center, places, dots)
+            multiply_center(at, asked, g, D, center, places, products[group, s])
             for h in range(g):
-                logits[h, j] = dots[h] * np.float32(scale)
+                logits[h, j] = products[group, s, h] * np.float32(scale)
         for h in range(g):
             out[group, h, 1] = total_of(logits[h])
 

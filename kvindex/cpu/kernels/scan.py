@@ -10,8 +10,11 @@ from kvindex.cpu.kernels.numbers import BFLOAT16, read
 from kvindex.cpu.kernels.vectors import FOUR as ROWS
 from kvindex.cpu.kernels.vectors import four_dots
 from kvindex.cpu.kernels.votes import INVALID, PIECE, put_bounds, put_votes, put_words
+from kvindex.ops import priority
 
 MOST = 2.0**30
+
+CENTERS = priority.CENTERS
 
 
 @inlined
@@ -31,6 +34,13 @@ def multiply_center(
         four_dots(own, places.ctypes.data, D, own + D * 4)
         for h in range(first, min(first + ROWS, g)):
             out[h] = dots[h - first]
+
+
+@kernel
+def is_sampled(s: int, blocks: int) -> bool:
+    """Whether `ops.priority.sampled` has a block."""
+    count = min(blocks, CENTERS)
+    return blocks * -(-s * count // blocks) // count == s
 
 
 @kernel
@@ -134,7 +144,8 @@ def scan(
     factors: int32 `[B·G, 256]`; queries, units, planes, tables, totals: as for `query.prepare`;
     scales: gains and totals of `ops.priority`, float32 `[B·G, g, 2]`, or of no head, and seeds of
     noise, uint32 `[B·G]`.
-    Writes products with centers float32 `[B·G, S, g]` and votes int32 `[B·G, N]`.
+    Writes products with centers float32 `[B·G, S, g]`, but for those that scales were made of, and
+    votes int32 `[B·G, N]`.
     """
     groups, g, D = queries.shape
     M, blocks = D // 8, -(-length // block)
@@ -153,7 +164,8 @@ def scan(
         if centers[opened, group]:
             at = centers[opened, group] + (0 if opened else s * D * 2)
             asked = queries.ctypes.data + group * g * D * 4
-            multiply_center(at, asked, g, D, center, places, products[group, s])
+            if not len(scales[group]) or not is_sampled(s, blocks):  # else there are products
+                multiply_center(at, asked, g, D, center, places, products[group, s])
             for h in range(g):
                 offsets[h] = offset_of(products[group, s, h], units[group, h])
         some = votes[group, start : start + count]
