@@ -45,23 +45,6 @@ def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
     )
 
 
-def room_of_draw(parts: int, heads: int, length: int, k: int) -> tuple[np.ndarray, ...]:
-    """What `draw_rows` makes on its way: of a threshold any number of keys may be candidates."""
-    array, entries = BUFFERS.array, length + 2 * SAMPLED
-    return (
-        array("chosen", np.int32, parts, length),
-        array("estimates", np.float32, parts, heads, length),
-        array("shares", np.float32, parts, length),
-        array("agreed", np.float32, parts, length),
-        array("noises", np.float32, parts, length),
-        array("chances", np.float32, parts, length),
-        array("listed", np.int32, parts, entries),
-        array("numbers", np.int32, parts, entries),
-        array("positions", np.int32, parts, k + 2),
-        array("entries", np.int64, parts, 2, k + 1),
-    )
-
-
 @dataclass(frozen=True)
 class DrawnStages(Stages):
     """Those of an index in one state. seeds: of `seeds_of`."""
@@ -82,8 +65,8 @@ class DrawnStages(Stages):
     ) -> tuple[Found, threads.Part]:
         """As of `Stages`, of rows that are drawn, with their weights."""
         (groups, heads, _), codes = asked.queries.shape, self._ranked_codes
-        sizes = threads.parts_of(self.most_parts(groups)), heads, self.state.length, k
-        room = BUFFERS.room(("drawn", sizes), lambda: room_of_draw(*sizes))
+        sizes = threads.parts_of(self.most_parts(groups)), self.state.length + 2 * SAMPLED
+        room = [BUFFERS.array(name, np.int32, *sizes) for name in ("listed", "numbers")]
         ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
         weights = np.empty((groups, heads, k), np.float32)
         hits = Found(ids, scores, np.empty(groups, np.int32), weights)

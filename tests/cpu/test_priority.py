@@ -123,9 +123,8 @@ def chosen(sizes, valid, limit):
     n, bounds = len(sizes), sizes + noises(len(sizes))[1]
     held = bounds.masked_fill(~valid, int(votes.INVALID)).numpy()
     listed, room = (np.full(n + 2 * select.SAMPLED, -7, np.int32) for _ in range(2))
-    ids, (own, chances) = np.empty(n, np.int32), np.empty((2, n), np.float32)
-    C = kernels.candidates(held, limit, np.uint32(SEED), listed, room, ids, own, chances)
-    return (torch.from_numpy(part[:C]) for part in (ids, own, chances))
+    found = kernels.candidates(held, limit, np.uint32(SEED), listed, room)
+    return (torch.from_numpy(part) for part in found)
 
 
 def assert_reference_candidates(sizes, valid, limit):
@@ -169,8 +168,7 @@ def test_sizes_of_rows_are_the_reference_ones(heads, softcap):
     logits = cap(estimates, 0.125, softcap)
     totals = (logits - chances).logsumexp(-1, keepdim=True)
     want = priority.root_mean_square((logits - totals)[None, None])[0, 0]
-    room = np.empty(500, np.float32)
-    draw.put_sizes(estimates.numpy(), chances.numpy(), 0.125, softcap or 0.0, room, out)
+    draw.put_sizes(estimates.numpy(), chances.numpy(), 0.125, softcap or 0.0, out)
     torch.testing.assert_close(torch.from_numpy(out), want, rtol=1e-5, atol=1e-5)
 
 
@@ -179,11 +177,10 @@ def test_sizes_of_rows_are_the_reference_ones(heads, softcap):
 def test_rows_are_drawn_as_the_reference_draws(C, k):
     sizes, own, chances = normal(C), normal(C, seed=1).abs(), -normal(C, seed=2).abs()
     own[C // 2 :] -= sizes[C // 2 :]  # of equal priorities the lower ids
-    ids, orders, places = 3 * np.arange(C, dtype=np.int32), *np.empty((2, C + k + 2), np.int32)
-    to, entries = np.empty(k, np.int64), np.empty((2, k + 1), np.int64)
+    ids, to = 3 * np.arange(C, dtype=np.int32), np.empty(k, np.int64)
     scores, weights = np.empty(k, np.float32), np.empty((2, k), np.float32)
     given = sizes.numpy(), own.numpy(), chances.numpy(), ids
-    count = draw.draw(*given, 0.5, orders, places, entries, to, scores, weights)
+    count = draw.draw(*given, 0.5, to, scores, weights)
     want, positions, last = priority.draw(sizes, own, k)
     assert count == min(k, C) == (positions >= 0).sum()
     assert to.tolist() == [3 * at if at >= 0 else -1 for at in positions.tolist()]

@@ -27,15 +27,15 @@ def put_sizes(
     chances: np.ndarray,
     scale: float,
     softcap: float,
-    room: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """Sizes of rows, float32 `[C]`: `priority.root_mean_square` of the shares of heads.
 
     estimates: float32 `[g, C]`, which it overwrites; chances: `log π` of candidates, float32
-    `[C]`; room: float32 `[C]`.
+    `[C]`.
     """
     (g, C), once = estimates.shape, np.empty(0, np.int64)
+    room = np.empty(C, np.float32)
     out[:] = NEVER
     for h in range(g):
         one = estimates[h]
@@ -65,9 +65,6 @@ def draw(
     chances: np.ndarray,
     ids: np.ndarray,
     power: float,
-    orders: np.ndarray,
-    places: np.ndarray,
-    entries: np.ndarray,
     to: np.ndarray,
     scores: np.ndarray,
     log_weight: np.ndarray,
@@ -75,19 +72,20 @@ def draw(
     """As `priority.draw` among rows of ids int32 `[C]`, ascending; gives how many of `k` there are.
 
     sizes, noises: float32 `[C]`; chances: that rows are candidates, `log π` float32 `[C]`; power:
-    of `1 / π`, a row's weight. Room: orders int32 `[C]`, places int32 `[k + 2]`, entries int64
-    `[2, k + 1]`. Writes ids int64 `to[k]`, best first, then -1, scores float32 `[k]`, and
-    log_weight float32 `[g, k]`.
+    of `1 / π`, a row's weight. Writes ids int64 `to[k]`, best first, then -1, scores float32 `[k]`,
+    and log_weight float32 `[g, k]`.
     """
     C, k = len(sizes), len(to)
     count, drawn = min(k + 1, C), min(k, C)
+    orders, places = np.empty(C, np.int32), np.empty(count + 1, np.int32)
+    entries = np.empty((2, count), np.int64)
     for c in range(C):
         orders[c] = order_of(sizes[c] + noises[c])
     if count:
-        put_chosen(orders[:C], count, places)
+        put_chosen(orders, count, places)
     for i in range(count):
         entries[0, i] = entry_of(orders[places[i]], places[i])
-    put_in_order(entries[0, :count], entries[1])
+    put_in_order(entries[0], entries[1])
     last = score_of(entries[1, k]) if k < C else NEVER
     to[drawn:], scores[drawn:] = -1, NEVER
     for i in range(drawn):
@@ -123,16 +121,8 @@ def draw_rows(
     scale: float,
     softcap: float,
     power: float,
-    chosen: np.ndarray,
-    estimates: np.ndarray,
-    shares: np.ndarray,
-    sizes: np.ndarray,
-    noises: np.ndarray,
-    chances: np.ndarray,
     listed: np.ndarray,
     room: np.ndarray,
-    places: np.ndarray,
-    entries: np.ndarray,
     ids: np.ndarray,
     scores: np.ndarray,
     found: np.ndarray,
@@ -140,25 +130,16 @@ def draw_rows(
 ) -> None:
     """Up to `k` rows of a part of the groups, drawn: as `step.find_rows`, but for what follows.
 
-    bounds: of priorities, int32 `[B·G, N]`; seeds: of noise, uint32 `[B·G]`; power: of weights.
-    Room: chosen int32
-    `[parts, N]`, estimates float32 `[parts, g, N]`, shares, sizes, noises and chances float32
-    `[parts, N]`, places int32 `[parts, k + 2]`, entries int64 `[parts, 2, k + 1]`. Writes
-    log_weight float32 `[B·G, g, k]`, too.
+    bounds: of priorities, int32 `[B·G, N]`; seeds: of noise, uint32 `[B·G]`; power: of weights;
+    listed, room: int32 `[parts, N + 2 · SAMPLED]`. Of a threshold any number of keys may be
+    candidates: what is as long as they are is made here. Writes log_weight float32 `[B·G, g, k]`,
+    too.
     """
-    groups = len(ids)
+    groups, heads = len(ids), queries.shape[1]
     for group in range(groups * part // parts, groups * (part + 1) // parts):
-        C = candidates(
-            bounds[group, :length],
-            limits[group],
-            seeds[group],
-            listed[part],
-            room[part],
-            chosen[part],
-            noises[part],
-            chances[part],
-        )
-        own, some = chosen[part, :C], estimates[part, :, :C]
+        some, seed = bounds[group, :length], seeds[group]
+        own, noises, chances = candidates(some, limits[group], seed, listed[part], room[part])
+        estimates, sizes = np.empty((heads, len(own)), np.float32), np.empty(len(own), np.float32)
         estimate(
             own,
             signs[:, group],
@@ -172,20 +153,8 @@ def draw_rows(
             products[group],
             levels,
             fine,
-            some,
+            estimates,
         )
-        by, one = chances[part, :C], sizes[part, :C]
-        put_sizes(some, by, scale, softcap, shares[part, :C], one)
-        found[group] = draw(
-            one,
-            noises[part, :C],
-            by,
-            own,
-            power,
-            room[part],
-            places[part],
-            entries[part],
-            ids[group],
-            scores[group],
-            log_weight[group],
-        )
+        put_sizes(estimates, chances, scale, softcap, sizes)
+        to, priorities, out = ids[group], scores[group], log_weight[group]
+        found[group] = draw(sizes, noises, chances, own, power, to, priorities, out)

@@ -112,20 +112,12 @@ def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
 
 @kernel
 def candidates(
-    bounds: np.ndarray,
-    limit: int,
-    seed: Number,
-    listed: np.ndarray,
-    room: np.ndarray,
-    out: np.ndarray,
-    noises: np.ndarray,
-    chances: np.ndarray,
-) -> int:
-    """Some `limit` keys by priority: ids int32 `out`, ascending; gives how many.
+    bounds: np.ndarray, limit: int, seed: Number, listed: np.ndarray, room: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Some `limit` keys by priority: ids int32 `[C]`, ascending, noises and `log π` float32 `[C]`.
 
     bounds: of priorities, int32 `[N]`, `INVALID` for none; seed: of noise, uint32; listed, room:
-    int32 `[N + 2 · SAMPLED]`. Writes noises and `log π` of candidates, float32; out, noises and
-    chances are `N` long.
+    int32 `[N + 2 · SAMPLED]`.
     """
     more, count = 0, 0
     while True:
@@ -138,15 +130,15 @@ def candidates(
     threshold, least = LEAST, LEAST + 1
     if count > limit:
         threshold, least = cut_for(room[:count], limit)
-    chosen = 0
+    C = 0
     for i in range(count):
         own = room[i]
-        listed[chosen], room[chosen] = listed[i], own
-        chosen += int(own >= least)
-    for c in range(chosen):
+        listed[C], room[C] = listed[i], own
+        C += int(own >= least)
+    noises, chances = np.empty(C, np.float32), np.empty(C, np.float32)
+    for c in range(C):
         noise = noise_of(number_of(listed[c], seed))
         below = np.int64(room[c]) - np.int64(noise) - threshold
         noises[c] = np.float32(noise) * NATS
         chances[c] = np.float32(min(below, np.int64(0))) * NATS
-        out[c] = listed[c]
-    return chosen
+    return listed[:C], noises, chances
