@@ -115,7 +115,12 @@ def _put_nibbles(_: Any, words: Any, out: Any) -> Any:
 
 
 def votes_of(builder: Any, arguments: Any) -> list[Any]:
-    """Votes of 64 keys, as two vectors of 32, by the arguments of `_raise_votes` but the last."""
+    """Votes of 64 keys, as two vectors of 32, by the arguments of `_raise_votes` but the last.
+
+    None on a machine without the instruction, for which no code can be made: nobody asks there.
+    """
+    if not SERVED:
+        return []
     nibbles, words, table, bias, factors, offset = arguments
     low, more = (broadcast(builder, number, SUMS) for number in (bias, offset))
     votes = []
