@@ -148,6 +148,13 @@ def test_candidates_are_the_reference_ones(n, spread):
         assert_reference_candidates(sizes, valid, limit)
 
 
+@pytest.mark.parametrize("n", [300, 3000])
+def test_candidates_of_any_number_are_the_reference_ones(n):
+    sizes, valid = (normal(n) * 1e5).round().int(), normal(n, seed=1) > -1
+    for limit in range(1, int(valid.sum()), n // 100):
+        assert_reference_candidates(sizes, valid, limit)
+
+
 def test_without_a_valid_key_there_is_no_candidate():
     ids, _, _ = chosen(torch.zeros(300, dtype=torch.int32), torch.zeros(300) > 0, 0)
     assert not len(ids)

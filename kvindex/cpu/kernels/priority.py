@@ -122,7 +122,8 @@ def candidates(
     more, count = 0, 0
     while True:
         sampled = np.int64(sampled_threshold(bounds, limit + 1, more, room))
-        lowest = max(sampled - (SLACK << more), np.int64(INVALID) + 1)
+        whole = (sampled - (SLACK << more)) // STEP * STEP  # a threshold is not below it
+        lowest = max(whole, np.int64(INVALID) + 1)
         count = list_priorities(bounds, seed, lowest, listed, room)
         if count > limit or lowest == INVALID + 1:
             break
