@@ -17,19 +17,20 @@ import torch
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV, ParisKVConfig
 
-_threads: dict[str, Thread] = {}
+_threads: dict[tuple[str, str], Thread] = {}
 _lock = Lock()
 
 
 def begin(config: ParisKVConfig) -> None:
     """Have the kernels of a configuration compiled, if nobody has begun it."""
+    kernels = config.coarse, config.draw  # which decide what kernels there are
     with _lock:
-        if config.coarse not in _threads:  # which decides what kernels there are
+        if kernels not in _threads:
             work = _quietly(lambda: take_step(config))
             thread = Thread(target=work, name="kvindex-compiler")
             with suppress(RuntimeError):  # a process that is ending begins none: a search compiles
                 thread.start()
-                _threads[config.coarse] = thread
+                _threads[kernels] = thread
 
 
 def wait() -> None:

@@ -13,6 +13,7 @@ from kvindex.core.protocol import Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.constants import Constants
+from kvindex.cpu.drawn import DrawnStages, seeds_of
 from kvindex.cpu.served import unreadable
 from kvindex.cpu.stages import Found, Stages
 from kvindex.cpu.state import ResidentState, State
@@ -100,7 +101,7 @@ class ParisKVExecutor:
         threads.run(find, self._stages.most_parts(len(folded)))
         shape = (len(queries), self._geometry.kv_heads, k)
         ids, scores = torch.from_numpy(hits.ids), torch.from_numpy(hits.scores)
-        return Hits(ids.view(shape), scores.view(shape))
+        return Hits(ids.view(shape), scores.view(shape), hits.weights(len(queries)))
 
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
@@ -108,8 +109,8 @@ class ParisKVExecutor:
         """As `Executor.attend`."""
         folded = self._folded(queries)
         hits, find = self._finding(folded, min(k, self._most))
-        beside = self._beside(resident)
-        output, lse, attend = self._stages.attend(folded, hits.ids, None, resident, beside)
+        rows, beside = (hits.ids, hits.weights(len(queries))), self._beside(resident)
+        output, lse, attend = self._stages.attend(folded, *rows, resident, beside)
 
         def part(i: int, parts: int) -> None:
             find(i, parts)
@@ -153,7 +154,12 @@ class ParisKVExecutor:
             constants, heads = self._constants, self._geometry.kv_heads
             contents = replace(self._contents, opened=self._opened())
             state = State.of(contents, self.codes, heads, constants.factors)
-            self._ready = Stages(self._geometry, self._config, constants, state)
+            made = self._geometry, self._config, constants, state
+            if self._config.draw == "none":
+                self._ready = Stages(*made)
+            else:
+                seeds = seeds_of(contents, self.codes, self._config.seed)
+                self._ready = DrawnStages(*made, seeds)
         return self._ready
 
     def _opened(self) -> Codes:

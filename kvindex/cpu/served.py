@@ -18,8 +18,6 @@ SERVED: dict[str, dict[str, Any]] = {
         weights="log",
         weight_bits=16,
         single_stage_below=0,
-        draw="none",
-        signs="alone",
     ),
     "tiers": dict(
         candidates_per="head", block="subspace", weights="bfloat16", single_stage_below=0

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
@@ -39,7 +40,9 @@ class Prepared:
     """Queries `[B·G, g, D]` as stages read them.
 
     queries, rotated: float32, the latter with their norms; units: what a vote stands for, float64
-    `[B·G, g]`; of the rounded queries planes, or tables, and totals, as for `kernels.query`.
+    `[B·G, g]`; of the rounded queries planes, or tables, and totals, as for `kernels.query`;
+    scales and seeds: as for `kernels.scan`, of no head where nothing is drawn; products with
+    centers, float32 `[B·G, S, g]`, which a scan writes.
     """
 
     queries: np.ndarray
@@ -48,25 +51,34 @@ class Prepared:
     planes: np.ndarray
     tables: np.ndarray
     totals: np.ndarray
+    scales: np.ndarray
+    seeds: np.ndarray
+    products: np.ndarray
 
 
 @dataclass(frozen=True)
 class Scanned:
-    """Votes int32 `[B·G, N]`, and products of the queries with centers, float32 `[B·G, S, g]`."""
+    """Votes int32 `[B·G, N]`, or bounds of priorities."""
 
     votes: np.ndarray
-    products: np.ndarray
 
 
 @dataclass(frozen=True)
 class Found:
     """Rows of a search: ids int64 `[B·G, k]`, best first, then -1; scores float32 `[B·G, k]`;
-    found int32 `[B·G]`.
+    found int32 `[B·G]`; log_weight: of rows that were drawn, float32 `[B·G, g, k]`.
     """
 
     ids: np.ndarray
     scores: np.ndarray
     found: np.ndarray
+    log_weight: np.ndarray | None = None
+
+    def weights(self, batch: int) -> Tensor | None:
+        """As `Hits.log_weight`."""
+        if self.log_weight is None:
+            return None
+        return torch.from_numpy(self.log_weight).view(batch, -1, self.log_weight.shape[-1])
 
 
 def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray, ...]:
@@ -82,12 +94,6 @@ def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray,
         array("tables", np.uint8, groups, heads, counts[1], NIBBLES, 16),
         array("totals", np.int32, groups, heads),
     )
-
-
-def room_of_votes(votes: tuple[int, ...], products: tuple[int, ...]) -> Scanned:
-    """What `scan` writes, of these shapes."""
-    array = BUFFERS.array
-    return Scanned(array("votes", np.int32, *votes), array("products", np.float32, *products))
 
 
 def room_of_candidates(
@@ -125,8 +131,16 @@ class Stages:
         constants = self.constants
         query_max, shape = constants.query_max, queries.shape
         made = BUFFERS.room(("asked", shape, query_max), lambda: room_of_queries(shape, query_max))
-        prepare(queries, constants.rotation, query_max, self.state.scales, constants.level, *made)
-        return Prepared(queries, *made)
+        by = constants.rotation, self.state.regression, query_max
+        prepare(queries, *by, self.state.scales, constants.level, *made)
+        groups, heads, _ = shape
+        none = np.empty((groups, 0, 2), np.float32), np.empty(groups, np.uint32)
+        products = BUFFERS.array("products", np.float32, groups, self._blocks, heads)
+        return Prepared(queries, *(*made, *none, products))
+
+    @cached_property
+    def _blocks(self) -> int:
+        return -(-self.state.length // (self.config.center or BLOCK))
 
     @cached_property
     def _scanned_codes(self) -> tuple[Any, ...]:
@@ -136,19 +150,17 @@ class Stages:
 
     def scan(self, asked: Prepared) -> Scanned:
         """Votes of all keys."""
-        (groups, heads, _), length = asked.queries.shape, self.state.length
-        blocks, codes = -(-length // (self.config.center or BLOCK)), self._scanned_codes
-        shapes = (groups, length), (groups, blocks, heads)
-        made = BUFFERS.room(("scanned", *shapes), lambda: room_of_votes(*shapes))
+        groups, codes = len(asked.queries), self._scanned_codes
+        votes = BUFFERS.array("votes", np.int32, groups, self.state.length)
         if not self.config.center:
-            made.products.fill(0)
+            asked.products.fill(0)
 
         def part(i: int, parts: int) -> None:
             of = asked.queries, asked.units, asked.planes, asked.tables, asked.totals
-            scan(i, parts, *codes, *of, made.products, made.votes)
+            scan(i, parts, *codes, *of, asked.scales, asked.seeds, asked.products, votes)
 
-        threads.run(part, 1 if self.most_parts(groups) == 1 else groups * blocks)
-        return made
+        threads.run(part, 1 if self.most_parts(groups) == 1 else groups * self._blocks)
+        return Scanned(votes)
 
     @cached_property
     def _ranked_codes(self) -> tuple[Any, ...]:
@@ -179,7 +191,7 @@ class Stages:
         hits = Found(ids, scores, np.empty(groups, np.int32))
 
         def part(i: int, parts: int) -> None:
-            votes, of = (scanned.votes, limits), (asked.rotated, scanned.products)
+            votes, of = (scanned.votes, limits), (asked.rotated, asked.products)
             find_rows(i, parts, *votes, *codes, *of, *by, *room, ids, scores, hits.found)
 
         return hits, part

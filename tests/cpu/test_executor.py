@@ -22,8 +22,8 @@ from tests.support.helpers import (
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
 
-PRESETS = "fast", "paper"
-"""One of each kind of coarse stage."""
+PRESETS = "fast", "paper", "drawn"
+"""One of each kind of coarse stage, and one that draws."""
 
 
 def pair(case=CASE, **options):
@@ -51,6 +51,12 @@ def assert_same(mine, theirs, queries, k=20):
         (dict(head_dim=64), dict(preset="paper")),
         (dict(head_dim=80, q_heads=22), dict(preset="paper", group="max_share", beta=0.01)),
         (dict(head_dim=128, value_dim=3, softcap=5.0), dict(preset="paper", magnitude_bits=0)),
+        (dict(head_dim=64), dict(preset="drawn", refine_factor=2)),
+        (dict(head_dim=128, q_heads=14), dict(preset="drawn", draw="priority", refine_factor=1)),
+        (dict(head_dim=64, q_heads=2), dict(preset="drawn", center=0, beta=0.1, seed=3)),
+        (dict(head_dim=80, softcap=5.0), dict(preset="drawn", center=100, group="max_share")),
+        (dict(head_dim=8, value_dim=3), dict(draw="priority", query_max=127, magnitude_bits=0)),
+        (dict(head_dim=24, dtype=torch.bfloat16), dict(signs="together", center=32)),
     ],
     ids=str,
 )
@@ -82,7 +88,7 @@ def test_many_queries_at_once(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_queries_of_zeros_and_equal_keys_take_the_lower_ids(preset):
+def test_of_queries_of_zeros_and_equal_keys_the_best_have_the_lower_ids(preset):
     mine, theirs = pair(preset=preset)
     keys, values = CASE.tokens(600)
     keys = keys[:, :, :1].expand_as(keys).contiguous()
@@ -90,7 +96,8 @@ def test_queries_of_zeros_and_equal_keys_take_the_lower_ids(preset):
         index.append(keys, values)
     for queries in (CASE.queries() * 0, CASE.queries()):
         assert_same(mine, theirs, queries)
-        assert mine.search(queries, k=5).ids.sort(-1).values[0, 0].tolist() == list(range(5))
+        first = mine.search(queries, k=5).ids.sort(-1).values[0, 0].tolist()
+        assert (first == list(range(5))) == (preset != "drawn")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -143,8 +150,24 @@ def test_it_attends_to_what_it_finds_and_to_resident_rows(sizes, k):
         assert found.found.tolist() == (hits.ids >= 0).sum(-1).tolist()
 
 
-def test_a_query_that_sees_no_row_gives_0():
-    index, _ = pair()
+@pytest.mark.parametrize("k", [7, 5000])
+def test_it_attends_to_rows_that_it_draws_with_their_weights(k):
+    index, _ = pair(preset="drawn")
+    index.append(*CASE.tokens(400), valid=left_padding([0, 70], 400))
+    resident = ResidentRows(index.geometry, 2, 40)
+    resident.add(*CASE.tokens(30, seed=2), None)
+    queries = CASE.queries()
+    hits = index.search(queries, k=min(k, 400))
+    assert (hits.log_weight > 0).any() == (k == 7)
+    mine, want = index.attend(queries, resident, k=k), index.attend_hits(queries, hits, resident)
+    torch.testing.assert_close(mine.output, want.output, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine.lse, want.lse, rtol=1e-5, atol=1e-6)
+    assert torch.equal(mine.found, want.found)
+
+
+@pytest.mark.parametrize("preset", ["fast", "drawn"])
+def test_a_query_that_sees_no_row_gives_0(preset):
+    index, _ = pair(preset=preset)
     index.append(*CASE.tokens(20), valid=left_padding([20, 0], 20))
     found = index.attend(CASE.queries(), ResidentRows(index.geometry, 2, 1), k=3)
     assert (found.output[0] == 0).all()
@@ -154,9 +177,10 @@ def test_a_query_that_sees_no_row_gives_0():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_a_layer_on_kernels_is_the_layer_in_plain_torch(dtype, softcap):
+@pytest.mark.parametrize("preset", ["fast", "drawn"])
+def test_a_layer_on_kernels_is_the_layer_in_plain_torch(dtype, softcap, preset):
     case = replace(CASE, dtype=dtype, softcap=softcap)
-    mine, theirs = pair(case)
+    mine, theirs = pair(case, preset=preset)
     layers = [
         AttentionLayer(index, k=20, sink=4, local_window=16, update_every=8, dense_below=64)
         for index in (mine, theirs)
@@ -174,16 +198,19 @@ def test_a_layer_on_kernels_is_the_layer_in_plain_torch(dtype, softcap):
     assert float(mine.rows_read) == float(theirs.rows_read)
 
 
-def test_results_stay_as_they_are():
-    index, _ = pair()
+@pytest.mark.parametrize("preset", PRESETS)
+def test_results_stay_as_they_are(preset):
+    index, _ = pair(preset=preset)
     index.append(*CASE.tokens(300))
     resident = ResidentRows(index.geometry, 2, 1)
     first = index.attend(CASE.queries(), resident, k=9)
     hits = index.search(CASE.queries(), k=9)
-    before = first.output.clone(), first.lse.clone(), hits.ids.clone()
+    results = first.output, first.lse, hits.ids, hits.scores
+    results += () if hits.log_weight is None else (hits.log_weight,)
+    before = [result.clone() for result in results]
     index.attend(CASE.queries(1), resident, k=9)
     index.search(CASE.queries(1), k=9)
-    for now, then in zip((first.output, first.lse, hits.ids), before, strict=True):
+    for now, then in zip(results, before, strict=True):
         assert torch.equal(now, then)
 
 

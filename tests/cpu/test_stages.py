@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvindex.cpu.kernels import lookup, numbers, query, rerank, scan, select, vectors
+from kvindex.cpu.kernels import lookup, numbers, query, rerank, scan, select, vectors, votes
 from kvindex.ops import coarse, codes, group, transform
 from kvindex.ops import rerank as reranking
 from kvindex.ops import select as selecting
@@ -66,12 +66,12 @@ def test_dots_of_signs_are_sums_of_table_entries(D, query_max):
     digits = 1 if query_max < 32 else 2
     planes = np.empty((digits * query.GROUP, -(-D // 64)), np.uint64)
     query.put_planes(integers, planes)
-    words = np.full((planes.shape[1], scan.PIECE), 2**64 - 1, np.uint64)
-    dots = np.empty(scan.PIECE, np.int32)
-    scan.put_words(signs.data_ptr(), scan.PIECE, D // 8, words)
-    scan.put_dots(words, planes, integers.sum(), dots)
+    words = np.full((planes.shape[1], votes.PIECE), 2**64 - 1, np.uint64)
+    dots = np.empty(votes.PIECE, np.int32)
+    votes.put_words(signs.data_ptr(), votes.PIECE, D // 8, words)
+    votes.put_dots(words, planes, integers.sum(), dots)
     table = coarse.dot_table(rotated, query_max)
-    want = coarse.votes(signs[None, None, : scan.PIECE], table)
+    want = coarse.votes(signs[None, None, : votes.PIECE], table)
     assert dots.tolist() == want.flatten().tolist()
 
 
@@ -89,10 +89,10 @@ def test_votes_by_tables_in_registers_are_those_by_planes(D, query_max):
     words, factors = np.empty((W, n), np.uint64), rng.integers(0, 2**15, n, np.int32)
     offsets, out = rng.integers(-(2**30), 2**30, heads, np.int32), np.full((2, n), -(2**31))
     out, nibbles = out.astype(np.int32), np.empty((W, 16, 64), np.uint8)
-    scan.put_words(signs.ctypes.data, n, D // 8, words)
+    votes.put_words(signs.ctypes.data, n, D // 8, words)
     lookup.raise_votes(words, tables, totals, factors, offsets, nibbles, out[0])
     sums, dots = integers.sum(1).astype(np.int32), np.empty(n, np.int32)
-    scan.raise_by_planes(words, planes, sums, factors, offsets, dots, out[1])
+    votes.raise_by_planes(words, planes, sums, factors, offsets, dots, out[1])
     assert (out[0] == out[1]).all()
 
 
@@ -112,7 +112,7 @@ def test_candidates_are_the_reference_ones(n, spread):
     votes = torch.randint(-spread, spread, (n,), generator=generator, dtype=torch.int32)
     valid = torch.rand(n, generator=generator) > 0.3
     valid[0] = True
-    held = votes.masked_fill(~valid, int(scan.INVALID)).numpy()
+    held = votes.masked_fill(~valid, int(select.INVALID)).numpy()
     listed, room = (np.empty(n + 2 * select.SAMPLED, np.int32) for _ in range(2))
     for limit in {1, int(valid.sum()) // 2 or 1, int(valid.sum())}:
         out = np.full(limit + 2, -7, np.int32)

@@ -40,7 +40,7 @@ def said(code, before=""):
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper"])
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper", "pariskv:preset=drawn"])
 def test_one_to_sixteen_threads_find_the_same(line):
     code = f"""
 torch.set_num_threads(1)
@@ -151,3 +151,14 @@ from kvindex.cpu.kernels.scan import scan
 print(len(ids()), type(scan._cache).__name__)
 """
     assert said(code, before=nowhere) == "2 NullCache"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=drawn"])
+def test_a_machine_without_vectors_of_512_bits_finds_the_same(line):
+    code = f"""
+from kvindex.cpu.kernels import lookup
+print(lookup.SERVED, ids(made({line!r})).flatten().tolist())
+"""
+    plain = said(code, before="import os; os.environ['NUMBA_CPU_NAME'] = 'generic'")
+    assert plain.split(" ", 1) == ["False", said(code).split(" ", 1)[1]]

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import kvindex
 from kvindex.indexes.pariskv import _Asked
 from kvindex.ops import priority
 from tests.support.helpers import Case
@@ -148,11 +147,3 @@ def test_a_draw_tells_no_coverage_and_is_not_drawn_from(index):
         index.search(CASE.queries(), k=K, coverage=0.9)
     with pytest.raises(ValueError, match="whose rows stand for others already"):
         CASE.index("pariskv:preset=drawn+sample")
-
-
-def test_kernels_for_cpus_leave_it_to_the_ops_and_say_so():
-    pytest.importorskip("numba")
-    said = kvindex.core.backend.refusal(
-        "cpu", CASE.index("exact").geometry, CASE.index("pariskv:preset=drawn").config
-    )
-    assert said == "draw: got 'tempered', allowed is 'none'"

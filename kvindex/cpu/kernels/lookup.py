@@ -38,6 +38,7 @@ HALF = ir.VectorType(ir.IntType(8), KEYS // 2)
 SHORTS = ir.VectorType(INT16, KEYS // 2)
 WORDS = ir.VectorType(INT64, 8)
 SUMS = ir.VectorType(INT32, KEYS // 2)
+SIZES = ir.VectorType(ir.FloatType(), KEYS // 2)
 
 
 def loaded(builder: Any, address: Any, offset: int, kind: Any) -> Any:
@@ -113,26 +114,78 @@ def _put_nibbles(_: Any, words: Any, out: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
+def votes_of(builder: Any, arguments: Any) -> list[Any]:
+    """Votes of 64 keys, as two vectors of 32, by the arguments of `_raise_votes` but the last.
+
+    None on a machine without the instruction, for which no code can be made: nobody asks there.
+    """
+    if not SERVED:
+        return []
+    nibbles, words, table, bias, factors, offset = arguments
+    low, more = (broadcast(builder, number, SUMS) for number in (bias, offset))
+    votes = []
+    for i, sums in enumerate(sums_of(builder, nibbles, words, table)):
+        own = loaded(builder, factors, i * 4 * KEYS // 2, SUMS)
+        dots = builder.sub(builder.zext(sums, SUMS), low)
+        votes.append(builder.add(builder.mul(dots, own), more))
+    return votes
+
+
+def place_of(builder: Any, out: Any, part: int, kind: Any) -> Any:
+    """Where the first or the last 32 of 64 numbers of four bytes lie."""
+    at = builder.add(out, INT64(part * 4 * KEYS // 2))
+    return builder.inttoptr(at, kind.as_pointer())
+
+
+NUMBERS = types.int64, types.int64, types.int64, types.int32, types.int64, types.int32
+
+
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def _raise_votes(
     _: Any, nibbles: Any, words: Any, table: Any, bias: Any, factors: Any, offset: Any, out: Any
 ) -> Any:
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        nibbles, words, table, bias, factors, offset, out = arguments
-        low, more = (broadcast(builder, number, SUMS) for number in (bias, offset))
-        for i, sums in enumerate(sums_of(builder, nibbles, words, table)):
-            own = loaded(builder, factors, i * 4 * KEYS // 2, SUMS)
-            dots = builder.sub(builder.zext(sums, SUMS), low)
-            votes = builder.add(builder.mul(dots, own), more)
-            at = builder.add(out, INT64(i * 4 * KEYS // 2))
-            place = builder.inttoptr(at, SUMS.as_pointer())
+        for i, votes in enumerate(votes_of(builder, arguments[:6])):
+            place = place_of(builder, arguments[6], i, SUMS)
             held = builder.load(place, align=4)
             above = builder.icmp_signed(">", votes, held)
             builder.store(builder.select(above, votes, held), place, align=4)
         return context.get_dummy_value()
 
-    numbers = types.int64, types.int32, types.int64, types.int32, types.int64
-    return types.void(types.int64, types.int64, *numbers), code
+    return types.void(*NUMBERS, types.int64), code
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a · b + c` of vectors `SIZES`, rounded once."""
+    kind = ir.FunctionType(SIZES, [SIZES] * 3)
+    name = f"llvm.fma.v{SIZES.count}f32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def _raise_sizes(
+    _: Any,
+    nibbles: Any,
+    words: Any,
+    table: Any,
+    bias: Any,
+    factors: Any,
+    offset: Any,
+    gain: Any,
+    total: Any,
+    out: Any,
+) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        gain, total = (broadcast(builder, number, SIZES) for number in arguments[6:8])
+        for i, votes in enumerate(votes_of(builder, arguments[:6])):
+            sizes = fused(builder, builder.sitofp(votes, SIZES), gain, total)
+            place = place_of(builder, arguments[8], i, SIZES)
+            held = builder.load(place, align=4)
+            above = builder.fcmp_ordered(">", sizes, held)
+            builder.store(builder.select(above, sizes, held), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*NUMBERS, types.float32, types.float32, types.int64), code
 
 
 @inlined
@@ -161,6 +214,33 @@ def raise_votes(
             entries = table + h * W * NIBBLES * 16
             some, place = own + start * 4, to + start * 4
             _raise_votes(room, W, entries, totals[h], some, offsets[h], place)
+
+
+@inlined
+def raise_sizes(
+    words: np.ndarray,
+    tables: np.ndarray,
+    totals: np.ndarray,
+    factors: np.ndarray,
+    offsets: np.ndarray,
+    scales: np.ndarray,
+    nibbles: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """As `raise_votes`, of sizes float32 `out[n]`: votes times gains, and totals (`ops.priority`).
+
+    scales: gains and totals, float32 `[g, 2]`.
+    """
+    (g, W), n = tables.shape[:2], len(out)
+    table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
+    own, room, size = factors.ctypes.data, nibbles.ctypes.data, NIBBLES * KEYS
+    for start in range(0, n, KEYS):
+        for w in range(W):
+            _put_nibbles(signs + (w * words.shape[1] + start) * 8, room + w * size)
+        for h in range(g):
+            entries, gain, total = table + h * W * NIBBLES * 16, scales[h, 0], scales[h, 1]
+            some, place = own + start * 4, to + start * 4
+            _raise_sizes(room, W, entries, totals[h], some, offsets[h], gain, total, place)
 
 
 @kernel

@@ -34,6 +34,23 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
 
 
 @kernel
+def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None:
+    """As `ops.regression.voting`, of one direction float32 `[D]`.
+
+    matrix: float32 `[D, D]`, transposed, or of no rows: signs stand alone.
+    """
+    D, rows = len(rotated), np.empty(FOUR, np.int64)
+    if not len(matrix):
+        out[:] = rotated
+        return
+    own, at, to = rotated.ctypes.data, matrix.ctypes.data, out.ctypes.data
+    for j in range(0, D, FOUR):
+        for r in range(FOUR):
+            rows[r] = at + (j + r) * D * 4
+        four_dots(own, rows.ctypes.data, D, to + j * 4)
+
+
+@kernel
 def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
     """As `ops.coarse.rounded`, of one query float32 `[D]`; out: int64 `[D]`."""
     peak = 0.0
@@ -62,11 +79,11 @@ def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel
-def vote_unit(rotated: np.ndarray, scale: float, level: float, query_max: int) -> Number:
-    """What a vote stands for, of a query rotated with its norm (`ops.coarse.dot_offsets`)."""
+def vote_unit(voting: np.ndarray, scale: float, level: float, query_max: int) -> Number:
+    """What a vote stands for, of a query that votes, with its norm (`ops.coarse.dot_offsets`)."""
     peak = 0.0
-    for i in range(len(rotated)):
-        peak = max(peak, abs(np.float64(rotated[i])))
+    for i in range(len(voting)):
+        peak = max(peak, abs(np.float64(voting[i])))
     return peak * level * scale / (query_max * FACTOR)
 
 
@@ -74,6 +91,7 @@ def vote_unit(rotated: np.ndarray, scale: float, level: float, query_max: int) -
 def prepare(
     queries: np.ndarray,
     rotation: np.ndarray,
+    matrices: np.ndarray,
     query_max: int,
     scales: np.ndarray,
     level: float,
@@ -85,18 +103,20 @@ def prepare(
 ) -> None:
     """All that stages read of the queries float32 `[B·G, g, D]`.
 
-    scales: of weights, float64 `[B·G]`. Writes rotated float32 `[B·G, g, D]`, with norms; units
+    matrices: of signs that vote together, float32 `[B·G, D, D]`, transposed, or of no rows; scales:
+    of weights, float64 `[B·G]`. Writes rotated float32 `[B·G, g, D]`, with norms; units
     float64 `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` or tables uint8
     `[B·G, g, W, 16, 16]`, whichever has words, and totals int32 `[B·G, g]`, what dots of them are
     too large by.
     """
     groups, g, D = queries.shape
-    integers = np.empty(D, np.int64)
+    integers, voting = np.empty(D, np.int64), np.empty(D, np.float32)
     for group in range(groups):
         for h in range(g):
             one = rotated[group, h]
             norm = rotate(queries[group, h], rotation, one)
-            round_query(one, query_max, integers)
+            put_voting(one, matrices[group], voting)
+            round_query(voting, query_max, integers)
             if tables.shape[2]:
                 totals[group, h] = put_tables(integers, tables[group, h])
             else:
@@ -104,4 +124,5 @@ def prepare(
                 totals[group, h] = integers.sum()
             for i in range(D):
                 one[i] *= np.float32(norm)
-            units[group, h] = vote_unit(one, scales[group], level, query_max)
+                voting[i] *= np.float32(norm)
+            units[group, h] = vote_unit(voting, scales[group], level, query_max)

@@ -6,7 +6,6 @@ import numpy as np
 
 from kvindex.cpu.kernels.compile import Number, kernel
 from kvindex.cpu.kernels.rerank import NEVER
-from kvindex.cpu.kernels.scan import INVALID
 from kvindex.cpu.kernels.select import (
     candidates,
     entry_of,
@@ -16,6 +15,7 @@ from kvindex.cpu.kernels.select import (
     put_in_order,
     threshold_for,
 )
+from kvindex.cpu.kernels.votes import INVALID
 
 SMALLEST = 8
 """Scores of a block at least: where there are fewer for each result, all are compared."""

@@ -1,0 +1,160 @@
+"""Draw rows among drawn candidates, of one group after the other: `ops.priority`, by floats."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvindex.cpu.kernels.compile import kernel
+from kvindex.cpu.kernels.groups import log_sum
+from kvindex.cpu.kernels.numbers import exp, log
+from kvindex.cpu.kernels.priority import candidates
+from kvindex.cpu.kernels.rerank import NEVER, cap, estimate
+from kvindex.cpu.kernels.select import (
+    entry_of,
+    order_of,
+    position_of,
+    put_chosen,
+    put_in_order,
+    score_of,
+)
+
+HALF, TWO = np.float32(0.5), np.float32(2)
+
+
+@kernel
+def put_sizes(
+    estimates: np.ndarray,
+    chances: np.ndarray,
+    scale: float,
+    softcap: float,
+    out: np.ndarray,
+) -> None:
+    """Sizes of rows, float32 `[C]`: `priority.root_mean_square` of the shares of heads.
+
+    estimates: float32 `[g, C]`, which it overwrites; chances: `log π` of candidates, float32
+    `[C]`.
+    """
+    (g, C), once = estimates.shape, np.empty(0, np.int64)
+    room = np.empty(C, np.float32)
+    out[:] = NEVER
+    for h in range(g):
+        one = estimates[h]
+        cap(one, scale, softcap)
+        for c in range(C):
+            room[c] = one[c] - chances[c]
+        total = log_sum(room, once)
+        for c in range(C):
+            one[c] -= total
+            out[c] = max(out[c], one[c])
+    if g == 1:
+        return
+    room[:] = 0
+    for h in range(g):
+        one = estimates[h]
+        for c in range(C):
+            room[c] += exp(TWO * (one[c] - out[c]))
+    inverse = np.float32(1 / g)
+    for c in range(C):
+        out[c] += log(room[c] * inverse) * HALF
+
+
+@kernel
+def draw(
+    sizes: np.ndarray,
+    noises: np.ndarray,
+    chances: np.ndarray,
+    ids: np.ndarray,
+    power: float,
+    to: np.ndarray,
+    scores: np.ndarray,
+    log_weight: np.ndarray,
+) -> int:
+    """As `priority.draw` among rows of ids int32 `[C]`, ascending; gives how many of `k` there are.
+
+    sizes, noises: float32 `[C]`; chances: that rows are candidates, `log π` float32 `[C]`; power:
+    of `1 / π`, a row's weight. Writes ids int64 `to[k]`, best first, then -1, scores float32 `[k]`,
+    and log_weight float32 `[g, k]`.
+    """
+    C, k = len(sizes), len(to)
+    count, drawn = min(k + 1, C), min(k, C)
+    orders, places = np.empty(C, np.int32), np.empty(count + 1, np.int32)
+    entries = np.empty((2, count), np.int64)
+    for c in range(C):
+        orders[c] = order_of(sizes[c] + noises[c])
+    if count:
+        put_chosen(orders, count, places)
+    for i in range(count):
+        entries[0, i] = entry_of(orders[places[i]], places[i])
+    put_in_order(entries[0], entries[1])
+    last = score_of(entries[1, k]) if k < C else NEVER
+    to[drawn:], scores[drawn:] = -1, NEVER
+    for i in range(drawn):
+        c = position_of(entries[1, i])
+        to[i], scores[i] = ids[c], score_of(entries[1, i])
+        above = min(sizes[c] - last, chances[c])
+        log_weight[0, i] = max(-above, np.float32(0)) * np.float32(power)
+    for h in range(len(log_weight)):
+        for i in range(k):
+            log_weight[h, i] = log_weight[0, i] if i < drawn else NEVER
+    return drawn
+
+
+@kernel
+def draw_rows(
+    part: int,
+    parts: int,
+    bounds: np.ndarray,
+    limits: np.ndarray,
+    seeds: np.ndarray,
+    length: int,
+    full: int,
+    block: int,
+    signs: np.ndarray,
+    magnitudes: np.ndarray,
+    weights: np.ndarray,
+    fractions: np.ndarray,
+    bits: int,
+    queries: np.ndarray,
+    products: np.ndarray,
+    levels: np.ndarray,
+    fine: np.ndarray,
+    scale: float,
+    softcap: float,
+    power: float,
+    listed: np.ndarray,
+    room: np.ndarray,
+    ids: np.ndarray,
+    scores: np.ndarray,
+    found: np.ndarray,
+    log_weight: np.ndarray,
+) -> None:
+    """Up to `k` rows of a part of the groups, drawn: as `step.find_rows`, but for what follows.
+
+    bounds: of priorities, int32 `[B·G, N]`; seeds: of noise, uint32 `[B·G]`; power: of weights;
+    listed, room: int32 `[parts, N + 2 · SAMPLED]`. Of a threshold any number of keys may be
+    candidates: what is as long as they are is made here. Writes log_weight float32 `[B·G, g, k]`,
+    too.
+    """
+    groups, heads = len(ids), queries.shape[1]
+    for group in range(groups * part // parts, groups * (part + 1) // parts):
+        some, seed = bounds[group, :length], seeds[group]
+        own, noises, chances = candidates(some, limits[group], seed, listed[part], room[part])
+        estimates, sizes = np.empty((heads, len(own)), np.float32), np.empty(len(own), np.float32)
+        estimate(
+            own,
+            signs[:, group],
+            magnitudes[:, group],
+            weights[:, group],
+            fractions[:, group],
+            bits,
+            full,
+            block,
+            queries[group],
+            products[group],
+            levels,
+            fine,
+            estimates,
+        )
+        put_sizes(estimates, chances, scale, softcap, sizes)
+        to, priorities, out = ids[group], scores[group], log_weight[group]
+        found[group] = draw(sizes, noises, chances, own, power, to, priorities, out)

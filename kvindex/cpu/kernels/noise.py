@@ -1,0 +1,133 @@
+"""Noise of keys, by which candidates and rows are drawn: the integers of `ops.priority`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from kvindex.cpu.kernels.compile import Number, inlined
+from kvindex.cpu.kernels.vectors import FLOATS, INT64, LANES, broadcast, chunk, shuffle
+from kvindex.ops import priority
+
+SPREAD = np.uint32(priority.SPREAD)
+FIRST, SECOND = (np.uint64(factor) for factor in priority.FACTORS)
+ADDED, LOWER, HALF = np.uint64(priority.ADDED), np.uint64(priority.BITS), np.uint64(32)
+C0, C1, C2, C3 = (np.int32(coefficient) for coefficient in priority.CURVE)
+UNIT, SIXTEEN = np.int32(priority.UNIT), np.int32(16)
+NATS = np.float32(priority.NATS)
+
+ABOVE = np.int32((32 + 127 - 8) << 16)
+"""From it a bound takes a float's exponent, which begins with 127, of the upper 24 of 32 bits."""
+
+INTS, PAIRS = (ir.VectorType(ir.IntType(512 // n), n) for n in (LANES, LANES // 2))
+LARGEST = np.float32(priority.LARGEST)
+
+EIGHT, SEVEN, ONE = np.uint32(8), np.int32(7), np.uint32(1)
+
+
+@inlined
+def number_of(position: int, seed: Number) -> Number:
+    """What is hashed for a key at a position, uint32, by a seed uint32."""
+    return np.uint32(np.uint32(position) * SPREAD + seed)
+
+
+@inlined
+def hashed(number: Number) -> Number:
+    """As `priority.hashed`, of a uint32, which it gives."""
+    both = np.uint64(np.uint32(number)) * FIRST + ADDED
+    both = ((both >> HALF) ^ (both & LOWER)) * SECOND + ADDED
+    return np.uint32((both >> HALF) ^ (both & LOWER))
+
+
+@inlined
+def noise_of(number: Number) -> Number:
+    """As `priority.noise_of`, of a uint32: an int32."""
+    bits = np.float64(hashed(number) | ONE).view(np.int64)  # whose exponent and mantissa are exact
+    octave = np.int32(bits >> np.int64(52)) - np.int32(1023)
+    t = np.int32(bits >> np.int64(36)) & np.int32(UNIT - 1)
+    curve = np.int32(C2 + (np.int32(C3 * t) >> SIXTEEN))
+    curve = np.int32(C1 + (np.int32(curve * t) >> SIXTEEN))
+    curve = np.int32(C0 + (np.int32(curve * t) >> SIXTEEN))
+    arc = np.int32(np.int32(t * np.int32(UNIT - t)) >> SIXTEEN)
+    line = np.int32(np.int32(np.int32(32) - octave) * UNIT - t)
+    return np.int32(line - (np.int32(arc * curve) >> SIXTEEN))
+
+
+@inlined
+def bound_of(number: Number) -> Number:
+    """`noise_of` or up to .09 octaves more, for less: an int32.
+
+    A float's exponent and mantissa are a logarithm that goes straight between powers of two. Of
+    noise from 8 octaves on, one key's in 256, it knows fewer bits, and may be more.
+    """
+    upper = np.float32(np.int32(hashed(number) >> EIGHT))
+    return np.int32(ABOVE - (upper.view(np.int32) >> SEVEN))
+
+
+def all_of(kind: Any, number: Any) -> Any:
+    """A vector of `kind` whose numbers are all this constant."""
+    return ir.Constant(kind, [number] * kind.count)
+
+
+def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
+    """`hashed` of every second one of numbers `INTS`, in their places; elsewhere anything."""
+    lower, half = all_of(PAIRS, priority.BITS), all_of(PAIRS, 32)
+    both = builder.bitcast(numbers, PAIRS)
+    both = builder.lshr(both, half) if odd else both
+    for factor in priority.FACTORS:
+        product = builder.mul(builder.and_(both, lower), all_of(PAIRS, factor))
+        before = builder.add(product, all_of(PAIRS, priority.ADDED))
+        both = builder.xor(builder.lshr(before, half), before)
+    both = builder.xor(builder.shl(before, half), before) if odd else both
+    return builder.bitcast(both, INTS)
+
+
+def bounds_of(builder: Any, numbers: Any) -> Any:
+    """`bound_of` of numbers `INTS`."""
+    pairs = [hashed_pairs(builder, numbers, odd) for odd in (False, True)]
+    hashes = shuffle(builder, pairs[0], pairs[1], [i + LANES * (i % 2) for i in range(LANES)])
+    upper = builder.sitofp(builder.lshr(hashes, all_of(INTS, 8)), FLOATS)
+    line = builder.ashr(builder.bitcast(upper, INTS), all_of(INTS, 7))
+    return builder.sub(all_of(INTS, int(ABOVE)), line)
+
+
+def rounded(builder: Any, sizes: Any) -> Any:
+    """Sizes `FLOATS` up to `LARGEST` as `INTS`."""
+    most = all_of(FLOATS, float(LARGEST))
+    bounded = builder.select(builder.fcmp_ordered("<", sizes, most), sizes, most)
+    name = f"llvm.rint.v{LANES}f32"
+    rint = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOATS, [FLOATS]), name)
+    return builder.fptosi(builder.call(rint, [bounded]), INTS)
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
+def _add_bounds(_: Any, number: Any, sizes: Any, chunks: Any, out: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        number, sizes, chunks, out = arguments
+        steps = ir.Constant(INTS, [i * priority.SPREAD & priority.BITS for i in range(LANES)])
+        more = all_of(INTS, LANES * priority.SPREAD & priority.BITS)
+        numbers = cgutils.alloca_once(builder, INTS)
+        builder.store(builder.add(broadcast(builder, number, INTS), steps), numbers)
+        with cgutils.for_range(builder, chunks) as loop:
+            own = builder.load(numbers)
+            builder.store(builder.add(own, more), numbers)
+            some = rounded(builder, builder.load(chunk(builder, sizes, loop.index), align=4))
+            at = builder.add(out, builder.mul(loop.index, INT64(4 * LANES)))
+            place = builder.inttoptr(at, INTS.as_pointer())
+            builder.store(builder.add(some, bounds_of(builder, own)), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uint32, types.int64, types.int64, types.int64), code
+
+
+@inlined
+def add_bounds(sizes: np.ndarray, number: Number, out: np.ndarray) -> None:
+    """What priorities are at most, int32 `out[n]`, of sizes float32 `[n]`, n a multiple of 16.
+
+    number: `number_of` the first; those of the next ones follow.
+    """
+    _add_bounds(number, sizes.ctypes.data, len(out) // LANES, out.ctypes.data)
