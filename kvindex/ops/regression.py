@@ -38,7 +38,9 @@ def identity(batch: int, geometry: Geometry) -> Tensor:
 
 
 def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: float) -> Tensor:
-    """`A`, float16 `[B, G, D, D]`: least squares of coordinates on signs.
+    """`Aᵀ`, float16 `[B, G, D, D]`: least squares of coordinates on signs.
+
+    Row `j` is what sign `j` says of all coordinates, as matrix units read it.
 
     Keys count alike, whatever their norms. What they are is read from their codes: signs uint8
     `[B, G, N, M]`, magnitudes uint8 `[B, G, N, bits, M]`, levels float32 `[2^bits]`; real: which
@@ -51,12 +53,12 @@ def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: 
     moments = (own.mT @ own).double(), (own.mT @ coordinates).double() / STEPS
     prior = PRIOR * torch.eye(own.shape[-1], dtype=torch.float64, device=signs.device)
     factor = torch.linalg.cholesky_ex(moments[0] + prior).L
-    return torch.cholesky_solve(moments[1] + prior, factor).mT.half().contiguous()
+    return torch.cholesky_solve(moments[1] + prior, factor).half().contiguous()
 
 
 def voting(directions: Tensor, matrix: Tensor) -> Tensor:
     """What votes take for rotated directions float32 `[B, G, g, D]`: `Aᵀ q`, of the same shape.
 
-    matrix: float16 `[B, G, D, D]`.
+    matrix: of `fit`, float16 `[B, G, D, D]`.
     """
-    return directions @ matrix.float()
+    return directions @ matrix.mT.float()

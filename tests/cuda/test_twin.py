@@ -58,6 +58,7 @@ FAST["drawn-finalists"] = (FAST["257"][0], 6000, dict(preset="drawn", k=290))
 # more rows than are put in order
 FAST["drawn-2100"] = (FAST["257"][0], 2600, dict(preset="drawn", k=2100, refine_factor=1))
 FAST["together"] = (*FAST["g4"][:2], dict(signs="together"))
+FAST["together-D120"] = (Case(q_heads=5, kv_heads=1, head_dim=120), 1500, dict(signs="together"))
 FAST["alone"] = (*FAST["g4"][:2], dict(preset="drawn", signs="alone", draw="priority"))
 FAST["drawn-D256"] = (Case(q_heads=5, kv_heads=1, head_dim=256), 600, dict(preset="drawn"))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(preset="drawn", refine_factor=2))

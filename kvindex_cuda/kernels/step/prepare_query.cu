@@ -1,8 +1,7 @@
 // Prepare a group's queries: rotated, rounded to planes of bits, as operands; and a
 // threshold for their votes from a sample of the keys.
 //
-// q̃ = R q/‖q‖ (paper, A.1), r = round(q̃ · largest / max|q̃|) (ops.coarse.rounded), a head for each
-// warp. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
+// r = round(R q · largest / max|R q|) (paper, A.1; ops.coarse.rounded), a head for each warp: no norm is needed. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
 // each of SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds a
 // vote that more than C of all keys are all but sure to reach (2 C where C is 2%).
 // Grid: (splits, BG), 256 threads. Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group;
@@ -14,19 +13,23 @@
 // Where candidates are drawn, every block also finds what brings heads to one scale, from up to CENTERS centers
 // evenly spread (priority.totals), and the seed of noise; the threshold of priorities is a multiple of STEP, as all
 // of the histogram's bounds.
-// Where signs vote together (ops.regression), r is of Aᵀ q̃: every warp multiplies D / 8 rows of the matrix, which it
-// has asked for before, with all heads; 2 D² bytes more.
+// Where signs vote together (ops.regression), r is of Aᵀ R q: a warp has 16 columns of A, asked for before all
+// else, in the registers of a product with all heads' operands, D/16 matrix instructions to four heads; then two
+// warps round a head. 2 D² bytes more of a group, from L2 to each of its blocks: 32 KiB at D = 128, some 0.3 µs
+// that pass beside the first reads, so that exchange, product and another barrier are left, predicted 0.3 µs.
 // Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER.
 #include "common/votes.cuh"
 
 constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
 constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
-constexpr int ROWS = D / 8, WIDE = (D + 127) / 128;  // of the matrix, a warp's; of a lane's, columns in fours
-constexpr int AT_ONCE = D <= 128 ? 4 : 2;            // heads
-constexpr bool EARLY = ROWS * WIDE <= 16;            // rows fit registers
-constexpr int ROOM = TOGETHER && 8 * AT_ONCE * D > BINS ? 8 * AT_ONCE * D : BINS;
+constexpr int PITCH = (EIGHTS | 1) * 32;         // of operands in shared memory: two neighbors have other banks
+constexpr int TILES = (D + 15) / 16;             // of the matrix, 16 columns each
+constexpr bool EARLY = TILES <= 8;               // a warp's tile fits registers
+constexpr int HANDS = TOGETHER && GROUP <= 4 ? 2 : 1;  // warps that round a head
+constexpr int ROOM = TOGETHER && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
+constexpr float SAFE = 1e15f;       // no norm reaches it where no coordinate reaches this, D being 256 at most
 
 // R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
 // Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
@@ -67,6 +70,16 @@ __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs
     for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
 }
 
+// A number and what it leaves as float16; finite and of less than 2^15.
+__device__ __forceinline__ void split(float x, u16& high, u16& low) {
+#ifdef EMULATED
+    high = to_float16(x), low = to_float16(x - from_float16(high));
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(high) : "f"(x));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(low) : "f"(x - from_float16(high)));
+#endif
+}
+
 struct Sampled {  // 32 keys
     Signs signs;
     Mean mean;
@@ -77,7 +90,7 @@ struct Arguments {
     const void* queries;        // DTYPE [B, H, D], aligned to 16 bytes
     const float* rotation;      // [D + ODD]: signs and waves of `rotate`
     const float* weight_scale;  // [BG]
-    const u16* regression;      // float16 [BG, D, D], or null
+    const u16* regression;      // Aᵀ, float16 [BG, D, D], aligned to 16 bytes, or null
     const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
     const u32* valid;           // [B, row, 8]: a bit per token
     const i64* length;          // [1]
@@ -87,7 +100,7 @@ struct Arguments {
     u32* planes;                // [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments
     int* sums;                  // [BG, 4 SETS]: Σ r
     float* units;               // [BG, 4 SETS]: votes per unit of q·k
-    u16* operands;              // [BG, 4 OPERANDS]: ‖q‖ q̃ · up as float16 and its remainder, for rerank.cu, 0 where
+    u16* operands;              // [BG, 4 OPERANDS]: R q · up as float16 and its remainder, for rerank.cu, 0 where
                                 // nothing is written
     float* ups;                 // [BG, GROUP]: powers of two
     int* sample;                // [BG, SAMPLED]: votes
@@ -138,13 +151,12 @@ prepare_query(const __grid_constant__ Arguments args) {
     const void* queries = args.queries;
     u16* operands = args.operands;
     __shared__ FACTORS int factors[256];
-    __shared__ __align__(16) float directions[SETS][D][4];  // q̃
-    __shared__ float norms[SETS * 4];
+    __shared__ __align__(16) u16 halves[SETS][8][PITCH];  // R q · up of 4 heads, then what these leave
     __shared__ float waves[ODD];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
-    __shared__ float units[SETS * 4], scales[SETS * 4];
+    __shared__ float units[SETS * 4], ups[SETS * 4];
     __shared__ int sums[SETS * 4];
-    __shared__ __align__(16) int histogram[ROOM];  // before it is one: sums of the products with the matrix
+    __shared__ __align__(16) int histogram[ROOM];  // before it is one: Aᵀ R q · up, float32 [4 SETS, D]
 #if DRAWN
     __shared__ __align__(16) float2 scales_of[SETS * 4];  // units of a vote, and what brings heads to one scale
     __shared__ float products[CENTERS][GROUP];
@@ -171,11 +183,20 @@ prepare_query(const __grid_constant__ Arguments args) {
     for (int w = 0; w < PER_LANE; w++) signs[w] = w * 32 + lane < D ? args.rotation[w * 32 + lane] : 0.0f;
     if (threadIdx.x < ODD) waves[threadIdx.x] = args.rotation[D + threadIdx.x];
     factors[threadIdx.x] = args.factors[threadIdx.x];
-    for (int i = threadIdx.x; i < (TOGETHER ? 0 : BINS); i += 256) histogram[i] = 0;
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
 #if DRAWN
     if (threadIdx.x < SETS * 4) scales_of[threadIdx.x] = {0, threadIdx.x < GROUP ? 0.0f : NEVER};
+#endif
+#if TOGETHER
+    // no kernel that lets another begin early writes the matrix. Of a column 8 rows of every 32
+    auto entries = [&](int tile, int s, int half) -> uint4 {
+        int j = tile * 16 + half * 8 + lane / 4, i = s * 32 + lane % 4 * 8;
+        return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (bg * D + j) * D + i) : uint4{0, 0, 0, 0};
+    };
+    uint4 held[EARLY ? EIGHTS : 1][2];
+#pragma unroll
+    for (int i = 0; i < (EARLY ? 2 * EIGHTS : 0); i++) held[i / 2][i % 2] = entries(warp, i / 2, i % 2);
 #endif
     __syncthreads();
     after_previous();
@@ -194,16 +215,6 @@ prepare_query(const __grid_constant__ Arguments args) {
 #endif
     float plain[PER_LANE], weight_scale = args.weight_scale[bg];
     read_query(plain, warp);
-#if TOGETHER
-    auto entries = [&](int i, int c) -> uint2 {
-        int j = 128 * c + 4 * lane;
-        const u16* row = args.regression + (bg * D + warp * ROWS + i) * D;
-        return j < D ? *reinterpret_cast<const uint2*>(row + j) : uint2{0, 0};
-    };
-    uint2 held[EARLY ? ROWS * WIDE : 1];
-#pragma unroll
-    for (int i = 0; i < (EARLY ? ROWS * WIDE : 0); i++) held[i] = entries(i / WIDE, i % WIDE);
-#endif
     Group group;
     load_queries(group, queries);
     float share = float(args.wanted[batch]), all = float(args.counted[batch]);
@@ -223,47 +234,27 @@ prepare_query(const __grid_constant__ Arguments args) {
             center_blocks[j] = args.codes[batch * args.row + blocks * center_of(j) / centers];
 #endif
 
-    // the direction of a head, in the lanes of its warp, and its norm
-    auto rotated = [&](float (&x)[PER_LANE]) {
+    // unsigned integers order sizes, NaN above all
+    auto peak_of = [&](const float (&x)[PER_LANE]) {
+        u32 peak = 0;
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) peak = max(peak, __float_as_uint(fabsf(x[w])));
+        return __uint_as_float(__reduce_max_sync(ALL, peak));
+    };
+    auto in_range = [&](const float (&x)[PER_LANE]) {
         double square = 0;
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
-        double norm = sqrt(warp_sum(square));
-        bool finite = norm < LARGEST;  // else the query is taken for zeros
-        if (!finite && args.wrong && lane == 0) *args.wrong = 1;
-        if (!finite) norm = 0;
-        double inverse = 1 / fmax(norm, 2.2250738585072014e-308);
-#pragma unroll
-        for (int w = 0; w < PER_LANE; w++) x[w] = finite ? float(x[w] * inverse) : 0.0f;
-        rotate(x, signs, waves);
-        return norm;
+        return sqrt(warp_sum(square)) < LARGEST;
     };
-    auto peak_of = [&](const float (&x)[PER_LANE]) {
-        float peak = 0;
-#pragma unroll
-        for (int w = 0; w < PER_LANE; w++) peak = fmaxf(peak, fabsf(x[w]));
-        return warp_max(peak);
-    };
-    // what others read of a head
-    auto keep_head = [&](const float (&x)[PER_LANE], int h, float norm, float peak) {
-#pragma unroll
-        for (int w = 0; w < WORDS; w++)
-            if (w * 32 + lane < D) directions[h / 4][w * 32 + lane][h % 4] = x[w];
-        if (lane == 0) {
-            norms[h] = norm;
-            // what brings the largest coordinate to [2^13, 2^14)
-            int exponent = int(__float_as_uint(fmaxf(peak * norm, SMALLEST)) >> 23);
-            exponent = min(max(exponent, 20), 230);
-            scales[h] = __uint_as_float(u32(254 + 13 - exponent) << 23);
-        }
-    };
-    // rounded, a digit of each coordinate to a word of its plane
-    auto round_head = [&](const float (&x)[PER_LANE], int h, float norm, float peak) {
-        double scale = peak > 0 ? double(args.query_max) / double(peak) : 0.0;
+    // rounded, a digit of each coordinate to a word of its plane; words of one hand
+    auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
+        float scale = peak > 0 ? float(args.query_max) / peak : 0.0f;
         int sum = 0;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
-            int r = int(rint(double(x[w]) * scale));
+            if (w % HANDS != hand) continue;
+            int r = __float2int_rn(x[w] * scale);
             sum += r;
             u32 mine = 0, digits = (u32(r) + 0xaaaaaaaau) ^ 0xaaaaaaaau;  // to the base -2
 #pragma unroll
@@ -273,22 +264,39 @@ prepare_query(const __grid_constant__ Arguments args) {
             }
             if (lane < PLANES) planes[h][lane][w] = mine;
         }
-        sum = warp_sum(sum);
-        if (lane == 0) {
-            sums[h] = sum;
-            double unit = double(peak) * double(norm) * args.level * weight_scale / (args.query_max * args.factor_max);
-            units[h] = unit > 0 ? float(1 / unit) : 0.0f;
+        sum = __reduce_add_sync(ALL, sum);
+        if (lane == 0) atomicAdd(sums + h, sum);
+        if (lane == 0 && hand == 0 && scale > 0 && weight_scale > 0) {
+            float unit = scale * up * (args.factor_max / (args.level * weight_scale));
+            units[h] = unit;
 #if DRAWN
-            scales_of[h].x = float(unit * args.gain);
+            scales_of[h].x = float(args.gain) / unit;
 #endif
         }
     };
-    auto put_head = [&](const float (&x)[PER_LANE], int h, double given_norm) {
-        float peak = peak_of(x), norm = float(fmin(given_norm, double(LONGEST)));
-        keep_head(x, h, norm, peak);
-        if (!TOGETHER) round_head(x, h, norm, peak);
+    // rotated, in the lanes of a warp: as operands, which others read
+    auto put_head = [&](float (&x)[PER_LANE], int h) {
+        rotate(x, signs, waves);
+        float peak = peak_of(x);
+        if (!(peak < SAFE) && !in_range(x)) {  // then the query is taken for zeros
+            if (args.wrong && lane == 0) *args.wrong = 1;
+            for (int w = 0; w < PER_LANE; w++) x[w] = 0;
+            peak = 0;
+        }
+        // what brings the largest coordinate to [2^13, 2^14)
+        int exponent = int(__float_as_uint(fmaxf(peak, SMALLEST)) >> 23);
+        float up = __uint_as_float(u32(254 + 13 - min(max(exponent, 20), 230)) << 23);
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            u16 high, low;
+            split(x[w] *= up, high, low);
+            int j = w * 32 + lane;
+            if (j < D) halves[h / 4][h % 4][j] = high, halves[h / 4][4 + h % 4][j] = low;
+        }
+        if (lane == 0) ups[h] = up;
+        if (!TOGETHER) round_head(x, h, peak * up, up, 0);
     };
-    double norm = warp < GROUP ? rotated(plain) : 0;
+    if (warp < GROUP) put_head(plain, warp);
     Sampled sampled;
     if (any) draw(sampled, first, sampled_block);
 #if DRAWN
@@ -306,53 +314,45 @@ prepare_query(const __grid_constant__ Arguments args) {
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
          i += gridDim.y * gridDim.x * 256)
         args.cleared[i] = 0;
-    if (warp < GROUP) put_head(plain, warp, norm);
     for (int h = warp + 8; h < GROUP; h += 8) {
         read_query(plain, h);
-        norm = rotated(plain);
-        put_head(plain, h, norm);
+        put_head(plain, h);
     }
 #if TOGETHER
-    auto parts = reinterpret_cast<float(*)[AT_ONCE][D]>(histogram);  // of each warp
+    auto voting = reinterpret_cast<float(*)[D]>(histogram);
+    // of four heads with a tile: what these numbers make in columns 0 to 3, and what they leave in 4 to 7
+    auto multiply = [&](int tile, int n) {
+        float products[2][4] = {};
+#pragma unroll
+        for (int s = 0; s < EIGHTS; s++) {
+            int i = s * 32 + lane % 4 * 8;
+            uint4 a = EARLY ? held[EARLY ? s : 0][0] : entries(tile, s, 0), b = {0, 0, 0, 0};
+            uint4 lower = EARLY ? held[EARLY ? s : 0][1] : entries(tile, s, 1);
+            if (n * 4 + lane / 4 % 4 < GROUP && i < D) b = *reinterpret_cast<const uint4*>(&halves[n][lane / 4][i]);
+            mma_halves(products[0], a.x, lower.x, a.y, lower.y, b.x, b.y);
+            mma_halves(products[1], a.z, lower.z, a.w, lower.w, b.z, b.w);
+        }
+        bool later = lane & 2;  // its own is the lower row
+        int j = tile * 16 + later * 8 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float upper = products[0][i] + products[1][i], lower = products[0][2 + i] + products[1][2 + i];
+            float sum = (later ? lower : upper) + __shfl_xor_sync(ALL, later ? upper : lower, 2);
+            if (j < D) voting[n * 4 + lane % 2 * 2 + i][j] = sum;
+        }
+    };
     __syncthreads();
 #pragma unroll 1
-    for (int from = 0; from < GROUP; from += AT_ONCE) {
-        float products[AT_ONCE][WIDE][4] = {};
-#pragma unroll(EARLY ? ROWS : 4)
-        for (int i = 0; i < ROWS; i++) {
-            const float* q = &directions[from / 4][warp * ROWS + i][from % 4];
+    for (int tile = warp; tile < TILES; tile += 8)
+#pragma unroll(EARLY ? SETS : 1)
+        for (int n = 0; n < SETS; n++) multiply(tile, n);
+    __syncthreads();
+    for (int i = warp; i < GROUP * HANDS; i += 8) {
+        int h = i % GROUP;
 #pragma unroll
-            for (int c = 0; c < WIDE; c++) {
-                uint2 four = EARLY ? held[EARLY ? i * WIDE + c : 0] : entries(i, c);
-                float2 low = from_float16s(four.x), high = from_float16s(four.y);
-#pragma unroll
-                for (int h = 0; h < AT_ONCE; h++) {
-                    products[h][c][0] += low.x * q[h], products[h][c][1] += low.y * q[h];
-                    products[h][c][2] += high.x * q[h], products[h][c][3] += high.y * q[h];
-                }
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < AT_ONCE; h++)
-#pragma unroll
-            for (int c = 0; c < WIDE; c++)
-                if (128 * c + 4 * lane < D)
-                    *reinterpret_cast<float4*>(&parts[warp][h][128 * c + 4 * lane]) = {
-                        products[h][c][0], products[h][c][1], products[h][c][2], products[h][c][3]};
-        __syncthreads();
-        int h = from + warp;
-        if (warp < AT_ONCE && h < GROUP) {
-#pragma unroll
-            for (int w = 0; w < PER_LANE; w++) {
-                int j = w * 32 + lane;
-                plain[w] = 0;
-                for (int p = 0; j < D && p < 8; p++) plain[w] += parts[p][warp][j];
-            }
-            round_head(plain, h, norms[h], peak_of(plain));
-        }
-        __syncthreads();
+        for (int w = 0; w < PER_LANE; w++) plain[w] = w * 32 + lane < D ? voting[h][w * 32 + lane] : 0.0f;
+        round_head(plain, h, peak_of(plain), ups[h], i / GROUP);
     }
-    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
 #endif
 #if DRAWN
 #pragma unroll
@@ -426,14 +426,11 @@ prepare_query(const __grid_constant__ Arguments args) {
 
     // for rerank.cu, by a block that is not in the way
     if (blockIdx.x == gridDim.x - 1) {
-        if (threadIdx.x < GROUP) args.ups[bg * GROUP + threadIdx.x] = scales[threadIdx.x];
+        if (threadIdx.x < GROUP) args.ups[bg * GROUP + threadIdx.x] = ups[threadIdx.x];
         operands += bg * (OPERANDS * 4);
-        for (int i = threadIdx.x; i < GROUP * D; i += 256) {
-            int h = i / D, j = i % D;
-            float x = directions[h / 4][j][h % 4] * norms[h] * scales[h];
-            u16 high = to_float16(x);
-            operands[operand_of(h, j, 0)] = high;
-            operands[operand_of(h, j, 1)] = to_float16(x - from_float16(high));
+        for (int i = threadIdx.x; i < 2 * GROUP * D; i += 256) {
+            int part = i % 2, h = i / 2 / D, j = i / 2 % D;
+            operands[operand_of(h, j, part)] = halves[h / 4][part * 4 + h % 4][j];
         }
     }
     if (!last) return;
@@ -445,6 +442,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     int each[EACH], found = 0, top = LEAST, low = 2147483647;
 #pragma unroll
     for (int i = 0; i < EACH; i++) each[i] = __ldcg(mine + i * 256 + threadIdx.x);
+    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         if (each[i] != LEAST) found++, top = max(top, each[i]), low = min(low, each[i]);
