@@ -43,8 +43,8 @@ class State:
     counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
     rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
     int64 `[1]`, how many of the `W` there are; codec: of rows in blocks, "plain", "int8"
-    or "fp8" (`storage/codecs.py`); regression: `Aᵀ` of `regression.fit`, float16 `[B, G, D, D]`, where
-    signs vote together. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
+    or "fp8" (`storage/codecs.py`); regression: `Aᵀ`, of `regression.fit`, float16 `[B, G, D, D]`,
+    where signs vote together. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
     256]`; tiers: keys that bound each, int64 `[B, 6]`.
     """
 

@@ -245,7 +245,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         double square = 0;
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
-        return sqrt(warp_sum(square)) < LARGEST;
+        return warp_sum(square) < LARGEST * LARGEST;
     };
     // rounded, a digit of each coordinate to a word of its plane; words of one hand
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
@@ -280,6 +280,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         float peak = peak_of(x);
         if (!(peak < SAFE) && !in_range(x)) {  // then the query is taken for zeros
             if (args.wrong && lane == 0) *args.wrong = 1;
+#pragma unroll
             for (int w = 0; w < PER_LANE; w++) x[w] = 0;
             peak = 0;
         }
