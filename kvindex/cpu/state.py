@@ -47,8 +47,8 @@ class State:
     """Addresses int64 `[2, B·G]`, of full blocks and of the open one; 0 where there is none.
 
     valid: addresses of flags `[B·G]`, or 0; full: tokens of full blocks; scales: of weights,
-    float64 `[B·G]`; factors: by a weight's byte, int32 `[B·G, 256]`; regression: transposed
-    matrices of signs that vote together, float32 `[B·G, D, D]`, or of no rows; rows: addresses of
+    float64 `[B·G]`; factors: by a weight's byte, int32 `[B·G, 256]`; regression: matrices
+    of signs that vote together, float32 `[B·G, D, D]`, or of no rows; rows: addresses of
     the store's, int64 `[B·G]`, of `row_bytes` each; held: what the addresses are of, which must
     live as long.
     """
@@ -108,18 +108,18 @@ class State:
             full=len(codes),
             scales=scales,
             factors=by_byte,
-            regression=transposed(contents, batch * heads),
+            regression=regressions(contents, batch * heads),
             rows=rows,
             row_bytes=row_bytes,
             held=[*held, *([] if contents.valid is None else [contents.valid])],
         )
 
 
-def transposed(contents: Contents, groups: int) -> np.ndarray:
+def regressions(contents: Contents, groups: int) -> np.ndarray:
     """`State.regression` of what an index holds."""
     if "regression" not in contents.statistics:
         return np.empty((groups, 0, 0), np.float32)
-    return contents.statistics["regression"].float().mT.contiguous().flatten(0, 1).numpy()
+    return contents.statistics["regression"].float().contiguous().flatten(0, 1).numpy()
 
 
 def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarray, np.ndarray]:

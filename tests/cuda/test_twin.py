@@ -60,7 +60,7 @@ FAST["drawn-2100"] = (FAST["257"][0], 2600, dict(preset="drawn", k=2100, refine_
 FAST["together"] = (*FAST["g4"][:2], dict(signs="together"))
 FAST["together-D120"] = (Case(q_heads=5, kv_heads=1, head_dim=120), 1500, dict(signs="together"))
 FAST["alone"] = (*FAST["g4"][:2], dict(preset="drawn", signs="alone", draw="priority"))
-FAST["drawn-D256"] = (Case(q_heads=5, kv_heads=1, head_dim=256), 600, dict(preset="drawn"))
+FAST["drawn-D192"] = (Case(q_heads=5, kv_heads=1, head_dim=192), 600, dict(preset="drawn"))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(preset="drawn", refine_factor=2))
 
 
@@ -204,7 +204,7 @@ def test_candidates_and_their_estimates(name, device):
 
 def assert_reranked(got, want):
     assert_equal(got, want, "candidates", "candidate_counts")
-    close(got.estimates, want.estimates)
+    close(got.estimates, want.estimates, atol=4e-5)
     sums = (part.buckets.double() for part in (got, want))
     torch.testing.assert_close(*sums, rtol=1e-4, atol=1)
 
