@@ -13,7 +13,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
 from kvindex.indexes.pariskv import ParisKVConfig
-from kvindex.ops import group, regression, units
+from kvindex.ops import group, units
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
@@ -39,7 +39,6 @@ __all__ = [
     "group",
     "ready",
     "refusal",
-    "regression",
     "rerank",
     "sampling",
     "select",

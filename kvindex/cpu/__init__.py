@@ -17,7 +17,7 @@ from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.cpu.store import CompiledStore
 from kvindex.cpu.tiers import TierExecutor
 from kvindex.indexes.pariskv import ParisKVConfig
-from kvindex.ops import attention, coarse, codes, regression, rerank, sampling, transform
+from kvindex.ops import attention, coarse, codes, rerank, sampling, transform
 
 __all__ = [
     "accelerate",
@@ -28,7 +28,6 @@ __all__ = [
     "group",
     "ready",
     "refusal",
-    "regression",
     "rerank",
     "sampling",
     "select",

@@ -31,7 +31,7 @@ from kvindex.core.protocol import (
     Rows,
 )
 from kvindex.core.resident import ResidentRows
-from kvindex.ops import group, priority
+from kvindex.ops import group, priority, regression
 from kvindex.ops.attention import cap
 from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.coarse import TIERS, ceil_share
@@ -217,7 +217,7 @@ class _Asked:
             centers = torch.cat([part["centers"] for part in codes], dim=2)
             offsets = folded @ centers.float().mT
         matrix, norms = index._regressed(), norms[..., None]
-        voting = rotated if matrix is None else index.ops.regression.voting(rotated, matrix)
+        voting = rotated if matrix is None else regression.voting(rotated, matrix)
         return _Asked(voting, rotated * norms, voting * norms, codes, offsets)
 
     def codes_of(
@@ -763,14 +763,12 @@ class ParisKV(BaseIndex):
 
     def _fit(self, tokens: int) -> Tensor:
         """`_regressed` of so many tokens."""
-        fit = self.ops.regression
         if not tokens:
-            none: Tensor = fit.identity(len(self.counts), self.geometry)
-            return none
-        names, every = ("signs", "magnitudes", "weights"), fit.stride(tokens)
+            return regression.identity(len(self.counts), self.geometry)
+        names, every = ("signs", "magnitudes", "weights"), regression.stride(tokens)
         signs, magnitudes, weights = (self._codes.every(name, tokens, every) for name in names)
-        found: Tensor = fit.fit(signs, magnitudes, weights[..., 0] > 0, self._levels, self._level)
-        return found
+        real = weights[..., 0] > 0
+        return regression.fit(signs, magnitudes, real, self._levels, self._level)
 
     # Statistics: keys per centroid, int64 [B, G, M, 256], which tiers need, and what was fitted
 

@@ -1,8 +1,7 @@
 """Reference ops in plain torch, in the order data flows through them: the kernels' specification.
 
-keys -> `transform` -> `codes` -> (`regression`) -> `coarse` -> `select` -> `rerank` -> `group` ->
-(`units`, `coverage`, `sampling`) -> `fetch` -> `attention`; `kmeans` is for indexes that learn
-centroids.
+keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `group` -> (`units`,
+`coverage`, `sampling`) -> `fetch` -> `attention`; `kmeans` is for indexes that learn centroids.
 A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
 """
 
@@ -10,7 +9,6 @@ A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
 from kvindex.ops import (
     transform,
     codes,
-    regression,
     coarse,
     select,
     rerank,
@@ -26,7 +24,6 @@ from kvindex.ops import (
 __all__ = [
     "transform",
     "codes",
-    "regression",
     "coarse",
     "select",
     "rerank",
