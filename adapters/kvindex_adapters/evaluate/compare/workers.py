@@ -10,9 +10,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ def _share(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> Non
                 worker.give(next(left, None), threads)
 
 
-def _stop(processes: list[SpawnProcess]) -> None:
+def _stop(processes: list[BaseProcess]) -> None:
     """End processes, whatever they do."""
     for process in processes:
         process.terminate()
@@ -90,11 +91,20 @@ def _stop(processes: list[SpawnProcess]) -> None:
         process.join()
 
 
+def _context() -> Any:
+    """How processes begin: copies of one that has imported what they need, and used no GPU."""
+    if "forkserver" not in get_all_start_methods():  # Windows
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([Measuring.__module__])
+    return context
+
+
 class _Worker:
     """A process that measures works; work: what it is at, if anything; pipe: to it."""
 
     def __init__(self, load: Load, settings: Settings, plan: Plan) -> None:
-        context = get_context("spawn")  # a process that has used a GPU cannot be forked
+        context = _context()
         self.pipe, end = context.Pipe()
         self.work: Work | None = None
         arguments = (end, load, settings, plan)
