@@ -557,9 +557,7 @@ class ParisKV(BaseIndex):
         """Rows drawn among candidates that are drawn by votes, all by the same noise."""
         g, noises = self.geometry, priority.noise(self._places(), self._draw_seeds(asked))
         ids, chances = self._drawn_candidates(asked, noises, k)
-        logits = cap(self._estimates(asked, ids), g.scale, g.softcap)
-        logits = logits.masked_fill((ids < 0)[:, :, None], -math.inf)
-        weighted = logits - chances.masked_fill(ids < 0, 0)[:, :, None]
+        logits, weighted = self._logits(asked, ids, chances)
         sizes = priority.root_mean_square(logits - weighted.logsumexp(-1, keepdim=True))
         noises = noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
         scores, at, last = priority.draw(sizes, noises, k)
@@ -570,6 +568,33 @@ class ParisKV(BaseIndex):
         log_weight = log_weight.masked_fill(unused, -math.inf)
         found = ids.gather(-1, at).masked_fill(unused, UNUSED)
         return Hits(found, scores, log_weight.repeat_interleave(g.group_size, dim=1))
+
+    def _logits(self, asked: _Asked, ids: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
+        """Of candidates, float32 `[B, G, g, C]`: as they are estimated, and each for those like
+        it.
+        """
+        g = self.geometry
+        logits = cap(self._estimates(asked, ids), g.scale, g.softcap)
+        logits = logits.masked_fill((ids < 0)[:, :, None], -math.inf)
+        return logits, logits - chances.masked_fill(ids < 0, 0)[:, :, None]
+
+    def candidate_share(self, queries: Tensor, *, k: int) -> Tensor:
+        """What of the index's attention the candidates of a search hold, float32 `[B, H]`.
+
+        As their draw estimates it; the rest is what rows stand for and nobody looks at. Op by op,
+        for diagnosis. queries: `[B, H, D]`. Raises as `search`, and ValueError where candidates
+        are not drawn, or of an empty index.
+        """
+        if not self.weighted:
+            raise ValueError(f"draw: got {self.config.draw!r}, allowed is 'priority' or 'tempered'")
+        check.at_least("len(index)", len(self), 1)
+        self.search(queries, k=k)  # which checks both
+        asked = _Asked.of(self, queries.detach())
+        noises = priority.noise(self._places(), self._draw_seeds(asked))
+        candidates = self._drawn_candidates(asked, noises, min(k, self._rows_at_most()))
+        every = self._logits(asked, *candidates)
+        held, whole = (logits.logsumexp(-1) for logits in every)
+        return (held - whole).exp().flatten(1)
 
     def _drawn_candidates(self, asked: _Asked, noises: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids, ascending `[B, G, C]`, then -1, and `log π` of each, float32."""

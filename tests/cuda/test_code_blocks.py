@@ -45,6 +45,15 @@ def test_what_is_appended_is_there(counts):
     assert_same(*both(*[codes(count, seed=i) for i, count in enumerate(counts)]))
 
 
+@pytest.mark.parametrize("stride", [1, 4, 256, 1024])
+def test_every_so_many_keys_are_found(stride):
+    blocks, columns = both(*[codes(count, seed=count) for count in (300, 900, 1000)])
+    for name in columns:
+        want = columns[name][:, :, :2048:stride]
+        for some in (blocks, columns, blocks.reordered(torch.tensor([0, 1]))):
+            assert torch.equal(some.every(name, 2048, stride), want), name
+
+
 def test_blocks_do_not_move_when_there_are_more():
     blocks, _ = both(codes(300))
     before, table = blocks.table.clone(), blocks.table

@@ -56,6 +56,25 @@ def test_tempered_weights_are_a_power_of_these(index):
     torch.testing.assert_close(own.log_weight, hits.log_weight * (1 - K**-0.5))
 
 
+def test_what_candidates_hold_is_told(index):
+    """As estimates of few bits say it, whose error is some tenth of a nat here."""
+    queries = 2 * CASE.queries()
+    told = index.candidate_share(queries, k=K)
+    asked = _Asked.of(index, queries)
+    noises = priority.noise(index._places(), seeds_of(index))
+    ids = index._drawn_candidates(asked, noises, K)[0][0].repeat_interleave(3, 0)
+    shares = logits(queries).softmax(-1).gather(1, ids.clamp_min(0)) * (ids >= 0)
+    torch.testing.assert_close(told[0].double(), shares.sum(1), atol=0.1, rtol=0)
+    assert (told < 0.95).any()
+    assert (index.candidate_share(queries, k=TOKENS) == 1).all()
+    with pytest.raises(ValueError, match="draw: got 'none', allowed is 'priority' or 'tempered'"):
+        CASE.index("pariskv").candidate_share(queries, k=K)
+    with pytest.raises(
+        ValueError, match=r"len\(index\): got 0, allowed is an integer of at least 1"
+    ):
+        CASE.index("pariskv:preset=drawn").candidate_share(queries, k=K)
+
+
 def test_with_as_many_rows_as_keys_all_are_sure(index):
     hits = index.search(CASE.queries(), k=TOKENS)
     assert torch.equal(hits.ids.sort(-1).values[0, 0], torch.arange(TOKENS))
