@@ -1,7 +1,8 @@
 // Prepare a group's queries: rotated, rounded to planes of bits, as operands; and a
 // threshold for their votes from a sample of the keys.
 //
-// r = round(R q · largest / max|R q|) (paper, A.1; ops.coarse.rounded), a head for each warp: no norm is needed. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
+// r = round(R q · largest / max|R q|) (paper, A.1; ops.coarse.rounded), a head for each warp: no norm is
+// needed. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
 // each of SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds a
 // vote that more than C of all keys are all but sure to reach (2 C where C is 2%).
 // Grid: (splits, BG), 256 threads. Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group;
