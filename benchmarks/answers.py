@@ -36,6 +36,7 @@ def reduced(summary: Row) -> Row:
     same = ("schema", "settings", "tasks", "tokens", "depths", "text", "failures")
     kept = {name: summary[name] for name in same}
     kept["machine"] = summary["machines"][-1]
+    kept["rows_needed"] = [row for row in summary["rows_needed"] if _of_all(row) or row["tokens"]]
     kept["accuracy"] = [row for row in summary["accuracy"] if _of_all(row) or row["tokens"]]
     kept["differences"] = [
         row for row in summary["differences"] if row["base"] in (FULL, "exact") and _of_all(row)

@@ -174,14 +174,6 @@ def test_figures_of_answers_are_those_of_the_comparison(answered, tmp_path):
         answers.reduced({})
 
 
-@pytest.mark.parametrize(
-    ("shares", "fewest"), [((0.97, 0.99, 0.98), "16"), ((1.0, 0.9, 1.0), "32"), ((1, 1, 0.9), "–")]
-)
-def test_rows_are_enough_only_if_more_are(shares, fewest):
-    cells = [{"k": k, "accuracy": share} for k, share in zip((8, 16, 32), shares, strict=True)]
-    assert reporting.fewest(cells, 0.98) == fewest
-
-
 def test_results_of_other_models_stand_beside(answered, tmp_path):
     settings = answered["settings"] | {"model": "folder/other.gguf"}
     write_json(tmp_path / "answers_rows_other.json", answered | {"settings": settings})

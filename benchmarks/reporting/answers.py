@@ -23,9 +23,6 @@ DEFAULT = "pariskv"
 STRONGEST = 10
 """Indexes that are shown by length, at most, beside full attention and `exact`."""
 
-MARGIN = 0.02
-"""Below full attention's accuracy, what counts as kept."""
-
 Row = dict[str, Any]
 
 
@@ -107,25 +104,22 @@ def _rows(result: Result) -> str:
         index: [_one(result, "accuracy", index, dict(k=k, tokens=tokens), task=None) for k in ks]
         for index in _ranked(result, [{"k": k, "tokens": tokens} for k in ks])
     }
-    full = found[FULL][0]
-    enough = (full["accuracy"] if full else 1) - MARGIN
+    needed = {row["index"]: row for row in some(result["rows_needed"], task=None, tokens=tokens)}
     lines = [
-        (_name(index), *map(_percent, cells), fewest(cells, enough))
+        (_name(index), *map(_percent, cells), _needed(needed.get(index)))
         for index, cells in found.items()
     ]
-    head = ("index", *(f"{k} rows" for k in ks), "rows within 2 points")
+    head = ("index", *(f"{k} rows" for k in ks), "rows within 2 points (over `exact`'s)")
     about = f"{_model(result)}; {_counts(result, dict(k=ks[-1], tokens=tokens))}. In percent."
     return "\n\n".join([about, table(head, lines), _where(result)])
 
 
-def fewest(cells: Sequence[Row | None], enough: float) -> str:
-    """The fewest rows of these, ascending, from which on accuracy is enough; a dash for none."""
-    last = "–"
-    for cell in reversed(cells):
-        if cell is None or cell["k"] is None or cell["accuracy"] < enough:
-            break
-        last = str(cell["k"])
-    return last
+def _needed(row: Row | None) -> str:
+    """The fewest rows that keep full attention's answers, and their ratio to exact search's."""
+    if row is None or row["rows"] is None:
+        return "–"
+    over = row["over_exact"]
+    return f"{row['rows']}" if over is None else f"{row['rows']} ({over:.2f})"
 
 
 def depth(result: Result) -> str:
