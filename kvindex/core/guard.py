@@ -22,7 +22,7 @@ from kvindex.core.restore import Restorable
 READS = frozenset(
     {
         *("encode", "search", "fetch", "nbytes", "bytes_per_key", "expand_batch"),
-        *("state_dict", "__deepcopy__"),
+        *("state_dict", "__deepcopy__", "candidate_share"),
     }
 )
 """Calls that may run beside one another."""

@@ -826,4 +826,4 @@ class ParisKV(BaseIndex):
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]
         held += [self._factors] if self.config.weights == "log" else []
-        return held if (matrix := self._regressed()) is None else [*held, matrix]
+        return held if self._fitted is None else [*held, self._fitted[1]]

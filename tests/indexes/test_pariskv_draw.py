@@ -60,6 +60,8 @@ def test_what_candidates_hold_is_told(index):
     """As estimates of few bits say it, whose error is some tenth of a nat here."""
     queries = 2 * CASE.queries()
     told = index.candidate_share(queries, k=K)
+    with torch.autocast("cpu"):
+        assert torch.equal(index.candidate_share(queries, k=K), told)
     asked = _Asked.of(index, queries)
     noises = priority.noise(index._places(), seeds_of(index))
     ids = index._drawn_candidates(asked, noises, K)[0][0].repeat_interleave(3, 0)
