@@ -215,6 +215,17 @@ def test_indexes_of_a_shape_share_buffers_for_as_long_as_they_live(device):
     assert not shared_step._alive
 
 
+def test_what_signs_tell_follows_the_tokens_to_the_device(device):
+    mine, theirs = pair(device, signs="together")
+    tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
+    for start, end in ((0, 300), (300, 500), (500, 1100)):  # 1, 1 and 4 full blocks
+        for index in (mine, theirs):
+            index.append(*(piece[:, :, start:end] for piece in tokens))
+        mine.search(queries, k=20)
+        assert torch.equal(mine._executor._state.regression, theirs._regressed())
+    assert not torch.equal(theirs._regressed(), theirs._fit(256))
+
+
 def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
     indexes = [pair(device)[0] for _ in range(2)]
     tokens, queries = moved(CASE.tokens(900), device), CASE.queries().to(device)
