@@ -826,4 +826,7 @@ class ParisKV(BaseIndex):
     def _held(self) -> list[Tensor]:
         held = [self._histogram, self._rotation, self._levels]
         held += [self._factors] if self.config.weights == "log" else []
-        return held if self._fitted is None else [*held, self._fitted[1]]
+        if self.config.signs == "together" and len(self):  # fitted or not yet: as many bytes
+            shape = len(self.counts), self.geometry.kv_heads, *2 * [self.geometry.head_dim]
+            held.append(torch.empty(shape, dtype=torch.float16, device="meta"))
+        return held
