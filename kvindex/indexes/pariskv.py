@@ -559,6 +559,7 @@ class ParisKV(BaseIndex):
         ids, chances = self._drawn_candidates(asked, noises, k)
         logits, weighted = self._logits(asked, ids, chances)
         sizes = priority.root_mean_square(logits - weighted.logsumexp(-1, keepdim=True))
+        sizes = sizes.masked_fill(ids < 0, -math.inf)  # a row of the batch may have no candidate
         noises = noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
         scores, at, last = priority.draw(sizes, noises, k)
         unused, at = at < 0, at.clamp_min(0)

@@ -364,6 +364,7 @@ def _select_drawn(reranked: Reranked, k: int, config: StepConfig, draw: Draw) ->
     chances = _log_chances(candidates, reranked.cuts, draw)
     totals = (logits - chances[:, :, None]).logsumexp(-1, keepdim=True)
     sizes, noises = priority.root_mean_square(logits - totals), draw.noises(ids) * priority.NATS
+    sizes = sizes.masked_fill(ids < 0, attention.NEVER)  # a row of the batch may have no candidate
     scores, slots, last = priority.draw(sizes, noises.float(), k)
     weights = -torch.minimum(last, chances.gather(-1, slots.clamp_min(0)))
     weights = weights * (priority.temper(k) if config.tempered else 1)

@@ -61,6 +61,9 @@ FAST["together"] = (*FAST["g4"][:2], dict(signs="together"))
 FAST["together-D120"] = (Case(q_heads=5, kv_heads=1, head_dim=120), 1500, dict(signs="together"))
 FAST["alone"] = (*FAST["g4"][:2], dict(preset="drawn", signs="alone", draw="priority"))
 FAST["drawn-D192"] = (Case(q_heads=5, kv_heads=1, head_dim=192), 600, dict(preset="drawn"))
+# a row of the batch without a token
+FAST["padding"] = (*FAST["g1-B2"][:2], dict(pads=[700, 90]))
+FAST["drawn-padding"] = (*FAST["g1-B2"][:2], dict(preset="drawn", pads=[700, 90]))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(preset="drawn", refine_factor=2))
 
 

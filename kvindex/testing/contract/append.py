@@ -99,3 +99,8 @@ def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> Non
     assert (searched(index, case).ids == -1).all()
     index.append(keys[:, :, :1], values[:, :, :1])
     assert (searched(index, case).ids[..., 0] == N).all()
+    mixed, pads = make(), [N] + [0] * (case.batch - 1)
+    mixed.append(keys, values, valid=left_padding(pads, N, case.device))
+    found = searched(mixed, case).ids
+    assert (found[0] == -1).all(), "a row of the batch that has no token finds nothing"
+    assert (found[1:, ..., 0] >= 0).all()
