@@ -56,9 +56,8 @@ def attach(
     dense; search_up_to: a step of up to so many tokens searches, a longer one attends to everything
     (above 1 for assisted decoding); dense_layers: layers that keep transformers' own cache;
     index_options: more keywords for the index (`preset`, `store`, …), but not its geometry, which
-    the model decides;
-    layer_options: the same for single layers, by number. An index by name runs on the kernels where
-    the model is on a GPU that can (`default_placement`).
+    the model decides; layer_options: the same for single layers, by number. An index by name runs
+    on the kernels where the model is on a GPU that can (`default_placement`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
     steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`). Afterwards
     the model is as it was, and as it was changed meanwhile (hooks, options of its configuration).
