@@ -56,7 +56,8 @@ class AttentionLayer(Guarded):
     index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer hold this
     share of the index's attention (`KVIndex.search`); sink, local_window, update_every: sizes of
     the regions in tokens; dense_below: while the sequence is shorter, attention is dense (the index
-    fills all the same).
+    fills all the same); search_up_to: a step of up to so many tokens after others searches, each of
+    its tokens for itself, as in verifying what was speculated; a longer one is a piece of a prompt.
 
     Into an index of blocks (`protocol.EncodesBlocks`) go whole ones, where `update_every` is a
     multiple of them. Of an index whose appends run beside searches (`protocol.AppendsAsync`),
@@ -78,6 +79,7 @@ class AttentionLayer(Guarded):
         local_window: int = 256,
         update_every: int = 256,
         dense_below: int = 2048,
+        search_up_to: int = 1,
         update_phase: float | None = None,
         graphs: bool = True,
     ) -> None:
@@ -87,6 +89,7 @@ class AttentionLayer(Guarded):
         self.local_window = check.at_least("local_window", local_window, 0)
         self.update_every = check.at_least("update_every", update_every, 1)
         self.dense_below = check.at_least("dense_below", dense_below, 0)
+        self.search_up_to = check.at_least("search_up_to", search_up_to, 1)
         if update_phase is not None and not 0 <= update_phase < 1:
             raise ValueError(
                 f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
@@ -104,12 +107,12 @@ class AttentionLayer(Guarded):
         turns = self._turn is not None and capability(index, AppendsAsync) is not None
         # of the buffer: a block that is full waits for the layer's turn, and tokens come
         self._most = 2 * update_every if turns and unit > 1 else update_every
-        sizes = dict(
-            sink_size=sink, local_size=local_window, room=local_window + self._most + self._lag
-        )
+        room = local_window + self._most + self._lag + search_up_to - 1
+        sizes = dict(sink_size=sink, local_size=local_window, room=room)
         self._regions = Regions(index.geometry, unit=unit, **sizes)
         self._move: AsyncAppend | None = None  # of the rows that are leaving
         self._sealed = False
+        self._looked: int | None = None  # length up to which updates were made, if one may be due
         self._tally, self._row_bytes = Tally(), row_bytes(index)
         self._usual: object = None  # kinds of tensors that were checked last
 
@@ -151,48 +154,36 @@ class AttentionLayer(Guarded):
         """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
 
         queries `[B, H, T, D]`, keys `[B, G, T, D]`, values `[B, G, T, Dv]`; valid bool `[B, T]`
-        marks left padding. Several queries attend exactly to everything; a single query searches
-        once the sequence is long enough. What a padded query gets means nothing. bias: a term of
-        the logits `[B, H, T, N + T]`, by which no index searches: it should be 0 for rows that have
-        left the window (a bias by distance, of no more tokens than are `local`).
+        marks left padding. More than `search_up_to` queries attend exactly to everything; so many
+        or fewer search once the sequence is long enough, one after the other, as steps of one token
+        would. An update of the window that is due after several tokens waits for the next step, so
+        that `truncate` removes rejected ones without a trace, but for what an index has learned
+        from their queries. What a padded query gets means nothing. bias: a term of the logits
+        `[B, H, T, N + T]`, by which no index searches: it should be 0 for rows that have left the
+        window (a bias by distance, of no more tokens than are `local`).
 
         Raises ValueError or TypeError for a wrong tensor, NaN or infinity in valid keys (on a
         CUDA device later), or a padded token after a real one; the layer stays as it was.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
-        index, regions, T = self.index, self._regions, queries.shape[2]
-        indexed, window = len(index), len(regions)
-        length = indexed + window + T
-        if T == 1 and length > 1 and not self._sealed:
-            index.end_prompt()
+        self._update_due()
+        before, T = len(self), queries.shape[2]
+        decoded = before > 0 and self.search_up_to >= T
+        if decoded and not self._sealed:
+            self.index.end_prompt()
             self._sealed = True
-        if bias is not None:
-            shape = {"B": queries.shape[0], "H": queries.shape[1], "T": T, "N": length}
-            check.tensor("bias", bias, dict(shape), device=keys.device)
-            if not bias.is_floating_point():
-                raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
-        searches = T == 1 and length >= self.dense_below and indexed > 0
-        plain = searches and valid is None and bias is None and self.coverage is None
-        decodes = capability(index, DecodesStep) if plain else None
-        observer = capability(index, ObservesQueries)
-        if searches and (decodes is None or observer is not None):
-            self._check_finite("queries", queries)  # as the index would, but before it is too late
-        if decodes is None:
-            regions.append(indexed, keys, values, valid)
-        if observer is not None:
-            positions = torch.arange(length - T, length, device=keys.device)
-            observer.observe_queries(queries, positions)
-        if decodes is not None:
-            one, token = queries.select(2, 0), Rows(keys, values)
-            k, graphs = rows_to_ask(index, self.k), self.graphs
-            read = decode_step(decodes, one, token, regions, indexed, k, graphs)
-            output = self._counted(read, length).unsqueeze(2)
-        elif searches:
-            some = None if bias is None else bias[:, :, 0]
-            output = self._retrieve(queries[:, :, 0], some)[:, :, None]
+        self._check_bias(bias, queries, before + T)
+        if decoded and before + 1 >= self.dense_below and len(self.index):
+            output = self._search(queries, keys, values, valid, bias)
         else:
-            output = attend_densely(index, regions.window, queries, regions.valid, bias)
-        self._update(T == 1)
+            self._regions.append(len(self.index), keys, values, valid)
+            self._observe(queries)
+            window = self._regions.window
+            output = attend_densely(self.index, window, queries, self._regions.valid, bias)
+        if decoded and T > 1:
+            self._looked = before
+        else:
+            self._update(1 if T == 1 else 0)
         return output
 
     def checkpoint(self) -> Any:
@@ -200,14 +191,14 @@ class AttentionLayer(Guarded):
         index, regions, tally = self.index, self._regions, self._tally
         before = index.checkpoint() if isinstance(index, Restorable) else len(index)
         parts = before, regions, regions.checkpoint(), tally, tally.checkpoint()
-        return parts, self._move, self._sealed
+        return parts, self._move, self._sealed, self._looked
 
     def rollback(self, checkpoint: Any) -> None:
         """Be again what `checkpoint` says, the index, too.
 
         One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
         """
-        parts, move, self._sealed = checkpoint
+        parts, move, self._sealed, self._looked = checkpoint
         before, self._regions, regions, self._tally, tally = parts
         if self._move is not None and self._move is not move:
             self._move.wait()  # the index writes to the same places again
@@ -288,7 +279,7 @@ class AttentionLayer(Guarded):
         self._give_up()
         self.index.reset()
         self._regions.reset()
-        self._sealed, self._broken = False, None
+        self._sealed, self._looked, self._broken = False, None, None
         self._tally = Tally()
 
     def nbytes(self) -> dict[str, int]:
@@ -296,6 +287,62 @@ class AttentionLayer(Guarded):
         return {**self.index.nbytes(), "window": self._regions.nbytes()}
 
     # Attention
+
+    def _search(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Append `T` tokens one by one, each of which searches: `[B, H, T, Dv]`."""
+        before, T = len(self), queries.shape[2]
+        if T == 1:
+            return self._search_one(queries, keys, values, valid, bias)
+        outputs = []
+        for t in range(T):
+            one = slice(t, t + 1)
+            real = None if valid is None else valid[:, one]
+            term = None if bias is None else bias[:, :, one, : before + t + 1]
+            parts = queries[:, :, one], keys[:, :, one], values[:, :, one]
+            outputs.append(self._search_one(*parts, real, term))
+        return torch.cat(outputs, dim=2)
+
+    def _search_one(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """As `_search`, of one token."""
+        index, regions, indexed = self.index, self._regions, len(self.index)
+        plain = valid is None and bias is None and self.coverage is None
+        decodes = capability(index, DecodesStep) if plain else None
+        if decodes is None or capability(index, ObservesQueries) is not None:
+            self._check_finite("queries", queries)  # as the index would, but before it is too late
+        if decodes is None:
+            regions.append(indexed, keys, values, valid)
+            self._observe(queries)
+            some = None if bias is None else bias[:, :, 0]
+            return self._retrieve(queries[:, :, 0], some)[:, :, None]
+        self._observe(queries, new=1)
+        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
+        read = decode_step(decodes, one, token, regions, indexed, k, self.graphs)
+        return self._counted(read, len(self)).unsqueeze(2)
+
+    def _observe(self, queries: Tensor, new: int = 0) -> None:
+        """Show queries `[B, H, T, D]` to an index that looks at them.
+
+        new: how many of their tokens are still to come into the window.
+        """
+        observer = capability(self.index, ObservesQueries)
+        if observer is not None:
+            length, T = len(self) + new, queries.shape[2]
+            positions = torch.arange(length - T, length, device=queries.device)
+            observer.observe_queries(queries, positions)
 
     def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
@@ -321,17 +368,24 @@ class AttentionLayer(Guarded):
 
     # Updates
 
-    def _update(self, single: bool = False) -> None:
+    def _update_due(self) -> None:
+        """The update that waits since a step of several tokens, if one is due for what is left."""
+        looked, self._looked = self._looked, None
+        if looked is not None and len(self) > looked:
+            self._update(len(self) - looked)
+
+    def _update(self, decoded: int = 0) -> None:
         """When the buffer is full, all but the newest `local` tokens go into the index.
 
-        single: one token has come; the index, if it can, appends while the next steps run, which
-        attend to them where they are.
+        decoded: so many tokens have come, and are no piece of a prompt; the index, if it can,
+        appends while the next steps run, which attend to them where they are.
         """
-        regions = self._regions
-        turn = len(self) % self.update_every == self._turn
+        regions, turn = self._regions, False
+        if self._turn is not None:  # it has come with one of them
+            turn = (len(self) - self._turn) % self.update_every < decoded
         if self._move is None and not turn and regions.buffer < self.update_every:
             return
-        beside = capability(self.index, AppendsAsync) if single else None
+        beside = capability(self.index, AppendsAsync) if decoded else None
         turn = turn and beside is not None
         if self._move is not None:
             if beside is not None and not turn and regions.buffer < self._lag:
@@ -356,7 +410,8 @@ class AttentionLayer(Guarded):
         self._regions.end(rest, move.leaving.sink)
 
     def _settle(self) -> None:
-        """As `_finish`, as a call of its own."""
+        """As `_finish`, as a call of its own, after an update that is due."""
+        self._update_due()
         self._finish()
 
     def _give_up(self) -> None:
@@ -367,6 +422,15 @@ class AttentionLayer(Guarded):
             self._regions.stay()
 
     # Arguments
+
+    def _check_bias(self, bias: Tensor | None, queries: Tensor, length: int) -> None:
+        """Raises ValueError or TypeError for a bias that is not of these queries."""
+        if bias is None:
+            return
+        shape = {"B": queries.shape[0], "H": queries.shape[1], "T": queries.shape[2], "N": length}
+        check.tensor("bias", bias, dict(shape), device=queries.device)
+        if not bias.is_floating_point():
+            raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
 
     def _checked(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None

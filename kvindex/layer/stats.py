@@ -19,10 +19,10 @@ AT_ONCE = 128
 class Traffic:
     """Sums over the searching steps of a layer; the counts stay on the device until read.
 
-    steps: one-query steps that searched; rows_read: rows attended to and rows_full: rows that
-    full attention would have read, both per KV head and row of the batch; bytes_fetched: of rows
-    that the store gave; coverage: `Hits.coverage`, mean over heads, where searches were asked for
-    one.
+    steps: queries that searched, one for each token of such a step; rows_read: rows attended to and
+    rows_full: rows that full attention would have read, both per KV head and row of the batch;
+    bytes_fetched: of rows that the store gave; coverage: `Hits.coverage`, mean over heads, where
+    searches were asked for one.
     """
 
     steps: int = 0

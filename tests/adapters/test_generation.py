@@ -116,6 +116,22 @@ def test_prompt_lookup_decoding(model):
     assert torch.equal(indexed(model, inputs, prompt_lookup_num_tokens=3), full(model, inputs))
 
 
+@pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
+def test_assisted_decoding_whose_steps_search(model, how):
+    ids = prompt(1, 12)["input_ids"].repeat(1, 4)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = dict(prompt_lookup_num_tokens=3)
+    if how == "assistant":
+        options = dict(assistant_model=build("llama", num_hidden_layers=1, eos_token_id=None))
+    made = dict(max_new_tokens=NEW, do_sample=False, **options)
+    with kvhf.attach(model, **REGIONS, search_up_to=32) as cache:
+        out = model.generate(**inputs, past_key_values=cache, **made)
+        report = cache.report()
+        assert report.tokens == out.shape[1] - 1
+        assert report.steps >= NEW - 2
+    assert torch.equal(out, full(model, inputs))
+
+
 def test_chunked_prefill(model):
     inputs = prompt(1, 50)
     assert torch.equal(indexed(model, inputs, prefill_chunk_size=7), full(model, inputs))

@@ -19,6 +19,7 @@ from tests.support.helpers import (
     left_padding,
     part,
 )
+from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
 
@@ -265,3 +266,17 @@ def test_a_token_of_another_shape_changes_nothing():
     with pytest.raises(ValueError, match="resident: got 1 rows"):
         stage_token(rows, resident, rows)
     assert len(resident) == 1
+
+
+@pytest.mark.parametrize("preset", ["fast", "drawn"])
+def test_a_layers_step_of_several_tokens_is_as_many_of_one(preset):
+    case = Case(q_heads=6, kv_heads=3, head_dim=64, value_dim=64, batch=2)
+    sequence, layers = Sequence.of(case, 605), []
+    for up_to in (5, 1):
+        index = case.index("pariskv", preset=preset, backend="cpu")
+        sizes = dict(local_window=16, dense_below=0, search_up_to=up_to)
+        layers.append(AttentionLayer(index, k=30, **sizes))
+        sequence.feed(layers[-1], 0, 600)
+    want = [sequence.feed(layers[1], i, i + 1) for i in range(600, 605)]
+    assert torch.equal(sequence.feed(layers[0], 600, 605), torch.cat(want, dim=2))
+    assert layers[0].traffic.steps == 5

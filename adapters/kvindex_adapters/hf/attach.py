@@ -39,6 +39,7 @@ def attach(
     local_window: int = 256,
     update_every: int = 256,
     dense_below: int = 2048,
+    search_up_to: int = 1,
     dense_layers: Sequence[int] = (),
     index_options: Mapping[str, Any] | None = None,
     layer_options: Mapping[int, Mapping[str, Any]] | None = None,
@@ -52,10 +53,11 @@ def attach(
     k: rows per KV head that a step retrieves; coverage: fewer, where the index believes that fewer
     hold this share of its attention; sink, local_window, update_every: sizes of the regions
     (`AttentionLayer`); dense_below: below this many tokens the index fills but attention is
-    dense; dense_layers: layers that keep transformers' own cache; index_options: more keywords
-    for the index (`preset`, `store`, …), but not its geometry, which the model decides;
-    layer_options: the same for single layers, by number. An index by name runs on the kernels where
-    the model is on a GPU that can (`default_placement`).
+    dense; search_up_to: a step of up to so many tokens searches, a longer one attends to everything
+    (above 1 for assisted decoding); dense_layers: layers that keep transformers' own cache;
+    index_options: more keywords for the index (`preset`, `store`, …), but not its geometry, which
+    the model decides; layer_options: the same for single layers, by number. An index by name runs
+    on the kernels where the model is on a GPU that can (`default_placement`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
     steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`). Afterwards
     the model is as it was, and as it was changed meanwhile (hooks, options of its configuration).
@@ -79,7 +81,7 @@ def attach(
             layer_index = index(**{**geometry, **options})
         phase = cache.indexed.index(number) / len(cache.indexed)
         sizes = dict(sink=sink, local_window=local_window, update_every=update_every)
-        sizes |= dict(k=k, dense_below=dense_below)
+        sizes |= dict(k=k, dense_below=dense_below, search_up_to=search_up_to)
         return layer(layer_index, coverage=coverage, update_phase=phase, graphs=graphs, **sizes)
 
     with claimed(model) as attachment:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Report:
     """Sums and means over the indexed layers of a cache.
 
-    tokens: length of the sequence; layers: layers with an index; steps: one-query steps that
+    tokens: length of the sequence; layers: layers with an index; steps: queries that
     searched, in the layer with most of them; rows_read, rows_full: rows per searching step and KV
     head that were attended to and that full attention would have read; bytes_fetched: of rows
     that those steps copied out of the stores (steps that attend exactly are not counted);
