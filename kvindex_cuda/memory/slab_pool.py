@@ -249,7 +249,8 @@ class Pool:
             return self._allocator.allocate(self._slab_bytes)
         except Exception as error:
             kind = MemoryError if isinstance(error, MemoryError) else RuntimeError
-            raise kind(f"host store: cannot pin {self._slab_bytes} bytes: {error}") from error
+            what = "host store: cannot pin" if self._allocator.far else "device store: no room for"
+            raise kind(f"{what} {self._slab_bytes} bytes: {error}") from error
 
     def _pin(self) -> None:
         """On the worker."""

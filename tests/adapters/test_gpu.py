@@ -1,4 +1,7 @@
-"""The adapter on a CUDA device, rows beside the codes or in host memory."""
+"""The adapter on a CUDA device, rows beside the codes or in host memory; what it leaves there."""
+
+import gc
+import weakref
 
 import pytest
 import torch
@@ -25,3 +28,21 @@ def test_generation_equals_full_attention(index, store, graphs):
             replays = [made._executor._replays.replay for made in cache.indexes()]
             assert [replay is not None for replay in replays] == [graphs] * len(replays)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("index", ["exact", "pariskv", "exact+vattention"])
+def test_a_cache_that_nobody_holds_is_gone_at_once(index, device):
+    """Its memory does not wait for Python's collector of cycles, which counts no bytes."""
+    model = build("llama", eos_token_id=None).to(device)
+    inputs = {name: tensor.to(device) for name, tensor in prompt(1, 60).items()}
+    gc.disable()
+    try:
+        with kvhf.attach(model, index=index, **REGIONS) as cache:
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
+            held = [weakref.ref(made) for made in [cache, *cache.indexes()]]
+        del cache
+        assert len(held) > 1
+        assert [name() for name in held] == [None] * len(held)
+    finally:
+        gc.enable()

@@ -79,7 +79,7 @@ def attach(
             layer_index: KVIndex = kvindex.create(index, **{**placement, **geometry, **options})
         else:
             layer_index = index(**{**geometry, **options})
-        phase = cache.indexed.index(number) / len(cache.indexed)
+        phase = list(ropes).index(number) / len(ropes)
         sizes = dict(sink=sink, local_window=local_window, update_every=update_every)
         sizes |= dict(k=k, dense_below=dense_below, search_up_to=search_up_to)
         return layer(layer_index, coverage=coverage, update_phase=phase, graphs=graphs, **sizes)

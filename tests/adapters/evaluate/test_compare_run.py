@@ -1,12 +1,15 @@
 """A comparison goes on where it was, with the same numbers, and no index ends it."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
 
 import kvindex
 from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.readings import InstanceReading
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Key, Records
 from kvindex_adapters.evaluate.compare.run import Comparison
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
@@ -177,3 +180,14 @@ def test_a_plan_is_checked(changed, message):
     plan = dict(indexes=("exact",), ks=(3,), tasks=(), tokens=(60,), tries=1)
     with pytest.raises(ValueError, match=message):
         Plan(**{**plan, **changed})
+
+
+def test_what_a_prompt_left_is_gone_before_the_next(model):
+    gc.disable()
+    try:
+        reading = InstanceReading(model, Words(), asked("ask", None, tokens=60, seed=1))
+        held = weakref.ref(reading)
+        del reading
+        assert held() is None
+    finally:
+        gc.enable()

@@ -34,7 +34,8 @@ class InstanceReading:
         self._asked: list[tuple[Piece, list[int], Limit]] = []
         for number, question in enumerate(instance.questions):
             piece, logits = full.read(question.ids)
-            limit = Limit.of(model, question.max_new_tokens, partial(self._settled, number))
+            settled = partial(_settled, instance, tokenizer, number)
+            limit = Limit.of(model, question.max_new_tokens, settled)
             draft = continued(full, [int(logits.argmax())], limit)
             full.rollback(before)
             self._asked.append((piece, draft, limit))
@@ -49,15 +50,8 @@ class InstanceReading:
                 answers.append(checked(indexed, draft, limit))
         return self._record(answers)
 
-    def _settled(self, number: int, answer: list[int]) -> bool:
-        return self._instance.settled(number, self._text(answer))
-
-    def _text(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
-
     def _record(self, answers: list[list[int]]) -> Record:
-        texts = [self._text(ids) for ids in answers]
+        texts = [_text(self._tokenizer, ids) for ids in answers]
         scores = [self._instance.score(number, text) for number, text in enumerate(texts)]
         about = {"prompt_tokens": self._instance.tokens(), "depth": self._instance.depth}
         return {**about, "scores": scores, "answers": texts}
@@ -86,3 +80,12 @@ class TextReading:
     def _record(self, kl: Tensor, same: Tensor, cost: continuation.Steady) -> Record:
         rounded = [float(f"{value:.{DIGITS}g}") for value in kl.tolist()]
         return {"kl": rounded, "same": same.int().tolist(), **asdict(cost)}
+
+
+def _settled(instance: Instance, tokenizer: Any, number: int, answer: list[int]) -> bool:
+    return instance.settled(number, _text(tokenizer, answer))
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
