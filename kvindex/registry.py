@@ -74,7 +74,7 @@ def get(name: str) -> type[BaseIndex]:
 def create(index: str, **options: Any) -> KVIndex:
     """A new index from its name, or from a line such as `"pariskv:preset=paper:beta=.05"`.
 
-    Wrappers (`kvindex/wrappers/`) follow after a plus: `"pariskv+sample:share=.5"`.
+    Wrappers (`kvindex/wrappers/`) follow after a plus: `"exact+sample:share=.5"`.
 
     options: the geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset` and single fields of
     the index's configuration; they override what the line says. Raises ValueError.

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.common.workload import WINDOW, K, created, queries_of, tokens_of
 from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attends
+from kvindex.core.protocol import Attends, Hits
 from kvindex.core.resident import ResidentRows
 
 CHECKED = 20_224
@@ -45,12 +46,13 @@ def check(
     resident = ResidentRows(g, batch, window)
     resident.add(keys[:, :, CHECKED:], values[:, :, CHECKED:], None)
     queries = queries_of(g, batch)
-    got, again, want = (i.search(queries, k=k).ids.sort(-1).values for i in (mine, mine, theirs))
+    hits = [index.search(queries, k=k) for index in (mine, mine, theirs)]
+    got, again, want = (found.ids.sort(-1).values for found in hits)
     attends = required(mine, Attends)
     outputs = [
         attends.attend(queries, resident, k=k) for _ in range(2)
     ]  # from the host, from the cache
-    true = over(g, queries, keys, values, got, CHECKED)
+    true = over(g, queries, keys, values, hits[0], CHECKED)
     result = {
         "tokens": CHECKED,
         "batch": batch,
@@ -64,12 +66,17 @@ def check(
     return result
 
 
-def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, n: int) -> Tensor:
-    """Attention over rows `ids` of the first `n` tokens and over all later ones, `[B, H, D]`."""
-    chosen = ids.clamp_min(0)[..., None].expand(-1, -1, -1, g.head_dim)
+def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits, n: int) -> Tensor:
+    """Attention over hits among the first `n` tokens and over all later ones, `[B, H, D]`."""
+    chosen = hits.ids.clamp_min(0)[..., None].expand(-1, -1, -1, g.head_dim)
     rows = [torch.cat([p[:, :, :n].gather(2, chosen), p[:, :, n:]], 2) for p in (keys, values)]
     folded = queries.float().unflatten(1, (g.kv_heads, -1))
-    return sdpa(folded, *(part.float() for part in rows), scale=g.scale).flatten(1, 2)
+    weights = None
+    if hits.log_weight is not None:
+        weights = hits.log_weight.unflatten(1, (g.kv_heads, -1))
+        weights = pad(weights, (0, keys.shape[2] - n))
+    whole = (part.float() for part in rows)
+    return sdpa(folded, *whole, attn_mask=weights, scale=g.scale).flatten(1, 2)
 
 
 def judge(found: dict[str, Any], k: int, close: float = CLOSE) -> None:

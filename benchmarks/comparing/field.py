@@ -41,7 +41,7 @@ SPECS = {
     "pariskv": (
         *(f"pariskv:preset={preset}" for preset in ("fast", "accurate", "precise", "scan")),
         "pariskv:preset=paper:beta=.05:rho=.25",
-        "pariskv+sample",
+        "pariskv:preset=fast+sample",
     ),
     "ctkvr": ("ctkvr", "ctkvr:rho=256"),
     "pqcache": ("pqcache", "pqcache:preset=infinitebench"),

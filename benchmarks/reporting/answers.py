@@ -67,7 +67,7 @@ def lengths(result: Result) -> str:
 
 def _lengths(result: Result) -> str:
     k, at = _middle(result), result["tokens"]
-    pooled = {"k": k, "tokens": None}
+    pooled, shown = {"k": k, "tokens": None}, values(result["text"], "tokens")
     ranked = _ranked(result, [{**pooled, "tokens": n} for n in at])
     others = [index for index in ranked if index not in (FULL, "exact")][:STRONGEST]
     rows = [
@@ -78,13 +78,13 @@ def _lengths(result: Result) -> str:
                 for n in at
             ),
             _points(_one(result, "differences", index, pooled, base=FULL)),
-            *(_cost(_one(result, "text", index, {**pooled, "tokens": n}))[0] for n in at),
+            *(_cost(_one(result, "text", index, {**pooled, "tokens": n}))[0] for n in shown),
         )
         for index in ranked
         if index in (FULL, "exact", *others)
     ]
     head = ("index", *map(_short, at), "all, minus full attention")
-    head = (*head, *(f"KL over `exact`'s, {_short(n)}" for n in at))
+    head = (*head, *(f"KL over `exact`'s, {_short(n)}" for n in shown))
     about = (
         f"**{k} rows** ({_model(result)}): {_counts(result, pooled)}. Accuracy in percent, with "
         "95% intervals."
@@ -215,10 +215,10 @@ def _counts(result: Result, here: Row) -> str:
     answers = _one(result, "accuracy", FULL, here, task=None)
     count, settings = answers["count"] if answers else 0, result["settings"]
     tasks = len(result["tasks"])
-    return (
-        f"{count:,} prompts of {tasks} task{'s' * (tasks > 1)}, {settings['steps']} steps of "
-        f"{settings['text'].partition(' (')[0]}"
-    )
+    prompts = f"{count:,} prompts of {tasks} task{'s' * (tasks > 1)}"
+    if not result["text"]:
+        return prompts
+    return f"{prompts}, {settings['steps']} steps of {settings['text'].partition(' (')[0]}"
 
 
 def _failures(result: Result) -> Iterator[str]:

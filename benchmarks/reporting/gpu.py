@@ -77,7 +77,7 @@ def summary(result: Result) -> str:
     points = [p for p in result["points"] if p["batch"] == 1 and p["tokens"] >= 2**17]
     parts = ("dense", "step_host")
     rows = [(f"{p['tokens']:,}", *(_median(p, part) for part in parts)) for p in points]
-    head = ("tokens", "dense attention, µs", "`pariskv`, µs")
+    head = ("tokens", "dense attention, µs", f"`{result['index']}`, µs")
     return f"{table(head, rows)}\n\nMeasured on {result['machine']['gpu']}."
 
 
@@ -148,25 +148,27 @@ def append_layers(result: Result) -> str:
 
 WORDS = {
     "dense": "transformers, dense attention",
-    "eager": "`pariskv`, `graphs=False`",
-    "graphs": "`pariskv`",
+    "eager": "`{index}`, `graphs=False`",
+    "graphs": "`{index}`",
 }
 RATIOS = {"dense": "dense attention", "eager": "`graphs=False`"}
 
 
 def generate_speed(result: Result) -> str:
     """Host time of a layer and token, and tokens per second of a model, medians and quartiles."""
-    layers, model = result["layers"], result.get("model_run", {})
+    layers, model, index = result["layers"], result.get("model_run", {}), result["index"]
     rows = []
     for plan, words in WORDS.items():
         run = model.get(plan, {})
         speed = f"{1e3 / run['token_ms']:.0f}" if run else ""
-        rows.append((words, *_figures(layers.get(plan, {}), run, ",.0f"), speed))
+        rows.append(
+            (words.format(index=index), *_figures(layers.get(plan, {}), run, ",.0f"), speed)
+        )
     for plan, words in RATIOS.items():
         step, run = (part.get("ratio", {}).get(plan, {}) for part in (layers, model))
         if step or run:
             figures = _figures(step, run, ".2f")
-            rows.append((f"{words} over `pariskv`, round by round", *figures, ""))
+            rows.append((f"{words} over `{index}`, round by round", *figures, ""))
     head = ("", "host, µs a layer", "until done, µs", "model, ms a token", "tokens/s")
     ran = "not measured"
     if model.get("written"):

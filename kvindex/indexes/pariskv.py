@@ -60,7 +60,10 @@ DRAW = ("none", "priority", "tempered")
 
 SIGNS = ("alone", "together")
 
-PAPER = dict(
+FAST = dict(beta=0.02, refine_factor=4, least_candidates=1, signs="alone", draw="none")
+"""The best rows by their estimates: nothing is drawn (docs/decisions/0027-rows-are-drawn.md)."""
+
+PAPER = FAST | dict(
     coarse="tiers",
     beta=None,
     refine_factor=1,
@@ -75,12 +78,13 @@ PAPER = dict(
 
 @dataclass(frozen=True)
 class ParisKVConfig:
-    """What ParisKV can be told; the defaults are the preset "fast".
+    """What ParisKV can be told; the defaults are the preset "drawn".
 
     coarse: how keys become candidates: "tiers" (the paper's votes), "dots" (quantized inner
       products with the sign patterns, times the keys' weights) or "none" (all are reranked).
     beta: share of the keys that become candidates, in (0, 1]; None follows the schedule.
     refine_factor: candidates are at least `refine_factor · k`.
+    least_candidates: and at least so many, however few the rows.
     single_stage_below: up to so many keys all are candidates: nothing is coarse.
     rho: tiers only: share of the keys that earn points in a subspace, in (0, 1]; None follows the
       schedule.
@@ -106,12 +110,13 @@ class ParisKVConfig:
     """
 
     coarse: str = "dots"
-    beta: float | None = 0.02
-    refine_factor: int = 4
+    beta: float | None = 0.005
+    refine_factor: int = 16
+    least_candidates: int = 1024
     single_stage_below: int = 0
     rho: float | None = None
     query_max: int = 21
-    signs: str = "alone"
+    signs: str = "together"
     magnitude_bits: int = 3
     block: str = "key"
     weights: str = "log"
@@ -119,7 +124,7 @@ class ParisKVConfig:
     center: int = 256
     candidates_per: str = "group"
     group: str = "mean_share"
-    draw: str = "none"
+    draw: str = "tempered"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -133,7 +138,8 @@ class ParisKVConfig:
         check.one_of("group", self.group, group.POLICIES)
         self._check_draw()
         self._check_signs()
-        check.at_least("refine_factor", self.refine_factor, 1)
+        for name in ("refine_factor", "least_candidates"):
+            check.at_least(name, getattr(self, name), 1)
         check.at_least("single_stage_below", self.single_stage_below, 0)
         for name, low, high in (("query_max", 1, 127), ("magnitude_bits", 0, 7)):
             if check.at_least(name, getattr(self, name), low) > high:
@@ -160,7 +166,10 @@ class ParisKVConfig:
             got = getattr(self, name)
             if got not in values:
                 of = " or ".join(map(repr, values))
-                raise ValueError(f"{name}: got {got!r} with draw={self.draw!r}, allowed is {of}")
+                raise ValueError(
+                    f"{name}: got {got!r} with draw={self.draw!r}, allowed is {of}, or any with "
+                    "preset='fast', which draws nothing"
+                )
 
     def _check_signs(self) -> None:
         needs = dict(coarse="dots", block="key", weights="log")
@@ -169,7 +178,8 @@ class ParisKVConfig:
         for name, value in needs.items():
             if (got := getattr(self, name)) != value:
                 raise ValueError(
-                    f"{name}: got {got!r} with signs={self.signs!r}, allowed is {value!r}"
+                    f"{name}: got {got!r} with signs={self.signs!r}, allowed is {value!r}, or any "
+                    "with preset='fast', whose signs vote alone"
                 )
 
     def shares(self, n: int) -> tuple[float, float]:
@@ -182,7 +192,7 @@ class ParisKVConfig:
         if n <= self.single_stage_below:
             return n
         share, least = ceil_share(n, self.shares(n)[0]), int(self.refine_factor) * k
-        return min(max(share, least), n)
+        return min(max(share, least, int(self.least_candidates)), n)
 
     def most_candidates(self, tokens: int, k: int) -> int:
         """The most candidates for `k` rows of up to so many keys."""
@@ -245,16 +255,11 @@ class ParisKV(BaseIndex):
 
     Config = ParisKVConfig
     presets: ClassVar = {
-        "fast": {},
-        "precise": {"magnitude_bits": 5},
-        "accurate": {"block": "subspace", "weight_bits": 8},
-        "scan": {"coarse": "none"},
-        "drawn": {
-            "draw": "tempered",
-            "signs": "together",
-            "beta": 0.005,
-            "refine_factor": 16,
-        },
+        "drawn": {},
+        "fast": FAST,
+        "precise": FAST | {"magnitude_bits": 5},
+        "accurate": FAST | {"block": "subspace", "weight_bits": 8},
+        "scan": FAST | {"coarse": "none"},
         "paper": PAPER,
     }
     statistics = ("_histogram",)
@@ -546,12 +551,6 @@ class ParisKV(BaseIndex):
         """Whether rows stand for others, too."""
         drawn: bool = self.config.draw != "none"
         return drawn
-
-    def check_coverage(self, coverage: float) -> None:
-        """Raises ValueError where rows are drawn: they have no share."""
-        if self.weighted:
-            raise ValueError(f"coverage: got {coverage}, allowed is None where rows are drawn")
-        super().check_coverage(coverage)
 
     def _drawn(self, asked: _Asked, k: int) -> Hits:
         """Rows drawn among candidates that are drawn by votes, all by the same noise."""

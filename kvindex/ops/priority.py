@@ -136,27 +136,23 @@ def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
     return each.float().amax(2).clamp(-LARGEST, LARGEST).round().long()
 
 
-def threshold(priorities: Tensor, limit: int) -> tuple[int, int]:
+def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
     """Some `limit` keys are candidates, or all if there are no more: those from a priority on.
 
     Gives the threshold `τ`, the (limit+1)-th priority rounded down to a multiple of `STEP`, and
     the priority from which on keys are candidates: `τ`, or one `STEP` above where as many reach
-    that. Whatever its own number, a key is one if it reaches what the others' say, which is `τ` if
-    it does. priorities: int32 `[N]`.
+    that; int64 `[B, G, 2]`. Whatever its own number, a key is one if it reaches what the others'
+    say, which is `τ` if it does. priorities: integers `[B, G, N]`; limits: int64 `[B]`.
     """
-    known = priorities[priorities != LEAST]
-    if len(known) <= limit:
-        return LEAST, LEAST + 1
-    last, beyond = known.topk(limit + 1).values[-2:].tolist()
+    most = min(int(limits.max()) + 1, priorities.shape[-1])
+    best = priorities.long().topk(most, dim=-1).values
+    at = limits.to(best.device)[:, None, None].expand(-1, best.shape[1], 1)
+    last, beyond = (best.gather(-1, (at - less).clamp(0, most - 1)) for less in (1, 0))
     least = beyond // STEP * STEP
-    return least, least if last < least + STEP else least + STEP
-
-
-def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
-    """`threshold` of each group `[B, G, N]`, by the limits `[B]` of rows: int64 `[B, G, 2]`."""
-    pairs = zip(priorities, limits.tolist(), strict=True)
-    found = [[threshold(group, limit) for group in row] for row, limit in pairs]
-    return torch.tensor(found, device=priorities.device)
+    found = torch.cat([least, torch.where(last < least + STEP, least, least + STEP)], dim=-1)
+    few = (priorities != LEAST).sum(-1, keepdim=True) <= at
+    every = torch.tensor([LEAST, LEAST + 1], device=found.device)
+    return torch.where(few, every, found)
 
 
 def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:

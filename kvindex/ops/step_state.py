@@ -244,7 +244,7 @@ class Reranked:
     sums over entries above the cut's bin, int64 `[B, G, g, BUCKETS]`; edge: entries in the cut's
     bin, int64 `[B, G, E]`; edge_estimates: theirs, float32 `[B, G, E, g]`; edge_counts: how many,
     int32 `[B, G]`; cuts: the bin and how many are above it, int32 `[B, G, 2]`, -1 and 0 where all
-    entries are candidates. Where candidates are drawn, cuts hold `priority.threshold`; buckets
+    entries are candidates. Where candidates are drawn, cuts hold `priority.thresholds`; buckets
     sum over all of them, each for the others like it (`1 / π`), and none lies on an edge.
     """
 

@@ -108,5 +108,5 @@ class Sample(Wrapper):
         if weighted:
             raise ValueError(
                 f"inner: got {type(self.inner).__name__}, whose rows stand for others already; "
-                "allowed is an index that selects rows"
+                "allowed is an index that selects rows (of pariskv preset='fast')"
             )

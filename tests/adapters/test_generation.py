@@ -300,7 +300,7 @@ def test_one_call_refuses_what_is_more_than_one_answer(model, options, match):
 
 
 @pytest.mark.parametrize("error", [None, MemoryError])
-@pytest.mark.parametrize("index", ["pariskv", "pariskv+sample"])
+@pytest.mark.parametrize("index", ["pariskv", "pariskv:preset=fast+sample"])
 def test_one_call_makes_room_for_its_answer_where_there_is_memory(model, index, error, monkeypatch):
     asked = []
 

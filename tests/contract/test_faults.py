@@ -24,7 +24,7 @@ from tests.support.sequences import SIZES, Sequence
 CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 WRAPPED = [
     "exact+recall",
-    "pariskv+sample",
+    "pariskv:preset=fast+sample",
     "exact+vattention",
     "quest+reuse:tau=0.5",
     "sentencekv+reuse",

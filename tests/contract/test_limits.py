@@ -81,7 +81,7 @@ def test_a_layer_asks_for_no_more_rows_than_there_can_be():
 
 @pytest.mark.parametrize(
     "spec",
-    ["exact+recall", "exact+sample", "exact+reuse", "exact+vattention", "pariskv+sample"],
+    ["exact+recall", "exact+sample", "exact+reuse", "exact+vattention"],
 )
 def test_wrappers_of_more_rows_than_there_are_cost_nothing(spec):
     index, most = CASE.index(spec), CASE.index(spec)

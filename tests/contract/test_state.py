@@ -167,7 +167,7 @@ def test_what_is_no_state_is_refused_in_words(change, match):
     ("other", "match"),
     [
         (lambda: made("exact"), r"index = 'ParisKV', allowed is 'Exact'"),
-        (lambda: made("pariskv", beta=0.5), r"config.beta = 0.02, allowed is 0.5"),
+        (lambda: made("pariskv", beta=0.5), r"config.beta = 0.005, allowed is 0.5"),
         (lambda: made("pariskv", replace(CASE, softcap=2.0)), "softcap = None, allowed is 2.0"),
         (
             lambda: made("pariskv", replace(CASE, head_dim=32)),

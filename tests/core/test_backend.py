@@ -71,7 +71,10 @@ def test_no_backend_is_chosen_in_silence():
             dict(preset="scan"),
             ["none, op by op (coarse: got 'none', allowed is 'dots' for 'votes'"],
         ),
-        (dict(group="union"), ["op by op (group: got 'union', allowed is 'mean_share' or"]),
+        (
+            dict(preset="fast", group="union"),
+            ["op by op (group: got 'union', allowed is 'mean_share' or"],
+        ),
         (dict(query_max=127), ["op by op (query_max: got 127, allowed is up to 85)"]),
         (dict(single_stage_below=9), ["op by op (single_stage_below: got 9, allowed is 0)"]),
         (dict(q_heads=40), ["op by op (q_heads: got 20, allowed is 16 a head)"]),

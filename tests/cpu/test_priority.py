@@ -130,7 +130,8 @@ def chosen(sizes, valid, limit):
 def assert_reference_candidates(sizes, valid, limit):
     exact = noises(len(sizes))[0]
     priorities = (sizes + exact).masked_fill(~valid, priority.LEAST)
-    threshold, least = priority.threshold(priorities, limit)
+    found = priority.thresholds(priorities[None, None], torch.tensor([limit]))
+    threshold, least = found.flatten().tolist()
     want = (priorities >= least).nonzero()[:, 0]
     ids, own, chances = chosen(sizes, valid, limit)
     assert torch.equal(ids.long(), want)

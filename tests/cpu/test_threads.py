@@ -101,13 +101,14 @@ print(os.waitpid(child, 0)[1])
 def test_kernels_are_compiled_ahead_of_the_first_search():
     code = """
 from kvindex.cpu import ahead
-from kvindex.cpu.kernels.step import attend_groups, find_rows
+from kvindex.cpu.kernels.draw import draw_rows
+from kvindex.cpu.kernels.step import attend_groups
 ahead.wait()
-before = [len(kernel.signatures) for kernel in (find_rows, attend_groups)]
+before = [len(kernel.signatures) for kernel in (draw_rows, attend_groups)]
 ids()
 from kvindex.core.resident import ResidentRows
 index.attend(queries, ResidentRows(index.geometry, 2, 3), k=50)
-print(before, [len(kernel.signatures) for kernel in (find_rows, attend_groups)])
+print(before, [len(kernel.signatures) for kernel in (draw_rows, attend_groups)])
 """
     assert said(code) == "[1, 1] [1, 1]"
 

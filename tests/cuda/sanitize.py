@@ -29,7 +29,7 @@ from tests.support.helpers import Case, left_padding, part  # noqa: E402
 
 SHAPES = (
     (Case(q_heads=4, kv_heads=2, head_dim=64, batch=2), "pariskv"),
-    (Case(8, 2, 128, 128, torch.bfloat16), "pariskv:row_codec=int8+sample"),
+    (Case(8, 2, 128, 128, torch.bfloat16), "pariskv:preset=fast:row_codec=int8+sample"),
     (Case(6, 2, 64, 64, torch.bfloat16), "pariskv:preset=paper"),
 )
 K = 20

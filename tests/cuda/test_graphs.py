@@ -343,7 +343,7 @@ def test_graphs_must_be_a_flag(graphs):
 
 
 def test_an_index_in_a_wrapper_and_a_share_of_the_mass_go_without(device, graphs):
-    for options in (dict(name="pariskv+sample"), dict(coverage=0.9)):
+    for options in (dict(name="pariskv:preset=fast+sample"), dict(coverage=0.9)):
         name = options.pop("name", "pariskv")
         index = CASE.index(name, backend="cuda", device=device)
         layer = AttentionLayer(index, **SIZES, **options)

@@ -60,7 +60,7 @@ def assert_replayed(setup, name):
         torch.testing.assert_close(output, index.attend(queries, resident, k=K).output)
 
 
-@pytest.mark.parametrize("name", ["pariskv", "pariskv+sample"])
+@pytest.mark.parametrize("name", ["pariskv", "pariskv:preset=fast+sample"])
 def test_a_replay_is_a_call(setup, name):
     assert_replayed(setup, name)
 
@@ -80,4 +80,4 @@ def test_a_length_that_stays_as_it_was_recorded_is_seen(setup, monkeypatch):
         ParisKVExecutor, "length", None
     )  # ids are held to the tokens that the host knows
     with pytest.raises(AssertionError):
-        assert_replayed(setup, "pariskv+sample")
+        assert_replayed(setup, "pariskv:preset=fast+sample")

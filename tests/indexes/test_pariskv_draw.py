@@ -15,7 +15,7 @@ TOKENS, K, SEEDS = 700, 24, 1500
 
 @pytest.fixture(scope="module")
 def index():
-    index = CASE.index("pariskv:preset=drawn:draw=priority:refine_factor=4")
+    index = CASE.index("pariskv:draw=priority:refine_factor=4:least_candidates=1")
     index.append(*CASE.tokens(TOKENS))
     return index
 
@@ -48,7 +48,7 @@ def test_sums_over_the_rows_drawn_are_those_of_all_keys_on_average(index, monkey
 
 
 def test_tempered_weights_are_a_power_of_these(index):
-    tempered = CASE.index("pariskv:preset=drawn:refine_factor=4")
+    tempered = CASE.index("pariskv:refine_factor=4:least_candidates=1")
     tempered.append(*CASE.tokens(TOKENS))
     hits, own = (some.search(CASE.queries(), k=K) for some in (index, tempered))
     assert torch.equal(own.ids, hits.ids)
@@ -70,7 +70,7 @@ def test_what_candidates_hold_is_told(index):
     assert (told < 0.95).any()
     assert (index.candidate_share(queries, k=TOKENS) == 1).all()
     with pytest.raises(ValueError, match="draw: got 'none', allowed is 'priority' or 'tempered'"):
-        CASE.index("pariskv").candidate_share(queries, k=K)
+        CASE.index("pariskv:preset=fast").candidate_share(queries, k=K)
     with pytest.raises(
         ValueError, match=r"len\(index\): got 0, allowed is an integer of at least 1"
     ):
@@ -99,7 +99,7 @@ def test_a_step_draws_as_the_one_before_until_tokens_come(index):
 def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(index, monkeypatch):
     """Of a stream of queries, neighbors of which have a cosine of .95, and tokens every 4 steps."""
     steps = torch.arange(160)
-    best = CASE.index("pariskv:refine_factor=4")
+    best = CASE.index("pariskv:preset=fast")
     best.append(*CASE.tokens(TOKENS))
     kept, errors = follow(index, monkeypatch, steps // 4)
     anew, _ = follow(index, monkeypatch, steps)
@@ -163,8 +163,17 @@ def test_what_cannot_be_drawn_is_refused(line, words):
         CASE.index(f"pariskv:{line}")
 
 
-def test_a_draw_tells_no_coverage_and_is_not_drawn_from(index):
-    with pytest.raises(ValueError, match=r"coverage: got 0\.9, allowed is None"):
-        index.search(CASE.queries(), k=K, coverage=0.9)
+def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
+    """Candidates are the best by votes, too: the same rows as of an index that draws nothing."""
+    plain = CASE.index("pariskv:preset=fast:signs=together:beta=.005")
+    plain.append(*CASE.tokens(TOKENS))
+    mine, want = (one.search(CASE.queries(), k=400, coverage=0.5) for one in (index, plain))
+    assert torch.equal(mine.ids, want.ids)
+    assert torch.equal(mine.coverage, want.coverage)
+    assert mine.log_weight is None
+    assert ((mine.ids >= 0).sum(-1) < 400).all()
+
+
+def test_rows_that_are_drawn_are_not_drawn_from():
     with pytest.raises(ValueError, match="whose rows stand for others already"):
         CASE.index("pariskv:preset=drawn+sample")

@@ -28,7 +28,7 @@ def filled(preset, keys, values, **options):
 
 
 def test_the_defaults_are_a_preset():
-    assert CASE.index("pariskv").config == made("fast").config == ParisKVConfig()
+    assert CASE.index("pariskv").config == made("drawn").config == ParisKVConfig()
 
 
 @pytest.mark.parametrize("preset", PAST)

@@ -75,7 +75,7 @@ def test_padding_does_not_count():
     [
         (dict(block="subspace"), "block"),
         (dict(preset="paper"), "coarse"),
-        (dict(coarse="none"), "coarse"),
+        (dict(draw="none", coarse="none"), "coarse"),
     ],
 )
 def test_what_votes_cannot_use_is_refused(options, name):

@@ -106,7 +106,7 @@ def test_error_bars_cover_what_they_say(block, bits):
     keys, values = case.tokens(COUNT)
     queries = case.queries()
     options = dict(block=block, magnitude_bits=bits, coarse="none", weights="log", weight_bits=16)
-    index = case.index("pariskv", **{**options, "center": 256})
+    index = case.index("pariskv:preset=fast", **{**options, "center": 256})
     index.append(keys, values)
     asked, ids = _Asked.of(index, queries), torch.arange(COUNT).expand(1, 1, -1)
     truth = queries.double().reshape(1, 1, 30, 64) @ keys.double().mT
@@ -160,7 +160,7 @@ def test_an_empty_index_holds_all_of_nothing():
     assert (hits.coverage == 1).all()
 
 
-@pytest.mark.parametrize("name", ["exact", "pariskv"])
+@pytest.mark.parametrize("name", ["exact", "pariskv:preset=fast"])
 def test_what_cannot_be_told_is_refused(name):
     index = CASE.index(name, group="mean_query")
     index.append(*CASE.tokens(20))

@@ -193,8 +193,8 @@ def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
     own = (sizes(7) / priority.NATS).round().long()
     seeds = torch.arange(4000)[:, None] * 12_345_677
     drawn = own + priority.noise(torch.arange(ROWS), seeds)
-    found = torch.tensor([priority.threshold(row.int(), limit) for row in drawn])
-    thresholds, least = found.split(1, dim=1)
+    limits = torch.full((len(drawn),), limit)
+    thresholds, least = priority.thresholds(drawn[:, None], limits)[:, 0].split(1, dim=1)
     assert (thresholds % priority.STEP == 0).all()
     chosen = drawn >= least
     assert (chosen.sum(1) >= limit).all()
@@ -208,6 +208,7 @@ def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
 
 def test_all_keys_are_candidates_where_there_are_no_more():
     drawn = torch.tensor([5, 700_000, priority.LEAST, -3], dtype=torch.int32)
-    assert priority.threshold(drawn, 3) == (priority.LEAST, priority.LEAST + 1)
-    assert priority.threshold(drawn, 1) == (0, priority.STEP)
-    assert priority.threshold(drawn, 2) == (-priority.STEP, 0)
+    limits, same = torch.tensor([3, 1, 2, 9]), drawn.expand(4, 1, 4)
+    every = [priority.LEAST, priority.LEAST + 1]
+    want = [every, [0, priority.STEP], [-priority.STEP, 0], every]
+    assert priority.thresholds(same, limits)[:, 0].tolist() == want

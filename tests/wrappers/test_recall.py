@@ -48,7 +48,7 @@ def test_an_index_that_returns_nothing_has_recall_0():
 
 
 def test_recall_counts_each_heads_own_true_top_k():
-    wrapper = measured(CASE.index("pariskv", group="union"), searches=0)
+    wrapper = measured(CASE.index("pariskv:preset=fast", group="union"), searches=0)
     keys = CASE.tokens(40)[0]
     found = wanted = 0
     for seed in range(4):

@@ -93,7 +93,7 @@ def list_priorities(
 
 @kernel
 def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
-    """As `priority.threshold`, of int32 priorities of more keys than `limit`."""
+    """As `priority.thresholds`, of int32 priorities of more keys than `limit`."""
     low = high = np.int64(priorities[0])
     for i in range(len(priorities)):
         low, high = min(low, np.int64(priorities[i])), max(high, np.int64(priorities[i]))

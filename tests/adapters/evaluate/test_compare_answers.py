@@ -15,7 +15,7 @@ from tests.adapters.tiny import build, prompt
 K, NEW, CONTEXT = 3, 16, 60
 REGIONS = dict(sink=4, local_window=8, update_every=8)
 INDEXES = (
-    *("exact", "pariskv+sample"),
+    *("exact", "pariskv:preset=fast+sample"),
     "snapkv:budget=12:window=4:kernel=3",  # learns from the prompt's queries
     "sentencekv:longest=4",  # reads the text, and follows the steps
 )

@@ -37,9 +37,10 @@ class Panel:
 
 
 def panels(summary: dict[str, Any]) -> list[Panel]:
-    """Accuracy of all tasks, where there are any, and divergence on the text."""
-    ks = {row["k"] for row in summary["text"]} - {None}
-    one_length = len({row["tokens"] for row in summary["text"]}) < 2
+    """Accuracy of all tasks, and divergence on the text, where there are any."""
+    measured = [*summary["text"], *summary["accuracy"]]
+    ks, lengths = ({row[name] for row in measured} - {None} for name in ("k", "tokens"))
+    one_length = len(lengths) < 2
     along = "k" if one_length and len(ks) > 1 else "tokens"
     several = along == "tokens" and len(ks) > 1
     all_tasks = [row for row in summary["accuracy"] if row["task"] is None and row["tokens"]]
@@ -49,7 +50,9 @@ def panels(summary: dict[str, Any]) -> list[Panel]:
         found.append(Panel("accuracy, all tasks", along, lines))
     indexes = [row for row in summary["text"] if row["index"] != FULL]
     lines = _lines(indexes, along, several, ("kl", "kl_low", "kl_high"), LEAST)
-    return [*found, Panel("divergence on a text, nats", along, lines, logarithmic=True)]
+    if lines:
+        found.append(Panel("divergence on a text, nats", along, lines, logarithmic=True))
+    return found
 
 
 def named(panels: Sequence[Panel]) -> list[str]:
