@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.protocol import Reserves, RunsOps
-from kvindex_adapters.hf.attach import IndexFactory, attach
+from kvindex.core.protocol import RunsOps
+from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import (
     check_follows,
@@ -23,6 +23,8 @@ from kvindex_adapters.hf.conversation import (
     past_ids,
     remember,
 )
+from kvindex_adapters.hf.layer_options import IndexFactory
+from kvindex_adapters.hf.placement import make_room
 from kvindex_adapters.hf.prefill import Progress, Prompt, check_prompt, encode_prompt, prefill
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.token_timer import TokenTimer
@@ -114,7 +116,7 @@ def generate(
         prefill(model, ids, holder, stop=stop, chunk=chunk, report=on_progress)
         length = past_length + len(ids)
         if index is not None:
-            _make_room(holder, length + max_new_tokens)
+            make_room(holder.indexes(), length + max_new_tokens)
         # all ids, of which it slices off the cache's; or the new ones alone under a longer mask
         input_ids = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
@@ -178,15 +180,6 @@ def _check_cache(
     passed = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
     for name in (name for name, changed in passed.items() if changed):
         raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
-
-
-def _make_room(cache: Any, tokens: int) -> None:
-    """Memory for the whole answer, before its first token, where there is as much."""
-    for made in cache.indexes():
-        reserves = capability(made, Reserves)
-        if reserves is not None:
-            with suppress(MemoryError):  # the answer may be shorter
-                reserves.reserve(tokens)
 
 
 def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:
