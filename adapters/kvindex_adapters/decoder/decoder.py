@@ -174,8 +174,15 @@ class Decoder:
         prompt, options: as of `generate`, whose errors it raises. It ends when each row has had a
         stop token; what a row gets after its own means nothing.
         """
+        return self.start(prompt, **options).tokens()
+
+    def start(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Run:
+        """A run that has not read its prompts yet, which holds what `stream` goes through.
+
+        prompt, options: as of `generate`, whose errors it raises.
+        """
         rows = encode(self.tokenizer, prompts_of(prompt), self.config)
-        return self._begin(rows, **options).tokens()
+        return self._begin(rows, **options)
 
     def _begin(
         self,

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core import check
+
+TOP_K = 50
+"""What transformers takes where a configuration says nothing and tokens are drawn."""
+
+NEUTRAL: dict[str, Any] = dict(
+    repetition_penalty=1.0,
+    encoder_repetition_penalty=1.0,
+    no_repeat_ngram_size=0,
+    encoder_no_repeat_ngram_size=0,
+    min_length=0,
+    min_new_tokens=0,
+    bad_words_ids=None,
+    suppress_tokens=None,
+    begin_suppress_tokens=None,
+    forced_bos_token_id=None,
+    forced_eos_token_id=None,
+    sequence_bias=None,
+    exponential_decay_length_penalty=None,
+    guidance_scale=1.0,
+    watermarking_config=None,
+    stop_strings=None,
+    max_time=None,
+    remove_invalid_values=False,
+    num_beams=1,
+)
+"""Options of a generation configuration that the decoder does not know -> without effect."""
+
+NEUTRAL_DRAWN: dict[str, Any] = dict(
+    min_p=None, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, top_h=None
+)
+"""The same, of options that count where tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +73,27 @@ class Sampling:
                     f"{name}: got {value} at temperature 0, which takes the likeliest token; "
                     "allowed is None, or a temperature above 0"
                 )
+
+
+def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
+    """What `model.generate` does under a generation configuration, given as a mapping.
+
+    Raises ValueError for an option that has an effect there and none here.
+    """
+    drawn = bool(config.get("do_sample"))
+    for name, neutral in (NEUTRAL | NEUTRAL_DRAWN if drawn else NEUTRAL).items():
+        value = config.get(name)
+        if value is not None and value != neutral:
+            raise ValueError(f"{name}: got {value!r}, allowed in the decoder is {neutral!r}")
+    if not drawn:
+        return Sampling(seed=seed)
+    top_k, top_p = (config.get(name) for name in ("top_k", "top_p"))
+    return Sampling(
+        temperature=config.get("temperature") or 1.0,
+        top_k=(TOP_K if top_k is None else top_k) or None,
+        top_p=None if top_p == 1 else top_p,
+        seed=seed,
+    )
 
 
 class Sampler:
