@@ -37,6 +37,9 @@ def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> lis
     """Ids int64 `[N]` of each prompt. Raises ValueError for one that is empty, or for none."""
     if not len(prompts):
         raise ValueError("prompts: got none, allowed is at least one")
+    if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
+        kinds = sorted({type(prompt).__name__ for prompt in prompts})
+        raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")
     last = config.vocabulary - 1
     rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     for row in rows:

@@ -22,7 +22,7 @@ from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Attention, Session
 from kvindex_adapters.decoder.weights import Weights, read_weights
 from kvindex_adapters.hf.cache import check_dense
-from kvindex_adapters.hf.generate import INDEX, Generation, K
+from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.load_model import load
 from kvindex_adapters.hf.prefill import Progress, Prompt
@@ -203,6 +203,7 @@ class Decoder:
         if index is None:
             layers = self._dense_layers(ids.shape[1] + max_new_tokens)
         else:
+            check_attach_options(attach_options)
             given = punctuated(index, self.tokenizer, attach_options)
             layers = self._indexed_layers(LayerOptions(index=index, k=k, **given), ids.shape[1])
         session = Session(self.weights, self.config, layers, padding)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder.config import DecoderConfig
@@ -84,6 +85,7 @@ class Session:
     def _indexed(self) -> list[AttentionLayer]:
         return [layer for layer in self._attentions if isinstance(layer, AttentionLayer)]
 
+    @in_plain_torch
     @torch.no_grad()
     def _read(self, ids: Tensor) -> Tensor:
         """Append ids int64 `[B, T]` to every layer: logits `[B, V]` after the last."""

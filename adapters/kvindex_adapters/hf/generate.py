@@ -93,7 +93,8 @@ def generate(
     Raises ValueError for an empty prompt, sizes out of range, options that do not fit or a used
     cache, and what `attach` raises.
     """
-    _check_options(attach_options, generate_options)
+    check_attach_options(attach_options)
+    _check_options(generate_options)
     check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     _check_cache(cache, used, index, k, attach_options)
@@ -182,9 +183,13 @@ def _check_cache(
         raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
 
 
-def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:
+def check_attach_options(attach_options: Any) -> None:
+    """Raises ValueError for what callers of `attach` name as arguments of their own."""
     for name in sorted({"index", "k"} & set(attach_options or {})):
         raise ValueError(f"attach_options: got {name}, allowed is {name} as an argument of its own")
+
+
+def _check_options(generate_options: dict[str, Any]) -> None:
     for name in sorted(RESERVED & set(generate_options)):
         raise ValueError(f"{name}: got a value, allowed is none: the prompt decides it")
     for name, fixed in ONE_ANSWER.items():
