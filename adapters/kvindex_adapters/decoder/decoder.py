@@ -200,12 +200,13 @@ class Decoder:
         check.at_least("chunk", chunk, 2)
         check.at_least("max_new_tokens", max_new_tokens, 1)
         ids, padding = left_padded(rows, self.device)
+        room = ids.shape[1] + max_new_tokens
         if index is None:
-            layers = self._dense_layers(ids.shape[1] + max_new_tokens)
+            layers = self._dense_layers(room)
         else:
             check_attach_options(attach_options)
             given = punctuated(index, self.tokenizer, attach_options)
-            layers = self._indexed_layers(LayerOptions(index=index, k=k, **given), ids.shape[1])
+            layers = self._indexed_layers(LayerOptions(index=index, k=k, **given), room)
         session = Session(self.weights, self.config, layers, padding)
         return Run(
             session,
