@@ -209,7 +209,7 @@ def test_the_decoder_answers_as_transformers_does(smollm2_model, needle, index):
 def test_two_hundred_tokens_of_the_decoder_are_those_of_attach(smollm2_model, index):
     """A text that goes on: ten updates of the index while it is written."""
     model, tokenizer = smollm2_model
-    ids = text_ids(tokenizer)[:1500]
+    ids = text_ids(tokenizer, 1500, SEED)
     given = dict(index=index, max_new_tokens=200, attach_options=REGIONS)
     theirs = generate(model, tokenizer, ids, **given, eos_token_id=None)
     ours = Decoder.of(model, tokenizer).generate(ids, **given, stop=())
@@ -220,7 +220,7 @@ def test_two_hundred_tokens_of_the_decoder_are_those_of_attach(smollm2_model, in
 
 def test_logits_of_the_decoder_are_those_of_transformers(smollm2_model):
     model, tokenizer = smollm2_model
-    ids = text_ids(tokenizer)[:300]
+    ids = text_ids(tokenizer, 300, SEED)
     run = Decoder.of(model, tokenizer).start(ids[:290], index=None, chunk=128)
     made = [run.session.read_prompt(run.ids, run.chunk, 300)]
     made += [run.session.step(ids[place : place + 1]) for place in range(290, 300)]

@@ -6,8 +6,11 @@ import torch
 from kvindex_adapters.decoder import Decoder
 from kvindex_adapters.decoder.batch import left_padded
 from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.layers import forward
+from kvindex_adapters.decoder.sampling import keep_likeliest, keep_nucleus
+from kvindex_adapters.decoder.weights import read_weights
 from tests.adapters.decoder.families import FAMILIES, ids_of, model_of
-from tests.adapters.tiny import prompt
+from tests.adapters.tiny import LAYERS, VOCABULARY, prompt
 
 EVERYTHING = dict(
     index="exact",
@@ -79,3 +82,22 @@ def test_prompts_are_padded_on_the_left():
     ids, padding = left_padded([torch.tensor([5, 6]), torch.tensor([7])], torch.device("cpu"))
     assert ids.tolist() == [[5, 6], [0, 7]]
     assert padding == [0, 1]
+
+
+class Adds:
+    """Attention that needs no numbers."""
+
+    def step(self, queries, keys, values, *, valid=None):
+        return queries + keys.repeat_interleave(2, 1) + values.repeat_interleave(2, 1)
+
+
+def test_no_layer_asks_the_device_for_a_number():
+    """On the meta device there are none, so asking raises."""
+    model = model_of("qwen3").to("meta")
+    ids = torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    valid = torch.ones(2, 1, dtype=torch.bool, device="meta")
+    for padding in (None, valid):
+        given = ids, ids, [Adds()] * LAYERS, 16, padding
+        assert forward(read_weights(model), *given).shape == (2, VOCABULARY)
+    logits = torch.zeros(2, VOCABULARY, device="meta")
+    assert keep_nucleus(keep_likeliest(logits, 5), 0.5).shape == (2, VOCABULARY)
