@@ -13,6 +13,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+from transformers.activations import ACT2FN
 
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.rotary import CHANGING
@@ -21,8 +22,8 @@ from kvindex_adapters.hf.unsupported import UnsupportedError
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Models of the Llama family (SmolLM2 is a Llama); their subclasses may compute something else."""
 
-PLAIN = ("torch.nn.modules.", "transformers.activations")
-"""Where a model's modules come from, beside the file of the model itself."""
+PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, type(ACT2FN["silu"]))
+"""What a model is made of, beside the classes of its own file."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """What torch calls these in a module."""
@@ -32,28 +33,26 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 class DecoderConfig:
     """Sizes of a model: layers, `H` query heads, `G` KV heads, head dimension `D`, vocabulary `V`.
 
-    hidden_size: of a token between layers; scale: of the logits of attention.
+    scale: of the logits of attention.
     """
 
     layers: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    hidden_size: int
     vocabulary: int
     scale: float
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> DecoderConfig:
         """Sizes of a loaded model, which `check_model` has checked."""
-        config, attention = model.config, model.model.layers[0].self_attn
+        attention = model.model.layers[0].self_attn
         head_dim = attention.head_dim
         return cls(
             layers=len(model.model.layers),
             q_heads=attention.q_proj.out_features // head_dim,
             kv_heads=attention.k_proj.out_features // head_dim,
             head_dim=head_dim,
-            hidden_size=config.hidden_size,
             vocabulary=model.lm_head.out_features,
             scale=attention.scaling,
         )
@@ -110,7 +109,7 @@ def _check_modules(model: PreTrainedModel) -> None:
                 f"{name}: got {kind.__name__}, allowed is Linear: weights that are not quantized, "
                 "with low-rank additions merged"
             )
-        if kind.__module__ != type(model).__module__ and not kind.__module__.startswith(PLAIN):
+        if kind.__module__ != type(model).__module__ and kind not in PLAIN:
             raise UnsupportedError(f"{name}: got {kind.__name__}, allowed is the model's own layer")
         own = vars(module)
         if "forward" in own or any(own[hooks] for hooks in HOOKS):

@@ -39,8 +39,7 @@ class Session:
         self._weights, self._config, self._attentions = weights, config, attentions
         device = weights.embedding.device
         self._longest = max(padding)
-        self._padding = torch.tensor(padding, device=device)[:, None]
-        self._position = -self._padding  # of the next token, int64 [B, 1]
+        self._position = -torch.tensor(padding, device=device)[:, None]  # of the next token, [B, 1]
         self._id = torch.zeros_like(self._position)
         self.length = 0
 

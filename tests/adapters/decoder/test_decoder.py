@@ -1,7 +1,9 @@
 """Tokens are those of transformers, alone and inside `attach`; calls leave nothing behind."""
 
 import dataclasses
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -245,3 +247,20 @@ def test_weights_are_the_models_own(model, decoder):
     held = {weight.data_ptr() for weight in model.parameters()}
     assert {layer.down.weight.data_ptr() for layer in decoder.weights.layers} <= held
     assert decoder.weights.embedding.data_ptr() in held
+
+
+@pytest.mark.parametrize("how", ["to its end", "broken off"])
+def test_a_sequence_that_nobody_holds_is_gone_at_once(decoder, how):
+    gc.disable()
+    try:
+        run = decoder.start(ids_of(60), max_new_tokens=20, **FEW)
+        tokens = run.tokens()
+        made = [
+            token for token, _ in zip(tokens, range(5 if how == "broken off" else 99), strict=False)
+        ]
+        held = [weakref.ref(index) for index in run.session.indexes()]
+        del run, tokens
+        assert len(made) == (5 if how == "broken off" else 20)
+        assert [index() for index in held] == [None] * LAYERS
+    finally:
+        gc.enable()

@@ -42,6 +42,10 @@ def other_mlp(model):
     model.model.layers[1].mlp.__class__ = type("Experts", (nn.Module,), {})
 
 
+def other_norm(model):
+    model.model.norm = nn.LayerNorm(64)
+
+
 def hooked(model):
     model.model.layers[0].register_forward_hook(lambda *args: None)
 
@@ -72,6 +76,7 @@ REFUSED = {
         "layers.2.self_attn.q_proj: got Quantized, allowed is Linear",
     ),
     "perceptron": (lambda: changed(other_mlp), "layers.1.mlp: got Experts, allowed is the model's"),
+    "norm": (lambda: changed(other_norm), "model.norm: got LayerNorm, allowed is the model's own"),
     "parametrized": (
         lambda: changed(parametrized),
         "up_proj: got Parametrized.*, allowed is Linea",
