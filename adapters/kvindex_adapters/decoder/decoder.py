@@ -248,7 +248,7 @@ class Decoder:
         tokenizer = self.tokenizer
         return Generation(
             text="" if tokenizer is None else tokenizer.decode(answer, skip_special_tokens=True),
-            prompt_ids=ids,
+            prompt_ids=ids.to(self.device),
             answer_ids=answer,
             prefill_s=timer.first - timer.start,
             token_s=(timer.last - timer.first) / max(len(answer) - 1, 1),

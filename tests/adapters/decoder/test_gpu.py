@@ -1,4 +1,4 @@
-"""The decoder on a CUDA device, in bfloat16 and in float32."""
+"""The decoder in bfloat16, and on a CUDA device."""
 
 import pytest
 import torch
@@ -14,12 +14,14 @@ FEW = dict(
     attach_options=dict(sink=4, local_window=8, update_every=8, dense_below=0),
 )
 
-pytestmark = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_logits_in_bfloat16_are_those_of_transformers(name):
-    model, ids = model_of(name).to("cuda", torch.bfloat16), ids_of(70).cuda()
+def test_logits_in_bfloat16_are_those_of_transformers(name, device):
+    """Both are off by some hundredths of what they are in float32, by rounding alone."""
+    model, ids = model_of(name).to(device, torch.bfloat16), ids_of(70).to(device)
     everything = dict(index="exact", **{**FEW, "k": 500})
     with torch.no_grad():
         expected = model(input_ids=ids[None]).logits[0, 49:].float()
@@ -28,9 +30,10 @@ def test_logits_in_bfloat16_are_those_of_transformers(name):
         made = [run.session.read_prompt(run.ids, 16, 70)]
         made += [run.session.step(ids[place : place + 1]) for place in range(50, 70)]
         error = (torch.cat(made).float() - expected).abs().amax()
-        assert error < 0.05 * expected.abs().amax()
+        assert error < 0.1 * expected.abs().amax()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("index", [None, "exact", "pariskv"])
 def test_tokens_are_those_of_attach(index):
     model = model_of("qwen3").cuda()
@@ -41,8 +44,9 @@ def test_tokens_are_those_of_attach(index):
     assert (ours.backend, ours.report) == (theirs.backend, theirs.report)
 
 
-def test_a_seed_gives_the_same_tokens_and_prompts_go_together():
-    decoder = Decoder.of(model_of("llama").to("cuda", torch.bfloat16), Words())
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_seed_gives_the_same_tokens_and_prompts_go_together(device):
+    decoder = Decoder.of(model_of("llama").to(device, torch.bfloat16), Words())
     given = dict(sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3), **FEW)
     prompts = [ids_of(60), ids_of(33)]
     first, second = (
