@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvindex.core import check
 from kvindex_adapters.cli.progress import console
 from kvindex_adapters.decoder import Decoder, sampling_like
-from kvindex_adapters.hf.generate import Generation, generate
+from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
 
 ENGINES = ("decoder", "transformers")
 """Values of `--engine`."""
@@ -43,15 +43,16 @@ def choose(
 ) -> Engine:
     """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
 
-    options: as of `model.generate`. Raises ValueError where the decoder was asked for and cannot.
+    options: as of `model.generate`; questions: as `check_engine` allows them. Raises ValueError
+    where the decoder was asked for and cannot.
     """
     other = Engine("transformers", partial(generate, model, tokenizer, **options))
     usual = "decoder" if model.device.type == "cuda" else "transformers"
-    if (engine or usual) == "transformers":
+    if questions or (engine or usual) == "transformers":
         return other
     try:
-        check_engine("decoder", questions)
-        sampling = sampling_like({**model.generation_config.to_dict(), **options}, seed)
+        given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}
+        sampling = sampling_like(given, seed)
         decoder = Decoder.of(model, tokenizer)
     except ValueError as error:
         if engine is not None:
