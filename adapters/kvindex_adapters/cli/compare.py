@@ -47,7 +47,9 @@ def compare(
     text: Annotated[
         Path | None, typer.Option(help="Text file on which next tokens are compared.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Tokens of it on which they are.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Tokens of it on which they are; 0 for answers alone.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Few and short prompts: some minutes.")] = False,
     jobs: Annotated[
         int, typer.Option(help="Processes that measure at once, each with the model.")
@@ -87,7 +89,7 @@ def compare(
         model=gguf_file or model,
         text=text_name,
         lora=None if lora is None else lora.name,
-        steps=common.check_size("steps", chosen["steps"], 1),
+        steps=common.check_size("steps", chosen["steps"], 0),
         regions=regions,
         **dict(dtype=dtype, device=device),
     )

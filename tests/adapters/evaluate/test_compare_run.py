@@ -1,5 +1,6 @@
 """A comparison goes on where it was, with the same numbers, and no index ends it."""
 
+import dataclasses
 import gc
 import json
 import weakref
@@ -45,9 +46,9 @@ def model():
     return build("llama", num_hidden_layers=2)
 
 
-def comparison(model, folder, plan=PLAN):
+def comparison(model, folder, plan=PLAN, settings=SETTINGS):
     text = ids_of(120, 9)
-    options = dict(settings=SETTINGS, plan=plan, records=Records(folder))
+    options = dict(settings=settings, plan=plan, records=Records(folder))
     return Comparison(model, Words(), text, **options)
 
 
@@ -78,6 +79,14 @@ def test_every_index_has_every_record(whole):
             assert Key(ANSWERS, 60, index, k, "ask", seed) in records
     assert len([*records.of(TEXT)]) == 5
     assert [*records.of(FAILURE)] == []
+
+
+def test_no_steps_are_answers_alone(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "make", asked)
+    comparison(model, tmp_path, settings=dataclasses.replace(SETTINGS, steps=0)).run()
+    records = Records(tmp_path)
+    assert [*records.of(TEXT)] == []
+    assert len([*records.of(ANSWERS)]) == 10
 
 
 def test_rows_enough_are_full_attention_and_few_are_not(model, tmp_path, whole):

@@ -51,6 +51,7 @@ class Schedule:
         jobs: int = 1,
     ) -> None:
         self._plan, self._records, self._jobs = plan, records, jobs
+        self._compares_text = settings.steps > 0
         self._failed: set[tuple[str | None, int]] = set()  # index, tokens
         records.run_on(describe(settings.device))
         self._forget_failures()
@@ -91,7 +92,8 @@ class Schedule:
 
     def _readings(self) -> Iterator[Key]:
         for tokens in sorted(self._plan.tokens, reverse=self._jobs > 1):
-            yield Key(TEXT, tokens)
+            if self._compares_text:
+                yield Key(TEXT, tokens)
             for seed in range(self._plan.tries):
                 for task in self._plan.tasks:
                     yield Key(ANSWERS, tokens, task=task, seed=seed)

@@ -18,8 +18,8 @@ class Settings:
     """What cannot change while a folder of results grows.
 
     model, lora: names of files; dtype, device: as `load_model.load` takes them; text: name and hash
-    of what next tokens are compared on; steps: tokens of it where they are; regions: sizes as
-    `attach` takes them.
+    of what next tokens are compared on; steps: tokens of it where they are, 0 for answers alone;
+    regions: sizes as `attach` takes them.
     """
 
     model: str
