@@ -155,15 +155,16 @@ class ParisKV(ExecutedIndex):
 
     def inputs(self, queries: Tensor) -> tuple[Tokens, Queries]:
         """What a search op by op reads for queries `[B, H, D]`, of an index that holds a token."""
+        parts = self._parts()
         tokens = Tokens(
             geometry=self.geometry,
             config=self.config,
             encoding=self.encoding,
-            parts=self._parts(),
+            parts=parts,
             counts=self.counts,
             valid=self.valid,
             length=len(self),
-            weight_scale=self._scale(),
+            weight_scale=self._scale(parts),
             histogram=self._histogram,
             regression=self._regressed(),
         )
@@ -189,11 +190,11 @@ class ParisKV(ExecutedIndex):
         found = self.inputs(queries.detach())
         return drawn.candidate_share(*found, min(k, self._rows_at_most()))
 
-    def _scale(self) -> Tensor | None:
+    def _scale(self, parts: list[Codes]) -> Tensor | None:
         """The weight scale of all keys, float32 `[B, G]`, where votes read weights."""
         if self._weight_scale is None and self.config.weighs_votes:
-            weights = [part["weights"].flatten(2).amax(2) for part in self._parts()]
-            self._weight_scale = self.ops.codes.weight_scale(torch.stack(weights).amax(0))
+            largest = torch.stack([part["weights"].flatten(2).amax(2) for part in parts]).amax(0)
+            self._weight_scale = self.ops.codes.weight_scale(largest)
         return self._weight_scale
 
     def _scanned(self) -> list[Tensor]:
@@ -216,22 +217,25 @@ class ParisKV(ExecutedIndex):
 
     def _update(self) -> None:
         """What follows from the tokens is made anew, and the executor is told of them."""
-        executor, self._weight_scale, self._open = self._executor, None, None
-        if executor:
-            statistics = {"histogram": self._histogram} if self.config.coarse == "tiers" else {}
-            if (matrix := self._regressed()) is not None:
-                statistics["regression"] = matrix
-            contents = Contents(
-                codes=self._codes,
-                rows=self._store,
-                length=len(self),
-                counts=self.counts,
-                valid=self.valid,
-                real_from=self._valid.all_from,
-                opened=self._learned if executor.encodes else self._opened(),
-                statistics=statistics,
-            )
-            self._tell(contents)
+        self._weight_scale, self._open = None, None
+        if self._executor:
+            self._tell(self._contents(self._executor.encodes))
+
+    def _contents(self, encodes: bool) -> Contents:
+        """What the executor is told; encodes: whether it encodes keys."""
+        statistics = {"histogram": self._histogram} if self.config.coarse == "tiers" else {}
+        if (matrix := self._regressed()) is not None:
+            statistics["regression"] = matrix
+        return Contents(
+            codes=self._codes,
+            rows=self._store,
+            length=len(self),
+            counts=self.counts,
+            valid=self.valid,
+            real_from=self._valid.all_from,
+            opened=self._learned if encodes else self._opened(),
+            statistics=statistics,
+        )
 
     def _regressed(self) -> Tensor | None:
         """`regression.fit` to the keys of full blocks, or None where signs stand alone.
