@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import group, units
+from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.slab_pool import DeviceAllocator

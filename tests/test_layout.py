@@ -23,7 +23,7 @@ CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
 
 ROOMS = {
     "kvindex": (
-        *("core", "storage", "ops", "bases", "layer", "indexes"),
+        *("core", "storage", "ops", "bases", "layer", "pariskv", "indexes"),
         *("cpu", "wrappers", "registry", "__init__", "testing"),
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
@@ -298,7 +298,7 @@ LOOKUPS = {
     "kvindex/indexes/ctkvr.py": OF_A_CONFIG,
     "kvindex/indexes/infllm.py": OF_A_CONFIG,
     "kvindex/indexes/louiskv.py": OF_A_CONFIG,
-    "kvindex/indexes/pariskv.py": "fields of a configuration, and what a backend has",
+    "kvindex/pariskv/config.py": OF_A_CONFIG,
     "kvindex/indexes/retroinfer.py": OF_A_CONFIG,
     "kvindex/indexes/squeezed.py": OF_A_CONFIG,
     "kvindex/layer/stats.py": "fields of a step's counts",

@@ -16,8 +16,8 @@ from kvindex.cpu import ahead, fetch, group, select, served, units
 from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.cpu.store import CompiledStore
 from kvindex.cpu.tiers import TierExecutor
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import attention, coarse, codes, rerank, sampling, transform
+from kvindex.pariskv.config import ParisKVConfig
 
 __all__ = [
     "accelerate",

@@ -15,7 +15,8 @@ from threading import Lock, Thread
 import torch
 
 from kvindex.core.resident import ResidentRows
-from kvindex.indexes.pariskv import ParisKV, ParisKVConfig
+from kvindex.indexes.pariskv import ParisKV
+from kvindex.pariskv.config import ParisKVConfig
 
 _threads: dict[tuple[str, str], Thread] = {}
 _lock = Lock()

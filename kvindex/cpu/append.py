@@ -16,8 +16,8 @@ from kvindex.cpu import threads
 from kvindex.cpu.kernels.encode import AT_ONCE, encode
 from kvindex.cpu.kernels.numbers import KINDS
 from kvindex.cpu.state import addresses
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.config import ParisKVConfig
 
 FEW_KEYS = 2**9
 """So many keys of all groups are encoded by one thread: another takes as long to begin."""

@@ -13,8 +13,8 @@ from kvindex.cpu.append import Encoder
 from kvindex.cpu.kernels.rerank import STEPS
 from kvindex.cpu.kernels.vectors import LANES
 from kvindex.cpu.served import query_max_of
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import codes as coding
+from kvindex.pariskv.config import ParisKVConfig
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from kvindex.cpu.drawn import DrawnStages, seeds_of
 from kvindex.cpu.served import unreadable
 from kvindex.cpu.stages import Found, Stages
 from kvindex.cpu.state import ResidentState, State
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.columns import BlockColumns
 
 

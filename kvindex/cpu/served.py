@@ -6,9 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 from kvindex.core.geometry import Geometry
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.coarse import TIERS
 from kvindex.ops.codes import SUBSPACE
+from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import TensorStore
 
 SERVED: dict[str, dict[str, Any]] = {

@@ -26,8 +26,8 @@ from kvindex.cpu.kernels.scan import scan
 from kvindex.cpu.kernels.select import SAMPLED
 from kvindex.cpu.kernels.step import find_rows
 from kvindex.cpu.state import ResidentState, State
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.config import ParisKVConfig
 
 FEW_KEYS = 2**19
 """So many keys of all groups are one thread's: another takes some .1 ms to begin, and votes that it

@@ -14,7 +14,7 @@ from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.cpu.kernels import tier_step, tiers
 from kvindex.cpu.stages import Found, Stages
 from kvindex.cpu.state import State
-from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.columns import BlockColumns
 
 FEW_KEYS = 2**15

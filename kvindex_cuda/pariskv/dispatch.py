@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvindex.core.geometry import Geometry
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops.step_votes import PLANES
+from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.pariskv.base_step import MOST_HEADS, BaseStep

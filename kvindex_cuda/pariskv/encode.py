@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvindex.indexes.pariskv import ParisKVConfig
 from kvindex.ops import transform
+from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.runtime.arguments import (
     CODES,

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.indexes.pariskv import ParisKVConfig
+from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK

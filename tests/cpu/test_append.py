@@ -125,15 +125,15 @@ def test_codes_differ_from_the_ops_where_rounding_lets_them(sizes, options, padd
     valid = left_padding([70, 300], 300) if padded else None
     if padded:
         keys = keys.masked_fill(~valid[:, None, :, None], 0)
-    encoder = Encoder.of(mine.config, mine._rotation, mine._levels)
-    found, want = encoder(keys, valid), theirs._coded(keys, valid)
+    encoder = Encoder.of(mine.config, mine.encoding.rotation, mine.encoding.levels)
+    found, want = encoder(keys, valid), theirs.encoding.encode(keys, valid)
     rotated, near = reference(theirs, keys, want), math.sqrt(2) * (D + sum(stages(D)) + 8) * U
     wrong = (codes.unpack(found["signs"]) != codes.unpack(want["signs"])).flatten(-2)
     assert (rotated.abs()[wrong] <= near).all()
     for p in range(found["magnitudes"].shape[-2]):
         one, other = (codes.unpack(made["magnitudes"][..., p, :]) for made in (found, want))
         differs = (one != other).flatten(-2)
-        edges = (theirs._levels[1:] + theirs._levels[:-1]) / 2
+        edges = (theirs.encoding.levels[1:] + theirs.encoding.levels[:-1]) / 2
         away = (rotated.abs()[differs][:, None] - edges).abs()
         assert (away.amin(-1) <= near).all()
         wrong = wrong | differs
@@ -152,7 +152,7 @@ def reference(index, keys, made):
     if "centers" in made:
         spread = made["centers"].repeat_interleave(index.config.center, dim=2)
         floats = floats - spread[:, :, : keys.shape[2]].float()
-    return transform.rotate(transform.normalize(floats)[0], index._rotation)
+    return transform.rotate(transform.normalize(floats)[0], index.encoding.rotation)
 
 
 @pytest.mark.parametrize(("sizes", "options"), SIZES, ids=str)

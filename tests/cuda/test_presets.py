@@ -191,8 +191,9 @@ def test_a_table_of_the_query_is_the_references(device):
     queries = case.queries().to(device)
     step = stepped(index, layout, state, queries, k, device)
     directions = ops.transform.normalize(queries.view(1, 1, 3, 96))[0]
-    rotated = ops.transform.rotate(directions, index._rotation)
-    want = coarse.tier_table(rotated, index._histogram, index._limits(k)[0])
+    rotated = ops.transform.rotate(directions, index.encoding.rotation)
+    tiers = index.config.limits(index.counts, k)[0].to(device)
+    want = coarse.tier_table(rotated, index._histogram, tiers)
     mine = table_of(step, queries, 3)
     assert (mine != want).float().mean() < 1e-3  # an order that the last bit turns
 

@@ -49,7 +49,7 @@ def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, 
         flags = torch.ones(case.batch, count, dtype=torch.bool, device=device)
     counts = flags.sum(1)
     k = 20
-    wanted = [index._limits(k)[1][b].item() for b in range(case.batch)]
+    wanted = index.config.limits(index.counts, k)[1].tolist()
     state = State(
         codes=table(blocks),
         rows=table(host),
@@ -64,7 +64,7 @@ def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, 
         resident_count=torch.tensor([resident], device=device),
         row_bytes=host.shape[-1] * host.element_size(),
         histogram=index._histogram if kind == "tiers" else None,
-        tiers=index._limits(k)[0] if kind == "tiers" else None,
+        tiers=index.config.limits(index.counts, k)[0].to(device) if kind == "tiers" else None,
     )
     return index, layout, state, (blocks, host, keys, values), k
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvindex import Hits
-from kvindex.indexes import pariskv
 from kvindex.ops.coarse import histogram
 from kvindex.ops.codes import levels
 from kvindex.ops.transform import rotation
+from kvindex.pariskv.config import PAPER, ParisKVConfig
 from tests.support import literal
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding
 
@@ -109,7 +109,7 @@ def test_schedule_follows_the_number_of_valid_tokens_of_each_row():
     case = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=1, batch=2)
     index = case.index("pariskv:preset=paper")
     index.append(*case.tokens(5_010), valid=left_padding([0, 20], 5_010))
-    tiers, candidates = index._limits(1)
+    tiers, candidates = index.config.limits(index.counts, 1)
     assert candidates.tolist() == [1_253, 2_495]  # ⌈.25 · 5010⌉ and .5 · 4990
     assert tiers[0].tolist() == [76, 226, 451, 752, 1_128, 1_503]  # ⌈5010 · .3 · t⌉
     assert tiers[1].tolist() == [125, 375, 749, 1_248, 1_872, 2_495]
@@ -213,7 +213,7 @@ def test_recall_never_falls_as_the_ratio_grows_if_reranking_is_exact(heads, monk
     found = []
 
     def exact_rerank(queries, signs, magnitudes, weights, levels):
-        back = queries @ index._rotation  # Rᵀ R q
+        back = queries @ index.encoding.rotation  # Rᵀ R q
         table = keys.gather(2, found[-1].clamp_min(0)[..., None].expand(-1, -1, -1, 16))
         return back @ table.mT
 
@@ -225,9 +225,7 @@ def test_recall_never_falls_as_the_ratio_grows_if_reranking_is_exact(heads, monk
     monkeypatch.setattr(index.ops.select, "candidates", remembered)
     recalls = []
     for beta in (0.01, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0):
-        index.config = pariskv.ParisKVConfig(
-            **{**pariskv.PAPER, "beta": beta}, rho=0.3, group="mean_query"
-        )
+        index.config = ParisKVConfig(**{**PAPER, "beta": beta}, rho=0.3, group="mean_query")
         recalls.append(recalled(index.search(case.queries(), k=20), true))
     assert recalls == sorted(recalls)
     assert recalls[-1] == 1

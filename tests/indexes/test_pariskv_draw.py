@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kvindex.indexes.pariskv import _Asked
 from kvindex.ops import priority
+from kvindex.pariskv import drawn
 from tests.support.helpers import Case
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=16)
@@ -21,7 +21,7 @@ def index():
 
 
 def seeds_of(index):
-    return index._draw_seeds(_Asked.of(index, CASE.queries()))
+    return drawn.seeds(index.inputs(CASE.queries())[0])
 
 
 def logits(queries):
@@ -37,7 +37,7 @@ def test_sums_over_the_rows_drawn_are_those_of_all_keys_on_average(index, monkey
     values = values.repeat_interleave(3, 0)
     for seed in range(SEEDS):
         seeds = priority.hashed(torch.arange(2) + 2 * seed)[None, :, None]
-        monkeypatch.setattr(type(index), "_draw_seeds", lambda self, asked, seeds=seeds: seeds)
+        monkeypatch.setattr(drawn, "seeds", lambda tokens, seeds=seeds: seeds)
         hits = index.search(queries, k=K)
         ids = hits.ids[0].repeat_interleave(3, 0)
         weighted = shares.gather(1, ids) * hits.log_weight[0].double().exp()
@@ -62,9 +62,7 @@ def test_what_candidates_hold_is_told(index):
     told = index.candidate_share(queries, k=K)
     with torch.autocast("cpu"):
         assert torch.equal(index.candidate_share(queries, k=K), told)
-    asked = _Asked.of(index, queries)
-    noises = priority.noise(index._places(), seeds_of(index))
-    ids = index._drawn_candidates(asked, noises, K)[0][0].repeat_interleave(3, 0)
+    ids = drawn.find(*index.inputs(queries), K)[0][0].repeat_interleave(3, 0)
     shares = logits(queries).softmax(-1).gather(1, ids.clamp_min(0)) * (ids >= 0)
     torch.testing.assert_close(told[0].double(), shares.sum(1), atol=0.1, rtol=0)
     assert (told < 0.95).any()
@@ -128,7 +126,7 @@ def follow(index, monkeypatch, blocks):
     found, errors = [], []
     for block, queries in zip(blocks.tolist(), stream(len(blocks)), strict=True):
         seeds = priority.hashed(torch.arange(2) + 2 * block)[None, :, None]
-        monkeypatch.setattr(type(index), "_draw_seeds", lambda self, asked, seeds=seeds: seeds)
+        monkeypatch.setattr(drawn, "seeds", lambda tokens, seeds=seeds: seeds)
         hits = index.search(queries, k=K)
         shares = logits(queries).softmax(-1).gather(1, hits.ids[0].repeat_interleave(3, 0))
         found.append(hits.ids[0])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import kvindex
-from kvindex.indexes.pariskv import ParisKVConfig, _Asked
+from kvindex.pariskv import candidates
+from kvindex.pariskv.config import ParisKVConfig
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -353,5 +354,5 @@ def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
     for lists, most in (("head", 80), ("group", 40)):
         index = made("fast", candidates_per=lists, beta=0.1, refine_factor=1)
         index.append(keys, values)
-        width = index._candidates(_Asked.of(index, CASE.queries()), 10).shape[-1]
+        width = candidates.find(*index.inputs(CASE.queries()), 10).shape[-1]
         assert (width == most) if lists == "group" else 40 < width <= most

@@ -8,8 +8,8 @@ import torch
 
 from kvindex import BaseIndex
 from kvindex.indexes.exact import Exact
-from kvindex.indexes.pariskv import _Asked
 from kvindex.ops import coverage
+from kvindex.pariskv.estimates import errors, estimates
 from tests.support.helpers import Case, assert_well_formed, left_padding
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
@@ -108,10 +108,10 @@ def test_error_bars_cover_what_they_say(block, bits):
     options = dict(block=block, magnitude_bits=bits, coarse="none", weights="log", weight_bits=16)
     index = case.index("pariskv:preset=fast", **{**options, "center": 256})
     index.append(keys, values)
-    asked, ids = _Asked.of(index, queries), torch.arange(COUNT).expand(1, 1, -1)
+    found = *index.inputs(queries), torch.arange(COUNT).expand(1, 1, -1)
     truth = queries.double().reshape(1, 1, 30, 64) @ keys.double().mT
-    error = index._estimates(asked, ids).double() - truth
-    units = error / index._errors(asked, ids).double()
+    error = estimates(*found).double() - truth
+    units = error / errors(*found).double()
     # the formula's mean of tan² is off by up to 23% for blocks of 8 (docs/pipeline/rerank.md)
     low, high = (0.80, 1.10) if block == "subspace" else (0.93, 1.10)
     assert low < float(units.std()) < high

@@ -65,7 +65,7 @@ class Layer:
         encoded = codec(row_codec, g).encode(keys[:, :, :count], values[:, :, :count])
         padded = encoded.new_zeros((*keys.shape[:2], S * BLOCK, encoded.shape[-1]))
         padded[:, :, :count] = encoded
-        tiers, wanted = index._limits(k)
+        tiers, wanted = index.config.limits(index.counts, k)
         mask = torch.arange(resident).expand(case.batch, -1) % 7 != 3
         state = State(
             codes=blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -38,6 +38,7 @@ def load(model: str, text: str, **options: Any) -> Loaded:
     return loaded, tokenizer, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
 
 
+@dataclass(eq=False, repr=False)
 class Measuring:
     """A model that measures works of a plan.
 
@@ -45,22 +46,18 @@ class Measuring:
     model or a length that cannot be served, or a text that is too short.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        text: Tensor,
-        *,
-        settings: Settings,
-        plan: Plan,
-    ) -> None:
-        check_model(model)
-        _check_lengths(model, text, settings, plan)
-        self._model, self._tokenizer, self._text = model, tokenizer, text
-        self._settings = settings
-        self._options = functools.cache(
-            lambda index: punctuated(index, tokenizer, settings.regions)
-        )
+    model: PreTrainedModel
+    tokenizer: Any
+    text: Tensor
+    _: KW_ONLY
+    settings: Settings
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        _check_lengths(self.model, self.text, self.settings, self.plan)
+        tokenizer, regions = self.tokenizer, self.settings.regions  # not self: that is a cycle
+        self._options = functools.cache(lambda index: punctuated(index, tokenizer, regions))
 
     def measure(self, work: Work) -> Iterator[Measured]:
         """The records of a work one by one; an index that fails has no more, but for the words."""
@@ -77,13 +74,13 @@ class Measuring:
     def _reading(self, key: Key) -> InstanceReading | TextReading | ValueError:
         """What full attention reads; the error where a task cannot be made so short."""
         if key.task is None:
-            return TextReading(self._model, self._text[: key.tokens], self._settings.steps)
+            return TextReading(self.model, self.text[: key.tokens], self.settings.steps)
         assert key.seed is not None
         try:
-            instance = tasks.make(key.task, self._tokenizer, tokens=key.tokens, seed=key.seed)
+            instance = tasks.make(key.task, self.tokenizer, tokens=key.tokens, seed=key.seed)
         except ValueError as error:
             return error
-        return InstanceReading(self._model, self._tokenizer, instance)
+        return InstanceReading(self.model, self.tokenizer, instance)
 
     def _through(
         self, reading: InstanceReading | TextReading, keys: list[Key]
@@ -93,7 +90,7 @@ class Measuring:
         assert index is not None
         try:
             options = self._options(index)
-            with indexed(self._model, reading.context.ids, index=index, **options) as cache:
+            with indexed(self.model, reading.context.ids, index=index, **options) as cache:
                 cache.read(reading.context)
                 while left:
                     yield left[0], reading.through(cache, left[0].k)

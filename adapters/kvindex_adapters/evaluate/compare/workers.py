@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,17 +31,22 @@ PATIENCE_S = 5
 """How long processes may take to end what they are at."""
 
 
+@dataclass(eq=False, repr=False)
 class ParallelComparison:
     """A plan for a model that each of `jobs` processes loads, and the records that it fills.
 
     A script that runs one does so under `if __name__ == "__main__"`: the processes import it.
     """
 
-    def __init__(
-        self, load: Load, *, settings: Settings, plan: Plan, records: Records, jobs: int
-    ) -> None:
-        self._load, self._jobs = load, check.at_least("jobs", jobs, 1)
-        self._settings, self._plan, self._records = settings, plan, records
+    load: Load
+    _: KW_ONLY
+    settings: Settings
+    plan: Plan
+    records: Records
+    jobs: int
+
+    def __post_init__(self) -> None:
+        check.at_least("jobs", self.jobs, 1)
 
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
         """Measure what the records lack, as `Comparison.run` does.
@@ -49,14 +55,14 @@ class ParallelComparison:
         that does nothing else. Raises ChildProcessError where a process fails, with what it said;
         what was measured stays.
         """
-        settings, plan = self._settings, self._plan
-        schedule = Schedule(settings, plan, self._records, on_progress, jobs=self._jobs)
+        settings, plan = self.settings, self.plan
+        schedule = Schedule(settings, plan, self.records, on_progress, jobs=self.jobs)
         workers: list[_Worker] = []
         try:
-            for works, most in ((schedule.texts, 1), (schedule.instances, self._jobs)):
+            for works, most in ((schedule.texts, 1), (schedule.instances, self.jobs)):
                 count = min(most, len(works))
                 while len(workers) < count:
-                    workers.append(_Worker(self._load, settings, plan))
+                    workers.append(_Worker(self.load, settings, plan))
                 _share(schedule, works, workers[:count])
         finally:
             _stop([worker.process for worker in workers])

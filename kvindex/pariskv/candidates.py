@@ -1,0 +1,72 @@
+"""The coarse stage: each key gets a vote from its signs, and the best become candidates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.pariskv.inputs import Queries, Tokens
+
+
+def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
+    """Ids that are reranked for `k` rows, int64 `[B, G, C]`: ascending, then -1."""
+    config, select = tokens.config, tokens.ops.select
+    if config.coarse == "none" or int(tokens.counts.max()) <= config.single_stage_below:
+        ids: Tensor = select.compact(_all(tokens))
+        return ids
+    tiers, limits = config.limits(tokens.counts, k)
+    every = votes(tokens, queries, tiers.to(tokens.geometry.device))
+    if config.candidates_per == "group":
+        every = every.amax(2, keepdim=True)
+    ids = select.candidates(every, limits, tokens.valid)
+    return ids
+
+
+def _all(tokens: Tokens) -> Tensor:
+    """Flags of all valid tokens, bool `[B, G, N]`."""
+    g, flags = tokens.geometry, tokens.valid
+    if flags is None:
+        shape = len(tokens.counts), tokens.length
+        flags = torch.ones(shape, dtype=torch.bool, device=g.device)
+    return flags[:, None].expand(-1, g.kv_heads, -1)
+
+
+def votes(tokens: Tokens, queries: Queries, tiers: Tensor | None = None) -> Tensor:
+    """Votes of all keys, int32 `[B, G, g, N]`.
+
+    tiers: of `ParisKVConfig.limits`, on the device, which tiers need.
+    """
+    own = _table(tokens, queries, tiers), _factors(tokens), _offsets(tokens, queries)
+    table, center, vote = own[0], tokens.config.center, tokens.ops.coarse.votes
+    every = zip(tokens.parts, *own[1:], strict=True)
+    return torch.cat(
+        [vote(part["signs"], table, factors, offsets, center) for part, factors, offsets in every],
+        dim=-1,
+    )
+
+
+def _table(tokens: Tokens, queries: Queries, tiers: Tensor | None) -> Tensor:
+    """What a centroid's keys earn in each subspace."""
+    coarse, directions = tokens.ops.coarse, queries.voting_directions
+    if tokens.config.coarse == "tiers":
+        table: Tensor = coarse.tier_table(directions, tokens.histogram, tiers)
+    else:
+        table = coarse.dot_table(directions, tokens.query_max)
+    return table
+
+
+def _factors(tokens: Tokens) -> list[Tensor | None]:
+    """What votes of each part's keys are times, or None."""
+    if not tokens.config.weighs_votes:
+        return [None] * len(tokens.parts)
+    factors, known = tokens.ops.codes.factors, tokens.encoding.factors
+    return [factors(part["weights"], tokens.weight_scale, known) for part in tokens.parts]
+
+
+def _offsets(tokens: Tokens, queries: Queries) -> list[Tensor | None]:
+    """What the centers of each part's blocks add to votes, or None."""
+    if not tokens.config.weighs_votes or queries.offsets is None:
+        return [None] * len(tokens.parts)
+    rounding = tokens.query_max, tokens.weight_scale, tokens.encoding.level
+    every = tokens.ops.coarse.dot_offsets(queries.offsets, queries.voting, *rounding)
+    return [*every.split([part["centers"].shape[2] for part in tokens.parts], dim=-1)]
