@@ -31,7 +31,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         (("--tokens", "4M"), "tokens: got '4M', allowed is a number"),
         (("--tokens", "4K,4096"), "tokens: got [4096, 4096], allowed is each once"),
         (("--tries", "0"), "tries: got 0"),
-        (("--steps", "0"), "steps: got 0"),
+        (("--steps", "-1"), "steps: got -1"),
         (("--jobs", "0"), "jobs: got 0"),
         (("--text", "no-such-file"), "text: got 'no-such-file', allowed is a file that exists"),
         (("--sink", "-1"), "sink: got -1"),
