@@ -146,6 +146,7 @@ def test_the_api_has_every_public_door():
     doors = {
         *exported("kvindex/__init__.py"),
         *exported("adapters/kvindex_adapters/hf/__init__.py"),
+        *exported("adapters/kvindex_adapters/decoder/__init__.py"),
     }
     doors |= {f"kvindex.ops.{name}" for name in kvindex.ops.__all__} | {"kvindex.testing"}
     shown = {f"kvindex.{name}" for name in kvindex.__all__} & named

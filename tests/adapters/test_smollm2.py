@@ -21,6 +21,7 @@ from kvindex.core.protocol import UNUSED, Hits
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.cli import app
 from kvindex_adapters.cli import demo as demo_module
+from kvindex_adapters.decoder import Decoder
 from kvindex_adapters.evaluate.fidelity import BLOCK, kl
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.evaluate.tasks import hide
@@ -190,3 +191,39 @@ def test_generate_streams_and_writes(loaded, tmp_path):
     )
     assert full.exit_code == 0
     assert "Paris" in full.output
+
+
+@pytest.mark.parametrize("index", [None, "pariskv", pytest.param("exact", marks=pytest.mark.slow)])
+def test_the_decoder_answers_as_transformers_does(smollm2_model, needle, index):
+    model, tokenizer = smollm2_model
+    given = dict(index=index, max_new_tokens=32, attach_options=REGIONS)
+    theirs = generate(model, tokenizer, needle.ids, **given)
+    ours = Decoder.of(model, tokenizer).generate(needle.ids, **given)
+    assert ours.text == theirs.text
+    assert needle.found(ours.text)
+    assert ours.report == theirs.report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", ["exact", "pariskv"])
+def test_two_hundred_tokens_of_the_decoder_are_those_of_attach(smollm2_model, index):
+    """A text that goes on: ten updates of the index while it is written."""
+    model, tokenizer = smollm2_model
+    ids = text_ids(tokenizer, 1500, SEED)
+    given = dict(index=index, max_new_tokens=200, attach_options=REGIONS)
+    theirs = generate(model, tokenizer, ids, **given, eos_token_id=None)
+    ours = Decoder.of(model, tokenizer).generate(ids, **given, stop=())
+    assert len(ours.answer_ids) == 200
+    assert torch.equal(ours.answer_ids, theirs.answer_ids)
+    assert ours.report == theirs.report
+
+
+def test_logits_of_the_decoder_are_those_of_transformers(smollm2_model):
+    model, tokenizer = smollm2_model
+    ids = text_ids(tokenizer, 300, SEED)
+    run = Decoder.of(model, tokenizer).start(ids[:290], index=None, chunk=128)
+    made = [run.session.read_prompt(run.ids, run.chunk, 300)]
+    made += [run.session.step(ids[place : place + 1]) for place in range(290, 300)]
+    with torch.no_grad():
+        expected = model(input_ids=ids[None]).logits[0, 289:]
+    torch.testing.assert_close(torch.cat(made), expected, rtol=1e-4, atol=2e-3)

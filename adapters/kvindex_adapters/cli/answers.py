@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 from transformers import TextStreamer
 
+from kvindex_adapters.cli.engine import Engine
 from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.conversation import check_follows
-from kvindex_adapters.hf.generate import Generation, generate
+from kvindex_adapters.hf.generate import Generation
 from kvindex_adapters.hf.prefill import Progress, encode_prompt, read
 from kvindex_adapters.hf.tokenizer import punctuated
 
@@ -40,17 +41,22 @@ Answers = list[tuple[str | None, Generation]]
 
 
 def answer(
-    model: Any, tokenizer: Any, text: str, questions: Sequence[str], request: Request
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    questions: Sequence[str],
+    request: Request,
+    engine: Engine,
 ) -> Answers:
     """The answer to a text, or to each question about it; tokens are printed as they come."""
     with bars() as progress:
         if questions:
-            return _answer_all(model, tokenizer, text, questions, request, progress)
+            return _answer_all(model, tokenizer, text, questions, request, engine, progress)
         ids = _ids(tokenizer, text, request)
         options = _index(request)
         if request.index is not None:
             options["attach_options"] = request.regions
-        generation = _answer_one(model, tokenizer, ids, request, progress, **options)
+        generation = _answer_one(engine, tokenizer, ids, request, progress, **options)
         return [(None, generation)]
 
 
@@ -67,9 +73,12 @@ def shared_length(prompts: Sequence[Tensor]) -> int:
     return max(min(length, min(map(len, prompts)) - 2), 0)
 
 
-def to_json(answers: Answers, request: Request, model: str, device: str) -> dict[str, Any]:
+def to_json(
+    answers: Answers, request: Request, model: str, device: str, engine: str
+) -> dict[str, Any]:
     """The result that `--json` writes."""
     result: dict[str, Any] = {"model": model, "index": request.index or "none", "k": request.k}
+    result["engine"] = engine
     result |= {"regions": request.regions, "options": request.options}
     entries = [_entry(question, generation) for question, generation in answers]
     if answers[0][0] is None:
@@ -97,6 +106,7 @@ def _answer_all(
     text: str,
     questions: Sequence[str],
     request: Request,
+    engine: Engine,
     progress: Bars,
 ) -> Answers:
     """Read the shared prefix of all prompts once; each question is a branch of it."""
@@ -106,7 +116,7 @@ def _answer_all(
         return [
             (
                 question[1],
-                _answer_one(model, tokenizer, ids, request, progress, question, index=None),
+                _answer_one(engine, tokenizer, ids, request, progress, question, index=None),
             )
             for question, ids in numbered
         ]
@@ -120,14 +130,14 @@ def _answer_all(
         for question, ids in numbered:
             branch: Any = dict(cache=cache, used="branch")
             generation = _answer_one(
-                model, tokenizer, ids[length:], request, progress, question, **branch
+                engine, tokenizer, ids[length:], request, progress, question, **branch
             )
             answers.append((question[1], generation))
     return answers
 
 
 def _answer_one(
-    model: Any,
+    engine: Engine,
     tokenizer: Any,
     ids: Tensor,
     request: Request,
@@ -139,15 +149,12 @@ def _answer_one(
     name, heading = "the prompt", None
     if question is not None:
         name, heading = f"question {question[0]}", question[1]
-    generation = generate(
-        model,
-        tokenizer,
+    generation = engine.generate(
         ids,
         max_new_tokens=request.max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         on_progress=_callback(progress, name, heading),
         **options,
-        **request.options,
     )
     console.print(
         f"{len(generation.prompt_ids)} tokens of {name} in {generation.prefill_s:.1f} s, then "

@@ -14,7 +14,7 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.attach import check_spec
+from kvindex_adapters.hf.layer_options import check_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

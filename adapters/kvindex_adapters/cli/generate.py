@@ -57,6 +57,10 @@ def generate(
         float | None, typer.Option(help="Above 1: tokens that were there become less likely.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="decoder or transformers; unless given, the decoder on a GPU."),
+    ] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_file: JsonFile = None,
@@ -66,6 +70,7 @@ def generate(
 
     from kvindex.core import check
     from kvindex_adapters.cli import answers, common
+    from kvindex_adapters.cli import engine as engines
     from kvindex_adapters.cli.progress import console
     from kvindex_adapters.evaluate.output_files import check_output, write_json
     from kvindex_adapters.hf import load_model
@@ -95,10 +100,14 @@ def generate(
     check.seed(seed)
     check_output("json", json_file)
     questions = common.check_questions(ask)
+    engines.check_engine(engine, questions)
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = load_model.load(model, gguf_file=gguf_file, dtype=number, device=device)
     torch.manual_seed(seed)
-    result = answers.answer(loaded, tokenizer, text, questions, request)
+    chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed)
+    result = answers.answer(loaded, tokenizer, text, questions, request, chosen)
     if json_file:
-        write_json(json_file, answers.to_json(result, request, model, device), indent=2)
+        write_json(
+            json_file, answers.to_json(result, request, model, device, chosen.name), indent=2
+        )

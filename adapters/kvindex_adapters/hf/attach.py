@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
-import kvindex
-from kvindex.core.config import parse_spec
-from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import claimed
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
+from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
 from kvindex_adapters.hf.model_patch import private_configurations, subclassed
-from kvindex_adapters.hf.placement import default_placement
 from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_model
-
-IndexFactory = Callable[..., KVIndex]
-"""Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
 
 
 @contextmanager
@@ -67,29 +60,27 @@ def attach(
     anything is changed.
     """
     config = check_model(model)
-    _check_options(index, index_options, layer_options)
-    decoder, shared = find_decoder(model), dict(index_options or {})
-
-    def make(number: int, **geometry: Any) -> AttentionLayer:
-        options, rope = {**shared, **(layer_options or {}).get(number, {})}, ropes[number]
-        if rope is not None:
-            geometry["rope"] = rope.to(geometry.get("device", "cpu"))
-        if isinstance(index, str):
-            placement = default_placement(geometry.get("device"), index, options)
-            layer_index: KVIndex = kvindex.create(index, **{**placement, **geometry, **options})
-        else:
-            layer_index = index(**{**geometry, **options})
-        phase = list(ropes).index(number) / len(ropes)
-        sizes = dict(sink=sink, local_window=local_window, update_every=update_every)
-        sizes |= dict(k=k, dense_below=dense_below, search_up_to=search_up_to)
-        return layer(layer_index, coverage=coverage, update_phase=phase, graphs=graphs, **sizes)
-
+    options = LayerOptions(
+        index=index,
+        k=k,
+        coverage=coverage,
+        sink=sink,
+        local_window=local_window,
+        update_every=update_every,
+        dense_below=dense_below,
+        search_up_to=search_up_to,
+        dense_layers=dense_layers,
+        index_options=index_options,
+        layer_options=layer_options,
+        layer=layer,
+        graphs=graphs,
+    )
+    decoder, ropes = find_decoder(model), Ropes()
     with claimed(model) as attachment:
-        cache = IndexCache(config, make, dense_layers, attachment)
-        ropes = {number: rotary_frequencies(decoder, number) for number in cache.indexed}
+        cache = IndexCache(config, partial(options.make, ropes), dense_layers, attachment)
+        ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # bad arguments raise here, not in the first forward
-        for number in _probe_layers(ropes, layer_options):
-            make(number, **layer_geometry(config, number))
+        options.probe(ropes, partial(layer_geometry, config))
         with private_configurations(model, NAME):
             model.set_attn_implementation(attention_request(model, NAME))
             if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -102,45 +93,3 @@ def attach(
             with subclassed(decoder, GuardedDecoder), guarded:
                 attachment.decoder = decoder
                 yield cache
-
-
-def _probe_layers(ropes: dict[int, Any], layer_options: Mapping[int, Any] | None) -> set[int]:
-    """Layers whose index is created at attach, so that bad options raise there."""
-    configured = set(layer_options or {})
-    if not configured <= ropes.keys():
-        raise ValueError(
-            f"layer_options: got {sorted(configured - ropes.keys(), key=str)}, allowed are layers "
-            f"with an index, {sorted(ropes)}"
-        )
-    return {min(ropes, key=lambda number: ropes[number] is not None), *configured}
-
-
-def _check_options(index: object, index_options: object, layer_options: object) -> None:
-    """Raises ValueError for what is no index, and for options that are no mapping."""
-    if not isinstance(layer_options, Mapping | None):
-        raise ValueError(
-            f"layer_options: got {layer_options!r}, allowed is a mapping from a layer's number to "
-            "its options"
-        )
-    named = {f"layer_options[{i!r}]": options for i, options in (layer_options or {}).items()}
-    for name, options in {"index_options": index_options, **named}.items():
-        if not isinstance(options, Mapping | None):
-            raise ValueError(f"{name}: got {options!r}, allowed is a mapping from name to value")
-        check_spec(index, options)
-
-
-def check_spec(index: object, index_options: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError for what is no index, and for options that the model decides."""
-    names = set(index_options or {})
-    if isinstance(index, str):
-        names |= set(parse_spec(index.partition("+")[0])[1])
-    elif not callable(index):
-        raise ValueError(
-            f"index: got {index!r}, allowed is a name, a line name:option=value:… or a factory"
-        )
-    decided = names & {field.name for field in dataclasses.fields(Geometry)}
-    if decided:
-        raise ValueError(
-            f"index_options: got {', '.join(sorted(decided))}, which the model decides; allowed "
-            "are the index's own options, preset, store, row_codec, backend and check"
-        )

@@ -22,7 +22,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import Attachment
 from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop, indexed_layer
 from kvindex_adapters.hf.padding import Padding
-from kvindex_adapters.hf.report import Report
+from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
 
 
@@ -44,7 +44,7 @@ class IndexCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
-        _check_dense(dense_layers, len(self.layers), full)
+        check_dense(dense_layers, len(self.layers), full)
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
         self.attachment = attachment
@@ -103,31 +103,10 @@ class IndexCache(DynamicCache):
 
     def report(self) -> Report:
         """Rows and bytes that the searching steps have read so far, and memory of the cache."""
-        layers = self.attention_layers()
-        traffic = [layer.traffic for layer in layers]
-        steps = sum(part.steps for part in traffic)
-        covered = steps > 0 and any(layer.coverage is not None for layer in layers)
-        nbytes: dict[str, int] = {}
-        for layer in layers:
-            for tier, size in layer.nbytes().items():
-                nbytes[tier] = nbytes.get(tier, 0) + size
         others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
         rows = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
-        if others:
-            nbytes["other"] = sum(tensor.nbytes for tensor in rows if tensor is not None)
-        return Report(
-            tokens=max((len(layer) for layer in layers), default=0),
-            layers=len(self._indexed()),
-            dense_below=max((layer.dense_below for layer in layers), default=0),
-            steps=max((part.steps for part in traffic), default=0),
-            rows_read=float(sum(float(part.rows_read) for part in traffic)) / max(steps, 1),
-            rows_full=float(sum(float(part.rows_full) for part in traffic)) / max(steps, 1),
-            bytes_fetched=int(sum(float(part.bytes_fetched) for part in traffic)),
-            nbytes=nbytes,
-            coverage=float(sum(float(part.coverage) for part in traffic)) / steps
-            if covered
-            else None,
-        )
+        other = sum(tensor.nbytes for tensor in rows if tensor is not None) if others else None
+        return sum_up(self.attention_layers(), len(self._indexed()), other)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0.
@@ -235,7 +214,8 @@ class IndexCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
 
 
-def _check_dense(dense_layers: Any, layers: int, full: list[int]) -> None:
+def check_dense(dense_layers: Any, layers: int, full: list[int]) -> None:
+    """Raises ValueError for what are no layers, or all of those with full attention, `full`."""
     if not isinstance(dense_layers, Collection):
         raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
     for number in dense_layers:

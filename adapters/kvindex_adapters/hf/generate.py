@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.protocol import Reserves, RunsOps
-from kvindex_adapters.hf.attach import IndexFactory, attach
+from kvindex.core.protocol import RunsOps
+from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import (
     check_follows,
@@ -23,6 +23,8 @@ from kvindex_adapters.hf.conversation import (
     past_ids,
     remember,
 )
+from kvindex_adapters.hf.layer_options import IndexFactory
+from kvindex_adapters.hf.placement import make_room
 from kvindex_adapters.hf.prefill import Progress, Prompt, check_prompt, encode_prompt, prefill
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.token_timer import TokenTimer
@@ -91,7 +93,8 @@ def generate(
     Raises ValueError for an empty prompt, sizes out of range, options that do not fit or a used
     cache, and what `attach` raises.
     """
-    _check_options(attach_options, generate_options)
+    check_attach_options(attach_options)
+    _check_options(generate_options)
     check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     _check_cache(cache, used, index, k, attach_options)
@@ -114,7 +117,7 @@ def generate(
         prefill(model, ids, holder, stop=stop, chunk=chunk, report=on_progress)
         length = past_length + len(ids)
         if index is not None:
-            _make_room(holder, length + max_new_tokens)
+            make_room(holder.indexes(), length + max_new_tokens)
         # all ids, of which it slices off the cache's; or the new ones alone under a longer mask
         input_ids = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
@@ -180,18 +183,13 @@ def _check_cache(
         raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
 
 
-def _make_room(cache: Any, tokens: int) -> None:
-    """Memory for the whole answer, before its first token, where there is as much."""
-    for made in cache.indexes():
-        reserves = capability(made, Reserves)
-        if reserves is not None:
-            with suppress(MemoryError):  # the answer may be shorter
-                reserves.reserve(tokens)
-
-
-def _check_options(attach_options: Any, generate_options: dict[str, Any]) -> None:
+def check_attach_options(attach_options: Any) -> None:
+    """Raises ValueError for what callers of `attach` name as arguments of their own."""
     for name in sorted({"index", "k"} & set(attach_options or {})):
         raise ValueError(f"attach_options: got {name}, allowed is {name} as an argument of its own")
+
+
+def _check_options(generate_options: dict[str, Any]) -> None:
     for name in sorted(RESERVED & set(generate_options)):
         raise ValueError(f"{name}: got a value, allowed is none: the prompt decides it")
     for name, fixed in ONE_ANSWER.items():

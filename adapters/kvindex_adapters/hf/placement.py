@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from kvindex.core import backend
+from kvindex.core.capability import capability
 from kvindex.core.config import parse_spec
+from kvindex.core.protocol import KVIndex, Reserves
 
 
 def default_placement(
@@ -30,3 +33,12 @@ def default_placement(
         return {}
     defaults = {"backend": "cuda", "store": "host"}
     return {name: value for name, value in defaults.items() if name not in named}
+
+
+def make_room(indexes: Iterable[KVIndex], tokens: int) -> None:
+    """Memory for so many tokens in all, before they come, where there is as much."""
+    for index in indexes:
+        reserves = capability(index, Reserves)
+        if reserves is not None:
+            with suppress(MemoryError):  # there may be fewer tokens
+                reserves.reserve(tokens)

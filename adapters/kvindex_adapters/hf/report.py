@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kvindex.layer import AttentionLayer
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,31 @@ class Report:
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
             f"memory: {tiers or 'none'}"
         )
+
+
+def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = None) -> Report:
+    """The report of the layers that hold tokens.
+
+    indexed: layers with an index, whether they hold tokens or not; other: bytes of those without,
+    or None where there are none.
+    """
+    traffic = [layer.traffic for layer in layers]
+    steps = sum(part.steps for part in traffic)
+    covered = steps > 0 and any(layer.coverage is not None for layer in layers)
+    nbytes: dict[str, int] = {}
+    for layer in layers:
+        for tier, size in layer.nbytes().items():
+            nbytes[tier] = nbytes.get(tier, 0) + size
+    if other is not None:
+        nbytes["other"] = other
+    return Report(
+        tokens=max((len(layer) for layer in layers), default=0),
+        layers=indexed,
+        dense_below=max((layer.dense_below for layer in layers), default=0),
+        steps=max((part.steps for part in traffic), default=0),
+        rows_read=float(sum(float(part.rows_read) for part in traffic)) / max(steps, 1),
+        rows_full=float(sum(float(part.rows_full) for part in traffic)) / max(steps, 1),
+        bytes_fetched=int(sum(float(part.bytes_fetched) for part in traffic)),
+        nbytes=nbytes,
+        coverage=float(sum(float(part.coverage) for part in traffic)) / steps if covered else None,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import kvindex
 from kvindex.core.config import parse_spec
-from kvindex_adapters.hf.attach import IndexFactory
+from kvindex_adapters.hf.layer_options import IndexFactory
 
 ENDS = ".!?…。！？؟।\n"
 """Characters that end a sentence; a new line for texts without stops (code, lists)."""

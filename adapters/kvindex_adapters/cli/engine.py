@@ -1,0 +1,62 @@
+"""Which engine answers: the minimal decoder, or transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvindex.core import check
+from kvindex_adapters.cli.progress import console
+from kvindex_adapters.decoder import Decoder, sampling_like
+from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
+
+ENGINES = ("decoder", "transformers")
+"""Values of `--engine`."""
+
+
+class Engine(NamedTuple):
+    """What answers: its name, and a function of a prompt and the options of `kvhf.generate`."""
+
+    name: str
+    generate: Callable[..., Generation]
+
+
+def check_engine(engine: str | None, questions: Sequence[str]) -> None:
+    """Raises ValueError for an engine that there is not, or that does not answer questions."""
+    if engine is not None:
+        check.one_of("engine", engine, ENGINES)
+    if engine == "decoder" and questions:
+        raise ValueError(
+            "engine: got 'decoder' with --ask, allowed is 'transformers': the decoder does not "
+            "read a text once for several questions"
+        )
+
+
+def choose(
+    engine: str | None,
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[str],
+    options: Mapping[str, Any],
+    seed: int,
+) -> Engine:
+    """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
+
+    options: as of `model.generate`; questions: as `check_engine` allows them. Raises ValueError
+    where the decoder was asked for and cannot.
+    """
+    other = Engine("transformers", partial(generate, model, tokenizer, **options))
+    usual = "decoder" if model.device.type == "cuda" else "transformers"
+    if questions or (engine or usual) == "transformers":
+        return other
+    try:
+        given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}
+        sampling = sampling_like(given, seed)
+        decoder = Decoder.of(model, tokenizer)
+    except ValueError as error:
+        if engine is not None:
+            raise ValueError(f"engine: got 'decoder', which does not do it: {error}") from None
+        console.print(f"transformers runs the model, not the decoder: {error}", markup=False)
+        return other
+    return Engine("decoder", partial(decoder.generate, sampling=sampling))

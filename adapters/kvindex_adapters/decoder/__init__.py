@@ -1,0 +1,14 @@
+"""The minimal decoder: a model's forward pass in plain torch, small enough to read in an hour.
+
+from kvindex_adapters.decoder import Decoder
+decoder = Decoder.from_pretrained("folder", device="cuda")
+print(decoder.generate("Once upon a time", index="pariskv", k=100).text)
+
+Read `layers.py` first, then `session.py`, then `decoder.py`.
+"""
+
+from kvindex_adapters.decoder.config import supports
+from kvindex_adapters.decoder.decoder import Decoder
+from kvindex_adapters.decoder.sampling import Sampling, sampling_like
+
+__all__ = ["Decoder", "Sampling", "sampling_like", "supports"]

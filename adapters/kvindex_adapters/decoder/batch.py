@@ -1,0 +1,60 @@
+"""`Batch`: prompts of unequal lengths as one tensor, padded on the left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvindex_adapters.decoder.config import DecoderConfig
+from kvindex_adapters.hf.prefill import Prompt, check_prompt, encode_prompt
+
+Prompts = list[str] | list[list[dict[str, str]]] | list[Tensor]
+"""Several prompts, each as `Prompt` says."""
+
+
+class Batch(NamedTuple):
+    """Ids int64 `[B, N]`, and how many of each row are padding."""
+
+    ids: Tensor
+    padding: list[int]
+
+
+def is_one(prompt: Prompt | Prompts) -> bool:
+    """Whether it is one prompt: a text, messages, or ids."""
+    return not isinstance(prompt, list) or isinstance(next(iter(prompt), None), Mapping)
+
+
+def prompts_of(prompt: Prompt | Prompts) -> list[Any]:
+    """The prompts, one or several, in a list."""
+    return [prompt] if is_one(prompt) else list(prompt)
+
+
+def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> list[Tensor]:
+    """Ids int64 `[N]` of each prompt. Raises ValueError for one that is empty, or for none."""
+    if not len(prompts):
+        raise ValueError("prompts: got none, allowed is at least one")
+    if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
+        kinds = sorted({type(prompt).__name__ for prompt in prompts})
+        raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")
+    last = config.vocabulary - 1
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    for row in rows:
+        check_prompt(row)
+        wrong = row[(row < 0) | (row > last)]
+        if len(wrong):
+            raise ValueError(f"prompt: got id {int(wrong[0])}, allowed is 0 to {last}")
+    return rows
+
+
+def left_padded(rows: Sequence[Tensor], device: torch.device) -> Batch:
+    """Rows int64 `[N]` side by side, with zeros before the shorter ones."""
+    longest = max(map(len, rows))
+    padding = [longest - len(row) for row in rows]
+    padded = [
+        functional.pad(row.to(device), (count, 0)) for row, count in zip(rows, padding, strict=True)
+    ]
+    return Batch(torch.stack(padded), padding)

@@ -1,0 +1,91 @@
+"""The forward pass: from ids to logits, through layers of attention and a perceptron.
+
+No function here asks the device for a number, so one token's pass can be captured as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvindex_adapters.decoder.rotary import rotate
+from kvindex_adapters.decoder.weights import LayerWeights, Linear, Norm, Weights
+
+
+class Attention(Protocol):
+    """What a layer attends through: `kvindex.AttentionLayer`, or `dense.DenseAttention`."""
+
+    def step(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Tensor:
+        """Append `T` tokens and attend from them, causally: `[B, H, T, D]`."""
+        ...
+
+
+def forward(
+    weights: Weights,
+    ids: Tensor,
+    positions: Tensor,
+    attentions: Sequence[Attention],
+    head_dim: int,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Logits `[B, V]` after the last of ids int64 `[B, T]`, which every layer appends.
+
+    positions: int64 `[B, T]`; attentions: one a layer; valid: bool `[B, T]`, which are no padding.
+    """
+    hidden = functional.embedding(ids, weights.embedding)
+    angles = weights.rotary.at(positions, hidden.dtype)
+    for layer, attention in zip(weights.layers, attentions, strict=True):
+        normed = normalize(hidden, layer.attention_norm)
+        hidden = hidden + attend(normed, layer, attention, angles, head_dim, valid)
+        hidden = hidden + perceptron(normalize(hidden, layer.mlp_norm), layer)
+    return linear(normalize(hidden[:, -1], weights.norm), weights.head)
+
+
+def attend(
+    hidden: Tensor,
+    layer: LayerWeights,
+    attention: Attention,
+    angles: tuple[Tensor, Tensor],
+    head_dim: int,
+    valid: Tensor | None,
+) -> Tensor:
+    """Attention of hidden `[B, T, hidden]`, of the same shape; zeros from padded tokens."""
+    queries = rotate(heads(hidden, layer.query, layer.query_norm, head_dim), *angles)
+    keys = rotate(heads(hidden, layer.key, layer.key_norm, head_dim), *angles)
+    values = heads(hidden, layer.value, None, head_dim)
+    output = attention.step(queries, keys, values, valid=valid)
+    if valid is not None:
+        output = output.masked_fill(~valid[:, None, :, None], 0)
+    return linear(output.transpose(1, 2).flatten(2), layer.output)
+
+
+def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) -> Tensor:
+    """Project hidden `[B, T, hidden]` to heads `[B, heads, T, D]`, and normalize each."""
+    parts = linear(hidden, projection).view(*hidden.shape[:2], -1, head_dim)
+    if norm is not None:
+        parts = normalize(parts, norm)
+    return parts.transpose(1, 2)
+
+
+def perceptron(hidden: Tensor, layer: LayerWeights) -> Tensor:
+    """The gated perceptron (SwiGLU: Shazeer, 2020) of hidden `[B, T, hidden]`."""
+    gate = functional.silu(linear(hidden, layer.gate))
+    return linear(gate * linear(hidden, layer.up), layer.down)
+
+
+def normalize(hidden: Tensor, norm: Norm) -> Tensor:
+    """Divide by the root of the mean square along the last dimension, in float32."""
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * wide.to(hidden.dtype)
+
+
+def linear(hidden: Tensor, projection: Linear) -> Tensor:
+    """The product with a matrix, and its bias."""
+    return functional.linear(hidden, projection.weight, projection.bias)

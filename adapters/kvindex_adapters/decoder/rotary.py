@@ -1,0 +1,31 @@
+"""Rotary embedding: a pair of coordinates turns by an angle that grows with the position.
+
+Su et al., 2021. Coordinate `i` of a head is paired with `i + D/2`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotary(NamedTuple):
+    """Angles per position float32 `[D/2]`, and a factor of cosines and sines (YaRN's)."""
+
+    frequencies: Tensor
+    factor: float
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[B, 1, T, D]` at positions int64 `[B, T]`."""
+        angles = positions[:, None, :, None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        return cos.to(dtype), sin.to(dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys `[B, heads, T, D]`, rotated."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,133 @@
+"""Sampling: the next token of each row from its logits, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+
+TOP_K = 50
+"""What transformers takes where a configuration says nothing and tokens are drawn."""
+
+NEUTRAL: dict[str, Any] = dict(
+    repetition_penalty=1.0,
+    encoder_repetition_penalty=1.0,
+    no_repeat_ngram_size=0,
+    encoder_no_repeat_ngram_size=0,
+    min_length=0,
+    min_new_tokens=0,
+    bad_words_ids=None,
+    suppress_tokens=None,
+    begin_suppress_tokens=None,
+    forced_bos_token_id=None,
+    forced_eos_token_id=None,
+    sequence_bias=None,
+    exponential_decay_length_penalty=None,
+    guidance_scale=1.0,
+    watermarking_config=None,
+    stop_strings=None,
+    max_time=None,
+    remove_invalid_values=False,
+    num_beams=1,
+)
+"""Options of a generation configuration that the decoder does not know -> without effect."""
+
+NEUTRAL_DRAWN: dict[str, Any] = dict(
+    min_p=None, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, top_h=None
+)
+"""The same, of options that count where tokens are drawn."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    temperature: 0 for the likeliest token, else what logits are divided by; top_k: draw from so
+    many of the likeliest tokens; top_p: then from the fewest of them that hold this share of their
+    probability (nucleus sampling: Holtzman et al., 2020); seed: of what is drawn. Rows of a batch
+    draw different numbers. Raises ValueError for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0:
+            check.positive("temperature", self.temperature)
+        if self.top_k is not None:
+            check.at_least("top_k", self.top_k, 1)
+        if self.top_p is not None:
+            check.within("top_p", self.top_p, 0, 1)
+        check.seed(self.seed)
+        filtered = {"top_k": self.top_k, "top_p": self.top_p}
+        for name, value in filtered.items():
+            if value is not None and not self.temperature:
+                raise ValueError(
+                    f"{name}: got {value} at temperature 0, which takes the likeliest token; "
+                    "allowed is None, or a temperature above 0"
+                )
+
+
+def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
+    """What `model.generate` does under a generation configuration, given as a mapping.
+
+    Raises ValueError for an option that has an effect there and none here.
+    """
+    drawn = bool(config.get("do_sample"))
+    for name, neutral in (NEUTRAL | NEUTRAL_DRAWN if drawn else NEUTRAL).items():
+        value = config.get(name)
+        if value is not None and value != neutral:
+            raise ValueError(f"{name}: got {value!r}, allowed in the decoder is {neutral!r}")
+    if not drawn:
+        return Sampling(seed=seed)
+    top_k, top_p = (config.get(name) for name in ("top_k", "top_p"))
+    return Sampling(
+        temperature=config.get("temperature") or 1.0,
+        top_k=(TOP_K if top_k is None else top_k) or None,
+        top_p=None if top_p == 1 else top_p,
+        seed=seed,
+    )
+
+
+class Sampler:
+    """Chooses tokens, one call after the other, from the seed of a `Sampling` on."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator(device).manual_seed(sampling.seed)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token int64 `[B]` from logits `[B, V]`."""
+        if not self._sampling.temperature:
+            return logits.argmax(-1)
+        scores = logits.float() / self._sampling.temperature
+        scores = keep_likeliest(scores, self._sampling.top_k)
+        scores = keep_nucleus(scores, self._sampling.top_p)
+        # the smallest of exponential times at these rates is one of the softmax's draws
+        times = torch.empty_like(scores).exponential_(generator=self._generator)
+        return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
+
+
+def keep_likeliest(scores: Tensor, top_k: int | None) -> Tensor:
+    """Scores `[B, V]`, of which the others than the `top_k` highest (and equals) are `-inf`."""
+    if top_k is None or top_k >= scores.shape[-1]:
+        return scores
+    least = scores.topk(top_k, dim=-1).values[:, -1:]
+    return scores.masked_fill(scores < least, float("-inf"))
+
+
+def keep_nucleus(scores: Tensor, top_p: float | None) -> Tensor:
+    """Scores `[B, V]`, of which the others than the fewest of share `top_p` are `-inf`."""
+    if top_p is None or top_p == 1:
+        return scores
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    shares = ordered.softmax(-1)
+    dropped = shares.cumsum(-1) - shares >= top_p  # what comes before holds enough
+    return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))

@@ -1,0 +1,95 @@
+"""`Weights`: the tensors of a model, by what they do. They are the model's own, not copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvindex_adapters.decoder.rotary import Rotary
+
+
+class Linear(NamedTuple):
+    """A matrix `[out, in]`, and a bias `[out]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    """Factors `[n]` of RMS normalization, and the number that keeps it from dividing by zero."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: attention, then a gated perceptron, each after a normalization.
+
+    query_norm, key_norm: of each head before rotation (Qwen3), or None.
+    """
+
+    attention_norm: Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: Linear
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A whole model; head may be the embedding `[V, hidden]` itself (tied)."""
+
+    embedding: Tensor
+    rotary: Rotary
+    layers: tuple[LayerWeights, ...]
+    norm: Norm
+    head: Linear
+
+
+def read_weights(model: PreTrainedModel) -> Weights:
+    """The weights of a model that `config.check_model` has checked."""
+    body = model.model
+    rotary = body.rotary_emb
+    return Weights(
+        embedding=body.embed_tokens.weight.detach(),
+        rotary=Rotary(rotary.inv_freq.float(), float(rotary.attention_scaling)),
+        layers=tuple(_layer(layer) for layer in body.layers),
+        norm=_norm(body.norm),
+        head=_linear(model.lm_head),
+    )
+
+
+def _layer(layer: Any) -> LayerWeights:
+    attention, mlp, parts = layer.self_attn, layer.mlp, dict(layer.self_attn.named_children())
+    return LayerWeights(
+        attention_norm=_norm(layer.input_layernorm),
+        query=_linear(attention.q_proj),
+        key=_linear(attention.k_proj),
+        value=_linear(attention.v_proj),
+        query_norm=_norm(parts["q_norm"]) if "q_norm" in parts else None,
+        key_norm=_norm(parts["k_norm"]) if "k_norm" in parts else None,
+        output=_linear(attention.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+    )
+
+
+def _linear(module: nn.Linear) -> Linear:
+    bias = module.bias
+    return Linear(module.weight.detach(), None if bias is None else bias.detach())
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach(), float(module.variance_epsilon))

@@ -1,0 +1,52 @@
+"""Tiny models that the decoder runs, with biases and norms that are not zeros and ones."""
+
+import torch
+
+from tests.adapters.tiny import LAYERS, build, prompt
+
+FULL = dict(layer_types=["full_attention"] * LAYERS, use_sliding_window=False, sliding_window=None)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama, biases, tied": (
+        "llama",
+        dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    ),
+    "llama, llama3's rotation": ("llama", dict(rope_parameters=LLAMA3)),
+    "llama, yarn": ("llama", dict(rope_parameters=YARN)),
+    "llama, slower rotation": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0)),
+    ),
+    "llama, no groups": ("llama", dict(num_key_value_heads=4)),
+    "mistral": ("mistral", dict(num_key_value_heads=1)),
+    "qwen2": ("qwen2", FULL),
+    "qwen3": ("qwen3", {**FULL, "attention_bias": True, "tie_word_embeddings": True}),
+}
+"""Name -> family of `tiny.build`, and more options."""
+
+
+def model_of(name, **options):
+    """A model whose tokens never end, unless the options say so."""
+    family, more = FAMILIES[name]
+    model = build(family, **{"eos_token_id": None, **more, **options})
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
+    return model
+
+
+def ids_of(length, seed=0):
+    """Random ids of a prompt, int64 `[N]`."""
+    return prompt(1, length + seed)["input_ids"][0, seed:]

@@ -1,0 +1,93 @@
+"""`kvindex generate --engine`: the decoder answers as transformers does, or says why not."""
+
+import pytest
+import torch
+
+from kvindex_adapters.cli import engine as engines
+from kvindex_adapters.decoder import Sampling
+from tests.adapters.decoder.families import model_of
+from tests.adapters.test_cli import Chats, generated, run, tiny, words
+from tests.adapters.tiny import build
+
+__all__ = ["tiny"]
+
+
+@pytest.mark.parametrize("index", ["exact", "none"])
+@pytest.mark.parametrize("more", [(), ("--chat",), ("--top-k", 1)])
+def test_both_engines_answer_alike(tiny, tmp_path, index, more):
+    given = ("--prompt", words(50), "--index", index, *more)
+    ours, shown = generated(tmp_path, *given, "--engine", "decoder")
+    theirs, _ = generated(tmp_path, *given, "--engine", "transformers")
+    usual, _ = generated(tmp_path, *given)
+    assert ours.pop("engine") == "decoder"
+    assert theirs.pop("engine") == usual.pop("engine") == "transformers"
+    times = dict(prefill_s=0, token_s=0)
+    assert ours | times == theirs | times == usual | times
+    assert ours["answer"] in shown.stdout
+    assert "50 tokens of the prompt in" in shown.stderr or "--chat" in more
+
+
+def test_a_seed_draws_the_same_answer(tiny, tmp_path):
+    given = ("--prompt", words(50), "--engine", "decoder", "--temperature", 5)
+    made = [generated(tmp_path, *given, "--seed", seed)[0]["answer"] for seed in (3, 3, 4)]
+    assert made[0] == made[1] != made[2]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--engine", "vllm"), "engine: got 'vllm', allowed is one of"),
+        (("--engine", "decoder", "--ask", "7 8"), "engine: got 'decoder' with --ask, allowed is"),
+        (
+            ("--engine", "decoder", "--repetition-penalty", 1.1),
+            "engine: got 'decoder', which does not do it: repetition_penalty: got 1.1, allowed",
+        ),
+        (("--engine", "decoder", "--min-p", 0.1), "min_p: got 0.1, allowed in the decoder is None"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_an_error(tiny, more, said):
+    result = run("generate", "--model", "tiny", "--prompt", words(9), *more)
+    assert said in str(result.exception)
+
+
+def test_a_model_that_the_decoder_does_not_run_is_an_error(tiny, monkeypatch):
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.load_model.load", lambda *a, **o: (build("gemma3_text"), Chats())
+    )
+    given = ("generate", "--model", "tiny", "--prompt", words(9), "--engine", "decoder")
+    assert "which does not do it: model: got Gemma3ForCausalLM" in str(run(*given).exception)
+
+
+class OnGpu:
+    """A model that says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, model):
+        self.generation_config = model.generation_config
+
+
+def test_on_a_gpu_the_decoder_is_the_default_where_it_can(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(engines.Decoder, "of", lambda *given: made.append(given) or Answers())
+    model = OnGpu(model_of("llama"))
+    chosen = engines.choose(None, model, None, [], {"do_sample": False}, 5)
+    assert chosen.name == "decoder"
+    assert chosen.generate("x") == ("x", Sampling(seed=5))
+    assert engines.choose("transformers", model, None, [], {}, 0).name == "transformers"
+    assert engines.choose(None, model, None, ["why"], {}, 0).name == "transformers"
+    assert capsys.readouterr().err == ""
+    model.generation_config.num_beams = 4  # one answer is made whatever it says
+    assert engines.choose(None, model, None, [], {}, 0).name == "decoder"
+    assert engines.choose(None, model, None, [], {"min_p": 0.1, "do_sample": True}, 0).name == (
+        "transformers"
+    )
+    assert "transformers runs the model, not the decoder" in capsys.readouterr().err
+    assert len(made) == 2
+
+
+class Answers:
+    """A decoder that gives back what it is asked."""
+
+    def generate(self, prompt, sampling):
+        return prompt, sampling

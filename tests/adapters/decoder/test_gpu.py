@@ -1,0 +1,56 @@
+"""The decoder in bfloat16, and on a CUDA device."""
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.decoder import Decoder, Sampling
+from tests.adapters.decoder.families import ids_of, model_of
+from tests.adapters.test_generation import Words
+
+FEW = dict(
+    k=20,
+    max_new_tokens=60,
+    attach_options=dict(sink=4, local_window=8, update_every=8, dense_below=0),
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_logits_in_bfloat16_are_those_of_transformers(name, device):
+    """Both are off by some hundredths of what they are in float32, by rounding alone."""
+    model, ids = model_of(name).to(device, torch.bfloat16), ids_of(70).to(device)
+    everything = dict(index="exact", **{**FEW, "k": 500})
+    with torch.no_grad():
+        expected = model(input_ids=ids[None]).logits[0, 49:].float()
+    for options in (dict(index=None), everything):
+        run = Decoder.of(model).start(ids[:50], **options)
+        made = [run.session.read_prompt(run.ids, 16, 70)]
+        made += [run.session.step(ids[place : place + 1]) for place in range(50, 70)]
+        error = (torch.cat(made).float() - expected).abs().amax()
+        assert error < 0.1 * expected.abs().amax()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", [None, "exact", "pariskv"])
+def test_tokens_are_those_of_attach(index):
+    model = model_of("qwen3").cuda()
+    theirs = kvhf.generate(model, Words(), ids_of(60), index=index, **FEW)
+    decoder = Decoder.of(model, Words())
+    ours = decoder.generate(ids_of(60), index=index, **FEW)
+    assert torch.equal(ours.answer_ids, theirs.answer_ids)
+    assert (ours.backend, ours.report) == (theirs.backend, theirs.report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_seed_gives_the_same_tokens_and_prompts_go_together(device):
+    decoder = Decoder.of(model_of("llama").to(device, torch.bfloat16), Words())
+    given = dict(sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3), **FEW)
+    prompts = [ids_of(60), ids_of(33)]
+    first, second = (
+        [answer.answer_ids.tolist() for answer in decoder.generate(prompts, **given)]
+        for _ in range(2)
+    )
+    assert first == second
