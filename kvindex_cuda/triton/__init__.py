@@ -1,0 +1,30 @@
+"""A decoder's layers as Triton kernels: one token a sequence, one to eight sequences.
+
+`reference` has the same functions in plain torch. It imports `triton`, which no other part of the
+package asks for: import this module by name where it is wanted.
+"""
+
+from kvindex_cuda.triton import reference
+from kvindex_cuda.triton.head import Peaks, argmax, head
+from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
+from kvindex_cuda.triton.products import linear_residual, norm_linear, prefetch, swiglu_linear
+from kvindex_cuda.triton.prompt import attend_prompt
+from kvindex_cuda.triton.rotate import rotate_heads
+
+__all__ = [
+    "Matrix",
+    "Norm",
+    "Peaks",
+    "Tile",
+    "argmax",
+    "attend_prompt",
+    "head",
+    "linear_residual",
+    "norm_linear",
+    "prefetch",
+    "reference",
+    "rotate_heads",
+    "stack",
+    "swiglu_linear",
+    "to_fp8",
+]

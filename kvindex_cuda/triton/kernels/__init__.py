@@ -1,0 +1,1 @@
+"""Functions that Triton compiles. Their launchers, which check arguments, are one folder up."""

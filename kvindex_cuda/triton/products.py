@@ -1,0 +1,148 @@
+"""Products of a matrix with one to eight rows of activations, and what is fused into them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import cdiv
+
+from kvindex_cuda.triton.kernels import overlap, product
+from kvindex_cuda.triton.operands import ROWS, Matrix, Norm, Tile, launch, like, of_matrix, rows_of
+
+TILE = Tile()
+
+LINES = 128
+"""That a program brings into L2 at once."""
+
+
+def norm_linear(
+    x: Tensor,
+    norm: Norm,
+    matrix: Matrix,
+    *,
+    out: Tensor | None = None,
+    tile: Tile = TILE,
+    ahead: Tensor | None = None,
+) -> Tensor:
+    """The product of RMS-normalized activations with a matrix `[N, K]`, and its bias: `[B, N]`.
+
+    x `[B, K]`, B of 1 to 8, float32, float16 or bfloat16; norm: factors `[K]` of that dtype; out:
+    where the result goes; ahead: contiguous weights that the next launch reads, brought into L2
+    (a hint without effect under the interpreter). Sums are float32, rounded once. Raises
+    ValueError for other shapes, dtypes, devices, or a device without what it takes.
+    """
+    rows_of("x", x, matrix.weight.shape[-1])
+    like("norm", norm.weight, x, x.shape[1])
+    return _multiply(x, norm, matrix, None, out, tile, ahead, gated=False)
+
+
+def linear_residual(
+    x: Tensor,
+    matrix: Matrix,
+    residual: Tensor,
+    *,
+    out: Tensor | None = None,
+    tile: Tile = TILE,
+    ahead: Tensor | None = None,
+) -> Tensor:
+    """The product of activations `[B, K]` with a matrix `[N, K]`, plus a residual `[B, N]`.
+
+    out: may be the residual. Other arguments and errors as of `norm_linear`.
+    """
+    rows_of("x", x, matrix.weight.shape[-1])
+    return _multiply(x, None, matrix, residual, out, tile, ahead, gated=False)
+
+
+def swiglu_linear(
+    gate_up: Tensor,
+    matrix: Matrix,
+    residual: Tensor,
+    *,
+    out: Tensor | None = None,
+    tile: Tile = TILE,
+    ahead: Tensor | None = None,
+) -> Tensor:
+    """The product of `silu(gate) · up` with a matrix `[N, K]`, plus a residual `[B, N]`.
+
+    gate_up `[B, 2K]`: gate, then up, as `norm_linear` of their stacked matrices gives them
+    (SwiGLU: Shazeer, 2020). out: may be the residual. Others and errors as of `norm_linear`.
+    """
+    rows_of("gate_up", gate_up, 2 * matrix.weight.shape[-1])
+    return _multiply(gate_up, None, matrix, residual, out, tile, ahead, gated=True)
+
+
+def prefetch(weight: Tensor, *, programs: int = 16) -> None:
+    """Bring a contiguous tensor into L2, for a stream beside that of the steps.
+
+    A hint: without effect under the interpreter. Raises ValueError for a tensor with gaps, or for
+    no programs.
+    """
+    if programs < 1:
+        raise ValueError(f"programs: got {programs}, allowed is at least 1")
+    named = dict(ahead=weight, AHEAD_LINES=_lines(weight), LINES=LINES)
+    launch(overlap.prefetch, (programs,), TILE, weight.device, **named)
+
+
+def _lines(ahead: Tensor | None) -> int:
+    """Lines of memory of a tensor; 0 under the interpreter, which has no L2."""
+    if ahead is None:
+        return 0
+    if not ahead.is_contiguous():
+        raise ValueError(f"ahead: got strides {ahead.stride()}, allowed is a contiguous tensor")
+    return int(cdiv(ahead.nbytes, overlap.LINE)) if ahead.is_cuda else 0
+
+
+def _multiply(
+    x: Tensor,
+    norm: Norm | None,
+    matrix: Matrix,
+    residual: Tensor | None,
+    out: Tensor | None,
+    tile: Tile,
+    ahead: Tensor | None,
+    *,
+    gated: bool,
+) -> Tensor:
+    """Check what is left to check, and launch."""
+    B, K = x.shape[0], matrix.weight.shape[1]
+    N = of_matrix(matrix, x, K)
+    if residual is not None:
+        like("residual", residual, x, B, N)
+    output = torch.empty((B, N), dtype=x.dtype, device=x.device) if out is None else out
+    like("out", output, x, B, N)
+    launch(
+        product.multiply,
+        (cdiv(N, tile.rows),),
+        tile,
+        x.device,
+        **of_product(x, norm, matrix, tile),
+        residual=residual,
+        residual_step=0 if residual is None else residual.stride(0),
+        output=output,
+        output_step=output.stride(0),
+        ahead=ahead,
+        AHEAD_LINES=_lines(ahead),
+        GATED=gated,
+    )
+    return output
+
+
+def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict[str, object]:
+    """The arguments of a kernel that takes a product, by name."""
+    N, K = matrix.weight.shape
+    return dict(
+        x=x,
+        x_step=x.stride(0),
+        norm=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        weight=matrix.weight,
+        scale=matrix.scale,
+        bias=matrix.bias,
+        B=x.shape[0],
+        N=N,
+        K=K,
+        BATCH=1 if x.shape[0] == 1 else ROWS,
+        BLOCK_N=tile.rows,
+        BLOCK_K=tile.columns,
+        STAGES=tile.stages,
+    )

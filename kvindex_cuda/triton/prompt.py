@@ -1,0 +1,104 @@
+"""Attention of a prompt's chunk over rows where they lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from kvindex_cuda.triton.kernels import attention
+from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, shaped
+
+PAGE = 256
+"""Tokens of a page, as of `kvindex_cuda.memory.BlockStore`."""
+
+TILE = Tile(rows=64, columns=64, warps=4, stages=2)
+"""Pairs of token and head that a program has, and rows that it reads at once."""
+
+
+def attend_prompt(
+    queries: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    kv_heads: int,
+    value_dim: int,
+    scale: float,
+    row_bytes: int,
+    head_bytes: int,
+    page_tokens: int = PAGE,
+    causal: bool = True,
+    tile: Tile = TILE,
+) -> tuple[Tensor, Tensor]:
+    """Attention of `T` queries per head over rows in pages: `[B, H, T, Dv]`, its lse `[B, H, T]`.
+
+    queries `[B, H, T, D]`, contiguous; table int64 `[B, S]`: addresses of pages as
+    `kvindex.storage.store.AddressedRows` has them, with plain rows of the queries' dtype (the key,
+    then the value); 0 for a page without rows. lengths int64 `[B]`: rows that each sequence has,
+    read on the device, up to `S · page_tokens`. causal: the queries are the last `T` of them, and
+    see themselves and what is before; else all rows. lse: natural logarithm of the sum of
+    exponentials, float32; a query that sees no row gives 0 and `-inf`. Raises ValueError for other
+    shapes, dtypes, sizes or devices.
+    """
+    B, H, T, D = _sizes(queries, kv_heads)
+    size, device = queries.element_size(), queries.device
+    if table.ndim != 2 or len(table) != B:
+        raise ValueError(f"table: got shape {list(table.shape)}, allowed is [{B}, S]")
+    gapless("table", table, torch.int64, device)
+    gapless("lengths", shaped("lengths", lengths, B), torch.int64, device)
+    _check_bytes("row_bytes", row_bytes, size * (D + value_dim))
+    _check_bytes("head_bytes", head_bytes, page_tokens * row_bytes)
+    for name, value in dict(rows=tile.rows, columns=tile.columns).items():
+        if value < 16:
+            raise ValueError(f"{name}: got {value}, allowed is at least 16")
+    if page_tokens % tile.columns:
+        raise ValueError(f"page_tokens: got {page_tokens}, allowed are multiples of {tile.columns}")
+    output = torch.empty((B, H, T, value_dim), dtype=queries.dtype, device=device)
+    lse = torch.empty((B, H, T), dtype=torch.float32, device=device)
+    launch(
+        attention.attend_prompt,
+        (cdiv(T * (H // kv_heads), tile.rows), B * kv_heads),
+        tile,
+        device,
+        queries=queries,
+        table=table,
+        table_step=table.stride(0),
+        lengths=lengths,
+        output=output,
+        lse=lse,
+        scale=scale,
+        T=T,
+        head_step=head_bytes // size,
+        row_step=row_bytes // size,
+        G=kv_heads,
+        GROUP=H // kv_heads,
+        D=D,
+        DV=value_dim,
+        PAGE=page_tokens,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        WIDE=max(16, next_power_of_2(D)),
+        WIDE_V=max(16, next_power_of_2(value_dim)),
+        CAUSAL=causal,
+    )
+    return output, lse
+
+
+def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
+    """`B, H, T, D` of queries. Raises ValueError."""
+    if queries.ndim != 4 or not queries.numel():
+        raise ValueError(f"queries: got shape {list(queries.shape)}, allowed is [B, H, T, D]")
+    if queries.dtype not in DTYPES:
+        raise ValueError(f"queries: got {queries.dtype}, allowed is one of {DTYPES}")
+    if not queries.is_contiguous():
+        raise ValueError(f"queries: got strides {queries.stride()}, allowed is contiguous")
+    B, H, T, D = queries.shape
+    if kv_heads < 1 or H % kv_heads:
+        raise ValueError(f"kv_heads: got {kv_heads} for {H} heads, allowed are divisors")
+    return B, H, T, D
+
+
+def _check_bytes(name: str, value: int, least: int) -> None:
+    """Raises ValueError unless a step is a multiple of 16 with room for what it steps over."""
+    if value < least or value % 16:
+        raise ValueError(f"{name}: got {value}, allowed are multiples of 16 from {least} on")

@@ -1,0 +1,109 @@
+"""The layers' kernels in plain torch: their specification, in float32 and rounded once, at the end.
+
+Arguments are those of the kernels without tiles; rows of keys and values are tensors here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvindex.ops.attention import attend_blocks
+from kvindex_cuda.triton.operands import Matrix, Norm
+
+
+def normalize(x: Tensor, norm: Norm) -> Tensor:
+    """Divide by the root of the mean square along the last dimension: float32."""
+    wide = x.float()
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return wide * factor * norm.weight.float()
+
+
+def multiply(x: Tensor, matrix: Matrix) -> Tensor:
+    """The product of float32 `[B, K]` with a matrix `[N, K]`, and its bias: float32 `[B, N]`."""
+    product = x @ matrix.weight.float().T
+    if matrix.scale is not None:
+        product = product * matrix.scale
+    return product if matrix.bias is None else product + matrix.bias.float()
+
+
+def norm_linear(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
+    """The product of normalized activations `[B, K]`: `[B, N]`."""
+    return multiply(normalize(x, norm), matrix).to(x.dtype)
+
+
+def linear_residual(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
+    """The product of activations `[B, K]`, added to a residual `[B, N]`."""
+    return (residual.float() + multiply(x.float(), matrix)).to(x.dtype)
+
+
+def swiglu_linear(gate_up: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
+    """`silu(gate) · up` of `[B, 2K]`, its product, added to a residual `[B, N]`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    product = multiply(functional.silu(gate) * up, matrix)
+    return (residual.float() + product).to(gate_up.dtype)
+
+
+def rotate_heads(
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    query_norm: Norm | None = None,
+    key_norm: Norm | None = None,
+) -> None:
+    """Write queries `[B, H, D]`, and each row's key and value at its slot `[B, G, slot]`."""
+    (H, D), (G, C), Dv = queries.shape[1:], keys.shape[1:3], values.shape[3]
+    first, last = H * D, (H + G) * D
+    query = projected[:, :first].reshape(-1, H, D)
+    key = projected[:, first:last].reshape(-1, G, D)
+    value = projected[:, last:].reshape(-1, G, Dv)
+    queries.copy_(_rotated(query, query_norm, cos, sin))
+    rotated = _rotated(key, key_norm, cos, sin).to(keys.dtype)
+    for row, slot in enumerate(slots.tolist()):
+        if 0 <= slot < C:
+            keys[row, :, slot], values[row, :, slot] = rotated[row], value[row]
+
+
+def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `[B, heads, D]`, normalized and rotated: float32."""
+    wide = heads.float() if norm is None else normalize(heads, norm)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return wide * cos[:, None].float() + turned * sin[:, None].float()
+
+
+def head(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
+    """Logits `[B, V]` of the last layer's activations `[B, K]`: `norm_linear`."""
+    return norm_linear(x, norm, matrix)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest token int64 `[B]`, the lowest id of equals."""
+    highest = logits == logits.amax(-1, keepdim=True)
+    return highest.int().argmax(-1)
+
+
+def attend_prompt(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention `[B, H, T, Dv]` and its lse float32 `[B, H, T]` over `lengths[b]` rows of each."""
+    T, R = queries.shape[2], keys.shape[2]
+    rows = torch.arange(R, device=queries.device)
+    ends = lengths[:, None].expand(-1, T)
+    if causal:
+        ends = ends - T + 1 + torch.arange(T, device=queries.device)
+    bias = torch.zeros((*ends.shape, R), device=queries.device)
+    bias = bias.masked_fill(rows >= ends[..., None], float("-inf"))[:, None]
+    return attend_blocks(queries, [(keys, values, bias)], scale=scale, return_lse=True)

@@ -1,0 +1,105 @@
+"""Triton compiles each kernel for sm_90, with and without overlap. No GPU needed."""
+
+import sys
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from kvindex_cuda.triton.kernels import attention, head, overlap, product, rotate  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="nothing is compiled there"),
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux"),
+]
+
+POINTERS = {
+    "scale": "*fp32",
+    "values": "*fp32",
+    "places": "*i32",
+    "tokens": "*i64",
+    "slots": "*i64",
+    "table": "*i64",
+    "lengths": "*i64",
+    "lse": "*fp32",
+    "cos": "*fp32",
+    "sin": "*fp32",
+}
+FLOATS = {"eps", "query_eps", "key_eps"}
+PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, STAGES=3, bias=None, scale=None)
+MULTIPLY = PRODUCT | dict(AHEAD_LINES=0, GATED=False, ahead=None)
+HEADS = dict(H=32, G=8, D=128, DV=128, HALF=64, WIDE=128)
+PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
+CASES = [
+    (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, residual=None)),
+    (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, residual=None)),
+    (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, norm=None, GATED=True)),
+    (product.multiply, "fp16", MULTIPLY | dict(BATCH=8, residual=None)),
+    (product.multiply, "fp32", MULTIPLY | dict(BATCH=8, residual=None, BLOCK_K=32)),
+    (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=1, norm=None, scale="*fp32")),
+    (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=8, norm=None, scale="*fp32")),
+    (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, norm=None, AHEAD_LINES=900, ahead="*bf16")),
+    (head.head, "bf16", PRODUCT | dict(BATCH=1)),
+    (head.head, "bf16", PRODUCT | dict(BATCH=8, logits=None)),
+    (head.argmax, "bf16", dict(BLOCK=1024)),
+    (rotate.rotate_heads, "bf16", HEADS),
+    (rotate.rotate_heads, "bf16", HEADS | dict(query_norm=None, key_norm=None)),
+    (attention.attend_prompt, "bf16", PROMPT | dict(CAUSAL=True, scale="fp32")),
+    (attention.attend_prompt, "fp16", PROMPT | dict(CAUSAL=False, scale="fp32")),
+    (overlap.prefetch, "bf16", dict(AHEAD_LINES=900, LINES=128)),
+]
+TENSORS = {
+    *("x", "norm", "weight", "bias", "residual", "output", "ahead", "logits", "projected"),
+    *("query_norm", "key_norm", "queries", "keys"),
+}
+
+
+def compiled(kernel, weights, given):
+    """PTX of a kernel; given: its constants, or types in place of the usual ones."""
+    others = "bf16" if weights == "fp8e4nv" else weights
+    types, constants = {}, {}
+    for name in kernel.arg_names:
+        value = given.get(name)
+        if name in given and not isinstance(value, str):
+            types[name], constants[name] = "constexpr", value
+        elif value is not None:
+            types[name] = value
+        elif name in TENSORS or (name == "values" and kernel is rotate.rotate_heads):
+            types[name] = f"*{weights if name == 'weight' else others}"
+        else:
+            types[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
+    source = ASTSource(kernel, types, constexprs=constants)
+    target = GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options=dict(num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize(("kernel", "weights", "given"), CASES)
+@pytest.mark.parametrize(
+    "overlapped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["overlap", "alone"]
+)
+def test_a_kernel_compiles(kernel, weights, given, overlapped, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = compiled(kernel, weights, given | dict(OVERLAP=overlapped)).asm
+    assert found["cubin"]
+    assert ("griddepcontrol.wait" in found["ptx"]) == overlapped
+    assert ("prefetch.global.L2" in found["ptx"]) == bool(given.get("AHEAD_LINES"))
+
+
+def test_products_of_several_rows_run_on_the_matrix_units(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for weights in ("bf16", "fp16"):
+        given = MULTIPLY | dict(BATCH=8, residual=None, OVERLAP=True)
+        assert "mma" in compiled(product.multiply, weights, given).asm["ptx"]
+
+
+def test_the_first_weights_are_read_before_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    given = MULTIPLY | dict(BATCH=1, residual=None, OVERLAP=True)
+    before, _, after = (
+        compiled(product.multiply, "bf16", given).asm["ptx"].partition("griddepcontrol.wait")
+    )
+    assert "ld.global" in before
+    assert "ld.global" in after

@@ -1,0 +1,28 @@
+"""The kernels' tests under Triton's interpreter, in a process of their own: it is chosen there
+where a kernel is first read.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_kernels_equal_their_twins_under_the_interpreter():
+    tests = Path(__file__).with_name("test_kernels.py")
+    asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    found = subprocess.run(
+        [*asked, "--no-header", str(tests)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
+    assert "skipped" not in found.stdout, found.stdout

@@ -1,0 +1,216 @@
+"""Each kernel against its twin: on a CPU under Triton's interpreter (`test_interpreter.py`)."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import kvindex_cuda.triton as layers  # noqa: E402
+from kvindex_cuda.triton import Matrix, Norm, Tile, reference  # noqa: E402
+from tests.cuda.triton import interpreter  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+if INTERPRETED:
+    interpreter.mend()
+ON_A_CPU = [pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs it")]
+RUNS = [pytest.param(("cpu", torch.float32, fp8), marks=ON_A_CPU) for fp8 in (False, True)]
+RUNS += [
+    pytest.param(("cuda", dtype, fp8), marks=pytest.mark.gpu)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    for fp8 in (False, True)
+]
+TILE = Tile(rows=16, columns=32)
+BOUNDS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=RUNS, ids=str)
+def run(request):
+    """Device, dtype, whether weights are FP8."""
+    torch.manual_seed(0)
+    return request.param
+
+
+def drawn(run, *shape):
+    return torch.randn(*shape, device=run[0]).to(run[1])
+
+
+def matrix_of(run, N, K, bias=True):
+    found = Matrix(drawn(run, N, K) / K**0.5, drawn(run, N) if bias else None)
+    return layers.to_fp8(found) if run[2] else found
+
+
+def poisoned(run, *shape, dtype=None):
+    return torch.full(shape, float("nan"), device=run[0], dtype=dtype or run[1])
+
+
+def norm_of(run, K):
+    return Norm(1 + drawn(run, K) / 4, 1e-5)
+
+
+def close(found, expected, dtype):
+    assert found.dtype == expected.dtype
+    bound = BOUNDS[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=bound, atol=bound)
+
+
+batches = pytest.mark.parametrize("B", [1, 3, 8])
+sizes = pytest.mark.parametrize(("N", "K"), [(45, 75), (32, 64), (7, 24)])
+
+
+@batches
+@sizes
+def test_norm_linear(run, B, N, K):
+    x, norm, matrix, out = (
+        drawn(run, B, K),
+        norm_of(run, K),
+        matrix_of(run, N, K),
+        poisoned(run, B, N),
+    )
+    assert layers.norm_linear(x, norm, matrix, out=out, tile=TILE) is out
+    close(out, reference.norm_linear(x, norm, matrix), run[1])
+
+
+@batches
+@sizes
+def test_linear_residual_in_place(run, B, N, K):
+    x, matrix, residual = drawn(run, B, K), matrix_of(run, N, K, bias=False), drawn(run, B, N)
+    expected = reference.linear_residual(x, matrix, residual)
+    layers.linear_residual(x, matrix, residual, out=residual, tile=TILE)
+    close(residual, expected, run[1])
+
+
+@batches
+@sizes
+def test_swiglu_linear(run, B, N, K):
+    x, matrix, residual = drawn(run, B, 2 * K), matrix_of(run, N, K), drawn(run, B, N)
+    out = poisoned(run, B, N)
+    layers.swiglu_linear(x, matrix, residual, out=out, tile=TILE, ahead=matrix.weight)
+    close(out, reference.swiglu_linear(x, matrix, residual), run[1])
+
+
+@batches
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("H", "G", "D", "Dv"), [(6, 2, 20, 12), (2, 2, 16, 16)])
+def test_rotate_heads(run, B, normed, H, G, D, Dv):
+    projected = drawn(run, B, (H + G) * D + G * Dv)
+    angles = torch.randn(B, D, device=run[0])
+    slots = torch.tensor([4, 0, -1, 5, 2, 1, 3, 9][:B], device=run[0])
+    norms = dict(query_norm=norm_of(run, D), key_norm=norm_of(run, D)) if normed else {}
+    found, expected = (
+        (poisoned(run, B, H, D), poisoned(run, B, G, 5, D), poisoned(run, B, 5, G, Dv))
+        for _ in range(2)
+    )
+    found, expected = ((q, k, v.transpose(1, 2)) for q, k, v in (found, expected))
+    given = projected, angles.cos(), angles.sin(), slots
+    layers.rotate_heads(*given, *found, **norms)
+    reference.rotate_heads(*given, *expected, **norms)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())  # nothing but the slots is written
+        close(one.nan_to_num(), other.nan_to_num(), run[1])
+
+
+@batches
+@pytest.mark.parametrize(("V", "K"), [(75, 45), (64, 32)])
+def test_head_and_argmax(run, B, V, K):
+    x, norm, matrix, logits = (
+        drawn(run, B, K),
+        norm_of(run, K),
+        matrix_of(run, V, K),
+        poisoned(run, B, V),
+    )
+    blocks = -(-V // TILE.rows)
+    peaks = layers.Peaks(
+        poisoned(run, B, blocks, dtype=torch.float32),
+        torch.full((B, blocks), -7, dtype=torch.int32, device=run[0]),
+    )
+    found = layers.argmax(layers.head(x, norm, matrix, logits=logits, peaks=peaks, tile=TILE))
+    close(logits, reference.head(x, norm, matrix), run[1])
+    assert torch.equal(found, reference.argmax(logits))
+    for block, part in enumerate(logits.float().split(TILE.rows, dim=1)):
+        assert torch.equal(peaks.values[:, block], part.amax(1))
+
+
+def test_equal_logits_go_to_the_lower_id(run):
+    x, matrix = drawn(run, 3, 24), matrix_of(run, 40, 24, bias=False)
+    for rows in (matrix.weight, matrix.scale):
+        if rows is not None:
+            rows[:] = rows[:1].clone()
+    found = layers.argmax(layers.head(x, norm_of(run, 24), matrix, tile=TILE))
+    assert found.tolist() == [0, 0, 0]
+
+
+def test_the_highest_of_many_blocks_is_found(run):
+    values = torch.randn(3, 2500, device=run[0])
+    places = torch.arange(2500, dtype=torch.int32, device=run[0]).expand(3, -1).contiguous()
+    assert torch.equal(layers.argmax(layers.Peaks(values, places)), values.argmax(1))
+
+
+def pages_of(keys, values, page):
+    """Pages `[B, S, G, page, D + Dv]`, NaN after the last row, and the table of their addresses."""
+    (B, G, N, _), rows = keys.shape, torch.cat((keys, values), -1)
+    S = -(-N // page)
+    pages = rows.new_full((B, S, G, page, rows.shape[3]), float("nan"))
+    for first in range(0, N, page):
+        some = rows[:, :, first : first + page]
+        pages[:, first // page, :, : some.shape[2]] = some
+    step = pages[0, 0].nbytes
+    places = pages.data_ptr() + step * torch.arange(B * S, dtype=torch.int64).view(B, S)
+    return pages, torch.nn.functional.pad(places, (0, 1)).to(keys.device)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "T", "D", "Dv", "lengths"),
+    [(1, 2, 2, 5, 16, 16, [5]), (2, 6, 2, 9, 20, 12, [70, 41]), (2, 4, 1, 3, 8, 24, [2, 33])],
+)
+def test_attend_prompt(run, causal, B, H, G, T, D, Dv, lengths):
+    queries, keys = drawn(run, B, H, T, D), drawn(run, B, G, max(lengths), D)
+    values, lengths = drawn(run, B, G, max(lengths), Dv), torch.tensor(lengths, device=run[0])
+    pages, table = pages_of(keys, values, 32)
+    found, lse = layers.attend_prompt(
+        queries,
+        table,
+        lengths,
+        kv_heads=G,
+        value_dim=Dv,
+        scale=D**-0.5,
+        row_bytes=(D + Dv) * pages.element_size(),
+        head_bytes=pages[0, 0, 0].nbytes,
+        page_tokens=32,
+        causal=causal,
+        tile=Tile(rows=16, columns=16),
+    )
+    given = queries, keys, values, lengths
+    expected, sums = reference.attend_prompt(*given, scale=D**-0.5, causal=causal)
+    close(found, expected, run[1])
+    close(lse, sums, run[1])
+
+
+def test_bad_arguments_are_refused_and_nothing_is_written(run):
+    x, norm, matrix, out = (
+        drawn(run, 3, 24),
+        norm_of(run, 24),
+        matrix_of(run, 16, 24),
+        poisoned(run, 3, 16),
+    )
+    with pytest.raises(ValueError, match=r"^x: got shape \[9, 24\], allowed is \[1 to 8, 24\]"):
+        layers.norm_linear(drawn(run, 9, 24), norm, matrix)
+    with pytest.raises(ValueError, match=r"^out: got shape"):
+        layers.norm_linear(x, norm, matrix, out=out[:, 1:])
+    with pytest.raises(ValueError, match=r"^rows: got 12, allowed is a power of two"):
+        layers.norm_linear(x, norm, matrix, out=out, tile=Tile(rows=12))
+    with pytest.raises(ValueError, match=r"^weight: got torch.float64"):
+        layers.norm_linear(x, norm, Matrix(matrix.weight.double()), out=out)
+    with pytest.raises(ValueError, match=r"^residual: got shape"):
+        layers.linear_residual(x, matrix, out[:2])
+    with pytest.raises(ValueError, match=r"^gate_up: got shape"):
+        layers.swiglu_linear(x, matrix, out)
+    assert out.isnan().all()
+
+
+def test_stacked_matrices_give_their_products_side_by_side(run):
+    x, norm = drawn(run, 2, 24), norm_of(run, 24)
+    parts = [matrix_of(run, N, 24, bias=N == 5) for N in (5, 16)]
+    found = layers.norm_linear(x, norm, layers.stack(*parts), tile=TILE)
+    apart = [reference.norm_linear(x, norm, part) for part in parts]
+    close(found, torch.cat(apart, 1), run[1])
