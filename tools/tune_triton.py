@@ -10,18 +10,18 @@ matrices, larger together than L2, in a captured graph. `rate` is the weights' b
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-import typer
 
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output, write_json
 from kvindex_cuda.triton import Matrix, Norm, Tile, norm_linear, to_fp8
 
 SHAPES = ["6144x4096", "4096x4096", "24576x4096", "4096x12288", "151936x4096"]
@@ -98,21 +98,25 @@ def timed(N: int, K: int, batch: int, fp8: bool, overlap: bool) -> list[dict[str
     return sorted(found, key=lambda row: row["us"])
 
 
-def main(
-    shape: Annotated[list[str], typer.Option(help="rows x columns of a matrix")] = SHAPES,
-    batch: int = 1,
-    fp8: bool = False,
-    overlap: bool = False,
-    output: Annotated[Path | None, typer.Option("--json")] = None,
-) -> None:
+def main() -> None:
     """Print the three fastest tiles of each shape; write all."""
-    found = [timed(*map(int, size.split("x")), batch, fp8, overlap) for size in shape]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", nargs="+", default=SHAPES, metavar="NxK")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--json", type=output())
+    args = parser.parse_args()
+    found = [
+        timed(*map(int, size.split("x")), args.batch, args.fp8, args.overlap) for size in args.shape
+    ]
     for rows in found:
         for row in rows[:3]:
             print({key: round(value, 3) for key, value in row.items()})
-    if output is not None:
-        output.write_text(json.dumps(dict(batch=batch, fp8=fp8, rows=found), indent=1))
+    if args.json is not None:
+        told = dict(batch=args.batch, fp8=args.fp8, rows=found)
+        write_json(args.json, dict(machine=describe("cuda"), **told))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()
