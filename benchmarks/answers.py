@@ -2,8 +2,9 @@
 
     python -m benchmarks.answers FOLDER --json benchmarks/results/answers_field.json
 
-FOLDER: of `kvindex compare`, or what `evaluate.compare` wrote. Names that the report knows:
-answers_field (every index, one length, one k), answers_lengths, answers_rows (several k),
+FOLDER: of `kvindex compare`, or what `evaluate.compare` wrote. `--index A,B`: of these alone, and
+of prompts that all of them answered at each k, where a run ended early. Names that the report
+knows: answers_field (every index, one length, one k), answers_lengths, answers_rows (several k),
 answers_depth; of more models answers_field_MODEL and so on, which are shown beside.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import report
-from kvindex_adapters.evaluate.compare.records import FULL
-from kvindex_adapters.evaluate.compare.summary import SCHEMA
+from kvindex_adapters.evaluate.compare.records import ANSWERS, FULL, Records
+from kvindex_adapters.evaluate.compare.settings import Settings
+from kvindex_adapters.evaluate.compare.summary import SCHEMA, summarize
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 DIGITS = 4
@@ -45,6 +48,39 @@ def reduced(summary: Row) -> Row:
     return found
 
 
+def answered_by_all(folder: Path, indexes: list[str]) -> Row:
+    """What `results.json` would hold of these indexes and full attention alone, and of prompts that
+    each of them has answered for every `k` that any has.
+
+    Raises ValueError for an index without answers.
+    """
+    lines = [
+        json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").split("\n")[:-1]
+    ]
+    answers: dict[tuple[str, int], set[Any]] = {}
+    for line in lines:
+        if line["kind"] == ANSWERS:
+            answers.setdefault((line["index"], line["k"]), set()).add(_prompt(line))
+    if missing := set(indexes) - {index for index, _ in answers}:
+        raise ValueError(f"index: got {sorted(missing)}, allowed are those with answers")
+    by_all = set.intersection(*(some for who, some in answers.items() if who[0] in indexes))
+    kept = [
+        line
+        for line in lines
+        if line.get("index", FULL) in (FULL, *indexes)
+        and (line["kind"] != ANSWERS or _prompt(line) in by_all)
+    ]
+    settings = json.loads((folder / "settings.json").read_text("utf-8"))
+    with TemporaryDirectory() as name:
+        written = Path(name) / "results.jsonl"
+        written.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+        return summarize(Settings(**settings), Records(Path(name)))
+
+
+def _prompt(line: Row) -> tuple[Any, ...]:
+    return line["task"], line["tokens"], line["seed"]
+
+
 def _of_all(row: Row) -> bool:
     return row["task"] is None
 
@@ -61,9 +97,13 @@ def main(told: list[str] | None = None) -> None:
     """Reduce a folder, write, and print what the report says of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--index", type=lambda text: text.split(","))
     parser.add_argument("--json", type=output(".json"), required=True)
     given = parser.parse_args(told)
-    result = reduced(json.loads((given.folder / "results.json").read_text()))
+    if given.index:
+        result = reduced(answered_by_all(given.folder, given.index))
+    else:
+        result = reduced(json.loads((given.folder / "results.json").read_text(encoding="utf-8")))
     write_json(given.json, result)
     print(report.TABLES["answers_field"](result))
 

@@ -3,6 +3,8 @@
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
         [--dtype …] [--device …] [--without-graphs] --json OUT
+    python -m benchmarks.generation --decoder SHAPE [--context N] [--index SPEC] [--written T]
+        [--turn T] [--hit-rate R] [--torch-products] [--device …] --json OUT
 
 What is compared is measured in turns, round after round, a few tokens of each plan at a time
 (`--turn`), so that what slows a host for a while slows them all. `layers`: L attention layers
@@ -15,6 +17,17 @@ with its own cache (`dense`) and through the index, each by a copy of the model;
 token of a turn, between its first and its last one, and seconds that all of the prompt but its last
 chunk took. `--without-graphs`, for a CPU: the `model` alone, `dense` and through the index.
 
+`--decoder`: tokens of the minimal decoder, each one CUDA graph, with random weights of a model's
+shape (`common/token.py`), every layer over N synthetic tokens: without attention (`weights`), with
+full attention over all of them in device memory (where it fits; `dense`: torch's kernel over just
+so many rows; `growing`: the decoder's own, which the device tells how many there are), and through
+the index, where attention is so sharp that `--hit-rate` of the rows wanted from the host lie in
+the cache of rows (`cached`), and where that is emptied before each token (`uncached`). Inputs are
+new each time. Milliseconds of the device (`device_ms`) and between two tokens that the host reads
+(`token_ms`), updates of the windows among them; `ratio`: to `dense`, or to `weights`; `floor_ms`:
+the weights' bytes at the rate at which a sum reads memory.
+Before that the tokens of two layers by graphs must be those by steps; else nothing is timed.
+
 Figures are medians with quartiles (`_low`, `_high`) and each round's (`_rounds`); `ratio`: of a
 plan's time to that with graphs in the same round. No turn begins before all memory that is pinned
 ahead is pinned, no round after `--seconds`; `left_out` says how many were not begun.
@@ -25,8 +38,9 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,11 +51,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+from benchmarks.common import token, workload
 from benchmarks.common.decoding import LOCAL, Decoding
 from benchmarks.common.reading import add_model, described, loaded, write
 from benchmarks.common.timing import Figures, in_turns
 from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
+from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.prefill import prefill
@@ -59,7 +75,10 @@ WARM, CHUNK = 16, 1024
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """What the command was told; exits with words where it cannot be done."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--decoder", choices=token.SHAPES, help="shape of its random weights")
+    parser.add_argument("--torch-products", action="store_true", help="of the decoder: no Triton")
+    parser.add_argument("--hit-rate", type=float, default=0.93, help="of the decoder's rows")
     parser.add_argument("--tokens", type=int, default=7000, help="of the prompt")
     parser.add_argument("--written", type=int, default=160, help="tokens that are timed")
     parser.add_argument("--turn", type=int, default=20, help="tokens until it is another's turn")
@@ -74,10 +93,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(given)
     least = dict(tokens=1, turn=2, layers=1, context=LOCAL + 256)
     least |= dict(written=found.turn, steps=found.turn)
+    least |= dict(turn=8) if found.decoder else {}
     for name, low in least.items():
         if getattr(found, name) < low:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
-    if not found.text.is_file():
+    if not found.decoder and (found.text is None or not found.text.is_file()):
         parser.error(f"text: got {found.text}, allowed is a file that exists")
     return found
 
@@ -160,7 +180,9 @@ class Writer:
 def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     """Every plan, after each round. Raises ValueError for a text that is too short."""
     model, tokenizer = loaded(given, dtype=getattr(torch, given.dtype))
-    ids = torch.tensor(tokenizer(given.text.read_text())["input_ids"])[: given.tokens]
+    ids = torch.tensor(tokenizer(given.text.read_text(encoding="utf-8"))["input_ids"])[
+        : given.tokens
+    ]
     if len(ids) < given.tokens:
         raise ValueError(f"text: got {len(ids)} tokens, allowed are at least {given.tokens}")
     about: dict[str, Any] = {"tokens": given.tokens, "turn": given.turn}
@@ -177,19 +199,99 @@ def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, 
             yield about | found | {"written": given.turn * found["rounds"], "same_text": same}
 
 
+def measured_decoder(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
+    """The decoder's tokens, after each round."""
+    shape, device = token.SHAPES[given.decoder], given.device
+    g = shape.geometry(getattr(torch, given.dtype), device)
+    token.check(shape, g, given.index, fused=not given.torch_products)
+    rate = token.read_rate(g.device)
+    weights = token.weights_of(shape, g)
+    read = token.bytes_read(weights)
+    about = dict(shape=shape._asdict(), context=given.context, k=token.K, sink=token.SINK)
+    about |= dict(window=token.LOCAL, update_every=token.UPDATE, weights_bytes=read)
+    about |= dict(products="torch" if given.torch_products else "triton")
+    about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
+    plan = partial(token.Plan, shape, g, weights, fused=not given.torch_products)
+    layers = token.indexed(g, given.index, given.context, shape.layers, 4 * given.written)
+    through = plan(layers)
+    through.turn(token.WARM)
+    about["sharpness"] = token.sharpen_for(weights, through, given.hit_rate)
+    hits, caches = token.Hits(), token.caches()
+
+    def emptied() -> None:
+        for cache in caches:
+            cache.forget()
+
+    def turn(name: str, before: Callable[[], None] | None) -> Figures:
+        through.turn(token.WARM)
+        hits.rate()
+        found = through.turn(given.turn, before)
+        about["hit_rates"][name].append(hits.rate())
+        written[name] += found["token_ms"]
+        return found
+
+    befores = {"cached": None, "uncached": emptied}
+    about["hit_rates"] = {name: [] for name in befores}
+    written: dict[str, list[float]] = {name: [] for name in befores}
+    turns: dict[str, Any] = {name: partial(turn, name, before) for name, before in befores.items()}
+    turns["weights"] = partial(plan([token.Nothing()] * shape.layers).turn, given.turn)
+    if token.fits(g, given.context, shape.layers):
+        dense = [token.Everything(g, given.context) for _ in range(shape.layers)]
+        turns["dense"] = partial(plan(dense).turn, given.turn)
+    if token.fits(g, given.context, shape.layers):
+        growing = token.dense(shape, g, given.context, 4 * given.written)
+        turns["growing"] = partial(plan(growing).turn, given.turn)
+    for warm in turns.values():
+        warm()
+    workload.free()
+    for name in befores:
+        about["hit_rates"][name], written[name] = [], []
+    over = "dense" if "dense" in turns else "weights"
+    for found in in_turns(turns, given.written // given.turn, end, over):
+        worst = {name: max(ms) / statistics.median(ms) for name, ms in written.items() if ms}
+        yield about | found | {"over": over, "worst_over_median": worst}
+
+
+def shown(found: dict[str, Any]) -> Iterator[str]:
+    """What was measured of the decoder, a line for each plan."""
+    if not found["rounds"]:
+        return
+    floor, rates = found["floor_ms"], found["hit_rates"]
+    yield f"floor {floor:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"
+    for plan in ("weights", "dense", "growing", "cached", "uncached"):
+        if plan not in found:
+            continue
+        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
+        line = f"{plan:8} {ms:6.2f} ms ({low:.2f} to {high:.2f}), {ms / floor:.2f} of the floor"
+        line += f", host {found[plan]['token_ms']:.2f} ms"
+        if plan in found["ratio"]:
+            line += f", {found['ratio'][plan]['device_ms']:.3f} of {found['over']}"
+        if plan in rates:
+            line += f", hits {statistics.median(rates[plan]):.2f}"
+            line += f", worst {found['worst_over_median'][plan]:.2f} of the median"
+        yield line
+
+
 def main() -> None:
     """Check, measure, print and write, after each round what there is."""
     given = arguments()
     end = time.monotonic() + given.seconds
-    result: dict[str, Any] = {"index": given.index, "dtype": given.dtype, **described(given)}
+    result: dict[str, Any] = {"index": given.index, "dtype": given.dtype}
+    if given.decoder:
+        result |= {"model": given.decoder, "machine": describe(given.device)}
+    else:
+        result |= described(given)
     parts = {"layers": measured_layers, "model_run": measured_model}
     if given.without_graphs:
         del parts["layers"]
+    if given.decoder:
+        parts = {"decoder": measured_decoder}
     with torch.no_grad():
         for part, measured in parts.items():
             for result[part] in measured(given, end):
                 write(result, given.json)
-            print({part: result[part]}, flush=True)
+            lines = [*shown(result[part])] if part == "decoder" else [{part: result[part]}]
+            print(*lines, sep="\n", flush=True)
             gc.collect()  # its memory is unpinned now, not in what comes next
 
 

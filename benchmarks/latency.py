@@ -1,7 +1,7 @@
 """Latency of a decoding step of one layer on a GPU or a CPU, beside dense attention.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
-        [--layers L] [--replays R] [--seconds S] [--no-dense] [--json OUT]
+        [--on-device SHARE] [--layers L] [--replays R] [--seconds S] [--no-dense] [--json OUT]
     python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--beside SPEC …]
         [--layers L] [--replays R] [--json OUT]
 
@@ -11,8 +11,10 @@ of a CUDA graph that holds the public call, `index.attend`, of L layers one afte
 where memory is short), divided by L, by CUDA events, after the L2 cache was filled with something
 else and with other queries in each replay. Rows lie on the host and none is in the cache
 (`step_host`), on the host and as many in the cache as --hit-rate says (`step_cached`), or on the
-device (`step_device`). Rivals are attention over all keys and values (SDPA, the faster of two
-ways), and exact scores with topk.
+device (`step_device`); with --on-device that share of them is there and the others are on the host
+(`step_split`, with a cache `step_split_cached`). Rows that the cache has room for, and how many it
+had, are told beside each time (`caches`). Rivals are attention over all keys and values (SDPA, the
+faster of two ways), and exact scores with topk.
 
 On a CPU (`benchmarks/common/cpu_steps.py`): H = 9, G = 3, D = 64, float32, k = 100; a step of
 `AttentionLayer` around this index and others (`--beside`), and SDPA, in turns, one layer after
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +40,7 @@ from benchmarks.common.correctness import check
 from benchmarks.common.timing import GraphTimer, Timed, spread
 from benchmarks.common.workload import Layers
 from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Placement
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
@@ -51,6 +55,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     add_index(parser)
+    parser.add_argument("--on-device", type=float, help="a share of rows, the others on the host")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--beside", nargs="*", help="other indexes, in turns with this one")
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
@@ -63,6 +68,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     found.layers = found.layers or (4 if on_cpu else 16)
     least = 1024 if on_cpu else 4096
     refuse(parser, found, tokens=least, batch=1, layers=1, replays=10)
+    if found.on_device is not None and not 0 < found.on_device < 1:
+        parser.error(f"on-device: got {found.on_device}, allowed is more than 0 and less than 1")
     return found
 
 
@@ -99,26 +106,43 @@ def steps(
     timed: Timed,
     *,
     hit_rate: float,
+    on_device: float | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
     """Microseconds of a layer's step, with rows here and there.
 
-    sizes: more for `Layers`. Raises SystemExit where both places do not give the same.
+    sizes: more for `Layers`. Raises SystemExit where all places do not give the same.
     """
-    found: dict[str, Any] = {"layers": layers}
+    found: dict[str, Any] = {"layers": layers, "hit_rate": hit_rate, "caches": {}}
     answers = {}
-    for place in ("host", "device"):
+    places: dict[str, str | float] = {"host": "host", "device": "device"}
+    if on_device is not None:
+        places["split"] = on_device
+    for name, place in places.items():
         work = Layers(g, spec, place, tokens=tokens, batch=batch, layers=layers, **sizes)
-        answers[place] = work.answers()
-        found[f"step_{place}"] = timed(work.run, layers, work.ask)
-        if place == "host":
-            work.fill()
-            found["step_cached"] = timed(work.run, layers, partial(work.ask, hit_rate=hit_rate))
-            found["hit_rate"] = hit_rate
-        del work
+        answers[name] = work.answers()
+        plans: dict[str, Any] = {f"step_{name}": work.ask}
+        if name != "device":
+            cached = "step_cached" if name == "host" else f"step_{name}_cached"
+            plans[cached] = partial(work.ask, hit_rate=hit_rate)
+        for plan, ask in plans.items():
+            if ask is not work.ask:
+                work.fill()
+            before = work.placement()
+            found[plan] = timed(work.run, layers, ask)
+            found["caches"][plan] = cache_use(before, work.placement())
+        del work, plans, ask
         workload.free()
     agree(answers)
     return found
+
+
+def cache_use(before: Placement, after: Placement) -> dict[str, Any]:
+    """Where rows are, and what the caches had of them between two looks."""
+    used = replace(
+        after, looked_up=after.looked_up - before.looked_up, found=after.found - before.found
+    )
+    return asdict(used) | {"hit_rate": used.hit_rate}
 
 
 def beside(
@@ -156,9 +180,11 @@ def beside(
 
 
 def agree(answers: dict[str, Tensor]) -> None:
-    """Raises SystemExit if outputs over rows on the host and on the device differ."""
-    if not torch.allclose(answers["host"].float(), answers["device"].float(), rtol=2e-2, atol=1e-2):
-        raise SystemExit("the step is wrong: rows on the host and on the device differ")
+    """Raises SystemExit if outputs over rows on the host and elsewhere differ."""
+    want = answers["host"].float()
+    for place, answer in answers.items():
+        if not torch.allclose(want, answer.float(), rtol=2e-2, atol=1e-2):
+            raise SystemExit(f"the step is wrong: rows on the host and on the {place} differ")
 
 
 def rivals(
@@ -222,7 +248,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             point |= rivals(g, tokens, batch, layers, timed)
             workload.free()
         sizes = tokens, batch, layers
-        point |= steps(g, given.index, *sizes, timed, hit_rate=given.hit_rate)
+        places = dict(hit_rate=given.hit_rate, on_device=given.on_device)
+        point |= steps(g, given.index, *sizes, timed, **places)
         if given.beside:
             workload.free()
             specs = [given.index, *given.beside]

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import along, answers, cpu, field, gpu, quality
+from benchmarks.reporting import along, answers, cpu, field, gpu, quality, tokens
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 SOURCES = {
     "summary": "decode_step",
+    "answers_summary": "answers_lengths",
     "decode_presets": "decode_step_fast",
     "append_layers": "append",
     "cpu_summary": "cpu_steps",
@@ -42,6 +43,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "answers_lengths": answers.lengths,
     "answers_rows": answers.rows,
     "answers_depth": answers.depth,
+    "answers_summary": answers.summary,
     "answers_along": along.along,
     "summary": gpu.summary,
     "decode_step": gpu.decode_step,
@@ -50,6 +52,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "decode_presets": gpu.presets,
     "append_layers": gpu.append_layers,
     "generate_speed": gpu.generate_speed,
+    "decoder_tokens": tokens.decoder_tokens,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,
     "cpu_steps": cpu.steps,
@@ -62,7 +65,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
 def pages() -> list[Path]:
     """Those with tables."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [path for path in found if "<!-- " in path.read_text()]
+    return [path for path in found if "<!-- " in path.read_text(encoding="utf-8")]
 
 
 def rewritten(page: str) -> str:
@@ -78,8 +81,8 @@ def rewritten(page: str) -> str:
 
 def stale() -> dict[Path, str]:
     """Pages that are not what the results say, and what they should be."""
-    found = {path: rewritten(path.read_text()) for path in pages()}
-    return {path: new for path, new in found.items() if new != path.read_text()}
+    found = {path: rewritten(path.read_text(encoding="utf-8")) for path in pages()}
+    return {path: new for path, new in found.items() if new != path.read_text(encoding="utf-8")}
 
 
 def main(told: list[str] | None = None) -> int:

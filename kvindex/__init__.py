@@ -5,6 +5,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes, Hits, KVIndex, Rows
 from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.registry import create, get, names
+from kvindex.saving.load import load
 
 __version__ = "0.1.0"
 
@@ -18,5 +19,6 @@ __all__ = [
     "Rows",
     "create",
     "get",
+    "load",
     "names",
 ]

@@ -11,6 +11,7 @@ import inspect
 import pkgutil
 import warnings
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any
 
 from kvindex import indexes, wrappers
@@ -18,6 +19,7 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.config import parse_spec, unknown
 from kvindex.core.protocol import KVIndex
+from kvindex.storage.recipe import class_name
 from kvindex.wrappers.base import Wrapper
 
 GROUP = "kvindex.indexes"
@@ -61,7 +63,7 @@ def get(name: str) -> type[BaseIndex]:
     ImportError for one whose package cannot be imported or has no such class.
     """
     if check.text("index", name) in _in_folder():
-        found: type[BaseIndex] = _only(f"{indexes.__name__}.{name.replace('-', '_')}", BaseIndex)
+        found: type[BaseIndex] = _only(_module_of(indexes, name), BaseIndex)
         return found
     known, left_out = installed(), refused()
     if name in left_out:
@@ -88,12 +90,33 @@ def create(index: str, **options: Any) -> KVIndex:
     return made
 
 
+def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
+    """The index or wrapper that is the class `module:Class` (`storage.recipe.class_name`).
+
+    Only those that have a name here, so that a file makes nothing be imported that was not chosen.
+    Raises ValueError for any other.
+    """
+    module = source.partition(":")[0]
+    folder = [name for name in _in_folder() if module == _module_of(indexes, name)]
+    for name in folder or installed():
+        if class_name(get(name)) == source:
+            return get(name)
+    for name in wrapper_options():
+        if class_name(wrapper := _only(_module_of(wrappers, name), Wrapper)) == source:
+            found: type[Wrapper] = wrapper
+            return found
+    raise ValueError(
+        f"index: got the class {source!r}, allowed is one that has a name (kvindex.names()); of "
+        "another, load into an empty one: kvindex.load(folder, into=…)"
+    )
+
+
 def wrapper_options() -> dict[str, dict[str, Any]]:
     """The wrappers that may follow an index after a plus: name -> option -> default."""
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__)):
         if name != "base":
-            options = inspect.signature(_only(f"{wrappers.__name__}.{name}", Wrapper)).parameters
+            options = inspect.signature(_only(_module_of(wrappers, name), Wrapper)).parameters
             found[name] = {o: p.default for o, p in options.items() if o != "inner"}
     return found
 
@@ -102,12 +125,16 @@ def _wrapped(inner: KVIndex, name: str, given: dict[str, Any]) -> KVIndex:
     known = wrapper_options()
     if name not in known:
         raise ValueError(unknown("wrapper", name, known))
-    wrapper, allowed = _only(f"{wrappers.__name__}.{name}", Wrapper), known[name]
+    wrapper, allowed = _only(_module_of(wrappers, name), Wrapper), known[name]
     for option in given:
         if option not in allowed:
             raise ValueError(unknown("option", option, allowed))
     made: KVIndex = wrapper(inner, **given)
     return made
+
+
+def _module_of(folder: ModuleType, name: str) -> str:
+    return f"{folder.__name__}.{name.replace('-', '_')}"
 
 
 def _in_folder() -> list[str]:

@@ -14,9 +14,10 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
 from kvindex.ops import group, units
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.block_store import BlockStore
-from kvindex_cuda.memory.slab_pool import DeviceAllocator
+from kvindex_cuda.memory.device_budget import DeviceBudget
+from kvindex_cuda.memory.slab_cache import pinned
+from kvindex_cuda.memory.slab_pool import DeviceAllocator, Tier
 from kvindex_cuda.ops import (
     attention,
     coarse,
@@ -56,15 +57,21 @@ def ready(device: torch.device) -> None:
         launch.checked(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def store(geometry: Geometry, place: str, row_codec: str = "plain") -> BlockStore:
-    """Where rows live: in blocks that kernels read, pinned on a GPU's host or on the device.
+def store(
+    geometry: Geometry, place: str, row_codec: str = "plain", device_share: float | None = None
+) -> BlockStore:
+    """Where rows live, in blocks that kernels read: "host" (pinned), "device", or "auto".
 
-    row_codec: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
+    "auto": on the device as long as there is room, then on its host; a CPU has one place.
+    row_codec: "plain", "int8" or "fp8" (`kvindex.storage.codecs`); device_share: as of
+    `memory.device_budget.DeviceBudget`.
     """
     device = geometry.device
-    pinned = place == "host" and device.type == "cuda"
-    allocator = PinnedAllocator(device) if pinned else DeviceAllocator(device)
-    return BlockStore(geometry, allocator, row_codec=row_codec)
+    near = DeviceAllocator(device)
+    if place == "device" or device.type != "cuda":
+        return BlockStore(geometry, near, row_codec=row_codec)
+    preferred = Tier(near, DeviceBudget(device, device_share)) if place == "auto" else None
+    return BlockStore(geometry, pinned(device), row_codec=row_codec, preferred=preferred)
 
 
 def accelerate(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import answers, append, generation, latency, quality, report
-from benchmarks.common import correctness, decoding, reading, workload
+from benchmarks.common import correctness, decoding, reading, token, workload
 from benchmarks.comparing import fidelity, field
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
@@ -22,11 +22,14 @@ from benchmarks.reporting import answers as reporting
 from benchmarks.reporting import parts
 from kvindex.core.geometry import Geometry
 from kvindex.indexes.exact import Exact
+from kvindex.indexes.pariskv import ParisKV
+from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FULL, Key, Records
 from kvindex_adapters.evaluate.compare.summary import summarize
 from kvindex_adapters.evaluate.output_files import write_json
 from tests.adapters.tiny import build
 from tests.cuda import emulator
+from tests.cuda.graphs import WholeGraph, kept
 
 ROOT = Path(__file__).parents[1]
 MACHINE = dict(cores=1, processor="p", torch="2", transformers="5", threads=1)
@@ -142,6 +145,7 @@ def answered(tmp_path, monkeypatch):
         score = {"scores": [right], "depth": 0.25}
         records.add(Key(ANSWERS, 4096, index, k, "deep", 0), score)
     records.add(Key(ANSWERS, 2048, "short", 100, "a", 0), {"scores": [1.0]})
+    of_report.SETTINGS.claim(tmp_path)
     write_json(tmp_path / "results.json", summarize(of_report.SETTINGS, records))
     monkeypatch.setattr(parts, "RESULTS", tmp_path)
     return ran(answers.main, [tmp_path, "--json", tmp_path / "out.json"], monkeypatch)
@@ -172,6 +176,22 @@ def test_figures_of_answers_are_those_of_the_comparison(answered, tmp_path):
     assert len(json.dumps(answered)) < len(json.dumps(whole))
     with pytest.raises(ValueError, match=r"schema: got None, allowed is 'kvindex\.compare/1'"):
         answers.reduced({})
+
+
+def test_a_run_that_ended_early_is_told_of_the_prompts_that_all_have_answered(answered, tmp_path):
+    found = answers.answered_by_all(tmp_path, ["pariskv", "quest"])
+    assert {row["index"] for row in found["accuracy"]} == {FULL, "pariskv", "quest"}
+    counts = {row["count"] for row in found["accuracy"] if row["task"] is row["tokens"] is None}
+    assert len(counts) == 1
+    assert "deep" not in found["tasks"]  # which nobody has answered at each k
+    with pytest.raises(
+        ValueError, match=r"index: got \['nobody'\], allowed are those with answers"
+    ):
+        answers.answered_by_all(tmp_path, ["pariskv", "nobody"])
+    assert "| prompts |" in report.TABLES["answers_field"](answered)
+    settings = {name: value for name, value in found.items() if name != "machines"}
+    even = {**settings, "machine": MACHINE}
+    assert "| prompts |" not in report.TABLES["answers_field"](even)
 
 
 def test_results_of_other_models_stand_beside(answered, tmp_path):
@@ -217,11 +237,21 @@ def test_a_wrong_step_is_not_timed(method, message, small, monkeypatch):
 
 @emulated
 def test_a_point_of_latency_is_measured(small):
-    point = latency.steps(SMALL, "pariskv", 300, 1, 1, timed, hit_rate=0.5, **SIZES)
+    point = latency.steps(SMALL, "pariskv", 600, 1, 1, timed, hit_rate=0.5, on_device=0.7, **SIZES)
+    use = point["caches"]["step_split_cached"]
+    assert (use["device"] + use["host"], use["row_codec"]) == (2 * 600, "plain")
     point |= latency.rivals(SMALL, 600, 2, 2, timed, k=20)
     result = dict(points=[dict(tokens=600, batch=2, **point)], machine=MACHINE, index="pariskv")
     page = report.TABLES["decode_step_h100"]({**result, "shape": {"k": 20}})
-    assert "| 600 | 2 | 10 | 10 | 10 (1.00) | 10 (1.00) | 10 (1.00) |" in page
+    assert (
+        "| 600 | 2 | 10 | 10 | 10 (1.00) | 10 (1.00) | 10 (1.00) | 10 (1.00) | 10 (1.00) |" in page
+    )
+    assert "Caches" not in page  # a CPU has none
+    for plan, share in (("cached", 0.9), ("split_cached", 0.87)):
+        result["points"][0]["caches"][f"step_{plan}"] |= dict(cache_rows=4096, hit_rate=share)
+    page = report.TABLES["decode_step_h100"]({**result, "shape": {"k": 20}})
+    assert "Caches have room for 4,096 rows per KV head, kept as `plain`." in page
+    assert "rows on the host: 90.0%. Found of the host's rows, rows in both places: 87.0%." in page
     json.dumps(result)
     with pytest.raises(SystemExit, match="on the host and on the device differ"):
         latency.agree({"host": torch.zeros(3), "device": torch.ones(3)})
@@ -282,6 +312,32 @@ def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
     wrong = property(lambda self: lambda: [out + torch.rand(1) for out in step(self)])
     monkeypatch.setattr(decoding.Decoding, "step", wrong)
     with pytest.raises(SystemExit, match="step 0 is not the same"):
+        generation.main()
+
+
+def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(ParisKV, "_defers", True)  # as on a GPU, whose host must not ask
+    monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
+    monkeypatch.setattr(token, "default_placement", lambda *_: {"backend": "cuda"})
+    monkeypatch.setattr(token, "sharpen_for", partial(token.sharpen_for, count=1))
+    shape = token.Shape(1, 64, 96, 2, 1, 64, 101, normed=True)
+    for name, value in dict(SHAPES={"tiny": shape}, WARM=3, SINK=4, LOCAL=16, UPDATE=8).items():
+        monkeypatch.setattr(token, name, value)
+    given = ["--decoder", "tiny", "--context", 520, "--written", 16, "--turn", 8]
+    given += ["--dtype", "float32", "--json", tmp_path / "out.json"]
+    with kept(WholeGraph) as graphs:
+        result = ran(generation.main, given, monkeypatch)
+    found = result["decoder"]
+    monkeypatch.setattr("benchmarks.reporting.tokens.stored_beside", lambda name, one: [one])
+    page = report.TABLES["decoder_tokens"](result)
+    assert f"| tiny, 520 | no attention | {found['weights']['device_ms']:.2f} (" in page
+    assert graphs.replays > 60
+    assert (found["rounds"], found["over"]) == (2, "dense")
+    assert found["ratio"].keys() == {"weights", "growing", "cached", "uncached"}
+    assert len([*generation.shown(found)]) == 6
+    choose = Sampler.choose
+    monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, torch.rand(1, 101)))
+    with kept(WholeGraph), pytest.raises(SystemExit, match="tokens by graphs are"):
         generation.main()
 
 

@@ -20,7 +20,7 @@ PAGES = [
     *sorted((ROOT / "benchmarks").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-WORDS, FIGURES = 700, 25
+WORDS, FIGURES = 700, 28
 """README's limits; figures in code are not counted, those in what it prints are."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

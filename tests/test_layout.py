@@ -24,7 +24,7 @@ CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
 ROOMS = {
     "kvindex": (
         *("core", "storage", "ops", "bases", "layer", "pariskv", "indexes"),
-        *("cpu", "wrappers", "registry", "__init__", "testing"),
+        *("cpu", "wrappers", "registry", "saving", "__init__", "testing"),
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
     "adapters/kvindex_adapters": ("__init__", "hf", "decoder", "vllm", "evaluate", "cli"),
@@ -132,7 +132,7 @@ def test_a_package_shows_folders_and_little_else(package):
 
 
 def test_the_package_exports_what_callers_need():
-    named = "AttentionLayer BaseIndex Codes Geometry Hits KVIndex Rows create get names"
+    named = "AttentionLayer BaseIndex Codes Geometry Hits KVIndex Rows create get load names"
     assert set(kvindex.__all__) == set(named.split())
     assert all(hasattr(kvindex, name) for name in kvindex.__all__)
 
@@ -336,3 +336,15 @@ def test_a_capability_is_asked_for_and_not_looked_up():
         "attend",
         "by",
     ]
+
+
+def test_files_are_read_and_written_in_utf_8_whatever_the_machine_says():
+    """Kernels' comments have letters that a machine without a locale cannot decode."""
+    folders = ("kvindex", "kvindex_cuda", "adapters", "benchmarks", "tools")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            told = len(node.args) + any(word.arg == "encoding" for word in node.keywords)
+            least = {"read_text": 1, "write_text": 2}.get(node.func.attr, 0)
+            assert told >= least, f"{path}:{node.lineno}"

@@ -58,7 +58,7 @@ class Tree:
         self._log, self._asked = log, ""
         paths = f"{self.folder}{os.pathsep}{self.folder / 'adapters'}"
         flags = "-P", "-u", "-X", "faulthandler"  # -P: not the worker's own folder
-        with log.open("w") as words:
+        with log.open("w", encoding="utf-8") as words:
             self.process = subprocess.Popen(
                 [sys.executable, *flags, str(worker)],
                 cwd=self.folder,
@@ -98,7 +98,7 @@ class Tree:
         """Ask no more, and say why."""
         self.process.kill()
         self.failed = f"{self._asked}: {why}"
-        last = self._log.read_text(errors="replace").splitlines()[-12:]
+        last = self._log.read_text("utf-8", "replace").splitlines()[-12:]
         print("\n    ".join([f"{self.name} failed: {self.failed}", *last]), flush=True)
 
     def end(self) -> None:

@@ -198,7 +198,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(FAMILIES), metavar="NAME")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
-    stored = json.loads(RESULTS.read_text())["families"] if RESULTS.exists() else {}
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))["families"] if RESULTS.exists() else {}
     start, found = time.perf_counter(), {}
     for family in options.only or FAMILIES:
         found[family] = ask(family)
@@ -210,8 +210,11 @@ def main() -> int:
     if not options.check and not wrong:
         kept = {name: stored[name] for name in stored if options.only and name in FAMILIES}
         families, machine = dict(sorted({**kept, **found}.items())), describe()
-        RESULTS.write_text(json.dumps({"machine": machine, "families": families}, indent=1) + "\n")
-        PAGE.write_text(page(families, machine))
+        RESULTS.write_text(
+            json.dumps({"machine": machine, "families": families}, indent=1) + "\n",
+            encoding="utf-8",
+        )
+        PAGE.write_text(page(families, machine), encoding="utf-8")
     return bool(wrong)
 
 

@@ -16,7 +16,9 @@ LAYERS = 4
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 SPREAD = ("initializer_range", "init_std", "initializer_std")
 
-STORED: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+STORED: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 SMALL = {name: int(size) for size, names in STORED["sizes"].items() for name in names.split()}
 """What an option of a configuration becomes, where the family has it."""
 

@@ -142,7 +142,7 @@ def profiled(name: str, given: argparse.Namespace, ncu: str) -> list[dict[str, A
         command += ["--metrics", ",".join(COUNTERS.values()), *inner, "--keys", str(given.keys)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
-        said = log.read_text() if log.exists() else ""
+        said = log.read_text(encoding="utf-8") if log.exists() else ""
     if done.returncode:
         raise ValueError(f"ncu: got status {done.returncode}: {(done.stderr or said)[-300:]}")
     return parsed(said)

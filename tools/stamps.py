@@ -167,7 +167,9 @@ class Stamped:
         folder = Path(self._folder.name) / "kernels"
         shutil.copytree(self._sources, folder)
         for file, text in self._texts.items():
-            (folder / file).write_text(PROLOGUE.format(blocks=BLOCKS, file=file) + text)
+            (folder / file).write_text(
+                PROLOGUE.format(blocks=BLOCKS, file=file) + text, encoding="utf-8"
+            )
         launching.SOURCES = folder
         for kind, loader in self._loaders.items():
             launching.LOADERS[kind] = partial(self._load, loader)

@@ -112,7 +112,7 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what anything prints goes to the log
     with torch.no_grad():
         serve(sys.stdin, answers)

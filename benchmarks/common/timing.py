@@ -80,13 +80,13 @@ def settled() -> float:
 
 
 def in_turns(
-    turns: Mapping[str, Callable[[], Figures]], rounds: int, end: float
+    turns: Mapping[str, Callable[[], Figures]], rounds: int, end: float, over: str = "graphs"
 ) -> Iterator[dict[str, Any]]:
     """Every plan's turn in each round, another one first: what slows a host slows them all.
 
-    turns: what a turn measures, by plan, `graphs` among them, which the others are compared with;
-    end: of `time.monotonic`, after which no round is begun. Gives, after each round, `rounds` and
-    those `left_out`, seconds waited for memory (`settled_s`), by plan its figures (`spread`) with
+    turns: what a turn measures, by plan; over: the one that the others are compared with; end: of
+    `time.monotonic`, after which no round is begun. Gives, after each round, `rounds` and those
+    `left_out`, seconds waited for memory (`settled_s`), by plan its figures (`spread`) with
     their medians in each round, and the `ratio` of plans' figures.
     """
     taken: dict[str, list[Figures]] = {plan: [] for plan in turns}
@@ -105,7 +105,7 @@ def in_turns(
             for name in figures[0]:
                 found[plan] |= spread(name, [value for one in figures for value in one[name]])
                 found[plan][f"{name}_rounds"] = [statistics.median(one[name]) for one in figures]
-        yield found | {"ratio": _ratios({plan: found[plan] for plan in turns})}
+        yield found | {"ratio": _ratios({plan: found[plan] for plan in turns}, over)}
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
@@ -115,13 +115,13 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
     return {name: middle, f"{name}_low": low, f"{name}_high": high}
 
 
-def _ratios(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each plan's medians of a round to those with graphs, over rounds."""
+def _ratios(found: dict[str, dict[str, Any]], over: str) -> dict[str, dict[str, float]]:
+    """Of each plan's medians of a round to those of `over`, over rounds."""
     ratios: dict[str, dict[str, float]] = {}
-    for plan in [plan for plan in found if plan != "graphs"]:
+    for plan in [plan for plan in found if plan != over]:
         ratios[plan] = {}
         for name in [name for name in found[plan] if name.endswith("_rounds")]:
-            pairs = zip(found[plan][name], found["graphs"][name], strict=True)
+            pairs = zip(found[plan][name], found[over][name], strict=True)
             ratio = [mine / theirs for mine, theirs in pairs]
             ratios[plan] |= spread(name.removesuffix("_rounds"), ratio)
     return ratios

@@ -9,6 +9,8 @@ import gc
 import math
 import os
 from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -17,9 +19,23 @@ from torch import Tensor
 import kvindex
 from benchmarks.common.timing import settled
 from kvindex.core.capability import required
+from kvindex.core.config import parse_spec
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attended, Attends, DecodesStep, KVIndex, WarmsUp
+from kvindex.core.protocol import (
+    Attended,
+    Attends,
+    DecodesStep,
+    KVIndex,
+    Placement,
+    PlacesRows,
+    WarmsUp,
+)
 from kvindex.core.resident import ResidentRows
+from kvindex_cuda.memory.block_store import BlockStore
+from kvindex_cuda.memory.budget import Budget, shared_budget
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.memory.slab_cache import pinned, release_pinned
+from kvindex_cuda.memory.slab_pool import DeviceAllocator, Tier
 
 H, G, D, K = 32, 8, 128, 100
 WINDOW = 64 + 256
@@ -85,6 +101,21 @@ def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
     return kvindex.create(spec, **{**g.options(), "backend": "cuda", **options})
 
 
+def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -> BlockStore:
+    """An empty store for an index, with the first `share` of so many tokens' rows on the device.
+
+    What `store="auto"` is where the device has just so much room; the others are on the host.
+    """
+    device, near = g.device, DeviceAllocator(g.device)
+    row_codec = parse_spec(spec.partition("+")[0])[1].get("row_codec", "plain")
+    options: dict[str, Any] = dict(row_codec=row_codec)
+    size, blocks = BlockStore(g, near, **options).block_bytes, batch * -(-tokens // BLOCK)
+    options |= dict(slab_bytes=size * max(1, blocks // 32), budget=shared_budget())
+    preferred = Tier(near, Budget(int(share * blocks) * size))
+    far = pinned(device) if device.type == "cuda" else near
+    return BlockStore(g, far, preferred=preferred, **options)
+
+
 def measurable(spec: str) -> str:
     """The spec of an index, for argparse's `type=`. Raises ValueError unless kernels serve it."""
     index = kvindex.create(spec, **geometry("cpu").options())
@@ -96,15 +127,16 @@ def measurable(spec: str) -> str:
 class Layers:
     """Indexes of L layers that hold `tokens` tokens each, and a step of all of them.
 
-    place: of rows, `host` or `device`. Queries `[L, B, H, D]` are of one of `SETS` sets; with a
-    hit rate each KV head's are fresh ones as often as rows shall not lie in the cache.
+    place: of rows, `host` or `device`, or the share of them on the device. Queries `[L, B, H, D]`
+    are of one of `SETS` sets; with a hit rate each KV head's are fresh ones as often as rows shall
+    not lie in the cache.
     """
 
     def __init__(
         self,
         g: Geometry,
         spec: str,
-        place: str,
+        place: str | float,
         *,
         tokens: int,
         batch: int = 1,
@@ -116,7 +148,10 @@ class Layers:
         self.indexes: list[KVIndex] = []
         self.residents: list[ResidentRows] = []
         for layer in range(layers):
-            index, resident = created(g, spec, store=place), ResidentRows(g, batch, window)
+            store: Any = place
+            if isinstance(place, float):
+                store = split_store(g, spec, tokens, batch, place)
+            index, resident = created(g, spec, store=store), ResidentRows(g, batch, window)
             for keys, values in tokens_of(g, layer, batch, tokens):
                 index.append(keys, values)
             resident.add(keys[:, :, -window:], values[:, :, -window:], None)
@@ -154,6 +189,10 @@ class Layers:
             self.queries.copy_(self._sets[number])
             self.run()
 
+    def placement(self) -> Placement:
+        """Where the rows of all layers are, and what their caches had so far."""
+        return reduce(add, [required(each, PlacesRows).placement() for each in self.indexes])
+
     def answers(self) -> Tensor:
         """Outputs `[L, B, H, D]` to the first set. Raises SystemExit where surely wrong."""
         self.queries.copy_(self._sets[0])
@@ -178,5 +217,6 @@ def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: floa
 def free() -> None:
     """Give back what nothing refers to any more."""
     gc.collect()
+    release_pinned()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -216,7 +216,7 @@ def captured(
     """Layers of each text."""
     texts, own = [], given.generated if given.sampled else 0
     for text in given.text:
-        ids = ids_of(tokenizer, text.read_text(), given.tokens - own)
+        ids = ids_of(tokenizer, text.read_text(encoding="utf-8"), given.tokens - own)
         ids = continued(model, ids, own + given.written)
         report = reported(progress, f"{text.stem}, {given.tokens} tokens")
         layers = capture(model, ids, every=given.layers, progress=report)
@@ -236,7 +236,11 @@ def run(given: argparse.Namespace) -> None:
     """Capture, then measure layer by layer; print and write."""
     start, setting = time.monotonic(), Setting(given.tokens, generated=given.generated)
     specs, rows = given.index or default_specs(), sorted(given.rows)
-    old = json.loads(given.json.read_text()) if given.add and given.json.exists() else None
+    old = (
+        json.loads(given.json.read_text(encoding="utf-8"))
+        if given.add and given.json.exists()
+        else None
+    )
     model, tokenizer = loaded(given)
     with Progress() as progress:
         texts = captured(given, model, tokenizer, progress)

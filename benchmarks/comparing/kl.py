@@ -82,7 +82,7 @@ def run(given: argparse.Namespace) -> None:
     found: dict[str, Kls] = {index: {} for index in indexes}
     with Progress() as progress:
         for text, tokens in itertools.product(given.text, given.tokens):
-            ids = ids_of(tokenizer, text.read_text(), tokens + given.steps)
+            ids = ids_of(tokenizer, text.read_text(encoding="utf-8"), tokens + given.steps)
             prompt, rest = ids[:tokens], ids[tokens:]
             full = full_logits(model, prompt, rest)
             for index in progress.track(indexes, description=f"{text.stem}, {tokens}"):

@@ -77,7 +77,10 @@ def run(given: argparse.Namespace) -> None:
     result: dict[str, Any] = {**described(given), **about, "cells": []}
     with Progress() as progress:
         for text, tokens in itertools.product(given.text, given.tokens):
-            ids, title = ids_of(tokenizer, text.read_text(), tokens), f"{text.stem}, {tokens}"
+            ids, title = (
+                ids_of(tokenizer, text.read_text(encoding="utf-8"), tokens),
+                f"{text.stem}, {tokens}",
+            )
             layers = read_and_write(model, ids, given.written, progress, title)
             for spec in progress.track(specs, description=f"{title}: indexes"):
                 cell = cell_of(layers, spec, given, text=text.stem, tokens=tokens)

@@ -36,13 +36,17 @@ def _field(result: Result) -> str:
     here = {"k": k, "tokens": tokens}
     rows = [
         (
-            *(_name(index), _share(_one(result, "accuracy", index, here, task=None))),
+            _name(index),
+            *_prompts(result, index, here),
+            _share(_one(result, "accuracy", index, here, task=None)),
             *(_points(_one(result, "differences", index, here, base=b)) for b in (FULL, "exact")),
             *_cost(_one(result, "text", index, here)),
         )
         for index in _ranked(result, [here])
     ]
-    head = ("index", "accuracy", "minus full attention", "minus `exact`", "KL over `exact`'s")
+    counted = ("prompts",) if _prompts(result, FULL, here) else ()
+    head = ("index", *counted, "accuracy", "minus full attention", "minus `exact`")
+    head = (*head, "KL over `exact`'s")
     names = list(result["tasks"])
     by_task = [
         (
@@ -58,6 +62,28 @@ def _field(result: Result) -> str:
     parts = [about, table((*head, "rows read", "MiB a step"), rows), "By task:"]
     parts += [table(("index", *(f"`{name}`" for name in names)), by_task), *_failures(result)]
     return "\n\n".join([*parts, _where(result)])
+
+
+def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
+    """How many prompts an index has answered, where they are not as many for all."""
+    rows = some(result["accuracy"], tokens=here["tokens"], task=None)
+    if len({row["count"] for row in rows if row["k"] in (None, here["k"])}) == 1:
+        return ()
+    row = _one(result, "accuracy", index, here, task=None)
+    return ("" if row is None else f"{row['count']:,}",)
+
+
+def summary(result: Result) -> str:
+    """A sentence: what the default answers beside full attention and exact search."""
+    here = {"k": _middle(result), "tokens": None}
+    full, best, mine = (
+        _one(result, "accuracy", index, here, task=None) for index in (FULL, "exact", DEFAULT)
+    )
+    return (
+        f"Questions about long texts: {_percent(mine)}% right with `{DEFAULT}`, {_percent(full)}% "
+        f"with full attention, {_percent(best)}% with exact search for as many rows "
+        "([answers](docs/results/answers.md))."
+    )
 
 
 def lengths(result: Result) -> str:
@@ -170,14 +196,17 @@ def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row |
 
 
 def _ranked(result: Result, places: Sequence[Row]) -> list[str]:
-    """Indexes with answers at all places: full attention, then by accuracy, then by divergence."""
+    """Indexes with answers at all places: full attention, then by what they lose to it, then by
+    divergence.
+    """
     found = {}
     for index in values(result["accuracy"], "index"):
         answers = [_one(result, "accuracy", index, here, task=None) for here in places]
-        shares = [row["accuracy"] for row in answers if row is not None]
-        if len(shares) == len(places):
+        lost = [_one(result, "differences", index, here, base=FULL) for here in places]
+        if None not in answers:
             text = [row for row in result["text"] if row["index"] == index]
-            found[index] = index != FULL, -sum(shares), mean(text, "kl")
+            gained = sum(row["difference"] for row in lost if row is not None)
+            found[index] = index != FULL, -gained, mean(text, "kl")
     return sorted(found, key=found.__getitem__)
 
 

@@ -29,13 +29,17 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
     in_texts: share of a step's rows that caches find where a model writes.
     """
     points = [point for part in (result, *longer) for point in part["points"]]
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    split = any("step_split" in point for point in points)
+    places = (*PLACES, "split", "split_cached") if split else PLACES
     for point in points:
         rivals = (_median(point, part) for part in ("dense", "topk"))
-        ours = (_over_dense(point, f"step_{place}") for place in PLACES)
+        ours = (_over_dense(point, f"step_{place}") for place in places)
         rows.append((f"{point['tokens']:,}", str(point["batch"]), *rivals, *ours))
-    head = ("tokens", "B", "dense (SDPA)", "exact scores, topk", "rows on the host")
-    head = (*head, "and a cache of rows", "rows on the device")
+    head = ["tokens", "B", "dense (SDPA)", "exact scores, topk", "rows on the host"]
+    head += ["and a cache of rows", "rows on the device"]
+    if places is not PLACES:
+        head += ["rows in both places", "and a cache of rows"]
     about = [
         "µs for a layer and step, and over dense: medians of 50 replays of a CUDA graph of up to "
         "16 layers, cold caches; H = 32, G = 8, D = 128, bfloat16, "
@@ -45,6 +49,7 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
     if hits:
         share = " to ".join(dict.fromkeys(f"{each:.1%}" for each in (min(hits), max(hits))))
         about.append(f"Of the rows asked for {share} lie in the cache.")
+    about += _caches(points)
     if hits and in_texts is not None:
         about.append(f"Where a model writes, {in_texts:.0%} do.")
     ending = machine(result)
@@ -52,6 +57,24 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
         lengths = " and ".join(f"{point['tokens']:,}" for point in part["points"])
         ending += f" {lengths} tokens: a run of its own. {machine(part)}"
     return f"{' '.join(about)}\n\n{table(head, rows)}\n\n{ending}"
+
+
+def _caches(points: Sequence[Result]) -> list[str]:
+    """What is kept in caches and how, and what was measured to be found there."""
+    used = [use for p in points for use in p.get("caches", {}).values() if use["cache_rows"]]
+    if not used:
+        return []
+    slots = " or ".join(dict.fromkeys(f"{use['cache_rows']:,}" for use in used))
+    kept = " or ".join(dict.fromkeys(f"`{use['row_codec']}`" for use in used))
+    told = [f"Caches have room for {slots} rows per KV head, kept as {kept}."]
+    for name, plan in (("on the host", "cached"), ("in both places", "split_cached")):
+        hits = [
+            p["caches"][f"step_{plan}"] for p in points if f"step_{plan}" in p.get("caches", {})
+        ]
+        if hits:
+            share = ", ".join(f"{use['hit_rate']:.1%}" for use in hits)
+            told.append(f"Found of the host's rows, rows {name}: {share}.")
+    return told
 
 
 def beside(result: Result) -> str:

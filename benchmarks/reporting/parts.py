@@ -14,13 +14,13 @@ RESULTS = Path(__file__).parents[1] / "results"
 def stored(name: str) -> Result | None:
     """A result by name, None where it was not measured."""
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def stored_beside(name: str, first: Result) -> list[Result]:
     """The result of that name, given, and those of others (`name_…`), of other models say."""
     paths = sorted(RESULTS.glob(f"{name}_*.json"))
-    return [first, *(json.loads(path.read_text()) for path in paths)]
+    return [first, *(json.loads(path.read_text(encoding="utf-8")) for path in paths)]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -6,6 +6,7 @@ The executor owns what kernels read; the index checks arguments and tells it of 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attended,
     Attends,
+    CapturesStep,
     Contents,
     DecodesStep,
     EncodesBlocks,
@@ -24,6 +26,26 @@ from kvindex.core.protocol import (
     Rows,
 )
 from kvindex.core.resident import ResidentRows
+
+
+@runtime_checkable
+class CapturingExecutor(Protocol):
+    """An `Executor` whose steps can be captured in a caller's graph."""
+
+    def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> object:
+        """As `CapturesStep.prepare_replay`; wrong: as in `attend`."""
+        ...
+
+    def captured_step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        k: int,
+        wrong: Tensor | None,
+    ) -> Attended:
+        """As `CapturesStep.captured_step`; wrong: as in `attend`."""
+        ...
 
 
 class ExecutedIndex(BaseIndex):
@@ -39,6 +61,7 @@ class ExecutedIndex(BaseIndex):
 
     _executor: Executor | None = None
     _attends = False  # as the executor says since the last change
+    _captures = False  # whether its steps can be captured by a caller, too
     _usual: object = None  # what `_checked_step` saw last
 
     def _tell(self, contents: Contents) -> None:
@@ -46,6 +69,7 @@ class ExecutedIndex(BaseIndex):
         if self._executor:
             self._executor = self._executor.update(contents)
             self._attends = self._executor.attends
+            self._captures = self._attends and isinstance(self._executor, CapturingExecutor)
 
     def _alone(self, name: str) -> bool:
         return self._executor is not None or super()._alone(name)  # searches share buffers
@@ -53,6 +77,8 @@ class ExecutedIndex(BaseIndex):
     def _offers(self, wanted: type) -> bool:
         if wanted is DecodesStep or wanted is Attends:
             return self.attends
+        if wanted is CapturesStep:
+            return self._captures
         if wanted is EncodesBlocks:
             return self.block_tokens > 1
         return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
@@ -66,6 +92,10 @@ class ExecutedIndex(BaseIndex):
     def attends(self) -> bool:
         """Whether kernels search, fetch and attend in one go."""
         return self._attends
+
+    def _cache_use(self) -> tuple[int, int, int]:
+        executor = self._executor
+        return executor.cache_use() if executor else super()._cache_use()
 
     def _paths(self) -> list[str]:
         if self._executor:
@@ -93,6 +123,27 @@ class ExecutedIndex(BaseIndex):
         some = queries.detach(), token, resident, window
         return executor.decode_step(*some, k, wrong, graphs)
 
+    def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
+        """As `protocol.CapturesStep.prepare_replay`, for an index that holds a token."""
+        check.at_least("k", k, 1)
+        check.at_least("len(index)", len(self), 1)
+        return self._capturing().prepare_replay(resident, k, self._flagged_queries())
+
+    def captured_step(
+        self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
+    ) -> Attended:
+        """As `protocol.CapturesStep.captured_step`, for an index that holds a token."""
+        _, wrong = self._checked_step(queries, k)
+        return self._capturing().captured_step(queries.detach(), token, resident, k, wrong)
+
+    def _capturing(self) -> CapturingExecutor:
+        if not self._captures:
+            raise ValueError(
+                f"captured_step: got an index with backend={self.backend!r}, whose steps are not "
+                "captured, allowed is one that offers CapturesStep"
+            )
+        return cast(CapturingExecutor, self._executor)
+
     def _checked_step(self, queries: Tensor, k: int) -> tuple[Executor, Tensor | None]:
         """The executor, and a flag that its kernels set to 1 for a query that is not finite.
 
@@ -106,11 +157,16 @@ class ExecutedIndex(BaseIndex):
             shape = {"B": self._batch, "H": g.q_heads, "D": g.head_dim}
             self._check_tensor("queries", queries, shape)
             self._usual = usual
+        wrong = self._flagged_queries()
+        if wrong is None:
+            self._check_finite("queries", queries)
+        return executor, wrong
+
+    def _flagged_queries(self) -> Tensor | None:
+        """Where kernels tell of queries that are not finite, which they see anyway; or None."""
         if self._defers and self._check is not False:
-            # kernels see the queries anyway
-            return executor, self._flag("queries", check.ALLOWED_NUMBER)
-        self._check_finite("queries", queries)
-        return executor, None
+            return self._flag("queries", check.ALLOWED_NUMBER)
+        return None
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `protocol.Attends.attend_hits`, for an index that holds a token."""

@@ -19,7 +19,7 @@ from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Attends, Codes, Hits
+from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import RowStore, row_store
 
@@ -28,8 +28,11 @@ class BaseIndex(ReadingIndex):
     """Base of the indexes in `kvindex/indexes/`.
 
     Keywords: those of `Geometry.of`; `backend` ("torch", "cuda", "cpu": whose ops run; None: "cuda"
-    for tensors on a GPU that its kernels can run on); `store` ("device" or "host": their place; or
-    an empty `kvindex.storage.store.RowStore`, which holds them); `row_codec` ("plain": kept as they
+    for tensors on a GPU that its kernels can run on); `store` (where rows are: "device", "host", or
+    "auto": on the device as long as there is room, then on the host; or an empty
+    `kvindex.storage.store.RowStore`, which holds them); `device_share` (in (0, 1], of "auto": rows
+    take at most this share of what they and the device's free memory come to; None: .6);
+    `row_codec` ("plain": kept as they
     are; "int8" or "fp8": as a byte per number and a scale for each key and value, and then `fetch`,
     and whatever else reads rows, gives what these stand for); `check` (True: NaN in keys raises at
     once; False: it is never looked for; None: at once on a CPU, and on a CUDA device, where looking
@@ -56,6 +59,7 @@ class BaseIndex(ReadingIndex):
         backend: str | None = None,
         store: str | RowStore = "device",
         row_codec: str = "plain",
+        device_share: float | None = None,
         check: bool | None = None,
         preset: str | None = None,
         **options: Any,
@@ -78,7 +82,8 @@ class BaseIndex(ReadingIndex):
         self.ops: Any = backends.resolve(self.backend)
         if self.backend != "torch":
             self.ops.ready(self.geometry.device)
-        self._store = row_store(store, self.geometry, backend=self.backend, row_codec=row_codec)
+        kept = dict[str, Any](row_codec=row_codec, device_share=device_share)
+        self._store = row_store(store, self.geometry, backend=self.backend, **kept)
         self.row_codec, self.row_bytes = self._store.row_codec, self._store.row_bytes
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
@@ -95,6 +100,8 @@ class BaseIndex(ReadingIndex):
     def _offers(self, wanted: type) -> bool:
         if wanted is Attends and type(self).attend is ReadingIndex.attend:
             return self._attending_store() is not None
+        if wanted is PlacesRows:
+            return self._places_rows
         return super()._offers(wanted)
 
     # The protocol
@@ -251,12 +258,12 @@ class BaseIndex(ReadingIndex):
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in use per tier: `codes` (and statistics and constants) on the compute device,
-        `rows` in the store.
+        `rows` in the store (`rows_device` and `rows_host` of one that has both).
         """
         self.raise_pending()
         codes = self._codes.nbytes() + self._valid.nbytes()
         codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])
-        return {"codes": codes, "rows": self._store.nbytes()}
+        return {"codes": codes, **self._rows_nbytes()}
 
     def bytes_per_key(self) -> dict[str, float]:
         """Bytes per token and KV head: `kept` (codes and what is learned), `scanned` by a search.
@@ -293,7 +300,9 @@ class BaseIndex(ReadingIndex):
 
     def _paths(self) -> list[str]:
         store = f"store: {type(self._store).__name__}, row_codec {self._store.row_codec!r}"
-        return [f"backend: {self.backend} ({self._why})", store]
+        paths = [f"backend: {self.backend} ({self._why})", store]
+        placed = self.capability(PlacesRows)
+        return paths if placed is None else [*paths, f"rows: {placed.placement()}"]
 
     # Shared parts
 

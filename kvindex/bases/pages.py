@@ -20,6 +20,7 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.storage.columns import Columns
+from kvindex.storage.sharing import Sharing
 
 
 class Tail(dict[str, Tensor]):
@@ -40,6 +41,7 @@ class PageColumns(Columns):
         """
         if isinstance(new, Tail) and new.start < len(self):
             self._data = {name: tensor.clone() for name, tensor in self._data.items()}
+            self._sharing = Sharing()
             super().truncate(new.start)
         super().append(new)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvindex.bases.state import StatefulIndex
 from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Attended, Hits, Rows
+from kvindex.core.protocol import UNUSED, Attended, Hits, Placement, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.storage.store import AttendsToRows
+from kvindex.storage.store import AttendsToRows, PinsAhead, PlacedRows
 
 _attend: dict[tuple[type, type], bool] = {}  # (index, store) -> whether the store has what it takes
 
@@ -21,6 +21,7 @@ class ReadingIndex(StatefulIndex):
     """What `BaseIndex` does with the rows of hits."""
 
     ops: Any
+    row_bytes: int
 
     @abstractmethod
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
@@ -43,6 +44,45 @@ class ReadingIndex(StatefulIndex):
             torch.where(named[..., None], gather(summaries.keys, row), rows.keys),
             torch.where(named[..., None], gather(summaries.values, row), rows.values),
         )
+
+    @property
+    def _places_rows(self) -> bool:
+        """Whether the store knows where rows are."""
+        return isinstance(self._store, PlacedRows)
+
+    def placement(self) -> Placement:
+        """As `protocol.PlacesRows.placement`. Raises TypeError of a store that does not know."""
+        if not isinstance(self._store, PlacedRows):
+            raise TypeError(
+                f"store: got a {type(self._store).__name__}, allowed to be asked for a placement "
+                "is one that has PlacedRows"
+            )
+        where, cache = self._store.rows_by_place(), self._cache_use()
+        return Placement(self.row_codec, self.row_bytes, where["device"], where["host"], *cache)
+
+    def reserve_ahead(self, tokens: int, *, batch: int) -> None:
+        """Begin to pin memory for rows of so many tokens, on a thread, while other work is done.
+
+        Whoever knows how long a prompt and its answer may be calls it before the first token; what
+        the index does not take goes to the next one. Only kernels' rows on the host have this to
+        do. Raises ValueError for a number out of range.
+        """
+        check.at_least("tokens", tokens, 1)
+        check.at_least("batch", batch, 1)
+        if isinstance(self._store, PinsAhead):
+            self._store.pin_ahead(tokens, batch)
+
+    def _cache_use(self) -> tuple[int, int, int]:
+        """As `protocol.Executor.cache_use`."""
+        return 0, 0, 0
+
+    def _rows_nbytes(self) -> dict[str, int]:
+        """Bytes of rows in use: of each place, where the store has several."""
+        store = self._store
+        if not isinstance(store, PlacedRows) or store.near is None:
+            return {"rows": store.nbytes()}
+        rows = store.rows_by_place()
+        return {f"rows_{place}": count * self.row_bytes for place, count in rows.items()}
 
     def _attending_store(self) -> AttendsToRows | None:
         """The store, if it attends to what `fetch` gives: to rows as they are, and no others."""

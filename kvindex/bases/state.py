@@ -8,6 +8,7 @@ are no state: they are made again from the rows (`_after_rollback`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from kvindex.bases.hooks import Hooks
 from kvindex.core.protocol import Codes
 from kvindex.storage.columns import Columns, Valid
+from kvindex.storage.recipe import Recipe, as_json, class_name
+from kvindex.storage.saved import save_folder
 from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
 from kvindex.storage.store import EncodedRows, RowStore
 
@@ -87,6 +90,25 @@ class StatefulIndex(NamedState, Hooks):
             self._counts = torch.zeros(self._batch, dtype=torch.int64)
         self._unpack(below("statistics", state), device)
         self._after_rollback()
+
+    def recipe(self) -> Recipe:
+        """How another like it is made, but for its device, store and backend: JSON."""
+        geometry = self.geometry.options()
+        geometry.pop("device")
+        return {
+            "index": class_name(type(self)),
+            "geometry": {name: as_json(value) for name, value in geometry.items()},
+            "config": as_json(self.config),
+            "row_codec": self.row_codec,
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write all that this index keeps to a new folder, for `kvindex.load`.
+
+        The folder is whole, or is not there. Raises OSError for one that is there already or cannot
+        be written, and as `state_dict`.
+        """
+        save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
         """What an index must agree in to take the state of this one."""

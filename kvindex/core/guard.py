@@ -27,7 +27,12 @@ READS = frozenset(
 )
 """Calls that may run beside one another."""
 
-ALONE = frozenset({"attend", "decode_step", "attend_hits", "warm_up", "reserve"})
+ALONE = frozenset(
+    {
+        *("attend", "decode_step", "attend_hits", "warm_up", "reserve"),
+        *("prepare_replay", "captured_step"),
+    }
+)
 """Calls that use buffers, but change nothing that can be seen."""
 
 CHANGES = frozenset(
@@ -35,6 +40,7 @@ CHANGES = frozenset(
         *("append", "start_append", "_finish_append", "truncate", "reorder", "reset"),
         "load_state_dict",
         *("end_prompt", "observe_queries", "mark_boundary", "observe_tokens", "step", "_settle"),
+        "_update_replayed",
     }
 )
 """Calls that are undone where they fail."""

@@ -16,7 +16,7 @@ Invariants (`kvindex.testing.check_index` holds an index to them):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
@@ -81,6 +81,48 @@ class Attended:
     output: Tensor
     lse: Tensor
     found: Tensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an index's rows are, and what a cache of them on the device has spared.
+
+    device, host: rows there, of all KV heads and rows of the batch; row_codec: how they are kept,
+    in so many row_bytes each. cache_rows: of the host's, what the cache has room for, per KV head;
+    0 for none. looked_up: rows of the host that steps have wanted so far; found: those it had.
+    """
+
+    row_codec: str
+    row_bytes: int
+    device: int
+    host: int
+    cache_rows: int = 0
+    looked_up: int = 0
+    found: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the host's rows that were found in the cache; 0 before any was wanted."""
+        return self.found / self.looked_up if self.looked_up else 0.0
+
+    def __add__(self, other: Placement) -> Placement:
+        """Of two indexes together, which keep rows alike."""
+        return replace(
+            self,
+            device=self.device + other.device,
+            host=self.host + other.host,
+            cache_rows=max(self.cache_rows, other.cache_rows),
+            looked_up=self.looked_up + other.looked_up,
+            found=self.found + other.found,
+        )
+
+    def __str__(self) -> str:
+        size = f"{self.row_bytes} bytes each, row_codec {self.row_codec!r}"
+        told = f"{self.device:,} on the device, {self.host:,} on the host ({size})"
+        if not self.cache_rows:
+            return told
+        had = f"had {self.hit_rate:.1%} of {self.looked_up:,} rows of the host"
+        return f"{told}; a cache of {self.cache_rows:,} per KV head {had}"
 
 
 @runtime_checkable
@@ -149,7 +191,10 @@ class KVIndex(Protocol):
         ...
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: `codes` on the compute device, `rows` in the store."""
+        """Bytes in use per tier: `codes` on the compute device, `rows` in the store.
+
+        `rows_device` and `rows_host` in place of `rows`, of a store that has both.
+        """
         ...
 
 
@@ -181,6 +226,15 @@ class TellsRowBytes(Protocol):
     @property
     def row_bytes(self) -> int:
         """Bytes of a token's key and value for one head, as they are stored and fetched."""
+        ...
+
+
+@runtime_checkable
+class PlacesRows(Protocol):
+    """It knows where its rows are."""
+
+    def placement(self) -> Placement:
+        """How many are where, and what a cache had of them; waits for the device."""
         ...
 
 
@@ -259,6 +313,15 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
+class TellsRecipe(Protocol):
+    """It knows how another like it is made, so that what was saved is loaded by itself."""
+
+    def recipe(self) -> dict[str, Any]:
+        """How, as JSON (`kvindex.storage.recipe`)."""
+        ...
+
+
+@runtime_checkable
 class EncodesBlocks(Protocol):
     """It encodes tokens a block at a time: whoever appends whole blocks appends at the least cost.
 
@@ -291,6 +354,15 @@ class Reserves(Protocol):
 
         Raises MemoryError; what is held stays as it was.
         """
+        ...
+
+
+@runtime_checkable
+class ReservesAhead(Protocol):
+    """Memory can be got beside other work, before the first token."""
+
+    def reserve_ahead(self, tokens: int, *, batch: int) -> None:
+        """Begin to get what rows of so many tokens of `batch` sequences need; waits for nothing."""
         ...
 
 
@@ -342,6 +414,34 @@ class DecodesStep(Attends, Protocol):
         graphs: whether steps that are all alike may be captured in a CUDA graph. `resident` must
         have room. Raises as `attend`, and ValueError for rows of other shapes; what `resident` and
         the window hold of the token is then undefined.
+        """
+        ...
+
+
+@runtime_checkable
+class CapturesStep(Protocol):
+    """A step of it can be captured in a caller's CUDA graph, that is replayed for each token.
+
+    What happens to such an index between tokens are updates; it hears no `observe_tokens`.
+    """
+
+    def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
+        """Before a capture or a replay on the current stream: what the step reads is there.
+
+        Gives what tells one set of addresses from another: a graph may be replayed for as long as
+        this is the same object. Raises as `attend`.
+        """
+        ...
+
+    def captured_step(
+        self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
+    ) -> Attended:
+        """As `DecodesStep.decode_step` without a window, but for what the host knows.
+
+        The token goes where `resident.count` says on the device, which it then counts; whoever
+        replays the graph makes room before and calls `resident.claim(1)` for each time. What is
+        given back is overwritten by the next replay; `found`, int64, is added up over them, until
+        the caller sets it to 0. A step like it comes before, uncaptured.
         """
         ...
 
@@ -401,6 +501,12 @@ class Executor(Protocol):
 
     def explain(self) -> str:
         """Which path a step takes, and why."""
+        ...
+
+    def cache_use(self) -> tuple[int, int, int]:
+        """Rows of the host per KV head that a cache on the device has room for, 0 without one;
+        rows that were looked up there so far, and found. Waits for the device.
+        """
         ...
 
     def update(self, contents: Contents) -> Executor:

@@ -43,8 +43,10 @@ def ready(device: torch.device) -> None:
         raise ValueError(f"device: got {device} with backend='cpu', allowed is 'cpu'")
 
 
-def store(geometry: Geometry, place: str, row_codec: str = "plain") -> CompiledStore:
-    """Where rows live: in tensors, as of plain torch."""
+def store(
+    geometry: Geometry, place: str, row_codec: str = "plain", device_share: float | None = None
+) -> CompiledStore:
+    """Where rows live: in tensors, as of plain torch, wherever that is to be."""
     return CompiledStore(geometry, place, row_codec)
 
 

@@ -63,6 +63,10 @@ class ParisKVExecutor:
             ]
         )
 
+    def cache_use(self) -> tuple[int, int, int]:
+        """As `Executor.cache_use`: there is none."""
+        return 0, 0, 0
+
     def update(self, contents: Contents) -> ParisKVExecutor:
         """As `Executor.update`."""
         if contents.codes is not self.codes:

@@ -9,6 +9,8 @@ Longer than most files: what a step does, in order.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Self
@@ -17,11 +19,12 @@ import torch
 from torch import Tensor
 
 from kvindex.core import check
-from kvindex.core.capability import capability
+from kvindex.core.capability import capability, required
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
+    CapturesStep,
     DecodesStep,
     EncodesBlocks,
     KeepsState,
@@ -29,7 +32,9 @@ from kvindex.core.protocol import (
     ObservesQueries,
     Rows,
     TellsCoverage,
+    TellsRecipe,
 )
+from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
 from kvindex.layer.dense import attend_densely
@@ -43,6 +48,8 @@ from kvindex.layer.retrieval import (
     search_and_attend,
 )
 from kvindex.layer.stats import Counts, Tally, Traffic
+from kvindex.storage.recipe import Recipe, class_name
+from kvindex.storage.saved import save_folder
 from kvindex.storage.state import State, above, below, check_signed, signed
 
 LAG = 4
@@ -101,6 +108,7 @@ class AttentionLayer(Guarded):
             raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
         self.index = index
         self.graphs = check.flag("graphs", graphs)
+        self.update_phase = update_phase
         self._turn = None if update_phase is None else int(update_phase * update_every)
         self._lag = min(LAG, update_every)
         unit = self._unit()
@@ -186,6 +194,64 @@ class AttentionLayer(Guarded):
             self._update(1 if T == 1 else 0)
         return output
 
+    # Steps of a caller's graph
+
+    def capture_refusal(self) -> str | None:
+        """Why a graph cannot hold the step of the next token, or None where it can."""
+        index, name = self.index, type(self.index).__name__
+        if type(self).step is not AttentionLayer.step:
+            return f"layer: got {type(self).__name__}, whose step is its own"
+        if self.coverage is not None:
+            return f"coverage: got {self.coverage}, allowed is None"
+        if capability(index, ObservesQueries) is not None:
+            return f"index: got {name}, which looks at every token's queries on the host"
+        if not self._sealed or len(self) + 1 < self.dense_below or not len(index):
+            return f"tokens: got {len(self)}, too few for a step that searches"
+        if capability(index, CapturesStep) is None:
+            return f"index: got {name}, whose steps are no kernels that read the device's counts"
+        return None if self._looked is None else "an update is due before the next token"
+
+    def prepare_replay(self) -> object | None:
+        """Before a graph with `captured_step` is captured or replayed on the current stream.
+
+        Then what it reads is where it reads it. Gives the same object for as long as one graph may
+        be replayed; None where the next token must take `step` (`capture_refusal`).
+        """
+        if self.capture_refusal() is not None:
+            return None
+        index, resident = self._capturing()
+        return index.prepare_replay(resident, k=rows_to_ask(self.index, self.k))
+
+    def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `step` of one real token for each row of the batch, for a CUDA graph of the caller's.
+
+        Where the token goes and how many rows there are is read on the device. Before a capture
+        and before each replay comes `prepare_replay`, after each replay `count_replay`; what is
+        given back is overwritten by the next one. Raises as `step`, but for values.
+        """
+        self._check_shapes(queries, keys, values)
+        index, resident = self._capturing()
+        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(self.index, self.k)
+        attended = index.captured_step(one, token, resident, k=k)
+        self._tally.watch(attended.found)
+        return attended.output.unsqueeze(2)
+
+    def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
+        """The index, and its resident rows with room for a token."""
+        resident = self._regions.resident(len(self.index), more=1)
+        return required(self.index, CapturesStep), resident
+
+    def count_replay(self) -> None:
+        """A graph with `captured_step` has been replayed: the token is the layer's, an update may
+        begin or end. Where that raises, the token has come all the same.
+        """
+        regions = self._regions
+        resident = regions.count_staged()
+        sizes = len(resident), resident.masked, len(self), regions.padded
+        self._tally.count(Counts(None, *sizes, self._row_bytes))
+        if self._is_due(1):
+            self._update_replayed()
+
     def checkpoint(self) -> Any:
         """What the layer is now, for `rollback`: it asks the device for nothing."""
         index, regions, tally = self.index, self._regions, self._tally
@@ -240,6 +306,21 @@ class AttentionLayer(Guarded):
         self._stateful().load_state_dict(below("index", state))
         self._regions.unpack(state)
         self._sealed, self._broken = bool(state["sealed"]), None
+
+    def recipe(self) -> Recipe:
+        """The layer's options, and how its index is made, which None stands for if unknown."""
+        index, names = capability(self.index, TellsRecipe), inspect.signature(AttentionLayer)
+        options = {name: vars(self)[name] for name in names.parameters if name != "index"}
+        made = None if index is None else index.recipe()
+        return {"layer": class_name(type(self)), "options": options, "index": made}
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write layer and index to a new folder, for `kvindex.load`.
+
+        The folder is whole, or is not there. Raises OSError for one that is there already or cannot
+        be written, and as `state_dict`.
+        """
+        save_folder(folder, "layer", self.recipe(), {"state": self.state_dict})
 
     def _stateful(self) -> KeepsState:
         index = capability(self.index, KeepsState)
@@ -380,11 +461,9 @@ class AttentionLayer(Guarded):
         decoded: so many tokens have come, and are no piece of a prompt; the index, if it can,
         appends while the next steps run, which attend to them where they are.
         """
-        regions, turn = self._regions, False
-        if self._turn is not None:  # it has come with one of them
-            turn = (len(self) - self._turn) % self.update_every < decoded
-        if self._move is None and not turn and regions.buffer < self.update_every:
+        if not self._is_due(decoded):
             return
+        regions, turn = self._regions, self._has_turn(decoded)
         beside = capability(self.index, AppendsAsync) if decoded else None
         turn = turn and beside is not None
         if self._move is not None:
@@ -399,6 +478,21 @@ class AttentionLayer(Guarded):
         regions.begin(leaving.count)
         if beside is None:
             self._finish()
+
+    def _update_replayed(self) -> None:
+        """As `_update` after a token, as a call of its own."""
+        self._update(1)
+
+    def _has_turn(self, decoded: int) -> bool:
+        """Whether the layer's turn has come with one of so many tokens."""
+        if self._turn is None:
+            return False
+        return (len(self) - self._turn) % self.update_every < decoded
+
+    def _is_due(self, decoded: int) -> bool:
+        """Whether an update may begin or end, with so many tokens: no more than a few numbers."""
+        enough = self.update_every if self._move is None else self._lag if decoded else 0
+        return self._has_turn(decoded) or self._regions.buffer >= enough
 
     def _finish(self) -> None:
         """What is leaving is in the index."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,8 +42,9 @@ class Regions(NamedState, Restorable):
     sink_size, local_size: in tokens; room: tokens that the window holds while single ones come;
     unit: tokens that leave together, counted from the index's first one.
     The window is `leaving` tokens on their way into the index, then `local` ones, then the
-    `buffer`: tokens that came since. Positions are those in the sequence, `indexed` is how many
-    tokens the index holds, `N` those and the window's.
+    `buffer`: tokens that came since. The newest may be `staged`: a captured step has put their rows
+    behind the resident ones, and the window takes them over when someone asks for it. Positions are
+    those in the sequence, `indexed` is how many tokens the index holds, `N` those and the window's.
     """
 
     statistics = ("_window", "_valid", "local", "sink")
@@ -68,10 +69,12 @@ class Regions(NamedState, Restorable):
             None  # sink and window, for an index that attends by itself
         )
         self._moved = False  # whether rows have gone or moved since that was filled
+        self._counted = 0  # tokens of the window with staged ones, or fewer where there are none
         self._padded: Tensor | float | None = 0.0  # None: not counted yet
 
     def checkpoint(self) -> Any:
         """What is held now, for `rollback`: one by one, for each step asks for it."""
+        self._take_staged()
         sizes = self.leaving, self.local, self._local_before
         parts = self._window, self._window.checkpoint(), self._valid, self._valid.checkpoint()
         return sizes, parts, self.sink, self._resident, self._padded
@@ -80,16 +83,24 @@ class Regions(NamedState, Restorable):
         """Be again what `checkpoint` says."""
         sizes, parts, self.sink, self._resident, self._padded = checkpoint
         self.leaving, self.local, self._local_before = sizes
+        self._counted = 0
         self._window, window, self._valid, valid = parts
         self._window.rollback(window)
         self._valid.rollback(valid)
         self._moved = True  # the buffer may hold what has been forgotten
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with a window of its own, which both write to in the next step."""
+        self._take_staged()
+        memo[id(self._window)] = self._window.after(0, self._room)
+        return super().__deepcopy__(memo)
 
     def _after_copy(self) -> None:
         self._resident = None
 
     def packed(self) -> State:
         """What is held while nothing is leaving, as named tensors."""
+        self._take_staged()
         return self._packed()
 
     def unpack(self, state: Mapping[str, Tensor]) -> None:
@@ -100,7 +111,7 @@ class Regions(NamedState, Restorable):
 
     def __len__(self) -> int:
         """Tokens in the window, `W`."""
-        return len(self._window)
+        return max(len(self._window), self._counted)
 
     @property
     def batch_size(self) -> int:
@@ -115,11 +126,13 @@ class Regions(NamedState, Restorable):
     @property
     def window(self) -> Rows:
         """Its rows, `[B, G, W, D]`."""
+        self._take_staged()
         return Rows(self._window["keys"], self._window["values"])
 
     @property
     def valid(self) -> Tensor | None:
         """Which tokens are real, bool `[B, N]`, or None where all are."""
+        self._take_staged()
         return self._valid.flags
 
     def real(self, start: int, stop: int | None = None) -> Tensor | None:
@@ -166,6 +179,7 @@ class Regions(NamedState, Restorable):
 
     def claim(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> Rows:
         """As `append`, but for copying: where the caller is to write keys and values."""
+        self._take_staged()
         start = indexed + len(self)
         flags = self._valid.reserve(start, keys, valid)
         places = self._window.claim({"keys": keys, "values": values})
@@ -179,7 +193,8 @@ class Regions(NamedState, Restorable):
 
         sink: what is left of it.
         """
-        self.sink, self._moved = sink, True
+        self._take_staged()
+        self.sink, self._moved, self._counted = sink, True, 0
         self._window.truncate(max(length - indexed, 0))
         self.local = min(self.local, len(self) - self.leaving)
         self._valid.truncate(length)
@@ -187,12 +202,44 @@ class Regions(NamedState, Restorable):
 
     def reordered(self, batch_indices: Tensor) -> Regions:
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        self._take_staged()
         other = self._shallow()
         other._window = self._window.reordered(batch_indices)
         other._valid = self._valid.reordered(batch_indices)
         other.sink = None if self.sink is None else self.sink.reordered(batch_indices)
-        other._moved, other._padded = True, None
+        other._moved, other._padded, other._counted = True, None, 0
         return other
+
+    # Tokens of replayed graphs
+
+    def count_staged(self) -> ResidentRows:
+        """A token more, whose rows a captured step has put behind the resident ones: all of those.
+
+        Raises RuntimeError where there are none, or no room.
+        """
+        resident = self._resident
+        if resident is None or self._moved or len(resident) >= resident.room:
+            raise RuntimeError("graph: got a replay before prepare_replay(), allowed is one after")
+        self._counted = len(self) + 1
+        resident.claim(1)
+        return resident
+
+    def _take_staged(self) -> None:
+        """The window holds the rows that are staged: copied from where they lie."""
+        held, resident = len(self._window), self._resident
+        if self._counted <= held or resident is None:
+            return
+        start = held + self._sink_width
+        rows = resident.rows[:, :, start : start + self._counted - held]
+        keys, values = rows.tensor_split([self._geometry.head_dim], dim=-1)
+        before = self._window.checkpoint(), self._valid.checkpoint()
+        try:
+            self._valid.append(self._valid.reserve(0, keys, None), all_real=True)
+            self._window.append({"keys": keys, "values": values})
+        except BaseException:
+            self._window.rollback(before[0])
+            self._valid.rollback(before[1])
+            raise
 
     # They leave for the index: `oldest`, `begin`, then `without` and `end`, or `stay`
 
@@ -218,10 +265,12 @@ class Regions(NamedState, Restorable):
 
     def without(self, count: int) -> Columns:
         """A copy of the window without its oldest `count` tokens, for `end`; need not grow soon."""
+        self._take_staged()
         return self._window.after(count, self._room)
 
     def end(self, rest: Columns, sink: Sink | None) -> None:
         """They are gone. Does not fail."""
+        self._counted = 0
         self._window, self.sink, self.leaving, self._moved = rest, sink, 0, True
 
     def stay(self) -> None:
@@ -229,6 +278,11 @@ class Regions(NamedState, Restorable):
         self.leaving, self.local = 0, min(self._local_before, len(self))
 
     # What attention reads of them
+
+    @property
+    def _sink_width(self) -> int:
+        """Places of the sink, which come first among the resident rows."""
+        return 0 if self.sink is None else self.sink.ids.shape[1]
 
     def rows(self, seen: Tensor) -> tuple[Rows, Tensor]:
         """Rows of sink and window `[B, G, S + W, D]`, and which are mask, bool `[B', S + W]`.
@@ -254,8 +308,11 @@ class Regions(NamedState, Restorable):
         more: rows that it has room for beyond those.
         """
         sink, resident, length = self.sink, self._resident, len(self)
-        held, count = 0 if sink is None else sink.ids.shape[1], length + more
+        held, count = self._sink_width, length + more
+        if self._moved:
+            self._take_staged()
         if resident is None or resident.batch != self.batch_size or resident.room < held + count:
+            self._take_staged()
             room = max(held, self._sink_size) + max(count, self._room)
             resident = self._resident = ResidentRows(self._geometry, self.batch_size, room)
         elif self._moved:
@@ -270,6 +327,10 @@ class Regions(NamedState, Restorable):
 
     def nbytes(self) -> int:
         """Bytes in use."""
-        used = self._window.nbytes() + self._valid.nbytes()
+        g = self._geometry
+        used = self.batch_size * len(self) * g.kv_heads * (g.head_dim + g.value_dim)
+        used = used * g.dtype.itemsize + self._valid.nbytes()
+        if self._valid.nbytes():
+            used += self.batch_size * (len(self) - len(self._window))
         used += 0 if self.sink is None else self.sink.nbytes()
         return used + (0 if self._resident is None else self._resident.nbytes())

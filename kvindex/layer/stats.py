@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvindex.core.restore import Restorable
+
+T = TypeVar("T")
 
 AT_ONCE = 128
 """Steps whose counts are added up together: a few operations of the device for all of them."""
@@ -35,12 +37,13 @@ class Traffic:
 class Counts(NamedTuple):
     """What one step has read, as it comes, so that counting it takes no operation.
 
-    found: rows that the index gave, int `[B, G]`; beside: others that were attended to, and
+    found: rows that the index gave, int `[B, G]`, or None where the device adds them up
+    (`Tally.watch`); beside: others that were attended to, and
     length: tokens of the sequence, padded ones in both; masked, padded: how many of each are
     padded, mean over the batch; row_bytes: of a row found; coverage: of `Hits`, or None.
     """
 
-    found: Tensor
+    found: Tensor | None
     beside: int
     masked: Tensor | float
     length: int
@@ -54,6 +57,14 @@ class Tally(Restorable):
 
     def __init__(self) -> None:
         self._sum, self._new = Traffic(), list[Counts]()
+        self._watched: list[Tensor] = []  # sums of captured steps; of the last graph the last one
+
+    def watch(self, found: Tensor) -> None:
+        """Captured steps add up here what they find: int64 `[B, G]`, set to 0 when it is read.
+
+        No operation, which would be captured, too.
+        """
+        self._watched = [*(old for old in self._watched if old is not found), found]
 
     def count(self, step: Counts) -> None:
         """A step more. Its tensors must stay as they are."""
@@ -69,17 +80,30 @@ class Tally(Restorable):
 
     def checkpoint(self) -> Any:
         """What has been counted so far, for `rollback`."""
+        if any(step.found is None for step in self._new):
+            self._add_up()
         return self._sum, self._new
 
     def rollback(self, checkpoint: Any) -> None:
         """Forget the steps that came after."""
         self._sum, self._new = checkpoint
+        for found in self._watched:
+            found.zero_()
+
+    def _after_copy(self) -> None:
+        self._watched = []
 
     def _add_up(self) -> None:
         new, self._new = self._new, []
         if not new:
             return
-        read, fetched = _of_rows(new)
+        found = [(step.found, step.row_bytes) for step in new if step.found is not None]
+        read, fetched = _of_rows(found)
+        captured = [step.row_bytes for step in new if step.found is None]
+        for some in self._watched if captured else []:
+            rows = some.sum()
+            read, fetched = read + rows / some.numel(), fetched + rows * captured[0]
+            some.zero_()
         shares = [step.coverage.mean() for step in new if step.coverage is not None]
         before = self._sum
         self._sum = Traffic(
@@ -91,14 +115,17 @@ class Tally(Restorable):
         )
 
 
-def _of_rows(steps: list[Counts]) -> tuple[Tensor, Tensor]:
-    """Rows found, mean over heads and batch, and their bytes: sums over the steps."""
-    means, sums = [], []
-    for some in _alike(steps, lambda step: (step.found.shape, step.row_bytes)):
-        rows = torch.stack([step.found for step in some]).sum()
-        means.append(rows / some[0].found.numel())
-        sums.append(rows * some[0].row_bytes)
-    return sum(means[1:], means[0]), sum(sums[1:], sums[0])
+def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | int]:
+    """Rows found, mean over heads and batch, and their bytes: sums over the steps.
+
+    found: of each step, and the bytes of a row.
+    """
+    mean: Tensor | float = 0.0
+    nbytes: Tensor | int = 0
+    for some in _alike(found, lambda step: (step[0].shape, step[1])):
+        rows = torch.stack([one for one, _ in some]).sum()
+        mean, nbytes = mean + rows / some[0][0].numel(), nbytes + rows * some[0][1]
+    return mean, nbytes
 
 
 def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
@@ -109,9 +136,9 @@ def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
     return total
 
 
-def _alike(steps: list[Counts], what: Callable[[Counts], Hashable]) -> list[list[Counts]]:
+def _alike(steps: list[T], what: Callable[[T], Hashable]) -> list[list[T]]:
     """The steps, those together that are alike in this."""
-    found: dict[Hashable, list[Counts]] = {}
+    found: dict[Hashable, list[T]] = {}
     for step in steps:
         found.setdefault(what(step), []).append(step)
     return list(found.values())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvindex.core.restore import Restorable
+from kvindex.storage.sharing import Sharing
 
 
 class Columns(Restorable):
@@ -17,6 +19,8 @@ class Columns(Restorable):
     Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. On a CPU
     there is as much to spare from the first append on: memory that nobody touches is none. The
     first append fixes names, dtypes, devices and all sizes but that of the token axis.
+    A deep copy shares what both hold: the one that appends while the other could read there, of a
+    length that it has held, copies first.
     fill: what room holds that nobody has written; None for anything.
     """
 
@@ -24,6 +28,8 @@ class Columns(Restorable):
         self._axis, self._fill = axis, fill
         self._data: dict[str, Tensor] = {}  # each as long as its capacity
         self._length = 0
+        self._most = 0  # that was held: a checkpoint may hold it still
+        self._sharing = Sharing()  # of this memory, with deep copies
 
     def __len__(self) -> int:
         return self._length
@@ -52,7 +58,9 @@ class Columns(Restorable):
 
     def reserve(self, new: Mapping[str, Tensor]) -> None:
         """Make room for `new`. May run out of memory; what is held stays as it was."""
-        if not self._fits(new):
+        if self._sharing.shared and not self._claimed(new):
+            self._data, self._sharing = self._room(new, anew=True), Sharing()
+        elif not self._fits(new):
             self._data = self._room(new)
 
     def write(self, new: Mapping[str, Tensor]) -> None:
@@ -70,6 +78,7 @@ class Columns(Restorable):
         self.reserve(new)
         axis, start = self._axis, self._length
         self._length += max(tensor.size(axis) for tensor in new.values())
+        self._most = max(self._most, self._length)
         return {
             name: self._data[name].narrow(axis, self._entries(name, start), tensor.size(axis))
             for name, tensor in new.items()
@@ -108,20 +117,20 @@ class Columns(Restorable):
         }
         return view
 
-    def checkpoint(self) -> tuple[dict[str, Tensor], int]:
-        """What is held now, for `rollback`: an object of two attributes, many times a step."""
-        return self._data, self._length
+    def checkpoint(self) -> Any:
+        """What is held now, for `rollback`: an object of few attributes, many times a step."""
+        return self._data, self._length, self._sharing
 
-    def rollback(self, checkpoint: tuple[dict[str, Tensor], int]) -> None:
+    def rollback(self, checkpoint: Any) -> None:
         """Be again what `checkpoint` says."""
-        self._data, self._length = checkpoint
+        self._data, self._length, self._sharing = checkpoint
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with room of its own to write to."""
+        """A copy that shares what is held now, until one of both writes where the other reads."""
+        self._sharing.join(self, max(self._most, self._length))
         twin = self._shallow()
-        twin._data = {name: self._new(old, list(old.shape)) for name, old in self._data.items()}
-        for name in self:
-            twin[name].copy_(self[name])
+        twin._most = twin._length
+        twin._sharing.join(twin, twin._length)
         return twin
 
     def emptied(self) -> Self:
@@ -148,8 +157,16 @@ class Columns(Restorable):
                 return False
         return True
 
-    def _room(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _claimed(self, new: Mapping[str, Tensor]) -> bool:
+        """Whether no copy reads where `new` will be written, nor will from now on."""
+        count = max((tensor.size(self._axis) for tensor in new.values()), default=0)
+        return self._sharing.claim(self, self._length, self._length + count)
+
+    def _room(self, new: Mapping[str, Tensor], anew: bool = False) -> dict[str, Tensor]:
+        """Columns with room for `new`; anew: all of them in memory of their own."""
         grown = dict(self._data)
+        for name in grown.keys() - new.keys() if anew else ():
+            grown[name] = grown[name].clone()
         for name, tensor in new.items():
             held_entries = self._entries(name, self._length)
             need = held_entries + tensor.shape[self._axis]
@@ -157,11 +174,11 @@ class Columns(Restorable):
             if held is not None and not self._length and not _alike(held, tensor, self._axis):
                 held = None  # left by a first append that failed
             capacity = 0 if held is None else held.shape[self._axis]
-            if held is not None and need <= capacity:
+            if held is not None and need <= capacity and not anew:
                 continue
             shape = list(tensor.shape)
             cpu = tensor.device.type == "cpu"
-            shape[self._axis] = 2 * need if cpu else max(need, 2 * capacity)
+            shape[self._axis] = 2 * need if cpu else max(need, capacity if anew else 2 * capacity)
             grown[name] = self._new(tensor, shape)
             if held is not None:
                 grown[name].narrow(self._axis, 0, held_entries).copy_(self[name])
@@ -261,6 +278,12 @@ class Valid(Restorable):
         """Keep the first `length` tokens."""
         self._columns.truncate(length)
         self.all_from = min(self.all_from, length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Valid:
+        """A copy that shares flags, and what is known of the room after them, as `Columns`."""
+        twin = self._shallow()
+        twin._columns = deepcopy(self._columns, memo)
+        return twin
 
     def reordered(self, batch_indices: Tensor) -> Valid:
         """A copy in which row `b` is row `batch_indices[b]` of this."""

@@ -22,7 +22,7 @@ from kvindex.ops.fetch import gather_rows
 from kvindex.storage.codecs import WORD, Plain, codec
 from kvindex.storage.columns import Columns
 
-PLACES = ("device", "host")
+PLACES = ("device", "host", "auto")
 
 
 @runtime_checkable
@@ -176,24 +176,62 @@ class AddressedRows(Protocol):
         ...
 
 
-def row_store(
-    store: object, geometry: Geometry, *, backend: str = "torch", row_codec: str = "plain"
-) -> RowStore:
-    """The store of an index: the backend's for "device" or "host", or the caller's own.
+@runtime_checkable
+class PlacedRows(AddressedRows, Protocol):
+    """It knows which of its rows are where; `far` may become true as it grows."""
 
-    Raises ValueError or TypeError for a store that is none, holds tokens, or has another codec.
+    @property
+    def near(self) -> Tensor | None:
+        """Which pages are in the device's memory, uint8 `[B, S]` there; None where all are alike.
+
+        The same tensor for as long as `table` is. Kernels keep no row of such a page.
+        """
+        ...
+
+    def rows_by_place(self) -> dict[str, int]:
+        """Rows held of all heads and rows of the batch: how many are on the `device` and `host`."""
+        ...
+
+
+@runtime_checkable
+class PinsAhead(Protocol):
+    """Memory for its rows takes long to get, and can be got beside other work."""
+
+    def pin_ahead(self, tokens: int, batch: int) -> None:
+        """Begin to get it, for so many tokens of so many sequences; neither waits nor fails."""
+        ...
+
+
+def row_store(
+    store: object,
+    geometry: Geometry,
+    *,
+    backend: str = "torch",
+    row_codec: str = "plain",
+    device_share: float | None = None,
+) -> RowStore:
+    """The store of an index: the backend's for one of `PLACES`, or the caller's own.
+
+    Raises ValueError or TypeError for a store that is none, holds tokens, or has another codec, and
+    for a share of another one than "auto".
     """
+    if device_share is not None:
+        check.within("device_share", device_share, 0, 1)
+        if store != "auto":
+            raise ValueError(
+                f"device_share: got {device_share} with store={store!r}, allowed with store='auto'"
+            )
     if isinstance(store, str) and store in PLACES:
         if backend == "torch":
             return TensorStore(geometry, store, row_codec)
-        made: RowStore = backends.resolve(backend).store(geometry, store, row_codec)
+        made: RowStore = backends.resolve(backend).store(geometry, store, row_codec, device_share)
         return made
     if not isinstance(store, RowStore) or not isinstance(store, Restorable):
         lacks = "" if isinstance(store, str) else ", ".join(sorted(METHODS - {*dir(store)}))
         got = f"{store!r}, which lacks {lacks}" if lacks else repr(store)
         raise ValueError(
-            f"store: got {got}, allowed is 'device', 'host' or a Restorable with the methods of "
-            "kvindex.storage.store.RowStore"
+            f"store: got {got}, allowed is 'device', 'host', 'auto' or a Restorable with the "
+            "methods of kvindex.storage.store.RowStore"
         )
     if len(store):
         raise ValueError(f"store: got one that holds {len(store)} tokens, allowed is an empty one")
@@ -209,15 +247,20 @@ class TensorStore(Restorable):
     """Rows as the bytes that a codec makes of them, on the compute device or in host memory.
 
     One row is one contiguous read. `place="device"` keeps rows beside the codes; `"host"` keeps
-    them in CPU memory and copies what is fetched (pinned, mapped memory comes with the GPU path).
-    row_codec: "plain", "int8" or "fp8" (`kvindex.storage.codecs`).
+    them in CPU memory and copies what is fetched (pinned, mapped memory comes with the GPU path);
+    `"auto"` is for a CPU, where both are the same. row_codec: "plain", "int8" or "fp8"
+    (`kvindex.storage.codecs`). Raises ValueError for "auto" elsewhere.
     """
 
     def __init__(self, geometry: Geometry, place: str = "device", row_codec: str = "plain") -> None:
-        check.one_of("store", place, PLACES)
+        if check.one_of("store", place, PLACES) == "auto" and geometry.device.type != "cpu":
+            raise ValueError(
+                f"store: got 'auto' for one tensor on {geometry.device}, allowed is 'device' or "
+                "'host', or backend='cuda', which has rows in blocks"
+            )
         self._geometry, self.row_codec = geometry, row_codec
         self._codec = codec(row_codec, geometry)
-        self._device = geometry.device if place == "device" else torch.device("cpu")
+        self._device = torch.device("cpu") if place == "host" else geometry.device
         self._columns = Columns()
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, Self
@@ -24,16 +25,22 @@ from kvindex.core.protocol import (
     Hits,
     KeepsState,
     KVIndex,
+    Placement,
+    PlacesRows,
     Reserves,
+    ReservesAhead,
     Rows,
     RunsOps,
     TellsCoverage,
+    TellsRecipe,
     TellsRowBytes,
     WarmsUp,
     WeighsRows,
 )
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
+from kvindex.storage.recipe import Recipe, as_json, class_name
+from kvindex.storage.saved import save_folder
 from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
 
 
@@ -162,9 +169,13 @@ class Wrapper(Capable, NamedState, Guarded):
 
     def _described(self) -> str:
         """The wrapper's name, and those of its options that are attributes of the same names."""
-        given = [name for name in inspect.signature(type(self)).parameters if name != "inner"]
-        options = [f"{name}={vars(self)[name]!r}" for name in given if name in vars(self)]
+        options = [f"{name}={value!r}" for name, value in self._options().items()]
         return f"{type(self).__name__}({', '.join(options)})"
+
+    def _options(self) -> dict[str, Any]:
+        """Those of its options that are attributes of the same names."""
+        given = [name for name in inspect.signature(type(self)).parameters if name != "inner"]
+        return {name: vars(self)[name] for name in given if name in vars(self)}
 
     @property
     def counts(self) -> Tensor:
@@ -180,6 +191,10 @@ class Wrapper(Capable, NamedState, Guarded):
     def row_bytes(self) -> int:
         """The inner index's."""
         return self._inner(TellsRowBytes).row_bytes
+
+    def placement(self) -> Placement:
+        """As the inner index says."""
+        return self._inner(PlacesRows).placement()
 
     @property
     def weighted(self) -> bool:
@@ -207,6 +222,16 @@ class Wrapper(Capable, NamedState, Guarded):
         self._inner(KeepsState).load_state_dict(below("inner", state))
         self._unpack(state, self.geometry.device)
 
+    def recipe(self) -> Recipe:
+        """The wrapper and its options, and how the inner index is made."""
+        inner = self._inner(TellsRecipe).recipe()
+        options = {name: as_json(value) for name, value in self._options().items()}
+        return {"wrapper": class_name(type(self)), "options": options, "inner": inner}
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the wrapper and its inner index to a new folder, as `BaseIndex.save` does."""
+        save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
+
     def _own_state(self) -> State:
         """What the wrapper keeps beside the inner index."""
         return self._packed()
@@ -220,6 +245,10 @@ class Wrapper(Capable, NamedState, Guarded):
     def reserve(self, tokens: int) -> None:
         """As the inner index does."""
         self._inner(Reserves).reserve(tokens)
+
+    def reserve_ahead(self, tokens: int, *, batch: int) -> None:
+        """As the inner index does."""
+        self._inner(ReservesAhead).reserve_ahead(tokens, batch=batch)
 
     def warm_up(self, *, k: int, tokens: int) -> None:
         """As the inner index does."""

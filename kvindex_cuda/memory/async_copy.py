@@ -35,11 +35,17 @@ class PinnedSlab:
         """Its bytes, uint8 `[nbytes]`."""
         return host_view(self.host_address, nbytes)
 
-    def free(self) -> None:
-        """Unpin, once kernels and copies in flight are done."""
+    def settle(self) -> None:
+        """Wait for kernels and copies in flight."""
         cupy = checked(self.device)
         with cupy.cuda.Device(self.device):
             cupy.cuda.runtime.deviceSynchronize()
+
+    def free(self) -> None:
+        """Unpin, once kernels and copies in flight are done."""
+        self.settle()
+        cupy = checked(self.device)
+        with cupy.cuda.Device(self.device):
             cupy.cuda.runtime.freeHost(self.host_address)
 
 

@@ -1,4 +1,4 @@
-"""Full-precision rows in blocks that kernels read: in pinned host memory, or on the device."""
+"""Full-precision rows in blocks that kernels read: pinned on the host, on the device, or both."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from kvindex.core.restore import Restorable
 from kvindex.storage.codecs import codec
 from kvindex_cuda.memory.async_copy import Offload
 from kvindex_cuda.memory.block_table import BlockTable, spans
+from kvindex_cuda.memory.budget import Budget, shared_budget
+from kvindex_cuda.memory.counted_pool import CountedPool
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS
-from kvindex_cuda.memory.slab_pool import Allocator, Budget, Pool, shared_budget
+from kvindex_cuda.memory.slab_pool import Allocator, Tier
 from kvindex_cuda.memory.write_rows import fits, write_rows
 from kvindex_cuda.ops.fetch import gather_blocks
 
 SLAB_BYTES = 32 * 2**20
 """32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
+
+AT_ONCE = 64 * BLOCK
+"""Tokens of a state that are on the device at a time."""
 
 FEW = BLOCK
 """Tokens: an update of the local window. Copies of so few cost the host more than a launch."""
@@ -31,13 +36,15 @@ FEW = BLOCK
 class BlockStore(Restorable):
     """Rows as bytes in blocks `[G, 256, row_bytes]` of one batch row each; nothing ever moves.
 
-    A `kvindex.storage.store.RowStore` with `AddressedRows`, whose pages are the blocks; to be used
-    by one thread at a time.
+    A `kvindex.storage.store.RowStore` with `PlacedRows`, whose pages are the blocks; to be used by
+    one thread at a time.
 
     allocator: of pinned memory or of the device's (`async_copy.PinnedAllocator`,
     `slab_pool.DeviceAllocator`). row_codec: "plain", "int8" or "fp8". max_tokens: what the table
     has room for. slab_bytes: allocated at a time, rounded down to blocks, at least one. budget:
-    unless given, the process's of host memory, and none but the device's own.
+    unless given, the process's of host memory, and none but the device's own. preferred: where
+    blocks go as long as there is room (its budget has some, its allocator does not fail); then to
+    `allocator`.
     """
 
     page_tokens = BLOCK
@@ -51,21 +58,21 @@ class BlockStore(Restorable):
         max_tokens: int = MAX_TOKENS,
         slab_bytes: int = SLAB_BYTES,
         budget: Budget | None = None,
+        preferred: Tier | None = None,
     ) -> None:
         self._geometry, self.row_codec = geometry, row_codec
         self._codec = codec(row_codec, geometry)
         self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
         self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)
-        self._allocator = allocator
         if budget is None:
             budget = shared_budget() if allocator.far else Budget()
-        self._budget = budget
+        self._tiers = (*([preferred] if preferred else []), Tier(allocator, budget))
         self._open()
 
     def _open(self) -> None:
         slab_blocks = max(1, self._slab_bytes // self.block_bytes)
-        self._pool = Pool(self.block_bytes, slab_blocks, self._allocator, self._budget)
-        self._close = weakref.finalize(self, self._pool.close)
+        sizes, device = (self.block_bytes, slab_blocks), self._geometry.device
+        self._pool = CountedPool(*sizes, *self._tiers, device=device)
         self._offload = Offload(self._geometry.device)
         self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
         self._lent_by: BlockStore | None = None  # whose rows a view reads
@@ -74,6 +81,8 @@ class BlockStore(Restorable):
         self._writing: torch.cuda.Event | None = None  # tells that those are there
         self._copied: torch.cuda.Event | None = None  # and this, that those counted are
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
+        self._pool.join(self._table.ledger)
+        self._close = weakref.finalize(self, self._pool.leave, self._table.ledger)
 
     def __len__(self) -> int:
         return self._length
@@ -95,17 +104,26 @@ class BlockStore(Restorable):
 
     @property
     def far(self) -> bool:
-        """Whether rows are worth keeping on the device once fetched: those of host memory are."""
-        return self._allocator.far
+        """Whether rows are worth keeping on the device once fetched: those of host memory are.
+
+        Of a store that prefers another place, as soon as there is room for one there.
+        """
+        return self._table.far if self._pool.mixed else self._tiers[-1].allocator.far
 
     @property
     def table(self) -> Tensor:
         """Device addresses of blocks, int64 `[B, S]` on the compute device; 0 where there is none.
 
-        The same tensor from the first append until `reset`: `[0, S]` before it. Whoever reads
+        The same tensor from the first append until `reset`: `[0, S]` before it; but another one
+        where tokens were cut off that a deep copy still holds, and others come. Whoever reads
         through it calls `wait` first.
         """
         return self._table.addresses
+
+    @property
+    def near(self) -> Tensor | None:
+        """As `kvindex.storage.store.PlacedRows.near`, the same tensor for as long as `table` is."""
+        return self._table.near
 
     def wait(self) -> None:
         """What the current stream runs from here on sees all rows. Not for a captured stream.
@@ -114,6 +132,12 @@ class BlockStore(Restorable):
         waited for, and few rows are there for whoever comes after the stream that appended them.
         """
         self._offload.wait(self._copied)
+
+    def _settle(self) -> None:
+        """The host waits for all copies that are under way, and for the current stream."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._offload.synchronize()
 
     def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are.
@@ -151,9 +175,17 @@ class BlockStore(Restorable):
         """
         self._room(self._table.batch, tokens - self._length if self._table.batch else 0)
 
+    def pin_ahead(self, tokens: int, batch: int) -> None:
+        """As `kvindex.storage.store.PinsAhead.pin_ahead`."""
+        self._pool.expect(batch * -(-tokens // BLOCK))
+
     def _room(self, batch: int, count: int) -> None:
         if self._lent_by is not None:
             raise RuntimeError("host store: a repeated view cannot be appended to")
+        if count > 0 and self._table.shares(self._length):
+            if self._length % BLOCK:
+                self._settle()
+            self._table = self._table.owned(self._length)
         if count > 0:
             self._table.room(batch, self._length, count)
 
@@ -197,21 +229,32 @@ class BlockStore(Restorable):
             sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
             return gather_blocks(self.table, ids, tokens=len(self), **sizes)
         where = ids.cpu()
-        self._offload.synchronize()
+        self._settle()
         return self._table.read(where).to(self._geometry.device)
 
     def encoded(self) -> Tensor:
-        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""
-        ids = torch.arange(len(self), device=self._geometry.device)
-        return self._gathered(ids.expand(self._table.batch, self._geometry.kv_heads, -1))
+        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy.
+
+        On the CPU where rows are on the host, so that the device need not hold them all.
+        """
+        shape = self._table.batch, self._geometry.kv_heads, len(self), self.row_bytes
+        device = torch.device("cpu") if self.far else self._geometry.device
+        rows = torch.empty(shape, dtype=torch.uint8, device=device)
+        for start in range(0, len(self), AT_ONCE):
+            part = rows[:, :, start : start + AT_ONCE]
+            ids = torch.arange(start, start + part.shape[2], device=self._geometry.device)
+            part.copy_(self._gathered(ids.expand(*shape[:2], -1)))
+        return rows
 
     def append_encoded(self, rows: Tensor) -> None:
         """Append rows as `encoded` gave them; raises as `reserve`."""
-        rows, start = rows.to(self._geometry.device), self._length
+        start = self._length
         for first, last in spans(start, start + rows.shape[2]):
-            some = rows[:, :, first - start : last - start].contiguous()
-            whole = not (last - first) % BLOCK
-            self.append({"blocks": _in_blocks(some).contiguous()} if whole else {"rows": some})
+            for at in range(first, last, AT_ONCE):
+                some = rows[:, :, at - start : min(last, at + AT_ONCE) - start]
+                some = some.to(self._geometry.device).contiguous()
+                whole = not some.shape[2] % BLOCK
+                self.append({"blocks": _in_blocks(some).contiguous()} if whole else {"rows": some})
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""
@@ -236,7 +279,7 @@ class BlockStore(Restorable):
             return copied
         try:
             copied._table.room(len(batch_indices), 0, self._length)
-            self._offload.synchronize()
+            self._settle()
             copied._table.copy_from(self._table, batch_indices)
         except BaseException:
             copied.reset()
@@ -258,8 +301,19 @@ class BlockStore(Restorable):
         return empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
-        """A copy, in blocks of its own; of a view, rows of its own."""
-        return self.reordered(torch.arange(self._table.batch))
+        """A copy that shares the blocks that are full; of a view, rows of its own.
+
+        A shared block is never written to: whoever would, once it was cut, has another.
+        """
+        if self._lent_by is not None:
+            return self.reordered(torch.arange(self._table.batch))
+        if self._length % BLOCK:
+            self._settle()  # rows of the open block are copied
+        twin = self._shallow()
+        twin._offload = Offload(self._geometry.device)
+        twin._table, twin._written = self._table.fork(self._length), None
+        twin._close = weakref.finalize(twin, self._pool.leave, twin._table.ledger)
+        return twin
 
     def reset(self) -> None:
         """Forget everything, and free the memory."""
@@ -274,9 +328,18 @@ class BlockStore(Restorable):
         """Bytes of rows in use (see `pinned_bytes`)."""
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
+    def rows_by_place(self) -> dict[str, int]:
+        """As `kvindex.storage.store.PlacedRows.rows_by_place`."""
+        g, rows = self._geometry, self._table.batch * self._length
+        if self._pool.mixed:
+            near = self._table.tokens_near(self._length)
+        else:
+            near = 0 if self.far else rows
+        return {"device": near * g.kv_heads, "host": (rows - near) * g.kv_heads}
+
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory held: rows, room for more, the slab pinned ahead."""
+        """Bytes of memory held: rows, room for more, the slab that is there ahead of need."""
         return self._pool.pinned_bytes
 
 

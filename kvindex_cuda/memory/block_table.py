@@ -10,22 +10,29 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED
+from kvindex_cuda.memory.counted_pool import CountedPool
 from kvindex_cuda.memory.layout import BLOCK
-from kvindex_cuda.memory.slab_pool import Pool
 
 
 class BlockTable:
     """Blocks `[G, 256, row_bytes]` of one batch row each, in the order of their tokens.
 
     addresses: of blocks, for kernels: int64 `[B, S]` on the compute device, `S` blocks of
-    `max_tokens`; 0 where there is none. The same tensor for as long as `B` stays.
+    `max_tokens`; 0 where there is none. near: which of them are in the device's memory, uint8 `[B,
+    S]` there, or None where all blocks of the pool are in one place. Each the same tensor for as
+    long as `B` stays, and until a block is written to that a fork holds, too. far: whether some
+    block is in the host's. ledger: all blocks that were taken.
     """
 
-    def __init__(self, geometry: Geometry, row_bytes: int, max_tokens: int, pool: Pool) -> None:
+    def __init__(
+        self, geometry: Geometry, row_bytes: int, max_tokens: int, pool: CountedPool
+    ) -> None:
         self._pool, self._device = pool, geometry.device
+        self.ledger: list[int] = []
         self._heads, self._row_bytes = geometry.kv_heads, row_bytes
         self._max_tokens = max_tokens
         self.addresses, self._numbers = self._empty(0)
+        self.near, self.far = self._none_near(), False
 
     @property
     def batch(self) -> int:
@@ -54,8 +61,10 @@ class BlockTable:
         if self.batch != batch:
             if length:
                 raise ValueError(f"rows: got a batch of {batch}, allowed is {self.batch}")
-            held = self._numbers.flatten().tolist()  # nothing is in them
+            held = self.ledger.copy()  # nothing is in them
             self.addresses, self._numbers = self._empty(batch)
+            self.ledger.clear()
+            self.near, self.far = self._none_near(), False
             self._pool.give(held)
         before = self._numbers.shape[1]
         more = -(-(length + count) // BLOCK) - before
@@ -66,11 +75,78 @@ class BlockTable:
             new = torch.tensor(taken).view(batch, more)
             numbers = torch.cat([self._numbers, new], dim=1)
             for row, blocks in enumerate(new.tolist()):
-                self._name(self.addresses[row, before : before + more], blocks)
+                self._name(row, before, blocks)
         except BaseException:
             self._pool.give(taken)
             raise
         self._numbers = numbers
+        self.ledger += taken
+        self.far = self.far or any(map(self._pool.is_far, taken))
+
+    def fork(self, length: int) -> BlockTable:
+        """A table that shares the blocks that the first `length` tokens fill, with its own ledger.
+
+        Of a block that they do not fill, the fork has a copy, which whoever writes to this one has
+        waited for. Raises as `Pool.take`.
+        """
+        twin, full = copy(self), length // BLOCK
+        twin._numbers = self._numbers[:, :full].clone()
+        twin.addresses = self.addresses.clone()
+        twin.addresses[:, full:] = 0
+        if self.near is not None:
+            twin.near = self.near.clone()
+            twin.near[:, full:] = 0
+        twin.ledger = twin._numbers.flatten().tolist()
+        self._pool.join(twin.ledger)
+        if length % BLOCK:
+            try:
+                twin.room(self.batch, full * BLOCK, length % BLOCK)
+            except BaseException:
+                self._pool.leave(twin.ledger)
+                raise
+            twin._copy_blocks(self, full)
+        return twin
+
+    def shares(self, length: int) -> bool:
+        """Whether a fork holds blocks, too, that tokens after the first `length` are written to."""
+        return any(self._pool.shared(self._numbers[:, length // BLOCK :].flatten().tolist()))
+
+    def owned(self, length: int) -> BlockTable:
+        """The same table where it `shares` none, else one with blocks of its own from there on.
+
+        What is copied, of one block a row, must be there. Raises as `Pool.take`.
+        """
+        slot = length // BLOCK
+        own, shared = copy(self), self._pool.shared(self._numbers[:, slot:].flatten().tolist())
+        taken = self._pool.take(sum(shared))
+        self.ledger += taken
+        numbers = self._numbers[:, slot:].flatten().clone()
+        numbers[torch.tensor(shared)] = torch.tensor(taken)
+        own._numbers = torch.cat([self._numbers[:, :slot], numbers.view(self.batch, -1)], dim=1)
+        own.addresses = self.addresses.clone()
+        own.near = None if self.near is None else self.near.clone()
+        own.far = self.far or any(map(self._pool.is_far, taken))
+        for row, blocks in enumerate(own._numbers[:, slot:].tolist()):
+            own._name(row, slot, blocks)
+        if length % BLOCK:
+            own._copy_blocks(self, slot)
+        return own
+
+    def _copy_blocks(self, other: BlockTable, slot: int) -> None:
+        """Each row's block at `slot` becomes as another table's, unless it is the same."""
+        pairs = zip(self._numbers[:, slot].tolist(), other._numbers[:, slot].tolist(), strict=True)
+        for to, come in pairs:
+            if to != come:
+                self._block(to).copy_(other._block(come))
+
+    def tokens_near(self, length: int) -> int:
+        """Of the first `length` tokens of all rows of the batch, how many are on the device."""
+        held = -(-length // BLOCK)
+        count = 0
+        for numbers in self._numbers[:, :held].tolist():
+            near = [not self._pool.is_far(number) for number in numbers]
+            count += BLOCK * sum(near) - (near[-1] * (held * BLOCK - length) if near else 0)
+        return count
 
     def read(self, ids: Tensor) -> Tensor:
         """Bytes `[B, G, K, row_bytes]` of tokens int64 `[B, G, K]`, on the CPU; -1: zeros."""
@@ -124,6 +200,7 @@ class BlockTable:
         """A view of a batch of 1 as one of `count`, to read."""
         view = copy(self)
         view.addresses = self.addresses.expand(count, -1)
+        view.near = None if self.near is None else self.near.expand(count, -1)
         view._numbers = self._numbers.expand(count, -1)
         return view
 
@@ -133,12 +210,22 @@ class BlockTable:
         addresses = torch.zeros(shape, dtype=torch.int64, device=self._device)
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
 
-    def _name(self, places: Tensor, blocks: list[int]) -> None:
-        """Put addresses of blocks into places int64 `[n]`; neither pins memory nor waits."""
+    def _none_near(self) -> Tensor | None:
+        if not self._pool.mixed:
+            return None
+        return torch.zeros(self.addresses.shape, dtype=torch.uint8, device=self._device)
+
+    def _name(self, row: int, start: int, blocks: list[int]) -> None:
+        """Name a row's blocks from place `start` on; neither pins memory nor waits."""
         size = self._pool.block_bytes
         for at, length in runs(blocks, self._pool.slab_blocks):
-            first = self._pool.device_address(blocks[at])
-            torch.arange(first, first + length * size, size, out=places[at : at + length])
+            first, places = (
+                self._pool.device_address(blocks[at]),
+                slice(start + at, start + at + length),
+            )
+            torch.arange(first, first + length * size, size, out=self.addresses[row, places])
+            if self.near is not None:
+                self.near[row, places] = not self._pool.is_far(blocks[at])
 
     def _block(self, number: int) -> Tensor:
         """Uint8 `[G, 256, row_bytes]`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.restore import Restorable
+from kvindex.storage.sharing import Sharing
 from kvindex_cuda.memory.block_table import spans
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS, Layout
 
@@ -73,6 +74,8 @@ class CodeBlocks(Restorable):
         self._blocks = 0  # of each row
         self._length = 0
         self._written: Fill | None = None  # after the last token, not yet counted
+        # blocks, from the first on, that deep copies read, too; a rollback does not undo a copy
+        self._shared, self._sharing = [0], Sharing()
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
     def __len__(self) -> int:
@@ -151,6 +154,7 @@ class CodeBlocks(Restorable):
             self.reset()
             table = torch.zeros((batch, self._most), dtype=torch.int64, device=self._device)
             self._held, self.table = [[] for _ in range(batch)], table
+        self._own(self._length // BLOCK)
         more = need - self._blocks
         if more <= 0:
             return
@@ -169,6 +173,35 @@ class CodeBlocks(Restorable):
                 else:
                     held.append(run)
         self._free, self._held, self._blocks = free, rows, need
+
+    def _own(self, first: int) -> None:
+        """Blocks from `first` on are nobody else's: where a copy reads one, others take its place.
+
+        Then the table is another tensor, so that the old one stays for a rollback.
+        """
+        if first < self._shared[0] and not self._sharing.claim(self, first, first):
+            before = self._held, self._blocks, self.table, self._shared
+            try:
+                self._replace(first)
+            except BaseException:
+                self._held, self._blocks, self.table, self._shared = before
+                raise
+
+    def _replace(self, first: int) -> None:
+        """Other blocks take the place of those from `first` on, which is copied."""
+        rows = range(len(self._held))
+        old = [[*self._runs(row, first, 1)] for row in rows]
+        blocks, self._blocks, self._shared = self._blocks, first, [first]
+        self._held, self.table = [_first(held, first) for held in self._held], self.table.clone()
+        self._room(len(rows), blocks * BLOCK - self._length)
+        for row in rows:
+            self._copy_block(old[row], [*self._runs(row, first, 1)], self)
+
+    def _copy_block(self, come: list[Run], to: list[Run], other: CodeBlocks) -> None:
+        """One block, of another's run."""
+        for source, target in zip(come, to, strict=True):
+            block = other._slabs[source.slab][source.first]
+            self._slabs[target.slab][target.first].copy_(block)
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
         """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
@@ -232,8 +265,23 @@ class CodeBlocks(Restorable):
         return CodeBlocks(self.layout, self._heads, self._device, most, **same)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeBlocks:
-        """A copy in blocks of its own."""
-        return self.reordered(torch.arange(len(self._held)))
+        """A copy that shares the blocks that are full, and has its own after them."""
+        full = self._length // BLOCK
+        twin = self._shallow()
+        twin._held, twin._free = [_first(held, full) for held in self._held], []
+        twin._blocks, twin._length, twin._written = full, full * BLOCK, None
+        twin.table = self.table.clone()
+        twin.table[:, full:] = 0
+        self._shared[0], twin._shared = max(self._shared[0], full), [full]
+        for user in (self, twin):
+            self._sharing.join(user, full)
+        if self._length > twin._length:
+            twin._room(len(self._held), self._length - twin._length)
+            for row in range(len(self._held)):
+                runs = [*self._runs(row, full, 1)], [*twin._runs(row, full, 1)]
+                twin._copy_block(*runs, self)
+            twin._length = self._length
+        return twin
 
     def nbytes(self) -> int:
         """Bytes in use: what tokens of full blocks and centers take up."""
@@ -298,6 +346,16 @@ class CodeBlocks(Restorable):
         slab = make(shape, dtype=torch.uint8, device=self._device)
         run = Run(len(self._slabs), 0, count)
         self._slabs, self._free = [*self._slabs, slab], [run, *self._free]
+
+
+def _first(held: list[Run], count: int) -> list[Run]:
+    """The runs of the first `count` blocks."""
+    rest, first = count, []
+    for run in held:
+        if rest > 0:
+            first.append(run._replace(blocks=min(run.blocks, rest)))
+        rest -= run.blocks
+    return first
 
 
 def _taken(free: list[Run], count: int) -> Iterator[Run]:

@@ -51,8 +51,13 @@ class RowCache:
 
         Waits for the device.
         """
-        looked_up, found = self.counts.sum(0).tolist()
+        looked_up, found = self.use()
         return found / looked_up if looked_up else 0.0
+
+    def use(self) -> tuple[int, int]:
+        """Rows looked up so far, and found. Waits for the device."""
+        looked_up, found = self.counts.sum(0).tolist()
+        return looked_up, found
 
     def nbytes(self) -> int:
         """Bytes on the device."""

@@ -1,7 +1,8 @@
-"""Slab pool: memory in slabs, pinned one ahead of need, cut into blocks of equal size.
+"""Slab pool: memory in slabs, allocated one ahead of need, cut into blocks of equal size.
 
 Locks: a pool is used by one thread; its worker hands over through atomic operations of deques
-alone, and `close`, which the garbage collector may run anywhere, waits for nothing.
+alone, and `close`, which the garbage collector may run anywhere, waits for nothing. Longer than
+most files: what a slab is and where it comes from, beside the pool.
 """
 
 from __future__ import annotations
@@ -11,17 +12,12 @@ import threading
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kvindex.core import check
-
-SHARE = 0.9
-"""Of the memory available when the first store is made: what all may pin."""
+from kvindex_cuda.memory.budget import Budget
 
 
 class Slab(Protocol):
@@ -36,8 +32,12 @@ class Slab(Protocol):
         """Where kernels find it."""
         ...
 
+    def settle(self) -> None:
+        """Wait for kernels and copies in flight, which may read it or write to it."""
+        ...
+
     def free(self) -> None:
-        """Give it back; called once, after which it is not read."""
+        """Give it back, settled; called once, after which it is not read."""
         ...
 
 
@@ -51,6 +51,15 @@ class Allocator(Protocol):
 
     def allocate(self, nbytes: int) -> Slab:
         """A slab of `nbytes`, whatever it holds. May raise anything."""
+        ...
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """An `Allocator` that can have slabs ready."""
+
+    def expect(self, nbytes: int, count: int) -> None:
+        """So many more slabs of `nbytes` will be asked for; fewer, below 0. Does not wait."""
         ...
 
 
@@ -69,10 +78,14 @@ class DeviceSlab:
         """Its bytes, uint8 `[nbytes]`."""
         return self.memory[:nbytes]
 
-    def free(self) -> None:
-        """Wait for kernels and copies in flight: torch gives it to others with the last view."""
+    def settle(self) -> None:
+        """Wait for kernels and copies in flight."""
         if self.memory.is_cuda:
             torch.cuda.synchronize(self.memory.device)
+
+    def free(self) -> None:
+        """Settle: torch gives it to others with the last view."""
+        self.settle()
 
 
 @dataclass(frozen=True)
@@ -93,77 +106,49 @@ def host_view(address: int, nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class Budget:
-    """A limit in bytes over all pools that share it; None: no limit. Safe between threads."""
+@dataclass(frozen=True)
+class Tier:
+    """A place of slabs, and how much of it may be taken."""
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = None if limit_bytes is None else check.at_least("limit", limit_bytes, 0)
-        self._used = 0
-        self._lock = threading.RLock()  # again by its own thread, where a collected pool gives
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes taken and not given back."""
-        return self._used
-
-    def try_take(self, nbytes: int) -> bool:
-        """Take `nbytes`, if that many are left."""
-        with self._lock:
-            fits = self.limit_bytes is None or self._used + nbytes <= self.limit_bytes
-            self._used += nbytes if fits else 0
-            return fits
-
-    def take(self, nbytes: int) -> None:
-        """Take `nbytes`. Raises MemoryError if fewer are left, and takes none."""
-        if not self.try_take(nbytes):
-            raise MemoryError(
-                f"host store: needs {nbytes} bytes more, {self._used} are in use, the limit is "
-                f"{self.limit_bytes}"
-            )
-
-    def give(self, nbytes: int) -> None:
-        """Give back `nbytes`."""
-        with self._lock:
-            self._used -= nbytes
+    allocator: Allocator
+    budget: Budget
 
 
-@lru_cache(maxsize=1)
-def shared_budget() -> Budget:
-    """The process's: 90% of what is available at the first call, no limit where that is unknown."""
-    available = available_bytes()
-    return Budget(None if available is None else int(SHARE * available))
+@dataclass(frozen=True)
+class _Held:
+    """A slab, and where it came from."""
 
-
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory that the machine can give, or None where Linux does not tell."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError, IndexError):
-        return None
+    slab: Slab
+    tier: Tier
 
 
 class Pool:
     """Blocks of `block_bytes`, numbered from 0; a number stays at its address until `close`.
 
-    slab_blocks: blocks in a slab.
+    slab_blocks: blocks in a slab; tiers: where slabs come from: the first that has room, and only
+    what the last one says is an error.
     """
 
-    def __init__(
-        self, block_bytes: int, slab_blocks: int, allocator: Allocator, budget: Budget
-    ) -> None:
+    def __init__(self, block_bytes: int, slab_blocks: int, *tiers: Tier) -> None:
         self.slab_blocks = slab_blocks
         self.block_bytes = block_bytes
         self._slab_bytes = block_bytes * slab_blocks
-        self._allocator, self._budget = allocator, budget
+        *self._preferred, self._last = tiers
         self._views: list[Tensor] = []  # uint8 [slab_blocks, block_bytes] of each slab
         self._addresses: list[int] = []  # on the device
+        self._far: list[bool] = []  # whether it is the host's
         self._free: list[int] = []  # ascending, so that what is taken together lies together
-        self._held: deque[Slab] = deque()  # what close frees
-        self._ready: deque[Slab] = deque()  # pinned by the worker, not yet numbered
+        self._held: deque[_Held] = deque()  # what close frees
+        self._ready: deque[_Held] = deque()  # allocated by the worker, not yet numbered
         self._worker: threading.Thread | None = None
+        self._expected = 0  # slabs that the last tier has been told of
         self._error: Exception | None = None
         self._closed = False
+
+    @property
+    def mixed(self) -> bool:
+        """Whether blocks may lie in several places."""
+        return bool(self._preferred)
 
     @property
     def pinned_bytes(self) -> int:
@@ -184,8 +169,12 @@ class Pool:
         slab, inside = divmod(block, self.slab_blocks)
         return self._addresses[slab] + inside * self.block_bytes
 
+    def is_far(self, block: int) -> bool:
+        """Whether a GPU reads the block over a bus."""
+        return self._far[block // self.slab_blocks]
+
     def take(self, count: int) -> list[int]:
-        """Numbers of `count` blocks, ascending; pins what is missing, after waiting for the worker.
+        """Numbers of `count` blocks, ascending; what is missing is allocated, after the worker.
 
         Raises MemoryError beyond the budget, MemoryError or RuntimeError if pinning fails here or
         has failed on the worker; then nothing is taken and no memory kept.
@@ -204,20 +193,37 @@ class Pool:
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
-        """Let a worker pin a slab if less than one is free, and the budget allows. Never fails."""
+        """Let a worker get a slab if less than one is free, and a budget allows. Never fails."""
         if self._worker is not None and self._worker.is_alive():
             return
         self._adopt()
         if len(self._free) >= self.slab_blocks or self._error is not None:
             return
-        if not self._budget.try_take(self._slab_bytes):
+        tier = self._with_room(*self._preferred, self._last)
+        if tier is None:
             return  # the append that needs it will say so
-        self._worker = threading.Thread(target=self._pin, name="kvindex-pin", daemon=True)
+        work = threading.Thread(target=self._get, args=(tier,), name="kvindex-pin", daemon=True)
+        self._worker = work
         try:
-            self._worker.start()
-        except RuntimeError:  # no more threads: whoever needs memory pins it
+            work.start()
+        except RuntimeError:  # no more threads: whoever needs memory gets it
             self._worker = None
-            self._budget.give(self._slab_bytes)
+            tier.budget.give(self._slab_bytes)
+
+    def expect(self, blocks: int) -> None:
+        """So many blocks will be held in all: what they lack, and the slab ahead, may be got now.
+
+        Nothing where blocks may lie in several places.
+        """
+        slabs = -(-blocks // self.slab_blocks) + 1 - len(self._held) - self._expected
+        if slabs > 0 and not self._preferred:
+            self._tell(slabs)
+
+    def _tell(self, slabs: int) -> None:
+        allocator = self._last.allocator
+        if isinstance(allocator, Foresees):
+            self._expected += slabs
+            allocator.expect(self._slab_bytes, slabs)
 
     def settle(self) -> None:
         """Wait for the worker."""
@@ -227,41 +233,65 @@ class Pool:
     def close(self) -> None:
         """Free every slab, now or (the one being pinned) as soon as the worker has it."""
         self._closed = True
+        self._tell(-self._expected)
         self._drain()
 
     def _grow(self, slabs: int) -> None:
-        self._budget.take(slabs * self._slab_bytes)
-        new: list[Slab] = []
+        new: list[_Held] = []
         try:
-            for _ in range(slabs):
-                new.append(self._allocated())
+            while len(new) < slabs and (tier := self._with_room(*self._preferred)):
+                new.append(self._allocated(tier))
+            rest = slabs - len(new)
+            self._last.budget.take(rest * self._slab_bytes)
+            while rest:
+                rest -= 1  # what is allocated gives back its own
+                try:
+                    new.append(self._allocated(self._last))
+                except BaseException:
+                    self._last.budget.give(rest * self._slab_bytes)
+                    raise
         except BaseException:
-            for slab in new:
-                slab.free()
-            self._budget.give(slabs * self._slab_bytes)
+            for held in new:
+                held.slab.free()
+                held.tier.budget.give(self._slab_bytes)
             raise
         self._held.extend(new)
         self._ready.extend(new)
         self._adopt()
 
-    def _allocated(self) -> Slab:
-        try:
-            return self._allocator.allocate(self._slab_bytes)
-        except Exception as error:
-            kind = MemoryError if isinstance(error, MemoryError) else RuntimeError
-            what = "host store: cannot pin" if self._allocator.far else "device store: no room for"
-            raise kind(f"{what} {self._slab_bytes} bytes: {error}") from error
+    def _with_room(self, *tiers: Tier) -> Tier | None:
+        """The first whose budget has room for a slab, which is then taken from it."""
+        return next((tier for tier in tiers if tier.budget.try_take(self._slab_bytes)), None)
 
-    def _pin(self) -> None:
+    def _allocated(self, tier: Tier) -> _Held:
+        """A slab of a tier, of whose budget it is taken, or else of the last one."""
+        try:
+            held = _Held(tier.allocator.allocate(self._slab_bytes), tier)
+            if self._expected:
+                self._tell(-1)
+            return held
+        except BaseException as error:
+            tier.budget.give(self._slab_bytes)
+            if not isinstance(error, Exception):
+                raise
+            if tier is self._last:
+                kind = MemoryError if isinstance(error, MemoryError) else RuntimeError
+                what = (
+                    "host store: cannot pin" if tier.allocator.far else "device store: no room for"
+                )
+                raise kind(f"{what} {self._slab_bytes} bytes: {error}") from error
+        self._last.budget.take(self._slab_bytes)
+        return self._allocated(self._last)
+
+    def _get(self, tier: Tier) -> None:
         """On the worker."""
         try:
-            slab = self._allocated()
+            held = self._allocated(tier)
         except Exception as error:
-            self._budget.give(self._slab_bytes)
             self._error = error
             return
-        self._held.append(slab)
-        self._ready.append(slab)
+        self._held.append(held)
+        self._ready.append(held)
         if self._closed:
             self._drain()
 
@@ -275,18 +305,19 @@ class Pool:
     def _adopt(self) -> None:
         """Number the slabs that are ready."""
         while self._ready:
-            slab = self._ready.popleft()
+            held = self._ready.popleft()
             first = len(self._views) * self.slab_blocks
-            self._views.append(slab.view(self._slab_bytes).view(self.slab_blocks, -1))
-            self._addresses.append(slab.device_address)
+            self._views.append(held.slab.view(self._slab_bytes).view(self.slab_blocks, -1))
+            self._addresses.append(held.slab.device_address)
+            self._far.append(held.tier.allocator.far)
             self._free.extend(range(first, first + self.slab_blocks))
 
     def _drain(self) -> None:
         with ExitStack() as stack:  # every slab is freed, though one may fail
             while self._held:
                 try:
-                    slab = self._held.pop()
+                    held = self._held.pop()
                 except IndexError:  # the other thread had it
                     break
-                stack.callback(self._budget.give, self._slab_bytes)
-                stack.callback(slab.free)
+                stack.callback(held.tier.budget.give, self._slab_bytes)
+                stack.callback(held.slab.free)

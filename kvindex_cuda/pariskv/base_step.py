@@ -47,11 +47,13 @@ class State:
     length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
     valid keys; weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D +
     Dv]`; resident_mask: uint8 `[B, W]`; resident_count: int64 `[1]`, how many of the `W` there are;
-    row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; cache:
-    of rows that were fetched, as they lie; wrong: int32 of one element, which a step sets to 1
-    where a query is not finite. Of log weights alone: largest: upper byte of a weight in full
-    blocks, int32 `[B, G]`, which no step reads. Of tiers alone: histogram: keys per centroid, int64
-    `[B, G, M, 256]`; tiers: keys that bound each, int64 `[B, 6]`.
+    row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; near:
+    which of those blocks are on the device, uint8 `[B, S]`, where they lie in two places; cache: of
+    rows that were fetched from the host, as they lie; wrong: int32 of one element, which a step
+    sets to 1 where a query is not finite; found_sum: int64 `[B, G]`, to which it adds how many rows
+    it found, or None. Of log weights alone: largest: upper byte of a weight in full blocks, int32
+    `[B, G]`, which no step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
+    256]`; tiers: keys that bound each, int64 `[B, 6]`.
     """
 
     codes: Tensor
@@ -66,12 +68,14 @@ class State:
     resident_count: Tensor
     row_bytes: int
     codec: str = "plain"
+    near: Tensor | None = None
     cache: RowCache | None = None
     wrong: Tensor | None = None
     largest: Tensor | None = None
     regression: Tensor | None = None
     histogram: Tensor | None = None
     tiers: Tensor | None = None
+    found_sum: Tensor | None = None
 
 
 class BaseStep:
@@ -204,6 +208,7 @@ class BaseStep:
                 ids=self.ids,
                 scores=self.scores,
                 found=self.found,
+                found_sum=state.found_sum,
                 tags=cache.tags if cache else None,
                 stamps=cache.stamps if cache else None,
                 finalist_weights=self._finalist_weights,
@@ -251,6 +256,7 @@ class BaseStep:
                 ids=ids,
                 found=found,
                 rows=state.rows,
+                near=state.near,
                 resident=state.resident,
                 resident_mask=state.resident_mask,
                 resident_count=state.resident_count,
@@ -279,6 +285,6 @@ class BaseStep:
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(HEADS_AT_ONCE, g.group_size),
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim)),
-            **dict(CODEC=NAMES.index(state.codec), GIVEN=given),
+            **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),
         )
         return self.output

@@ -18,7 +18,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex.storage.store import AddressedRows
+from kvindex.storage.store import AddressedRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
@@ -90,6 +90,7 @@ class ParisKVExecutor:
         self._opened: object = None  # what the open block was made of
         self._store: object = None
         self._rows: AddressedRows | None = None  # the store's, where kernels read them
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
         self.cleared()
         self._length = len(codes)
 
@@ -123,6 +124,10 @@ class ParisKVExecutor:
             ]
         )
 
+    def cache_use(self) -> tuple[int, int, int]:
+        """As `Executor.cache_use`."""
+        return (0, 0, 0) if self.cache is None else (self.cache.capacity, *self.cache.use())
+
     def cleared(self) -> None:
         """Everything was forgotten."""
         self._state: State | None = None
@@ -131,6 +136,7 @@ class ParisKVExecutor:
         self._regression: Tensor | None = None  # that the state has
         self._length = self._read = 0  # tokens; blocks whose largest weight the state has
         self._replays = Replays(self._geometry.device)
+        self._found_sum: Tensor | None = None  # of captured steps
 
     def update(self, contents: Contents) -> ParisKVExecutor:
         """As `Executor.update`."""
@@ -148,6 +154,7 @@ class ParisKVExecutor:
             if self._state.codes is not self.codes.table:  # another batch has begun
                 self.cleared()
                 return self.update(contents)
+            self._begin_cache()
             self._update(self._state, first)
             if self._rows is not None and any(use.captured for use in self._uses):
                 self._rows.wait()  # nobody does when a graph is replayed
@@ -269,10 +276,37 @@ class ParisKVExecutor:
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a layer's step, which puts a token where the host says it is; allowed "
-                "is index.attend, beside rows that are added between the replays (docs/cuda.md)"
+                "is its captured_step, which reads on the device where that is (docs/cuda.md)"
             )
         stage_token(resident, token, window, queries)
         return self.attend(queries, resident, k, wrong)
+
+    def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> State:
+        """As `CapturesStep.prepare_replay`."""
+        use = self._with_room(k)
+        if self._rows is not None:
+            self._rows.wait()
+        use.step.acquire()
+        shape = len(self.codes.table), self._geometry.kv_heads
+        if self._found_sum is None or self._found_sum.shape != shape:
+            self._found_sum = torch.zeros(shape, dtype=torch.int64, device=self._geometry.device)
+        return self._reads(use, resident, wrong)
+
+    def captured_step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        k: int,
+        wrong: Tensor | None,
+    ) -> Attended:
+        """As `CapturesStep.captured_step`."""
+        if self._found_sum is None:
+            raise RuntimeError("graph: got a step before prepare_replay(), allowed is one after it")
+        stage_token(resident, token, None, queries, ticket=self._ticket)
+        use, state = self._ready(k, resident, wrong)
+        output = use.step(queries.contiguous(), replace(state, found_sum=self._found_sum))
+        return Attended(output, use.step.lse, self._found_sum)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `Executor.attend_hits`, with the buffers of any step."""
@@ -301,10 +335,12 @@ class ParisKVExecutor:
             old is not new for old, new in zip(use.reads[0], made_of, strict=True)
         ):
             assert self._state is not None
+            near = rows.near if isinstance(rows, PlacedRows) else None
             state = replace(
                 self._state,
                 wanted=use.wanted,
                 rows=table.contiguous(),  # a view's is not
+                near=near if near is None else near.contiguous(),
                 row_bytes=rows.row_bytes,
                 codec=rows.row_codec,
                 cache=self.cache,
@@ -323,15 +359,7 @@ class ParisKVExecutor:
 
         Its results are the caller's: buffers are shared by all layers, these are new each time.
         """
-        captured, use = capturing(self._geometry.device), self._newest(k)
-        if use is None or use.outgrown:
-            if captured:
-                raise RuntimeError(
-                    f"graph: got a first search for k = {k} rows, or one for more candidates than "
-                    "there are buffers for; allowed is one after warm_up() or a search like it"
-                )
-            need = self._need(k)
-            use = self._begin(k, need + min(need, HEADROOM))
+        captured, use = capturing(self._geometry.device), self._with_room(k)
         assert self._state is not None
         use.captured |= captured
         if not captured:
@@ -343,15 +371,25 @@ class ParisKVExecutor:
             return use, self._reads(use, resident, wrong)
         return use, replace(self._state, wanted=use.wanted)
 
+    def _with_room(self, k: int) -> _Use:
+        """The newest step for `k` rows, or a new one where that has too little room."""
+        use = self._newest(k)
+        if use is not None and not use.outgrown:
+            return use
+        if capturing(self._geometry.device):
+            raise RuntimeError(
+                f"graph: got a first search for k = {k} rows, or one for more candidates than "
+                "there are buffers for; allowed is one after warm_up() or a search like it"
+            )
+        need = self._need(k)
+        return self._begin(k, need + min(need, HEADROOM))
+
     def _begin(self, k: int, most: int) -> _Use:
         """A step for `k` rows with room for `most`, from here on the newest."""
         if self._state is None:
             self._state = opened(self._geometry, self.codes.table, self._contents.statistics)
             self._update(self._state, 0)
-            rows, batch = self._rows, len(self.codes.table)
-            if rows is not None and rows.far:
-                groups, device = batch * self._geometry.kv_heads, self._geometry.device
-                self.cache = RowCache(groups, rows.row_bytes, device)
+            self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
         sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
         step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
@@ -360,6 +398,13 @@ class ParisKVExecutor:
         put(wanted, use.want(self._candidates(k), self._need(k)))
         self._uses = [*(u for u in self._uses if u.captured or u.step.k != k), use]
         return use
+
+    def _begin_cache(self) -> None:
+        """A cache, once there are rows on the host."""
+        rows = self._rows
+        if self.cache is None and rows is not None and rows.far:
+            groups = len(self.codes.table) * self._geometry.kv_heads
+            self.cache = RowCache(groups, rows.row_bytes, self._geometry.device)
 
     def _candidates(self, k: int) -> list[int]:
         """`C` of each row of the batch."""

@@ -7,66 +7,17 @@ where it writes them: buffers that all layers share, as they share those of a st
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvindex.core.streams import new_stream
+from kvindex.core.graphs import GRAPHS
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.shared_step import SharedStep
 
 WARM = 2
 """Steps that are launched one by one before one is captured: the first compiles kernels."""
-
-
-class Graph(Protocol):
-    """What was captured."""
-
-    def replay(self) -> None:
-        """Do it again, on the current stream."""
-        ...
-
-
-class CudaGraph:
-    """What `work` launches, captured; it runs when it is replayed, not before.
-
-    A step takes no memory, so each graph has a pool of its own, an empty one: one that graphs share
-    is not to be had again once the last of them is gone. Raises RuntimeError where the driver
-    refuses.
-    """
-
-    def __init__(self, device: torch.device, work: Callable[[], object]) -> None:
-        make: Callable[[], Any] = torch.cuda.CUDAGraph  # torch leaves it untyped
-        graph, side = make(), _capturing_stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        collects = gc.isenabled()
-        gc.disable()  # what is let go of in between might call what a capture forbids
-        try:
-            with torch.cuda.device(device), torch.cuda.stream(side):
-                # another thread may pin memory meanwhile
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-        self.replay: Callable[[], None] = graph.replay
-
-
-@lru_cache
-def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
-    return new_stream(device)
-
-
-GRAPHS: dict[str, Callable[[torch.device, Callable[[], object]], Graph]] = {"cuda": CudaGraph}
-"""By type of device. Tests add `cpu`: launches that are kept (`tests/cuda/graphs.py`)."""
 
 
 class Replay:

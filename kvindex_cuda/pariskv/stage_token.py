@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvindex.core.protocol import Rows
@@ -16,18 +17,23 @@ NAMES = "keys", "values", "window.keys", "window.values", "queries"
 def stage_token(
     resident: ResidentRows,
     token: Rows,
-    window: Rows,
+    window: Rows | None,
     queries: Tensor,
     graph_queries: Tensor | None = None,
+    *,
+    ticket: Tensor | None = None,
 ) -> None:
     """Put a token's rows behind the resident ones and into its places in the window.
 
-    token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape, strided;
-    queries: `[B, H, D]`, copied to graph_queries, contiguous, if given. All of one dtype.
-    Raises ValueError for other shapes or dtypes, before anything is written.
+    token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape, strided, or
+    None: none; queries: `[B, H, D]`, copied to graph_queries, contiguous, if given. All of one
+    dtype. ticket: int32 `[1]`, 0 between launches: the token goes where `resident.count` says when
+    the kernel runs, and the caller tells `resident`; without it this does. Raises ValueError for
+    other shapes or dtypes, before anything is written.
     """
     rows, keys, values = resident.rows, _near_by(token.keys), _near_by(token.values)
-    queries, to_keys, to_values = _near_by(queries), window.keys, window.values
+    queries, places = _near_by(queries), token if window is None else window
+    to_keys, to_values = places.keys, places.values
     (B, G, room, wide), D, H = rows.shape, keys.shape[-1], queries.shape[1]
     given = keys, values, to_keys, to_values, queries
     key, value = (B, G, 1, D), (B, G, 1, wide - D)
@@ -35,7 +41,9 @@ def stage_token(
     for name, tensor, shape in zip(NAMES, given, shapes, strict=True):
         if tensor.dtype is not rows.dtype or tensor.shape != shape:
             of_shape(name, of_type(name, tensor, rows.dtype), *shape)
-    if len(resident) >= room:
+    if ticket is not None:
+        of_shape("ticket", of_type("ticket", ticket, torch.int32), 1)
+    elif len(resident) >= room:
         raise ValueError(
             f"resident: got {len(resident)} rows, allowed are fewer than its room of {room}"
         )
@@ -47,10 +55,11 @@ def stage_token(
         arguments=dict(
             keys=keys,
             values=values,
-            window_keys=to_keys,
-            window_values=to_values,
+            window_keys=None if window is None else to_keys,
+            window_values=None if window is None else to_values,
             resident=rows,
             resident_count=resident.count,
+            ticket=ticket,
             queries=queries,
             graph_queries=graph_queries,
             keys_batch=keys.stride(0),
@@ -64,8 +73,9 @@ def stage_token(
             queries_batch=queries.stride(0),
             queries_head=queries.stride(1),
             room=room,
-            place=resident.claim(1),
+            place=resident.claim(1) if ticket is None else 0,
         ),
+        overlap=True,
         D=D,
         DV=wide - D,
         DTYPE=CODES[rows.dtype],

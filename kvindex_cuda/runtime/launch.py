@@ -49,7 +49,7 @@ _number, _address = Tensor.get_device, Tensor.data_ptr
 
 def source(file: str) -> str:
     """The text of `kernels/<file>`."""
-    return (SOURCES / file).read_text()
+    return (SOURCES / file).read_text(encoding="utf-8")
 
 
 def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:

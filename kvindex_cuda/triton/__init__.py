@@ -10,6 +10,7 @@ from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
 from kvindex_cuda.triton.products import linear_residual, norm_linear, prefetch, swiglu_linear
 from kvindex_cuda.triton.prompt import attend_prompt
 from kvindex_cuda.triton.rotate import rotate_heads
+from kvindex_cuda.triton.token import attend_token
 
 __all__ = [
     "Matrix",
@@ -18,6 +19,7 @@ __all__ = [
     "Tile",
     "argmax",
     "attend_prompt",
+    "attend_token",
     "head",
     "linear_residual",
     "norm_linear",

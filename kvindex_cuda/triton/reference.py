@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvindex.ops.attention import attend_blocks
+from kvindex.ops.attention import attend, attend_blocks
 from kvindex_cuda.triton.operands import Matrix, Norm
 
 
@@ -107,3 +107,13 @@ def attend_prompt(
     bias = torch.zeros((*ends.shape, R), device=queries.device)
     bias = bias.masked_fill(rows >= ends[..., None], float("-inf"))[:, None]
     return attend_blocks(queries, [(keys, values, bias)], scale=scale, return_lse=True)
+
+
+def attend_token(
+    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, scale: float
+) -> Tensor:
+    """Attention `[B, H, Dv]` of one query a sequence to its rows from a start to before an end."""
+    rows = torch.arange(keys.shape[2], device=queries.device)
+    seen = (rows >= starts[:, None]) & (rows < ends[:, None])
+    bias = torch.zeros(seen.shape, device=queries.device).masked_fill(~seen, float("-inf"))
+    return attend(queries, keys, values, scale=scale, bias=bias[:, None])

@@ -135,6 +135,14 @@ def test_indexes_lists_all():
         (("--prompt-file", "TEXT", "--index", "exact:scale=2"), "got scale, which the model"),
         (("--prompt-file", "TEXT", "--index", "pariskv:preset=1"), "preset: got 1"),
         (("--prompt-file", "TEXT", "--json", "no/such/folder.json"), "json: got 'no/such/folder"),
+        (("--prompt", "Hi", "--save-cache", "no/such/folder"), "which is in no folder that exists"),
+        (("--prompt", "Hi", "--save-cache", "/tmp"), "folder: got '/tmp', which is there already"),
+        (("--prompt", "Hi", "--load-cache", "nowhere"), "folder: got 'nowhere', which has no man"),
+        (("--prompt", "Hi", "--save-cache", "x", "--index", "none"), "one with --index none, all"),
+        (
+            ("--prompt", "Hi", "--save-cache", "x", "--engine", "decoder"),
+            "engine: got 'decoder' with --save-cache or --load-cache, allowed is 'transformers'",
+        ),
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(
@@ -397,3 +405,70 @@ def test_no_space_leaves_the_old_result(tiny, tmp_path, monkeypatch):
     result = run(*given, "--json", out)
     assert "could not be written (No space left on device)" in str(result.exception)
     assert out.read_bytes() == b"old"
+
+
+def counted(model, call):
+    """Tokens of each step of a model in a call, and what it gives."""
+    read = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    given = call()
+    handle.remove()
+    return read, given
+
+
+@pytest.mark.parametrize("chat", [(), ("--chat",)])
+def test_a_saved_cache_answers_other_questions_and_reads_nothing_again(tiny, tmp_path, chat):
+    folder, more = tmp_path / "saved", tmp_path / "more"
+    document, first, second = words(50), words(9, 1), words(7, 2)
+    given = ("--prompt", document, *chat)
+    saved, _ = generated(tmp_path, *given, "--ask", first, "--save-cache", folder)
+    alone = [
+        generated(tmp_path, "--prompt", f"{document} {question}", *chat)[0]
+        for question in (first, second)
+    ]
+    assert saved["answers"][0]["answer"] == alone[0]["answer"]
+    asked = (*given, "--ask", second, "--ask", first, "--load-cache", folder, "--save-cache", more)
+    read, (told, result) = counted(tiny, lambda: generated(tmp_path, *asked))
+    assert [answer["answer"] for answer in told["answers"]] == [
+        alone[1]["answer"],
+        alone[0]["answer"],
+    ]
+    assert sum(read) < 50
+    assert re.search(r"loaded \d+ tokens in \d", result.output)
+    read, (told, _) = counted(tiny, lambda: generated(tmp_path, *asked[:-4], "--load-cache", more))
+    assert told["answers"][0]["answer"] == alone[1]["answer"]
+    assert sum(read) < 50
+
+
+def test_a_prompt_without_questions_is_saved_but_for_its_end(tiny, tmp_path):
+    folder, document = tmp_path / "saved", words(50)
+    first, _ = generated(tmp_path, "--prompt", document, "--save-cache", folder)
+    given = ("--prompt", document, "--load-cache", folder)
+    read, (again, result) = counted(tiny, lambda: generated(tmp_path, *given))
+    assert first["answer"] == again["answer"] == generated(tmp_path, *given[:2])[0]["answer"]
+    assert read[0] == 2
+    assert "loaded 48 tokens" in result.output
+    shorter = document.rsplit(" ", 6)[0]  # some of the end is another: it is read again
+    longer = f"{shorter} {words(9, 5)}"
+    told, result = generated(tmp_path, "--prompt", longer, "--load-cache", folder)
+    assert told["answer"] == generated(tmp_path, "--prompt", longer)[0]["answer"]
+    assert "loaded 44 tokens" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--prompt", words(50, 3)), "of 48 tokens, of which the prompt begins with"),
+        (("--prompt", words(30)), "of 48 tokens, of which the prompt begins with 28"),
+        (("--prompt", words(50), "--sink", 5), "layer.sink = 4, allowed is 5"),
+        (("--prompt", words(50), "--index", "quest"), "index = 'Exact', allowed is 'Quest'"),
+    ],
+)
+def test_another_text_or_index_than_that_of_a_saved_cache_is_refused(
+    tiny, tmp_path, given, message
+):
+    generated(tmp_path, "--prompt", words(50), "--save-cache", tmp_path / "saved")
+    _, result = generated(tmp_path, *given, "--load-cache", tmp_path / "saved", status=1)
+    assert message in str(result.exception)

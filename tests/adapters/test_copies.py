@@ -172,3 +172,35 @@ def test_layers_describe_their_rows(model):
         for use in (lambda: keys[0], lambda: torch.cat([keys, keys]), lambda: torch.ones(1) + keys):
             with pytest.raises(ValueError, match="allowed are shape, dtype, device: the rows are"):
                 use()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_forks_answer_several_questions_and_copy_no_row(family):
+    """Layers without an index share their rows, too; each fork answers as a cache of its own."""
+    model = build(family)
+    texts = prompt(3, 70)["input_ids"]
+    texts[1:, :40] = texts[0, :40]
+    options = {**REGIONS, "dense_layers": (3,)}
+    alone = []
+    for text in texts[:, None]:
+        with kvhf.attach(model, **options) as cache:
+            steps(model, cache, _inputs(text[:, :40]), [40])
+            alone.append(go_on(model, cache, text, 40))
+    with kvhf.attach(model, **options) as cache:
+        steps(model, cache, _inputs(texts[:1, :40]), [40])
+        forks = [cache.fork() for _ in texts]
+        for layer, *others in zip(cache.layers, *(fork.layers for fork in forks), strict=True):
+            assert {_rows(other) for other in others} == {_rows(layer)}
+        got = [
+            go_on(model, fork, text, 40) for fork, text in zip(forks, texts[:, None], strict=True)
+        ]
+        assert cache.get_seq_length() == 40
+    for mine, want in zip(got, alone, strict=True):
+        assert torch.equal(mine, want)
+
+
+def _rows(layer):
+    """Where a layer's rows lie."""
+    if getattr(layer, "attention", None) is None:
+        return layer.keys.data_ptr()
+    return layer.attention.index._store.contiguous_rows().data_ptr()

@@ -302,14 +302,18 @@ def test_one_call_refuses_what_is_more_than_one_answer(model, options, match):
 @pytest.mark.parametrize("error", [None, MemoryError])
 @pytest.mark.parametrize("index", ["pariskv", "pariskv:preset=fast+sample"])
 def test_one_call_makes_room_for_its_answer_where_there_is_memory(model, index, error, monkeypatch):
-    asked = []
+    asked, ahead = [], []
 
     def reserve(self, tokens):
         asked.append((len(self) > 0, tokens))
         if error is not None:
             raise error("none left")
 
+    def reserve_ahead(self, tokens, *, batch):
+        ahead.append((len(self) < 10, tokens, batch))
+
     monkeypatch.setattr(ParisKV, "reserve", reserve)
+    monkeypatch.setattr(ParisKV, "reserve_ahead", reserve_ahead)
     options = {key: value for key, value in REGIONS.items() if key not in ("index", "k")}
     ids = prompt(1, 50)["input_ids"][0]
     result = kvhf.generate(
@@ -317,6 +321,7 @@ def test_one_call_makes_room_for_its_answer_where_there_is_memory(model, index, 
     )
     assert len(result.answer_ids) == 3
     assert asked == [(True, 53)] * model.config.num_hidden_layers
+    assert ahead == [(True, 53, 1)] * model.config.num_hidden_layers
 
 
 def test_one_call_overrides_beams_of_the_models_own_configuration(model):

@@ -14,7 +14,7 @@ REGIONS = dict(k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", ["exact", "pariskv"])
-@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("store", ["device", "host", "auto"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_generation_equals_full_attention(index, store, graphs):
     model = build("llama", eos_token_id=None).to("cuda")

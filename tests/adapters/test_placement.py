@@ -111,6 +111,13 @@ def test_a_model_on_the_kernels_is_the_model(family, padded, dtype, device):
     assert index.capability(Attends) is index
     assert index.backend == "cuda"
     assert report.steps == 6
+    rows = sum(index.placement().device + index.placement().host for index in cache.indexes())
+    place = report.placement
+    assert (report.k, place.row_codec, place.device + place.host) == (500, "plain", rows)
+    assert (place.device == 0, place.cache_rows) == (
+        (True, 4096) if device != "cpu" else (False, 0)
+    )
+    assert "k 500, rows: " in str(report)
     assert index._store.far == (device != "cpu")
     for mine, theirs in zip(got, want, strict=True):
         error = (mine.float() - theirs.float()).norm() / theirs.float().norm()

@@ -10,6 +10,7 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
+    CapturesStep,
     DecodesStep,
     ExpandsBatch,
     ObservesQueries,
@@ -41,7 +42,8 @@ ONLY_ITS_OWN = {
 }
 """What a wrapper does whatever the inner index does."""
 NOT_PASSED_ON = {
-    *((name, DecodesStep) for name in CLASSES),  # a step of the inner index is not its own search
+    # a step of the inner index is not its own search
+    *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
     ("recall", ExpandsBatch),  # what a view finds would not be counted
     ("reuse", ExpandsBatch),  # a step may find what the one before found
@@ -61,6 +63,12 @@ class Able(Exact):
         pass
 
     def attend_hits(self):
+        pass
+
+    def prepare_replay(self):
+        pass
+
+    def captured_step(self):
         pass
 
     def reserve(self):

@@ -1,7 +1,8 @@
-"""A graph on a CPU: launches that are kept while it is made, and run when it is replayed.
+"""A graph on a CPU: work that is kept while it is made, and done when it is replayed.
 
-As with a CUDA graph, none runs while it is made, and each is passed what it was passed then:
-addresses as well as numbers.
+As with a CUDA graph, none is done while it is made, and each launch and operation is passed what it
+was passed then: addresses as well as numbers. `KeptGraph` keeps launches and refuses operations of
+torch, `WholeGraph` keeps both.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvindex_cuda.pariskv import graph as replaying
+from kvindex.core.graphs import GRAPHS
 from kvindex_cuda.runtime import launch as launching
+from tests.cuda.recorder import again
 
 
 class NoWork(TorchDispatchMode):
@@ -38,10 +40,13 @@ class KeptGraph:
         load = launching.LOADERS[device.type]
         launching.LOADERS[device.type] = partial(self._kept, load)
         try:
-            with NoWork():
+            with self._while_kept():
                 work()
         finally:
             launching.LOADERS[device.type] = load
+
+    def _while_kept(self) -> TorchDispatchMode:
+        return NoWork()
 
     def _kept(self, load: launching.Loader, *which: Any) -> launching.Launch:
         def keep(grid, block, arguments, shared_bytes, overlap):
@@ -57,12 +62,57 @@ class KeptGraph:
             run()
 
 
+class NotYet(TorchDispatchMode):
+    """While it is entered, an operation of torch is kept with its result, and changes nothing.
+
+    Operations that give new tensors are done, for their results' shapes; nobody may read what is in
+    them, and asking for a number is an error.
+    """
+
+    def __init__(self, kept: list[Callable[[], Any]]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        call = partial(function, *args, **kwargs or {})
+        if function.is_view:
+            return call()
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+            raise RuntimeError(f"{function}: got a question to the device while a graph is made")
+        written = [
+            (args[i] if i < len(args) else kwargs[argument.name])
+            for i, argument in enumerate(function._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if written:
+            self._kept.append(call)
+            return written[0] if len(written) == 1 else tuple(written)
+        result = call()
+        self._kept.append(partial(again, call, result))
+        return result
+
+
+class WholeGraph(KeptGraph):
+    """What `work` launches, and the operations of torch that it does. draws: as of `CudaGraph`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        work: Callable[[], object],
+        draws: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(device, work)
+
+    def _while_kept(self) -> TorchDispatchMode:
+        return NotYet(self._launches)
+
+
 @contextmanager
-def kept() -> Iterator[type[KeptGraph]]:
-    """Steps of tensors on a CPU are captured, too; gives what counts graphs and replays."""
-    counting = type("Counting", (KeptGraph,), {})
-    replaying.GRAPHS["cpu"] = counting
+def kept(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
+    """Work on tensors of a CPU is captured, too; gives what counts graphs and replays."""
+    counting = type("Counting", (graph,), {})
+    GRAPHS["cpu"] = counting
     try:
         yield counting
     finally:
-        del replaying.GRAPHS["cpu"]
+        del GRAPHS["cpu"]

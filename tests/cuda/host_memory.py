@@ -7,7 +7,8 @@ import torch
 
 from kvindex.core.geometry import Geometry
 from kvindex_cuda.memory.block_store import BlockStore
-from kvindex_cuda.memory.slab_pool import Budget, host_view
+from kvindex_cuda.memory.budget import Budget
+from kvindex_cuda.memory.slab_pool import Tier, host_view
 
 GEOMETRY = Geometry.of(q_heads=4, kv_heads=2, head_dim=8, value_dim=3)
 ROW = 48  # 11 float32, a multiple of 16
@@ -29,6 +30,9 @@ class FakeSlab:
     def view(self, nbytes):
         return host_view(self.host_address, nbytes)
 
+    def settle(self):
+        self.owner.settled += 1
+
     def free(self):
         ctypes.memset(self.host_address, POISON, len(self.memory))
         self.owner.live.remove(self)  # KeyError: freed twice
@@ -41,7 +45,7 @@ class FakeAllocator:
 
     def __init__(self, fails=(), error=MemoryError):
         self.fails, self.error = fails, error
-        self.live, self.calls, self.threads = set(), 0, []
+        self.live, self.calls, self.threads, self.settled = set(), 0, [], 0
         self.gate = threading.Event()
         self.gate.set()
 
@@ -56,6 +60,12 @@ class FakeAllocator:
         return slab
 
 
+class NearAllocator(FakeAllocator):
+    """Of memory that stands for the device's."""
+
+    shift, far = 1 << 51, False
+
+
 def tokens(count, seed=0, batch=2, geometry=GEOMETRY):
     generator = torch.Generator().manual_seed(seed)
     shape, options = (batch, geometry.kv_heads, count), {"generator": generator}
@@ -66,6 +76,12 @@ def tokens(count, seed=0, batch=2, geometry=GEOMETRY):
 def host_store(allocator=None, **options):
     options = {"slab_bytes": SLAB, "budget": Budget(), "max_tokens": 4096, **options}
     return BlockStore(GEOMETRY, allocator or FakeAllocator(), **options)
+
+
+def mixed_store(near, far, slabs, **options):
+    """A store that prefers `near`, an allocator, while a budget of so many slabs has room."""
+    preferred = Tier(near, Budget(slabs * SLAB))
+    return host_store(far, preferred=preferred, **options)
 
 
 def settled(store):

@@ -38,7 +38,7 @@ class Recorded(TorchDispatchMode):
     ) -> Any:
         call = partial(function, *args, **kwargs or {})
         result = call()
-        self._steps.append(partial(_again, call, result))
+        self._steps.append(partial(again, call, result))
         return result
 
     def _load(self, *which: Any) -> launching.Launch:
@@ -56,7 +56,8 @@ class Recorded(TorchDispatchMode):
             step()
 
 
-def _again(call: Callable[[], Any], result: Any) -> None:
+def again(call: Callable[[], Any], result: Any) -> None:
+    """Do a call once more: its result goes where that of the first time is."""
     for old, new in zip(tree_leaves(result), tree_leaves(call()), strict=True):
         if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or itself
             old.copy_(new)

@@ -10,7 +10,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory import async_copy
 from kvindex_cuda.memory.block_store import BlockStore
-from kvindex_cuda.memory.slab_pool import Budget
+from kvindex_cuda.memory.budget import Budget
 from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_store, settled, tokens
 
 
@@ -185,7 +185,7 @@ def test_device_addresses_are_those_of_the_rows():
 @pytest.mark.gpu
 def test_pinned_memory_is_given_back():
     geometry, store = on_gpu()
-    budget = store._budget
+    budget = store._tiers[-1].budget
     append(store, tuple(part.cuda() for part in tokens(5000, geometry=geometry)))
     settled(store)
     assert budget.used_bytes == store.pinned_bytes > 0

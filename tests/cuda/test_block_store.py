@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import kvindex
 from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory.block_table import runs, spans
-from kvindex_cuda.memory.slab_pool import Budget
+from kvindex_cuda.memory.budget import Budget
 from tests.cuda.host_memory import (
     BLOCK,
     GEOMETRY,
@@ -281,3 +281,14 @@ def test_room_beyond_the_limit_is_refused_and_changes_nothing():
     one = append(host_store(), tokens(5, batch=1))
     with pytest.raises(RuntimeError, match="a repeated view cannot be appended to"):
         one.expand_batch(2).reserve_tokens(10)
+
+
+def test_a_state_goes_through_the_device_in_pieces(monkeypatch):
+    monkeypatch.setattr("kvindex_cuda.memory.block_store.AT_ONCE", 256)
+    store, other = append(host_store(), tokens(900)), append(host_store(), tokens(100, 1))
+    asked = []
+    gathered = store._gathered
+    monkeypatch.setattr(store, "_gathered", lambda ids: asked.append(ids.shape[2]) or gathered(ids))
+    other.append_encoded(store.encoded())
+    assert asked == [256, 256, 256, 132]
+    assert_same(other, append(TensorStore(GEOMETRY), tokens(100, 1), tokens(900)))

@@ -79,4 +79,4 @@ def test_on_a_gpu(place):
 def test_its_rows_need_no_cache_on_the_device():
     assert not made().far
     assert PinnedAllocator.far
-    assert made()._budget.limit_bytes is None
+    assert made()._tiers[-1].budget.limit_bytes is None

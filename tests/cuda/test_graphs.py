@@ -12,9 +12,9 @@ from importlib import import_module
 import pytest
 import torch
 
+from kvindex.core import graphs as replaying
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
-from kvindex_cuda.pariskv import graph as replaying
 from kvindex_cuda.pariskv.graph import WARM
 from tests.cuda.graphs import kept
 from tests.cuda.launches import Launches
@@ -322,7 +322,7 @@ def test_a_layers_step_is_not_for_a_callers_capture(device, graphs, monkeypatch)
         import_module("kvindex_cuda.pariskv.executor"), "capturing", lambda device: True
     )
     with pytest.raises(
-        RuntimeError, match=r"graph: got a layer's step, .* allowed is index.attend"
+        RuntimeError, match=r"graph: got a layer's step, .* allowed is its captured_step"
     ):
         pair.layers[0].step(*parts)
     assert len(pair.layers[0]) == pair.length

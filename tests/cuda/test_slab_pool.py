@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvindex.storage.store import TensorStore
-from kvindex_cuda.memory.slab_pool import Budget, available_bytes, shared_budget
+from kvindex_cuda.memory.budget import Budget, available_bytes, shared_budget
 from tests.cuda.host_memory import (
     GEOMETRY,
     SLAB,

@@ -77,3 +77,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(wrong, message):
     with pytest.raises(ValueError, match=message):
         stage_token(resident, token, places, wrong.get("queries", queries))
     assert (len(resident), int(resident.count)) == (held, 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_place_that_the_device_knows(device, shape):
+    """By several blocks, one of which moves the count on; past the room nothing is written."""
+    resident, token, _, queries = made(device, *shape)
+    ticket = torch.zeros(1, dtype=torch.int32, device=device)
+    row = torch.cat([token.keys, token.values], dim=3)
+    for count in (4, 5, 5):
+        before = resident.rows.clone()
+        stage_token(resident, token, None, queries, ticket=ticket)
+        assert (len(resident), resident.count.tolist(), int(ticket)) == (3, [count], 0)
+    assert torch.equal(resident.rows[:, :, 3:], row.expand(-1, -1, 2, -1))
+    assert torch.equal(resident.rows, before)

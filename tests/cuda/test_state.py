@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import kvindex
 from tests.cuda.test_backend import CASE, moved, pair
 from tests.support.helpers import left_padding, part, sampled
 
@@ -34,5 +35,19 @@ def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, row_c
     rows = [index.fetch(hits[0]) for index in (mine, other)]
     assert torch.equal(rows[0].keys, rows[1].keys)
     last = other.state_dict()
+    for name, tensor in mine.state_dict().items():
+        assert torch.equal(tensor.cpu(), last[name].cpu()), name
+
+
+def test_what_is_saved_on_kernels_is_loaded_there_and_elsewhere(tmp_path, device):
+    mine, _ = pair("pariskv", device, store="host")
+    mine.append(*moved(CASE.tokens(600), device))
+    mine.save(tmp_path / "saved")
+    other = kvindex.load(tmp_path / "saved", device=device, backend="cuda", store="host")
+    queries = CASE.queries().to(device)
+    hits = [index.search(queries, k=20) for index in (mine, other)]
+    assert torch.equal(hits[0].ids, hits[1].ids)
+    plain = kvindex.load(tmp_path / "saved", backend="torch")
+    last = plain.state_dict()
     for name, tensor in mine.state_dict().items():
         assert torch.equal(tensor.cpu(), last[name].cpu()), name

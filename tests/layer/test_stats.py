@@ -66,3 +66,24 @@ def test_going_back_forgets_what_came_after(before, after, read):
         tally.rollback(mark)
         assert floats(tally.traffic) == pytest.approx(sums)
         tally.count(step(9))
+
+
+def test_captured_steps_are_added_up_by_the_device():
+    """Of two graphs, one after the other; going back forgets what came since."""
+    tally, sums = Tally(), [torch.zeros((1, 2), dtype=torch.int64) for _ in range(2)]
+    tally.count(step(7))
+    captured = step(7)._replace(found=None)
+    for found in (*sums, sums[1]):
+        with Operations() as operations:
+            tally.watch(found)
+            tally.count(captured)
+        assert operations.count == 0  # it would be captured
+        found += 7
+    mark = tally.checkpoint()
+    tally.count(captured)
+    sums[1] += 7
+    tally.rollback(mark)
+    expected = Tally()
+    for _ in range(4):
+        expected.count(step(7))
+    assert floats(tally.traffic) == floats(expected.traffic)

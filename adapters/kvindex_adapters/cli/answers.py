@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +16,7 @@ from kvindex_adapters.cli.engine import Engine
 from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import check_follows
 from kvindex_adapters.hf.generate import Generation
 from kvindex_adapters.hf.prefill import Progress, encode_prompt, read
@@ -25,7 +28,9 @@ class Request:
     """Settings of an answer.
 
     index: a line, or None for full attention; k, regions: as `attach` takes them; chat: whether to
-    use the chat template; max_new_tokens: of an answer; options: passed to `model.generate`.
+    use the chat template; max_new_tokens: of an answer; options: passed to `model.generate`;
+    save_cache: a new folder for what was read before the first answer; load_cache: one that was
+    saved so, of which nothing is read again.
     """
 
     index: str | None
@@ -34,7 +39,18 @@ class Request:
     chat: bool
     max_new_tokens: int
     options: dict[str, Any]
+    save_cache: Path | None = None
+    load_cache: Path | None = None
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the cache is saved or loaded."""
+        return self.save_cache is not None or self.load_cache is not None
+
+
+BORDER = 8
+"""Tokens at the end of a saved cache that a prompt may have otherwise: what follows a text can cut
+its last words otherwise."""
 
 Answers = list[tuple[str | None, Generation]]
 """Each question, or None for the prompt itself, and its answer."""
@@ -50,7 +66,7 @@ def answer(
 ) -> Answers:
     """The answer to a text, or to each question about it; tokens are printed as they come."""
     with bars() as progress:
-        if questions:
+        if questions or request.keeps_cache:
             return _answer_all(model, tokenizer, text, questions, request, engine, progress)
         ids = _ids(tokenizer, text, request)
         options = _index(request)
@@ -60,17 +76,22 @@ def answer(
         return [(None, generation)]
 
 
-def shared_length(prompts: Sequence[Tensor]) -> int:
-    """Length of the prefix that all prompts `[N]` share, leaving at least two tokens of each.
-
-    A remainder of one token would be a searching step, which need not be exact.
-    """
+def common_length(prompts: Sequence[Tensor]) -> int:
+    """Length of the prefix that all prompts `[N]` share."""
     length = 0
     for column in zip(*(prompt.tolist() for prompt in prompts), strict=False):
         if len(set(column)) > 1:
             break
         length += 1
-    return max(min(length, min(map(len, prompts)) - 2), 0)
+    return length
+
+
+def shared_length(prompts: Sequence[Tensor]) -> int:
+    """As `common_length`, but leaving at least two tokens of each.
+
+    A remainder of one token would be a searching step, which need not be exact.
+    """
+    return max(min(common_length(prompts), min(map(len, prompts)) - 2), 0)
 
 
 def to_json(
@@ -109,31 +130,73 @@ def _answer_all(
     engine: Engine,
     progress: Bars,
 ) -> Answers:
-    """Read the shared prefix of all prompts once; each question is a branch of it."""
-    prompts = [_ids(tokenizer, f"{text}\n\n{question}", request) for question in questions]
-    numbered = list(zip(enumerate(questions, start=1), prompts, strict=True))
+    """Read the shared prefix of all prompts once; each question is a branch of it.
+
+    Without questions the text itself is the only prompt, of which the last tokens are the rest.
+    """
+    asked: list[tuple[int, str] | None] = [*enumerate(questions, start=1)] or [None]
+    texts = [text if one is None else f"{text}\n\n{one[1]}" for one in asked]
+    prompts = [_ids(tokenizer, each, request) for each in texts]
+    numbered = list(zip(asked, prompts, strict=True))
     if request.index is None:  # transformers' own cache has no way back: the text is read anew
         return [
             (
-                question[1],
+                None if question is None else question[1],
                 _answer_one(engine, tokenizer, ids, request, progress, question, index=None),
             )
             for question, ids in numbered
         ]
-    options, length = punctuated(request.index, tokenizer, request.regions), shared_length(prompts)
+    options, shared = punctuated(request.index, tokenizer, request.regions), prompts
+    if questions and request.save_cache:  # what other questions share with these
+        shared = [*prompts, _ids(tokenizer, f"{text}\n\n", request)]
+    length, used = shared_length(shared), "branch" if questions else "continue"
     answers: Answers = []
     with attach(model, **_index(request), **options) as cache:
-        check_follows(cache, "branch")
-        if length:
-            callback = _callback(progress, "the prompt")
-            read(model, tokenizer, prompts[0][:length], cache=cache, on_progress=callback)
+        check_follows(cache, used)
+        held = _loaded(cache, request.load_cache, prompts[0][:length])
+        if length - held > 1:
+            callback, more = _callback(progress, "the prompt"), prompts[0][held:length]
+            read(model, tokenizer, more, cache=cache, used="continue", on_progress=callback)
+            held = length
+        if request.save_cache:
+            cache.save(request.save_cache)
+            console.print(f"saved {held} tokens in {str(request.save_cache)!r}", markup=False)
         for question, ids in numbered:
-            branch: Any = dict(cache=cache, used="branch")
+            branch: Any = dict(cache=cache, used=used)
             generation = _answer_one(
-                engine, tokenizer, ids[length:], request, progress, question, **branch
+                engine, tokenizer, ids[held:], request, progress, question, **branch
             )
-            answers.append((question[1], generation))
+            answers.append((None if question is None else question[1], generation))
     return answers
+
+
+def _loaded(cache: IndexCache, folder: Path | None, prompt: Tensor) -> int:
+    """Tokens of a prompt `[N]` that a cache holds, loaded from a folder if there is one.
+
+    Raises ValueError for a prompt that does not begin with them, but for the last `BORDER`.
+    """
+    if folder is None:
+        return 0
+    start = time.perf_counter()
+    cache.load(folder)
+    ids, took = cache.ids, time.perf_counter() - start
+    if ids is None:
+        raise ValueError(
+            f"load-cache: got {str(folder)!r}, which does not know its tokens; allowed is a cache "
+            "that kvhf.read or kvhf.generate filled"
+        )
+    held = common_length([ids, prompt])
+    if held < len(ids) - BORDER or not held:
+        raise ValueError(
+            f"load-cache: got {str(folder)!r} of {len(ids)} tokens, of which the prompt begins "
+            f"with {held}; allowed is a prompt that begins with all of them (but the last "
+            f"{BORDER}): the same text, and chat template"
+        )
+    if held < len(ids):
+        cache.crop(held - len(ids))
+        cache.ids = ids[:held]
+    console.print(f"loaded {held} tokens in {took:.1f} s", markup=False)
+    return held
 
 
 def _answer_one(

@@ -14,7 +14,9 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
+from kvindex.storage.saved import check_new
 from kvindex_adapters.hf.layer_options import check_spec
+from kvindex_adapters.hf.saving import open_cache
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -34,16 +36,23 @@ def check_size(name: str, value: int, minimum: int) -> int:
     return value
 
 
-def check_search(index: str, k: int, device: str, regions: Mapping[str, Any] | None = None) -> None:
+def check_search(
+    index: str,
+    k: int,
+    device: str,
+    regions: Mapping[str, Any] | None = None,
+    store: str | None = None,
+) -> None:
     """Raises ValueError for an index that cannot be made, or for sizes out of range.
 
-    regions: sizes as `attach` takes them, where they are not its defaults.
+    regions: sizes as `attach` takes them, where they are not its defaults; store: where rows lie,
+    or None for what the index's line says.
     """
     regions = dict(regions or {})
     check_size("k", k, 1)
     for name in regions.keys() & {"sink", "local_window", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
-    AttentionLayer(_trial(index, device), k=k, **regions)
+    AttentionLayer(_trial(index, device, **({"store": store} if store else {})), k=k, **regions)
 
 
 def wait_for_compiler(index: str, device: str) -> None:
@@ -56,10 +65,11 @@ def wait_for_compiler(index: str, device: str) -> None:
         warms.warm_up(k=1, tokens=1)
 
 
-def _trial(index: str, device: str) -> KVIndex:
+def _trial(index: str, device: str, **options: Any) -> KVIndex:
     check_spec(index)
     rope = torch.ones(4, device=device)  # the model gives its own later
-    return kvindex.create(index, q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
+    sizes: dict[str, Any] = dict(q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
+    return kvindex.create(index, **sizes, **options)
 
 
 def sampling(
@@ -106,6 +116,16 @@ def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
 def check_questions(questions: Sequence[str] | None) -> list[str]:
     """The questions, each with some text. Raises ValueError."""
     return [_not_blank("ask", question) for question in questions or ()]
+
+
+def check_folders(index: str | None, save_cache: Path | None, load_cache: Path | None) -> None:
+    """Raises OSError or ValueError for a cache that cannot be saved there, or loaded."""
+    if index is None and (save_cache or load_cache):
+        raise ValueError("save-cache, load-cache: got one with --index none, allowed is an index")
+    if save_cache is not None:
+        check_new(save_cache)
+    if load_cache is not None:
+        open_cache(load_cache)
 
 
 def read_text(path: Path, name: str = "prompt-file") -> str:

@@ -59,6 +59,10 @@ def compare(
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where rows lie: device, host or auto; as usual unless given."),
+    ] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
@@ -79,7 +83,7 @@ def compare(
     chosen = (QUICK if quick else USUAL) | {n: v for n, v in given.items() if v is not None}
     plan = _plan(index, k, chosen)
     for line in plan.indexes:
-        common.check_search(line, max(plan.ks), device, regions)
+        common.check_search(line, max(plan.ks), device, regions, store)
     content, text_name = _text(text)
     if lora is not None and not lora.is_file():
         raise FileNotFoundError(f"lora: got {str(lora)!r}, allowed is a file that exists")
@@ -91,6 +95,7 @@ def compare(
         lora=None if lora is None else lora.name,
         steps=common.check_size("steps", chosen["steps"], 0),
         regions=regions,
+        store=store,
         **dict(dtype=dtype, device=device),
     )
     settings.claim(out)

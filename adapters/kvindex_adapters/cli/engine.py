@@ -22,14 +22,24 @@ class Engine(NamedTuple):
     generate: Callable[..., Generation]
 
 
-def check_engine(engine: str | None, questions: Sequence[str]) -> None:
-    """Raises ValueError for an engine that there is not, or that does not answer questions."""
+def check_engine(
+    engine: str | None, questions: Sequence[str], *, keeps_cache: bool = False
+) -> None:
+    """Raises ValueError for an engine that there is not, or that does not do what is asked.
+
+    keeps_cache: whether a cache is saved or loaded.
+    """
     if engine is not None:
         check.one_of("engine", engine, ENGINES)
     if engine == "decoder" and questions:
         raise ValueError(
             "engine: got 'decoder' with --ask, allowed is 'transformers': the decoder does not "
             "read a text once for several questions"
+        )
+    if engine == "decoder" and keeps_cache:
+        raise ValueError(
+            "engine: got 'decoder' with --save-cache or --load-cache, allowed is 'transformers': "
+            "the decoder does not save what it has read"
         )
 
 
@@ -40,15 +50,17 @@ def choose(
     questions: Sequence[str],
     options: Mapping[str, Any],
     seed: int,
+    *,
+    keeps_cache: bool = False,
 ) -> Engine:
     """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
 
-    options: as of `model.generate`; questions: as `check_engine` allows them. Raises ValueError
+    options: as of `model.generate`; questions, keeps_cache: as of `check_engine`. Raises ValueError
     where the decoder was asked for and cannot.
     """
     other = Engine("transformers", partial(generate, model, tokenizer, **options))
     usual = "decoder" if model.device.type == "cuda" else "transformers"
-    if questions or (engine or usual) == "transformers":
+    if questions or keeps_cache or (engine or usual) == "transformers":
         return other
     try:
         given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}

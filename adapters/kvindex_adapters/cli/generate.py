@@ -30,6 +30,12 @@ def generate(
         list[str] | None,
         typer.Option(help="A question about the prompt, which is read once. May be repeated."),
     ] = None,
+    save_cache: Annotated[
+        Path | None, typer.Option(help="Save what was read of the prompt in this new folder.")
+    ] = None,
+    load_cache: Annotated[
+        Path | None, typer.Option(help="Folder of --save-cache: the prompt's beginning, read.")
+    ] = None,
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
     index: Annotated[str, typer.Option(help=INDEX + "; 'none' for full attention.")] = "pariskv",
     k: K = 100,
@@ -88,6 +94,8 @@ def generate(
         regions=regions,
         chat=chat,
         max_new_tokens=common.check_size("max_new_tokens", max_new_tokens, 1),
+        save_cache=save_cache,
+        load_cache=load_cache,
         options=common.sampling(
             sample,
             temperature=temperature,
@@ -100,12 +108,14 @@ def generate(
     check.seed(seed)
     check_output("json", json_file)
     questions = common.check_questions(ask)
-    engines.check_engine(engine, questions)
+    keeps = dict(keeps_cache=request.keeps_cache)
+    engines.check_engine(engine, questions, **keeps)
+    common.check_folders(request.index, save_cache, load_cache)
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = load_model.load(model, gguf_file=gguf_file, dtype=number, device=device)
     torch.manual_seed(seed)
-    chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed)
+    chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed, **keeps)
     result = answers.answer(loaded, tokenizer, text, questions, request, chosen)
     if json_file:
         write_json(

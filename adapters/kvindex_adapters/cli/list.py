@@ -36,6 +36,7 @@ def indexes() -> None:
         table.add_row(called, given, "\n".join(lines) or "-")
     shared = {"backend": BACKENDS, "store": PLACES, "row_codec": NAMES}
     told = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
+    told.append("device_share: of the device's memory for rows, with store=auto")
     table.add_row("every index", "; ".join(told), "-")
     for name, options in wrapper_options().items():
         table.add_row(f"…+{name}", _written(options), "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack, overload
 
@@ -17,6 +18,8 @@ from kvindex.core.protocol import RunsOps
 from kvindex_adapters.decoder.batch import Prompts, encode, is_one, left_padded, prompts_of
 from kvindex_adapters.decoder.config import DecoderConfig, check_model
 from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.fused import Fused
+from kvindex_adapters.decoder.fused import refusal as fused_refusal
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Attention, Session
@@ -51,6 +54,10 @@ class Options(TypedDict, total=False):
     """Tokens that end an answer (None: the end tokens of the model's generation configuration)."""
     chunk: int
     """Tokens of the prompt that are read at a time (1024)."""
+    graphs: bool
+    """Whether a token may be one CUDA graph (True); without any, results are the same."""
+    fused: bool
+    """Whether a token's products run as Triton kernels on a GPU (True); else as torch's."""
 
 
 class Decoder:
@@ -162,14 +169,14 @@ class Decoder:
         tokens = []
         for token in run.tokens(on_progress):
             tokens.append(token)
-            timer.put(token[:1].cpu())
+            timer.put(token[:1])
         timer.end()
         pairs = zip(rows, run.cut(tokens), strict=True)
         made = [self._generation(ids, answer, timer, run.session) for ids, answer in pairs]
         return made[0] if is_one(prompt) else made
 
     def stream(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Iterator[Tensor]:
-        """Tokens int64 `[B]` on the decoder's device as they come, one of each prompt at a time.
+        """Tokens int64 `[B]` on the CPU as they come, one of each prompt at a time.
 
         prompt, options: as of `generate`, whose errors it raises. It ends when each row has had a
         stop token; what a row gets after its own means nothing.
@@ -195,19 +202,25 @@ class Decoder:
         sampling: Sampling = GREEDY,
         stop: Collection[int] | None = None,
         chunk: int = 1024,
+        graphs: bool = True,
+        fused: bool = True,
     ) -> Run:
         """A run that has not read its prompts yet. Raises for bad options."""
         check.at_least("chunk", chunk, 2)
         check.at_least("max_new_tokens", max_new_tokens, 1)
+        check.flag("graphs", graphs)
+        check.flag("fused", fused)
         ids, padding = left_padded(rows, self.device)
         room = ids.shape[1] + max_new_tokens
         if index is None:
             layers = self._dense_layers(room)
         else:
             check_attach_options(attach_options)
-            given = punctuated(index, self.tokenizer, attach_options)
+            given = {"graphs": graphs, **punctuated(index, self.tokenizer, attach_options)}
             layers = self._indexed_layers(LayerOptions(index=index, k=k, **given), room)
-        session = Session(self.weights, self.config, layers, padding)
+        serves = fused and fused_refusal(self.weights, len(ids)) is None
+        kernels = self._kernels if serves else None
+        session = Session(self.weights, self.config, layers, padding, kernels)
         return Run(
             session,
             ids,
@@ -215,7 +228,12 @@ class Decoder:
             max_new_tokens=max_new_tokens,
             chunk=chunk,
             stops=self.ends if stop is None else frozenset(stop),
+            graphs=graphs,
         )
+
+    @cached_property
+    def _kernels(self) -> Fused:
+        return Fused(self.weights)
 
     def _dense_layers(self, capacity: int) -> list[Attention]:
         return [DenseAttention(self.config.scale, capacity) for _ in range(self.config.layers)]

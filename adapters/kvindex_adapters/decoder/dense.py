@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvindex.ops.attention import attend_causal
 
@@ -22,6 +25,12 @@ class DenseAttention:
         self._length = 0
         self._keys = self._values = torch.empty(0)
         self._valid: Tensor | None = None
+        # of captured steps
+        self._kernels = False  # whether these are Triton's
+        self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1], [B] on the device
+        self._told = -1  # what the count is there, as far as the host knows
+        self._read = 0
+        self._reads: object = None  # stands for what they read, at its addresses
 
     def __len__(self) -> int:
         """Tokens seen, `N`."""
@@ -42,15 +51,70 @@ class DenseAttention:
         queries `[B, H, T, D]`, keys and values `[B, G, T, D]`; valid bool `[B, T]` marks left
         padding. What a padded query gets means nothing.
         """
+        if self._kernels and keys.shape[2] == 1 and valid is None:
+            self.prepare_replay()
+            output = self.captured_step(queries, keys, values)
+            self.count_replay()
+            return output
+        self.append(keys, values, valid)
+        end = self._length
+        some = None if self._valid is None else self._valid[:, :end]
+        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
+        return attend_causal(queries, keys, values, scale=self._scale, valid=some)
+
+    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
+        """Hold more tokens, as `step`, and attend from none."""
         start, end = self._length, self._length + keys.shape[2]
         self._reserve(end, keys)
         self._keys[:, :, start:end] = keys
         self._values[:, :, start:end] = values
         self._mark(start, end, valid)
         self._length = end
-        some = None if self._valid is None else self._valid[:, :end]
-        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
-        return attend_causal(queries, keys, values, scale=self._scale, valid=some)
+
+    # Steps of a graph: kernels read on the device how many tokens there are
+
+    def capture_refusal(self) -> str | None:
+        """As `AttentionLayer.capture_refusal`: None once there are tokens."""
+        return None if self._length else "tokens: got 0, too few for a step that attends"
+
+    def prepare_replay(self) -> object | None:
+        """As `AttentionLayer.prepare_replay`."""
+        if not self._length:
+            return None
+        self._reserve(self._length + 1, self._keys)
+        if self._length != self._told:
+            self._count.fill_(self._length)
+            self._told = self._length
+        # places that a step reads and masks: kernels read no more than there are tokens
+        read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
+        if self._reads is None or read != self._read:
+            self._reads, self._read = object(), read
+            if self._valid is not None:
+                self._starts.copy_((~self._valid).sum(1))
+        return self._reads
+
+    def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `AttentionLayer.captured_step`."""
+        self._keys.index_copy_(2, self._count, keys)
+        self._values.index_copy_(2, self._count, values)
+        self._count += 1
+        places = self._starts, self._count.expand(len(self._starts))
+        if self._kernels:
+            from kvindex_cuda.triton import attend_token  # asked for where it is used
+
+            one, rows = queries.flatten(1, 2), (self._keys, self._values)
+            return attend_token(one, *rows, *places, scale=self._scale)[:, :, None]
+        rows = self._keys[:, :, : self._read], self._values[:, :, : self._read]
+        at = torch.arange(rows[0].shape[2], device=keys.device)
+        mask = (at >= places[0][:, None]) & (at < places[1][:, None])
+        return functional.scaled_dot_product_attention(
+            queries, *rows, attn_mask=mask[:, None, None], scale=self._scale, enable_gqa=True
+        )
+
+    def count_replay(self) -> None:
+        """As `AttentionLayer.count_replay`."""
+        self._length += 1
+        self._told += 1
 
     def _reserve(self, tokens: int, like: Tensor) -> None:
         """Make buffers for so many tokens; those that must grow become twice as large."""
@@ -59,6 +123,10 @@ class DenseAttention:
         if tokens > self._capacity:
             self._capacity = max(tokens + STEP, 2 * self._capacity)
         self._keys, self._values = self._grown(self._keys, like), self._grown(self._values, like)
+        self._count = like.new_empty(1, dtype=torch.int64)
+        self._starts = like.new_zeros(len(like), dtype=torch.int64)
+        self._told, self._reads = -1, None
+        self._kernels = like.is_cuda and find_spec("triton") is not None
         if self._valid is not None:
             self._valid = self._all_valid(self._valid)
 
@@ -80,4 +148,4 @@ class DenseAttention:
 
     def _all_valid(self, known: Tensor) -> Tensor:
         """Which tokens are real, bool `[B, capacity]`: those known, and all after them."""
-        return torch.nn.functional.pad(known, (0, self._capacity - known.shape[1]), value=True)
+        return functional.pad(known, (0, self._capacity - known.shape[1]), value=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvindex_adapters.decoder.graph import TokenGraph, TokenRing
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.hf.prefill import Progress
@@ -18,7 +19,7 @@ class Run:
     """A session without tokens, and what shall be made in it.
 
     ids: the prompts int64 `[B, N]`; chunk: tokens of them that are read at a time; stops: tokens
-    that end an answer.
+    that end an answer; graphs: whether a token may be one CUDA graph.
     """
 
     session: Session
@@ -27,26 +28,40 @@ class Run:
     max_new_tokens: int
     chunk: int
     stops: Collection[int]
+    graphs: bool = True
 
     def tokens(self, on_progress: Progress | None = None) -> Iterator[Tensor]:
-        """Tokens int64 `[B]`, one of each row at a time, until each row has had a stop token."""
+        """Tokens int64 `[B]` on the CPU, one of each row, until each row has had a stop token.
+
+        Where tokens are replayed, some are computed ahead, a few past the last stop token, too.
+        """
         sampler, running = Sampler(self.sampling, self.ids.device), set(range(len(self.ids)))
         room = self.ids.shape[1] + self.max_new_tokens
         logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress)
-        for number in range(1, self.max_new_tokens + 1):
-            token = sampler.choose(logits)
-            yield token
-            if self.stops:
-                seen = token.tolist()
+        token, ring = self.session.token, TokenRing(len(self.ids), self.ids.device)
+        token.copy_(sampler.choose(logits)[:, None])
+        ring.put(token[:, 0])
+        graph, left = TokenGraph(self.session, sampler, graphs=self.graphs), self.max_new_tokens - 1
+        try:
+            while running and len(ring):
+                made = ring.take()
+                yield made
+                seen = made.tolist()
                 running -= {row for row in running if seen[row] in self.stops}
-            if not running or number == self.max_new_tokens:
-                return
-            logits = self.session.step(token)
+                while running and left and len(ring) <= graph.ahead:
+                    graph.step()
+                    ring.put(token[:, 0])
+                    left -= 1
+        finally:
+            ring.wait()
 
     def cut(self, tokens: list[Tensor]) -> list[Tensor]:
-        """The answer int64 `[N]` of each row: its tokens up to the first stop token, with it."""
+        """The answer int64 `[N]` of each row: its tokens up to the first stop token, with it.
+
+        On the prompts' device.
+        """
         answers = []
         for row in torch.stack(tokens, dim=1):
             ended = [place for place, token in enumerate(row.tolist()) if token in self.stops]
-            answers.append(row[: ended[0] + 1] if ended else row)
+            answers.append((row[: ended[0] + 1] if ended else row).to(self.ids.device))
         return answers

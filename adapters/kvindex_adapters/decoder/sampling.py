@@ -97,11 +97,16 @@ def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
 
 
 class Sampler:
-    """Chooses tokens, one call after the other, from the seed of a `Sampling` on."""
+    """Chooses tokens, one call after the other, from the seed of a `Sampling` on.
+
+    generator: of what is drawn, on the device; None where nothing is.
+    """
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._sampling = sampling
-        self._generator = torch.Generator(device).manual_seed(sampling.seed)
+        self.generator: torch.Generator | None = None
+        if sampling.temperature:
+            self.generator = torch.Generator(device).manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token int64 `[B]` from logits `[B, V]`."""
@@ -111,7 +116,7 @@ class Sampler:
         scores = keep_likeliest(scores, self._sampling.top_k)
         scores = keep_nucleus(scores, self._sampling.top_p)
         # the smallest of exponential times at these rates is one of the softmax's draws
-        times = torch.empty_like(scores).exponential_(generator=self._generator)
+        times = torch.empty_like(scores).exponential_(generator=self.generator)
         return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,23 +11,55 @@ from torch import Tensor
 from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.decoder.layers import forward
+from kvindex_adapters.decoder.fused import Fused
 from kvindex_adapters.decoder.weights import Weights
-from kvindex_adapters.hf.placement import make_room
+from kvindex_adapters.hf.placement import expect, make_room
 from kvindex_adapters.hf.prefill import Progress, chunks
 from kvindex_adapters.hf.report import Report, sum_up
 
-Attention = AttentionLayer | DenseAttention
-"""What a layer attends through."""
+
+class Attention(layers.Attention, Protocol):
+    """What a layer attends through; its steps may be captured, as `AttentionLayer` says."""
+
+    def capture_refusal(self) -> str | None:
+        """Why a graph cannot hold the step of the next token, or None where it can."""
+        ...
+
+    def prepare_replay(self) -> object | None:
+        """Before a capture or a replay: the same object for as long as a graph may be replayed."""
+        ...
+
+    def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `step` of one real token for each row of the batch, counted on the device."""
+        ...
+
+    def count_replay(self) -> None:
+        """A graph has been replayed."""
+        ...
+
+
+class Captured(NamedTuple):
+    """A layer whose steps are for a graph."""
+
+    layer: Attention
+
+    def step(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Tensor:
+        """As `captured_step` of the layer, of real tokens."""
+        return self.layer.captured_step(queries, keys, values)
 
 
 class Session:
     """Attention of all layers, and the place of the next token.
 
     attentions: one a layer, without tokens; padding: padded tokens on the left of each row.
-    A token's step reads its id and its position where they lie on the device.
+    fused: what runs single tokens, or None for `layers.forward`.
+    A token's step reads its id (`token`, int64 `[B, 1]`) and its position where they lie on the
+    device.
     """
 
     def __init__(
@@ -35,12 +68,14 @@ class Session:
         config: DecoderConfig,
         attentions: Sequence[Attention],
         padding: Sequence[int],
+        fused: Fused | None = None,
     ) -> None:
+        self.fused = fused
         self._weights, self._config, self._attentions = weights, config, attentions
         device = weights.embedding.device
         self._longest = max(padding)
         self._position = -torch.tensor(padding, device=device)[:, None]  # of the next token, [B, 1]
-        self._id = torch.zeros_like(self._position)
+        self.token = torch.zeros_like(self._position)
         self.length = 0
 
     def read_prompt(
@@ -48,10 +83,11 @@ class Session:
     ) -> Tensor:
         """Logits `[B, V]` after ids int64 `[B, N]`, read about `chunk` at a time.
 
-        room: tokens for which memory is taken before the last piece. That one has several tokens,
-        so that its attention is exact.
+        room: tokens for which memory is got beside the pieces, and taken before the last one. That
+        one has several tokens, so that its attention is exact.
         """
-        N = ids.shape[1]
+        batch, N = ids.shape
+        expect([layer.index for layer in self._indexed()], room, batch)
         stop = max(N - chunk, 0)
         for start, end in chunks(stop, chunk):
             self._read(ids[:, start:end])
@@ -65,10 +101,53 @@ class Session:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits `[B, V]` after one more token of each row, int64 `[B]`."""
-        self._id.copy_(tokens[:, None])
-        logits = self._read(self._id)
+        self.token.copy_(tokens[:, None])
+        logits = self._read(self.token)
         self._tell(tokens[:, None])
         return logits
+
+    # One token as a graph
+
+    def capture_refusal(self) -> str | None:
+        """Why the next token is not one graph, by the first layer in the way; None where it is."""
+        for number, layer in enumerate(self._attentions):
+            why = layer.capture_refusal()
+            if why is not None:
+                return f"layer {number}: {why}"
+        return None
+
+    def prepare_replay(self) -> list[object] | None:
+        """Before `captured_step` is captured or replayed, as `AttentionLayer.prepare_replay`.
+
+        What it gives for each layer, or None where one of them must take a step by itself.
+        """
+        if self.length < self._longest:
+            return None
+        reads = []
+        for layer in self._attentions:
+            read = layer.prepare_replay()
+            if read is None:
+                return None
+            reads.append(read)
+        return reads
+
+    @in_plain_torch
+    @torch.no_grad()
+    def captured_step(self) -> Tensor:
+        """Logits `[B, V]` after `token`, for a graph: all that it counts, it counts on the device.
+
+        After each replay comes `count_replay`. Indexes are not told of the token: those that want
+        to be are not captured.
+        """
+        logits = self._forward_one([Captured(layer) for layer in self._attentions])
+        self._position += 1
+        return logits
+
+    def count_replay(self) -> None:
+        """A graph of `captured_step` has been replayed."""
+        self.length += 1
+        for layer in self._attentions:
+            layer.count_replay()
 
     def indexes(self) -> list[KVIndex]:
         """The indexes of the layers that hold tokens."""
@@ -78,24 +157,36 @@ class Session:
         """Rows and bytes that the searching steps have read so far, and memory of the layers."""
         dense = [layer for layer in self._attentions if isinstance(layer, DenseAttention)]
         other = sum(layer.nbytes for layer in dense) if dense else None
-        layers = self._indexed()
-        return sum_up([layer for layer in layers if len(layer)], len(layers), other)
+        indexed = self._indexed()
+        return sum_up([layer for layer in indexed if len(layer)], len(indexed), other)
 
     def _indexed(self) -> list[AttentionLayer]:
         return [layer for layer in self._attentions if isinstance(layer, AttentionLayer)]
+
+    def _forward_one(self, attentions: Sequence[layers.Attention]) -> Tensor:
+        """Logits `[B, V]` after `token`, of which none is padding."""
+        given = self.token, self._position, attentions, self._config.head_dim
+        if self.fused is not None:
+            return self.fused.forward(*given)
+        return layers.forward(self._weights, *given)
 
     @in_plain_torch
     @torch.no_grad()
     def _read(self, ids: Tensor) -> Tensor:
         """Append ids int64 `[B, T]` to every layer: logits `[B, V]` after the last."""
         T, positions, valid = ids.shape[1], self._position, None
+        if ids is self.token and self.length >= self._longest:
+            logits = self._forward_one(self._attentions)
+            self._position += 1
+            self.length += 1
+            return logits
         if T > 1:
             positions = positions + torch.arange(T, device=ids.device)
         if self.length < self._longest:
             valid = positions >= 0
             positions = positions.clamp_min(0)
-        head_dim, layers = self._config.head_dim, self._attentions
-        logits = forward(self._weights, ids, positions, layers, head_dim, valid)
+        head_dim, attentions = self._config.head_dim, self._attentions
+        logits = layers.forward(self._weights, ids, positions, attentions, head_dim, valid)
         self._position += T
         self.length += T
         return logits

@@ -1,10 +1,15 @@
-"""`Weights`: the tensors of a model, by what they do. They are the model's own, not copies."""
+"""`Weights`: the tensors of a model, by what they do. They are the model's own, not copies.
+
+On a GPU those that one product takes together are laid one below the other in memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -69,8 +74,40 @@ def read_weights(model: PreTrainedModel) -> Weights:
     )
 
 
+def lay_together(*modules: nn.Linear) -> None:
+    """Weights of one width lie one below the other from here on, as views of one matrix.
+
+    What the modules compute stays as it is; what else was a view of their weights is none any more.
+    """
+    if adjacent([module.weight for module in modules]) is not None:
+        return  # as an earlier decoder has laid them
+    joined = torch.cat([module.weight.detach() for module in modules])
+    start = 0
+    for module in modules:
+        end = start + module.out_features
+        module.weight.data = joined[start:end]
+        start = end
+
+
+def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """The matrix that these are, one below the other in memory; None where they lie otherwise."""
+    first, end = parts[0], parts[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        if not part.is_contiguous():
+            return None
+        end += part.nbytes
+    shape = sum(len(part) for part in parts), first.shape[1]
+    return first.as_strided(shape, (shape[1], 1))
+
+
 def _layer(layer: Any) -> LayerWeights:
     attention, mlp, parts = layer.self_attn, layer.mlp, dict(layer.self_attn.named_children())
+    if mlp.gate_proj.weight.is_cuda:
+        lay_together(attention.q_proj, attention.k_proj, attention.v_proj)
+        lay_together(mlp.gate_proj, mlp.up_proj)
     return LayerWeights(
         attention_norm=_norm(layer.input_layernorm),
         query=_linear(attention.q_proj),

@@ -31,7 +31,7 @@ def describe(device: str = "cpu") -> dict[str, str | int]:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or "unknown"

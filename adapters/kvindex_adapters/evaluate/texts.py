@@ -33,7 +33,7 @@ def python_source() -> str:
     """Source code of the modules of the standard library, by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
-    return "\n\n".join(f"# {path.name}\n{path.read_text(errors='ignore')}" for path in files)
+    return "\n\n".join(f"# {path.name}\n{path.read_text('utf-8', 'ignore')}" for path in files)
 
 
 def main() -> None:
@@ -42,8 +42,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     prose = python_reference()
     random.Random(0).shuffle(prose)
-    (folder / "prose.txt").write_text("\n\n".join(prose)[:400_000])
-    (folder / "code.txt").write_text(python_source()[:400_000])
+    (folder / "prose.txt").write_text("\n\n".join(prose)[:400_000], encoding="utf-8")
+    (folder / "code.txt").write_text(python_source()[:400_000], encoding="utf-8")
 
 
 if __name__ == "__main__":

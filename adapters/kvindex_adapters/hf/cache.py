@@ -9,20 +9,24 @@ and values that reach it, whatever the model's class did to them in between
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvindex.core import check
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import Attachment
 from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop, indexed_layer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.report import Report, sum_up
+from kvindex_adapters.hf.saving import load_cache, save_cache
 from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
 
 
@@ -160,6 +164,40 @@ class IndexCache(DynamicCache):
         if not any(hasattr(layer, "recurrent_states") for layer in self.layers):
             self._broken = None
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write all layers, the ids of the tokens if known, and which model they are of.
+
+        To a new folder, which is whole or not there; `load` reads it. Raises OSError for a folder
+        that is there already or cannot be written, ValueError for an empty cache.
+        """
+        self.check_usable()
+        self.check_attended()
+        check.at_least("len(cache)", self.get_seq_length(), 1)
+        with self.attachment.exclusive():
+            save_cache(folder, self.layers, self.ids, self._decoder(), self._config)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Hold what the cache held that was saved: of the same model, with the same indexes.
+
+        `k`, `coverage`, `dense_below`, device, store and backend may be others. Raises
+        FileNotFoundError or ValueError, in words, for a folder that is not as it was saved, another
+        model, other indexes or sizes of regions, or where this cache holds tokens; it stays as it
+        was.
+        """
+        self.check_usable()
+        if length := self.get_seq_length():
+            raise ValueError(
+                f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"
+            )
+        with self.attachment.exclusive():
+            layers = self._empty_layers()
+            self.ids = load_cache(folder, layers, self._decoder(), self._config)
+            self.layers = layers
+
+    def _decoder(self) -> nn.Module:
+        assert self.attachment.decoder is not None
+        return self.attachment.decoder
+
     def _change_all(self, change: Callable[[Any], None]) -> None:
         """Apply `change` to every layer, or to none if a layer refuses it or it is interrupted."""
         before: list[tuple[Any, dict[str, Any], Any]] = []
@@ -188,6 +226,14 @@ class IndexCache(DynamicCache):
             layers[i] = indexed_layer(layers[i], partial(self._make, i), self.padding)
         return layers
 
+    def fork(self) -> IndexCache:
+        """A cache that goes on from here by itself, for the same model and context.
+
+        It shares what both hold: no row and no code is copied, but for window and sink, until both
+        have appended to an index (docs/adapters/several-questions.md). As `copy.deepcopy` of it.
+        """
+        return deepcopy(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
         """A cache of its own with the same tokens, for the same model and context."""
         other = type(self).__new__(type(self))
@@ -195,6 +241,9 @@ class IndexCache(DynamicCache):
         memo[id(self.attachment)] = self.attachment
         memo[id(self._config)] = self._config
         memo[id(self._make)] = self._make
+        for layer in self.layers:
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # they never write to them
+                memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
         with self.attachment.exclusive():
             other.__dict__.update(deepcopy(vars(self), memo))
         return other
@@ -202,7 +251,7 @@ class IndexCache(DynamicCache):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "cache: got pickle or copy.copy, allowed is copy.deepcopy(cache) inside its attach() "
-            "context; in another process read the text again"
+            "context; for another process, cache.save(folder) and cache.load(folder)"
         )
 
     def __iter__(self) -> Any:

@@ -30,6 +30,8 @@ class IndexedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = False
+    ours = frozenset({"_make", "_padding", "attention"})
+    """Attributes that are not of transformers."""
 
     def __init__(self, make: LayerFactory, padding: Padding) -> None:
         self._make, self._padding = make, padding
@@ -88,7 +90,7 @@ class IndexedLayer(CacheLayerMixin):
         and what `AttentionLayer.step` raises.
         """
         if self.attention is None:
-            self.attention = in_plain_torch(self._make)(
+            self.attention = self.make(
                 q_heads=queries.shape[1],
                 kv_heads=keys.shape[1],
                 head_dim=keys.shape[3],
@@ -108,6 +110,10 @@ class IndexedLayer(CacheLayerMixin):
             # after the step: a boundary that is marked in it lies before these tokens
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
+
+    def make(self, **geometry: Any) -> AttentionLayer:
+        """An empty attention layer for this one, around an index of this geometry."""
+        return in_plain_torch(self._make)(**geometry)
 
     def _check_same(self, scale: float, softcap: float | None) -> None:
         """Raises UnsupportedError unless scale and softcap are those of the index."""

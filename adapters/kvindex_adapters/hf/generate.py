@@ -114,10 +114,11 @@ def generate(
         whole = _check_past(model, options, past_length, past)
         # generate() reads the last chunk: several queries, so the first answer token is exact
         stop = 0 if whole else max(len(ids) - chunk, 0)
-        prefill(model, ids, holder, stop=stop, chunk=chunk, report=on_progress)
         length = past_length + len(ids)
+        room = length + max_new_tokens
+        prefill(model, ids, holder, stop=stop, chunk=chunk, room=room, report=on_progress)
         if index is not None:
-            make_room(holder.indexes(), length + max_new_tokens)
+            make_room(holder.indexes(), room)
         # all ids, of which it slices off the cache's; or the new ones alone under a longer mask
         input_ids = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(

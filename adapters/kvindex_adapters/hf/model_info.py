@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,6 +29,13 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
 
 def _parameters(module: nn.Module) -> Collection[str]:
     return inspect.signature(type(module).forward).parameters
+
+
+def layer_device(decoder: nn.Module, number: int) -> torch.device:
+    """Where the weights of a decoder's layer lie."""
+    layers = [m for m in decoder.modules() if getattr(m, "layer_idx", None) == number]
+    places = [weight.device for module in (*layers, decoder) for weight in module.parameters()]
+    return next((place for place in places if place.type != "meta"), torch.device("cpu"))
 
 
 def layer_geometry(config: Any, number: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from kvindex.core import backend
 from kvindex.core.capability import capability
 from kvindex.core.config import parse_spec
-from kvindex.core.protocol import KVIndex, Reserves
+from kvindex.core.protocol import KVIndex, Reserves, ReservesAhead
 
 
 def default_placement(
@@ -33,6 +33,14 @@ def default_placement(
         return {}
     defaults = {"backend": "cuda", "store": "host"}
     return {name: value for name, value in defaults.items() if name not in named}
+
+
+def expect(indexes: Iterable[KVIndex], tokens: int, batch: int) -> None:
+    """Memory for so many tokens of so many sequences is got while they are being read."""
+    for index in indexes:
+        reserves = capability(index, ReservesAhead)
+        if reserves is not None:
+            reserves.reserve_ahead(tokens, batch=batch)
 
 
 def make_room(indexes: Iterable[KVIndex], tokens: int) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvindex.core import check
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import check_follows, following, past_ids, remember
+from kvindex_adapters.hf.placement import expect
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
@@ -81,13 +82,18 @@ def prefill(
     *,
     stop: int,
     chunk: int,
+    room: int = 0,
     report: Progress | None = None,
 ) -> None:
     """Read the first `stop` of ids int64 `[N]` into a cache, about `chunk` at a time.
 
     A chunk of one token would be a searching step, so the last chunk takes what would be left.
+    room: tokens in all for which memory is got meanwhile, once the first chunk has made indexes.
     """
     for start, end in chunks(stop, chunk):
+        if start and room and isinstance(cache, IndexCache):
+            expect(cache.indexes(), room, batch=1)
+            room = 0
         model(
             input_ids=ids[None, start:end],
             past_key_values=cache,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
+from kvindex.core.capability import capability
+from kvindex.core.protocol import KVIndex, Placement, PlacesRows
 from kvindex.layer import AttentionLayer
 
 
@@ -19,7 +23,9 @@ class Report:
     nbytes: bytes in use per tier (`codes`, `rows`, `window`; `other` for layers without index);
     coverage: share of the indexes' attention that the rows are believed to hold, mean over layers,
     heads and steps, where `attach` was asked for one; else None; dense_below: below this many
-    tokens attention is dense.
+    tokens attention is dense; k: rows per KV head that a step asks for; placement: where the rows
+    of all these layers are, and what the cache of rows had, or None where they are in one place
+    that nobody caches (`kvindex.core.protocol.Placement`).
     """
 
     tokens: int
@@ -31,6 +37,8 @@ class Report:
     nbytes: dict[str, int]
     coverage: float | None = None
     dense_below: int = 0
+    k: int = 0
+    placement: Placement | None = None
 
     @property
     def rows_read_fraction(self) -> float:
@@ -55,6 +63,7 @@ class Report:
         return (
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
             f"memory: {tiers or 'none'}"
+            + (f"; k {self.k}, rows: {self.placement}" if self.placement else "")
         )
 
 
@@ -83,4 +92,12 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         bytes_fetched=int(sum(float(part.bytes_fetched) for part in traffic)),
         nbytes=nbytes,
         coverage=float(sum(float(part.coverage) for part in traffic)) / steps if covered else None,
+        k=max((layer.k for layer in layers), default=0),
+        placement=_together([layer.index for layer in layers]),
     )
+
+
+def _together(indexes: Sequence[KVIndex]) -> Placement | None:
+    """Where the rows of some indexes are, which keep them alike."""
+    placed = [index for each in indexes if (index := capability(each, PlacesRows)) is not None]
+    return reduce(add, [index.placement() for index in placed]) if placed else None

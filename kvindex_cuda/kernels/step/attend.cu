@@ -11,7 +11,8 @@
 // Longer than most files: it is one kernel, with what reads a row of each codec.
 // Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
 // GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
-// were drawn: a weight for all heads).
+// were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
+// the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way).
 #include "common/row_cache.cuh"
 
 constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
@@ -227,6 +228,7 @@ struct Arguments {
     i64 signaled;               // 1 where select_rows.cu comes right before, else 0
     i64 k, kv_heads;
     float scale, softcap;
+    const u8* near;             // [B, row]: whether a block is on the device; only if NEAR
 };
 
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
@@ -283,6 +285,7 @@ attend(const __grid_constant__ Arguments args) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
                    bg % kv_heads * args.head_bytes + id % TOKENS * args.row_bytes;
         };
+        auto kept = [&](int id) { return args.cached && !(NEAR && args.near[batch * args.row + id / TOKENS]); };
         auto begin = [&](Raw& raw, int i, int id, int tag) {
             if (i >= rows_here) return;
             const char* from = static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
@@ -307,7 +310,7 @@ attend(const __grid_constant__ Arguments args) {
                     raw.slot = CACHED;
                 } else {
                     from = stored(id);
-                    if (args.cached) raw.slot = MISSING;
+                    if (kept(id)) raw.slot = MISSING;
                 }
             }
             load(raw, from, CODEC && phase);

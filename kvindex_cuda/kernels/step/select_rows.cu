@@ -131,6 +131,7 @@ struct Arguments {
     i64* ids;               // [BG, k]: rows, ascending (past 2,048 in any order), the first `found`
     float* scores;          // [BG, k]: their group scores
     int* found;             // [BG]
+    i64* found_sum;         // [BG]: `found` is added, or null
     const int* tags;        // [BG, cached]: of a cache of so many rows (row_cache.py; 0 for none), which attend.cu
                             // will look into
     const int* stamps;      // [BG, cached]
@@ -451,7 +452,10 @@ select_rows(const __grid_constant__ Arguments args) {
     __syncthreads();
 #endif
     int rows = taken;
-    if (threadIdx.x == 0) args.found[bg] = rows;
+    if (threadIdx.x == 0) {
+        args.found[bg] = rows;
+        if (args.found_sum) args.found_sum[bg] += rows;
+    }
     // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
     int sorted = min(rows, ROWS);
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {

@@ -1,5 +1,6 @@
 // Stage a decoded token where a step reads it: its key and value in the window and among the resident
-// rows, its queries in a graph's own.
+// rows, its queries in a graph's own. Where it goes is said by the host, or, in a caller's graph, by
+// the count of resident rows, which the last block to read it moves on.
 //
 // Grid: (G, B), 128 threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head;
 // limited by latency.
@@ -15,10 +16,11 @@ typedef u16 Bits;
 struct Arguments {
     const Bits* keys;                  // [B, G, D]
     const Bits* values;                // [B, G, DV]
-    Bits* window_keys;                 // [B, G, D]: the token's own places
+    Bits* window_keys;                 // [B, G, D]: the token's own places, or null: none
     Bits* window_values;               // [B, G, DV]
     Bits* resident;                    // [B, G, room, D + DV]: written at row `place`
     i64* resident_count;               // [1]: becomes place + 1
+    int* ticket;                       // [1]: 0 between launches; null: the place is the host's
     const Bits* queries;               // [B, H, D]
     Bits* graph_queries;               // [B, H, D], or null: there is no graph
     i64 keys_batch, keys_head, values_batch, values_head;
@@ -37,17 +39,22 @@ stage_token(const __grid_constant__ Arguments args) {
     Bits* __restrict__ rows = args.resident;
     const Bits* __restrict__ queries = args.queries;
     Bits* __restrict__ graph_queries = args.graph_queries;
+    after_previous();  // which may be what projected the token, or attention over the same rows
+    let_next_begin();
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
-    Bits* row = rows + (bg * args.room + args.place) * (D + DV);
-    for (int i = threadIdx.x; i < D; i += THREADS) {
-        Bits one = keys[b * args.keys_batch + g * args.keys_head + i];
-        row[i] = one;
-        window_keys[b * args.window_keys_batch + g * args.window_keys_head + i] = one;
-    }
-    for (int i = threadIdx.x; i < DV; i += THREADS) {
-        Bits one = values[b * args.values_batch + g * args.values_head + i];
-        row[D + i] = one;
-        window_values[b * args.window_values_batch + g * args.window_values_head + i] = one;
+    i64 place = args.ticket ? *args.resident_count : args.place;
+    if (place < args.room) {
+        Bits* row = rows + (bg * args.room + place) * (D + DV);
+        for (int i = threadIdx.x; i < D; i += THREADS) {
+            Bits one = keys[b * args.keys_batch + g * args.keys_head + i];
+            row[i] = one;
+            if (window_keys) window_keys[b * args.window_keys_batch + g * args.window_keys_head + i] = one;
+        }
+        for (int i = threadIdx.x; i < DV; i += THREADS) {
+            Bits one = values[b * args.values_batch + g * args.values_head + i];
+            row[D + i] = one;
+            if (window_values) window_values[b * args.window_values_batch + g * args.window_values_head + i] = one;
+        }
     }
     if (graph_queries) {
         for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
@@ -55,5 +62,12 @@ stage_token(const __grid_constant__ Arguments args) {
             graph_queries[bg * GROUP * D + i] = queries[b * args.queries_batch + h * args.queries_head + i % D];
         }
     }
-    if (bg == 0 && threadIdx.x == 0) *args.resident_count = args.place + 1;
+    if (!args.ticket) {
+        if (bg == 0 && threadIdx.x == 0) *args.resident_count = place + 1;
+        return;
+    }
+    if (last_block(args.ticket, gridDim.x * gridDim.y) && threadIdx.x == 0) {  // all have read the count
+        *args.ticket = 0;
+        if (place < args.room) *args.resident_count = place + 1;
+    }
 }

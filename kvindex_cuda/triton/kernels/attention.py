@@ -1,4 +1,4 @@
-"""Attention of many queries over pages of rows: a running softmax over tiles of one page each."""
+"""Attention by a running softmax over tiles of rows: of many queries, or of one a sequence."""
 
 import triton
 import triton.language as tl
@@ -61,3 +61,68 @@ def attend_prompt(
     at = output + query[:, None] * DV + value_column[None, :]
     tl.store(at, sums.to(output.dtype.element_ty), asked[:, None] & (value_column[None, :] < DV))
     tl.store(lse + query, (peak + tl.log2(total)) / LOG2E, asked)
+
+
+@triton.jit
+def attend_split(
+    queries, keys, values, starts, ends, end_step, parts, lse, scale,
+    key_batch, key_head, key_row, value_batch, value_head, value_row,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A group's queries over one of `SPLITS` pieces of its rows, float32, and the lse to base 2."""
+    after_previous(OVERLAP)
+    batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
+    start, end = tl.load(starts + batch), tl.load(ends + batch * end_step)
+    piece = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), SPLITS), BLOCK_N) * BLOCK_N
+    first = start + tl.program_id(0) * piece
+    last = tl.minimum(first + piece, end)
+    head, column, value_column = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
+    asked = (batch * G + group) * GROUP + head
+    inside = (head[:, None] < GROUP) & (column[None, :] < D)
+    q = tl.load(queries + asked[:, None] * D + column[None, :], inside, other=0.0)
+    from_key = keys + batch * key_batch + group * key_head
+    from_value = values + batch * value_batch + group * value_head
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDE_V], tl.float32)
+    for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        row = begin + tl.arange(0, BLOCK_N)
+        there = row < last
+        at = from_key + row[None, :] * key_row + column[:, None]
+        k = tl.load(at, there[None, :] & (column[:, None] < D), other=0.0)
+        at = from_value + row[:, None] * value_row + value_column[None, :]
+        v = tl.load(at, there[:, None] & (value_column[None, :] < DV), other=0.0)
+        logits = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E)
+        logits = tl.where(there[None, :], logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        weights = tl.exp2(logits - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        peak = new_peak
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = asked * SPLITS + tl.program_id(0)
+    inside = (head[:, None] < GROUP) & (value_column[None, :] < DV)
+    tl.store(parts + to[:, None] * DV + value_column[None, :], sums, inside)
+    tl.store(lse + to, peak + tl.log2(total), head < GROUP)
+
+
+@triton.jit
+def merge_splits(
+    parts, lse, output, DV: tl.constexpr, WIDE_V: tl.constexpr, SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A head's output from those of the pieces of its rows."""
+    after_previous(OVERLAP)
+    head = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, WIDE_V)
+    each = tl.load(lse + head * SPLITS + split)
+    peak = tl.max(each, 0)
+    weights = tl.exp2(each - tl.where(peak == float("-inf"), 0.0, peak))
+    at = parts + (head * SPLITS + split[:, None]) * DV + column[None, :]
+    found = tl.load(at, column[None, :] < DV, other=0.0) * weights[:, None]
+    total = tl.sum(weights, 0)
+    merged = tl.sum(found, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(output + head * DV + column, merged.to(output.dtype.element_ty), column < DV)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
+from kvindex.indexes.pariskv import ParisKV
 from kvindex_adapters.decoder import Decoder, layers
 from kvindex_adapters.hf.layer_options import LayerOptions
 from tests.adapters.decoder.families import ids_of, model_of
@@ -46,6 +47,17 @@ def test_two_hundred_tokens_are_those_of_attach(model, decoder, index):
     assert torch.equal(answer.answer_ids, tokens[0])
     assert answer.report == report
     assert answer.report.rows_read_fraction < 0.3
+
+
+def test_memory_is_got_before_the_first_token(decoder, monkeypatch):
+    asked = []
+
+    def reserve_ahead(self, tokens, *, batch):
+        asked.append((len(self), tokens, batch))
+
+    monkeypatch.setattr(ParisKV, "reserve_ahead", reserve_ahead)
+    decoder.generate([ids_of(60), ids_of(50)], max_new_tokens=3, chunk=16, **FEW)
+    assert asked == [(0, 63, 2)] * decoder.config.layers
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])

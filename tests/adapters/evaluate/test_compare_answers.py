@@ -5,7 +5,7 @@ import torch
 
 import kvindex
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued
+from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued, expected
 from kvindex_adapters.evaluate.compare.continuation import dense_logits, divergence
 from kvindex_adapters.evaluate.compare.replay import FullAttention, ReplayLayer, indexed
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
@@ -68,6 +68,31 @@ def test_full_attentions_answers_are_those_of_generate(model, read):
         whole = torch.cat([ids[:CONTEXT], piece.ids])
         want = kvhf.generate(model, Words(), whole, index=None, max_new_tokens=NEW)
         assert draft == want.answer_ids.tolist()
+
+
+def test_guesses_change_no_answer_and_save_passes(model, read):
+    ids, _, asked = read
+    full, passes = FullAttention(model), []
+    full.read(ids[:CONTEXT])
+    before, plain = full.checkpoint(), full.step
+    full.step = lambda ids: passes.append(len(ids)) or plain(ids)
+    for piece, draft in asked:
+        wrong = [*draft[2:5], draft[5] ^ 1, *draft[6:]]
+        for guesses in ([draft], [draft[3:]], [wrong, draft[7:9]], [[1, 2, 3]]):
+            full.read(piece.ids)
+            passes.clear()
+            assert continued(full, draft[:1], Limit.of(model, NEW), guesses) == draft
+            assert (len(passes) == 1) == (guesses == [draft])
+            full.rollback(before)
+
+
+def test_what_is_expected_follows_the_longest_beginning():
+    guesses = [[1, 2, 3, 4], [2, 3, 9], [7, 7, 7]]
+    assert expected([5, 1, 2], guesses) == [3, 4]
+    assert expected([5, 2], guesses) == [3, 9]
+    assert expected([1, 2, 3, 4], guesses) == []  # nothing is left
+    assert expected([7], guesses) == [7, 7]
+    assert expected([5], guesses) == []
 
 
 def test_with_rows_enough_the_draft_is_the_answer(model, read):

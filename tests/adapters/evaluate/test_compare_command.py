@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import kvindex
 from kvindex_adapters.cli import app, main
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.tasks import Instance, Question
@@ -37,6 +38,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         (("--sink", "-1"), "sink: got -1"),
         (("--update-every", "0"), "update_every: got 0"),
         (("--dtype", "int3"), "dtype: got 'int3'"),
+        (("--store", "moon"), "store: got 'moon', allowed is"),
         (("--device", "meta"), "device: got 'meta', which holds no numbers"),
         (("--lora", "no-such-file"), "lora: got 'no-such-file', allowed is a file that exists"),
         (("--model", "./nowhere"), "model: got './nowhere'"),
@@ -108,6 +110,21 @@ def test_it_writes_a_report_and_goes_on_with_the_same_settings(run, tmp_path):
     refused = run("--index", "exact", "--sink", "5")
     assert "regions: got {'sink': 5" in str(refused.exception)
     assert "or another --out" in str(refused.exception)
+
+
+def test_rows_lie_where_it_is_said(run, monkeypatch):
+    made = []
+    create = kvindex.create
+
+    def watched(index, **options):
+        made.append((index, options.get("store")))
+        return create(index, **options)
+
+    monkeypatch.setattr(kvindex, "create", watched)
+    result = run("--index", "exact,quest:page=4:store=host", "-k", "5", "--store", "device")
+    assert result.exit_code == 0, result.output
+    assert made.count(("exact", "device")) > 2  # a check, and two layers or more
+    assert made.count(("quest:page=4:store=host", None)) > 2  # a line says more
 
 
 def test_an_interruption_is_told_in_words(run, monkeypatch):

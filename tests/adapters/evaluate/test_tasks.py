@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.tasks import registry, vocabulary
@@ -14,7 +16,7 @@ from kvindex_adapters.evaluate.tasks.draft import Asked, Draft, encode, longest,
 from kvindex_adapters.evaluate.tasks.haystack import hidden, paragraphs, prose
 from kvindex_adapters.evaluate.tasks.records import cells
 from kvindex_adapters.evaluate.tasks.returning import in_order
-from kvindex_adapters.evaluate.tasks.scoring import begins_with, contains, contains_any
+from kvindex_adapters.evaluate.tasks.scoring import begins_with, contains, contains_any, is_settled
 from kvindex_adapters.hf.prefill import encode_prompt
 
 OURS = [name for name in tasks.names() if not name.startswith("ruler-")]
@@ -187,6 +189,23 @@ def test_a_quote_counts_up_to_its_first_error():
     assert begins_with("one two 3 four", ("one two three four",)) == 0.5
     assert begins_with("two three four", ("one two three four",)) == 0
     assert begins_with("one two three four five", ("one two three four",)) == 1
+
+
+@given(st.text("ab ", max_size=8), st.text("ab ", max_size=8))
+@settings(derandomize=True, max_examples=300)
+def test_what_follows_a_settled_answer_changes_no_score(answer, more):
+    wanted = ("a b ab",)
+    for metric in (begins_with, contains, contains_any):
+        if is_settled(metric, answer, wanted):
+            assert metric(answer + more, wanted) == metric(answer, wanted)
+
+
+def test_a_quote_is_settled_when_a_word_is_wrong_or_all_are_there():
+    wanted = ("one two three",)
+    answers = {"one tw": False, "one tw ": True, "one two three": False, "one two three.": False}
+    answers |= {"one two three ": True, "one two three four": True, "": False, "4": False}
+    assert {answer: is_settled(begins_with, answer, wanted) for answer in answers} == answers
+    assert not is_settled(in_order, "one two three ", wanted)  # of which that is not known
 
 
 def test_a_list_counts_in_its_order():

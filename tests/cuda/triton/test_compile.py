@@ -25,6 +25,9 @@ POINTERS = {
     "table": "*i64",
     "lengths": "*i64",
     "lse": "*fp32",
+    "parts": "*fp32",
+    "starts": "*i64",
+    "ends": "*i64",
     "cos": "*fp32",
     "sin": "*fp32",
 }
@@ -33,6 +36,8 @@ PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, STAGES=3, bias=None, scale=None)
 MULTIPLY = PRODUCT | dict(AHEAD_LINES=0, GATED=False, ahead=None)
 HEADS = dict(H=32, G=8, D=128, DV=128, HALF=64, WIDE=128)
 PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
+SPLIT = dict(G=8, GROUP=4, D=128, DV=128, ROWS=16, BLOCK_N=64, WIDE=128, WIDE_V=128, SPLITS=64)
+MERGE = dict(DV=128, WIDE_V=128, SPLITS=64, output="*bf16")
 CASES = [
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, residual=None)),
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, residual=None)),
@@ -49,6 +54,8 @@ CASES = [
     (rotate.rotate_heads, "bf16", HEADS | dict(query_norm=None, key_norm=None)),
     (attention.attend_prompt, "bf16", PROMPT | dict(CAUSAL=True, scale="fp32")),
     (attention.attend_prompt, "fp16", PROMPT | dict(CAUSAL=False, scale="fp32")),
+    (attention.attend_split, "bf16", SPLIT | dict(STAGES=3, scale="fp32", values="*bf16")),
+    (attention.merge_splits, "bf16", MERGE),
     (overlap.prefetch, "bf16", dict(AHEAD_LINES=900, LINES=128)),
 ]
 TENSORS = {

@@ -14,11 +14,13 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 
 
-def test_kernels_equal_their_twins_under_the_interpreter():
-    tests = Path(__file__).with_name("test_kernels.py")
+@pytest.mark.parametrize(
+    "tests", ["tests/cuda/triton/test_kernels.py", "tests/adapters/decoder/test_fused.py"]
+)
+def test_kernels_equal_their_twins_under_the_interpreter(tests):
     asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
     found = subprocess.run(
-        [*asked, "--no-header", str(tests)],
+        [*asked, "--no-header", tests],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -186,6 +186,37 @@ def test_attend_prompt(run, causal, B, H, G, T, D, Dv, lengths):
     close(lse, sums, run[1])
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "D", "Dv", "starts", "ends"),
+    [
+        (1, 2, 2, 16, 16, [0], [150]),
+        (3, 6, 2, 20, 12, [0, 7, 3], [64, 61, 3]),  # the last one has none
+        (2, 8, 1, 8, 24, [2, 0], [33, 1]),
+    ],
+)
+def test_attend_token(run, splits, B, H, G, D, Dv, starts, ends):
+    queries, keys = drawn(run, B, H, D), drawn(run, B, G, 160, D).transpose(1, 2).contiguous()
+    values = drawn(run, B, G, 160, Dv)
+    for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        keys[at, end:] = values[at, :, end:] = float("nan")  # nobody has been there
+        keys[at, :start] = values[at, :, :start] = float("nan")
+    given = queries, keys.transpose(1, 2), values
+    places = torch.tensor(starts, device=run[0]), torch.tensor(ends, device=run[0])
+    tile = Tile(rows=16, columns=16, warps=4, stages=2)
+    found = layers.attend_token(*given, *places, scale=D**-0.5, splits=splits, tile=tile)
+    clean = [part.nan_to_num(0) for part in given]
+    close(found, reference.attend_token(*clean, *places, scale=D**-0.5), run[1])
+
+
+def test_attend_token_of_one_end_for_all(run):
+    queries, keys, values = drawn(run, 2, 4, 16), drawn(run, 2, 2, 40, 16), drawn(run, 2, 2, 40, 16)
+    starts, end = torch.tensor([0, 5], device=run[0]), torch.tensor([33], device=run[0])
+    found = layers.attend_token(queries, keys, values, starts, end.expand(2), scale=0.3)
+    want = reference.attend_token(queries, keys, values, starts, end.expand(2), scale=0.3)
+    close(found, want, run[1])
+
+
 def test_bad_arguments_are_refused_and_nothing_is_written(run):
     x, norm, matrix, out = (
         drawn(run, 3, 24),

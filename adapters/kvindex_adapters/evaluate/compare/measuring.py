@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvindex.core.config import parse_spec
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.readings import InstanceReading, TextReading
 from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, Key, Record
@@ -56,8 +57,8 @@ class Measuring:
     def __post_init__(self) -> None:
         check_model(self.model)
         _check_lengths(self.model, self.text, self.settings, self.plan)
-        tokenizer, regions = self.tokenizer, self.settings.regions  # not self: that is a cycle
-        self._options = functools.cache(lambda index: punctuated(index, tokenizer, regions))
+        options = functools.partial(_attach_options, self.tokenizer, self.settings)
+        self._options = functools.cache(options)  # of no method: that would be a cycle
 
     def measure(self, work: Work) -> Iterator[Measured]:
         """The records of a work one by one; an index that fails has no more, but for the words."""
@@ -97,6 +98,14 @@ class Measuring:
                     left.pop(0)
         except Exception as error:  # whatever an index raises: the others go on
             yield _failure(left[0], error)
+
+
+def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str, Any]:
+    """What `attach` is told for an index's line."""
+    options: dict[str, Any] = dict(settings.regions)
+    if settings.store is not None and "store" not in parse_spec(index.partition("+")[0])[1]:
+        options["index_options"] = {"store": settings.store}
+    return punctuated(index, tokenizer, options)
 
 
 def in_words(error: Exception) -> str:

@@ -15,7 +15,7 @@ def forget_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak() -> dict[str, int]:
@@ -28,7 +28,11 @@ def peak() -> dict[str, int]:
 
 def _host() -> int:
     status = Path("/proc/self/status")
-    known = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    known = (
+        re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))
+        if status.exists()
+        else None
+    )
     if known:
         return 1024 * int(known[1])
     import resource  # not on Windows

@@ -36,7 +36,8 @@ class InstanceReading:
             piece, logits = full.read(question.ids)
             settled = partial(_settled, instance, tokenizer, number)
             limit = Limit.of(model, question.max_new_tokens, settled)
-            draft = continued(full, [int(logits.argmax())], limit)
+            guesses = _as_ids(tokenizer, question.answers)
+            draft = continued(full, [int(logits.argmax())], limit, guesses)
             full.rollback(before)
             self._asked.append((piece, draft, limit))
         self.own = self._record([draft for _, draft, _ in self._asked])
@@ -84,6 +85,12 @@ class TextReading:
 
 def _settled(instance: Instance, tokenizer: Any, number: int, answer: list[int]) -> bool:
     return instance.settled(number, _text(tokenizer, answer))
+
+
+def _as_ids(tokenizer: Any, answers: tuple[str, ...]) -> list[list[int]]:
+    """Right answers as ids, at the beginning of a line and after a word."""
+    texts = [space + answer for answer in answers for space in ("", " ")]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

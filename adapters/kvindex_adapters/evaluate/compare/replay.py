@@ -160,17 +160,25 @@ class Indexed:
         """Read ids int64 `[T]`: the logits `[T, V]` after each of them."""
         return _step(self.model, self.cache, ids)
 
+    def checkpoint(self) -> Any:
+        """What the cache is now, for `rollback`."""
+        return self.cache.checkpoint()
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says."""
+        self.cache.rollback(checkpoint)
+
     @contextmanager
     def branch(self, k: int) -> Iterator[None]:
         """Steps inside retrieve `k` rows; afterwards all is as it was."""
-        before = self.cache.checkpoint()
+        before = self.checkpoint()
         for layer in self.layers:
             layer.k = k
         try:
             yield
         finally:
             self.pause()
-            self.cache.rollback(before)
+            self.rollback(before)
 
     def begin(self) -> None:
         """Steps that follow come at once, where they may."""

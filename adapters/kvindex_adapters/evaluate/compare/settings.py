@@ -19,7 +19,8 @@ class Settings:
 
     model, lora: names of files; dtype, device: as `load_model.load` takes them; text: name and hash
     of what next tokens are compared on; steps: tokens of it where they are, 0 for answers alone;
-    regions: sizes as `attach` takes them.
+    regions: sizes as `attach` takes them; store: where rows lie, unless an index's line says it;
+    None for what is usual on the device.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Settings:
     device: str = "cpu"
     steps: int = 256
     regions: Mapping[str, int] = field(default_factory=dict)
+    store: str | None = None
 
     def claim(self, folder: Path) -> None:
         """Make the folder one of these settings.
@@ -46,7 +48,7 @@ class Settings:
         if not path.exists():
             write_json(path, own, indent=2)
             return
-        for name, before in json.loads(path.read_text()).items():
+        for name, before in json.loads(path.read_text(encoding="utf-8")).items():
             if own.get(name) != before:
                 raise ValueError(
                     f"{name}: got {own.get(name)!r}, allowed is {before!r}, with which the results "

@@ -62,7 +62,7 @@ class ParallelComparison:
             for works, most in ((schedule.texts, 1), (schedule.instances, self.jobs)):
                 count = min(most, len(works))
                 while len(workers) < count:
-                    workers.append(_Worker(self.load, settings, plan))
+                    workers.append(_Worker(len(workers), self.load, settings, plan))
                 _share(schedule, works, workers[:count])
         finally:
             _stop([worker.process for worker in workers])
@@ -109,11 +109,11 @@ def _context() -> Any:
 class _Worker:
     """A process that measures works; work: what it is at, if anything; pipe: to it."""
 
-    def __init__(self, load: Load, settings: Settings, plan: Plan) -> None:
+    def __init__(self, number: int, load: Load, settings: Settings, plan: Plan) -> None:
         context = _context()
         self.pipe, end = context.Pipe()
         self.work: Work | None = None
-        arguments = (end, load, settings, plan)
+        arguments = (end, number, load, settings, plan)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         with _uninterrupted():
             self.process.start()
@@ -141,9 +141,11 @@ class _Worker:
         return message
 
 
-def _serve(pipe: Connection, load: Load, settings: Settings, plan: Plan) -> None:
+def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: Plan) -> None:
     """Measure works that come through a pipe, until its other end is closed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # what libraries hold is given back
+    if settings.device == "cuda":  # workers take the GPUs in turn
+        torch.cuda.set_device(number % torch.cuda.device_count())
     measuring = functools.cache(lambda: _loaded(load, settings, plan))
     with suppress(EOFError, BrokenPipeError):
         while True:

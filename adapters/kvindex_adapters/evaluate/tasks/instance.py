@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex_adapters.evaluate.tasks.scoring import SETTLED, contains
+from kvindex_adapters.evaluate.tasks.scoring import contains, is_settled
 
 Metric = Callable[[str, tuple[str, ...]], float]
 """Called with an answer and what was asked for; the share that is right, in [0, 1]."""
@@ -50,5 +50,6 @@ class Instance:
         return question.metric(answer, question.answers)
 
     def settled(self, number: int, answer: str) -> bool:
-        """Whether the answer is wholly right, and stays so whatever follows."""
-        return self.questions[number].metric in SETTLED and self.score(number, answer) == 1
+        """Whether whatever follows makes the answer neither better nor worse."""
+        question = self.questions[number]
+        return is_settled(question.metric, answer, question.answers)

@@ -41,7 +41,7 @@ def missing() -> str | None:
 def published(name: str) -> dict[str, Any]:
     """Settings of a task by its published name: task, args, template, tokens_to_generate, …."""
     yaml = import_module("yaml")  # comes with transformers
-    tasks = yaml.safe_load((_folder() / "synthetic.yaml").read_text())
+    tasks = yaml.safe_load((_folder() / "synthetic.yaml").read_text(encoding="utf-8"))
     return {**tasks[name], **_constants("data").TASKS[tasks[name]["task"]]}
 
 

@@ -1,0 +1,134 @@
+"""One token's forward pass by Triton kernels: as `layers.forward`, in six launches a layer.
+
+Queries, keys and values are one product, gate and up another, each after its normalization; each
+sum with the residual is part of the product before it. Sums are float32 and rounded once, so that
+logits are those of `layers.forward` within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvindex_adapters.decoder.layers import Attention
+from kvindex_adapters.decoder.weights import Linear, Norm, Weights, adjacent
+
+if TYPE_CHECKING:
+    from kvindex_cuda.triton import Matrix, Tile
+    from kvindex_cuda.triton import Norm as FusedNorm
+
+BATCH = 8
+"""Sequences at most: what the kernels take."""
+
+OVERLAPS = (9, 0)
+"""Compute capability from which on a launch may begin before the one before it ends."""
+
+
+def refusal(weights: Weights, batch: int) -> str | None:
+    """Why a token of so many sequences does not run by these kernels, or None where it does."""
+    device = weights.embedding.device
+    if device.type != "cuda":
+        return f"device: got {device}, allowed is a GPU"
+    if find_spec("triton") is None:
+        return "triton: it is not installed"
+    return None if batch <= BATCH else f"batch: got {batch} sequences, allowed is up to {BATCH}"
+
+
+class FusedLayer(NamedTuple):
+    """A layer's matrices as they are multiplied: `[out, in]` each."""
+
+    attention_norm: FusedNorm
+    query_key_value: Matrix
+    query_norm: FusedNorm | None
+    key_norm: FusedNorm | None
+    output: Matrix
+    mlp_norm: FusedNorm
+    gate_up: Matrix
+    down: Matrix
+
+
+class Fused:
+    """The pass of one token of a model whose weights lie on a GPU.
+
+    Matrices that are multiplied together are read where they lie, if that is one below the other
+    (`weights.lay_together`), else from a copy.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        from kvindex_cuda import triton  # asked for where it is used
+
+        def normed(norm: Norm) -> FusedNorm:
+            return triton.Norm(*norm)
+
+        self._run, self._weights = triton, weights
+        device = weights.embedding.device
+        overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
+        self._tile: Tile = triton.Tile(overlap=overlap)
+        self._layers = [
+            FusedLayer(
+                normed(layer.attention_norm),
+                self._together(layer.query, layer.key, layer.value),
+                None if layer.query_norm is None else normed(layer.query_norm),
+                None if layer.key_norm is None else normed(layer.key_norm),
+                self._together(layer.output),
+                normed(layer.mlp_norm),
+                self._together(layer.gate, layer.up),
+                self._together(layer.down),
+            )
+            for layer in weights.layers
+        ]
+        self._norm, self._head = normed(weights.norm), self._together(weights.head)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
+    ) -> Tensor:
+        """Logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
+        run, tile, D = self._run, self._tile, head_dim
+        hidden = functional.embedding(ids[:, 0], self._weights.embedding)
+        angles = self._weights.rotary.at(positions, hidden.dtype)
+        cos, sin = (part.view(len(ids), D) for part in angles)
+        slots = torch.zeros_like(ids[:, 0])
+        for layer, attention in zip(self._layers, attentions, strict=True):
+            projected = run.norm_linear(
+                hidden, layer.attention_norm, layer.query_key_value, tile=tile
+            )
+            H = layer.output.weight.shape[1] // D
+            G = (projected.shape[1] // D - H) // 2
+            queries = projected.new_empty((len(ids), H, D))
+            keys, values = projected.new_empty((2, len(ids), G, 1, D))
+            run.rotate_heads(
+                projected,
+                cos,
+                sin,
+                slots,
+                queries,
+                keys,
+                values,
+                query_norm=layer.query_norm,
+                key_norm=layer.key_norm,
+                overlap=tile.overlap,
+            )
+            output = attention.step(queries[:, :, None], keys, values).reshape(len(ids), H * D)
+            hidden = run.linear_residual(output, layer.output, hidden, tile=tile)
+            gate_up = run.norm_linear(hidden, layer.mlp_norm, layer.gate_up, tile=tile)
+            hidden = run.swiglu_linear(gate_up, layer.down, hidden, tile=tile)
+        return run.norm_linear(hidden, self._norm, self._head, tile=tile)
+
+    def _together(self, *linears: Linear) -> Matrix:
+        """The matrices one below the other: where they lie if they lie so, else a copy."""
+        run = self._run
+        whole = adjacent([linear.weight for linear in linears])
+        if whole is None:
+            return run.stack(*(run.Matrix(*linear) for linear in linears))
+        if all(linear.bias is None for linear in linears):
+            return run.Matrix(whole)
+        biases = [
+            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+            for linear in linears
+        ]
+        return run.Matrix(whole, torch.cat(biases))

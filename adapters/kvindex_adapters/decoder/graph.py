@@ -1,0 +1,122 @@
+"""`TokenGraph`: a whole token of a model as one CUDA graph, and the ring its tokens come back by.
+
+A replay does all of a token: embedding, layers, logits, the choice of the next token and its
+position. The host launches a few of them ahead, counts, and updates windows in between; it reads a
+token from pinned memory when the device has written it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from kvindex.core.graphs import GRAPHS, Graph
+from kvindex_adapters.decoder.sampling import Sampler
+from kvindex_adapters.decoder.session import Session
+
+AHEAD = 4
+"""Tokens that are launched before one is read: a host that is late by less delays none."""
+
+WARM = 1
+"""Tokens like it that are launched op by op before one is captured: they compile and allocate."""
+
+
+class TokenGraph:
+    """The tokens of a session, one after the other: replays where they can be, else op by op.
+
+    session: has read its prompt; sampler: has chosen its first token, which `session.token` holds.
+    graphs: whether any are captured.
+    """
+
+    def __init__(self, session: Session, sampler: Sampler, *, graphs: bool = True) -> None:
+        self._session, self._sampler = session, sampler
+        self._serves = graphs and session.token.device.type in GRAPHS
+        self._graph: Graph | None = None
+        self._reads: list[object] = []  # what it was captured for
+        self._warm = 0
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that may be launched before one is read: more than 0 once a graph is replayed."""
+        return AHEAD if self._graph is not None else 0
+
+    def step(self) -> None:
+        """One more token: from `session.token` to the next, which takes its place."""
+        reads = self._session.prepare_replay() if self._serves else None
+        if reads is not None and self._warm < WARM:
+            self._warm, reads = self._warm + 1, None
+        if reads is not None and not self._same(reads):
+            self._capture(reads)
+        if reads is None or self._graph is None:
+            self._graph, token = None, self._session.token[:, 0]
+            self._session.token.copy_(self._chosen(self._session.step(token)))
+            return
+        self._graph.replay()
+        self._session.count_replay()
+
+    def _same(self, reads: list[object]) -> bool:
+        """Whether the graph reads just this."""
+        pairs = zip(reads, self._reads, strict=True)
+        return self._graph is not None and all(new is old for new, old in pairs)
+
+    def _capture(self, reads: list[object]) -> None:
+        """The graph of a token that reads this; a driver that refuses is not asked again."""
+        session, self._graph = self._session, None  # its memory goes before there is another's
+
+        def work() -> None:
+            session.token.copy_(self._chosen(session.captured_step()))
+
+        device = session.token.device
+        try:
+            self._graph = GRAPHS[device.type](device, work, self._sampler.generator)
+        except RuntimeError as error:
+            self._serves = False
+            warnings.warn(
+                f"graphs: the driver refuses to capture a token ({error}), so that each is "
+                "launched op by op; graphs=False does so without a warning",
+                stacklevel=2,
+            )
+        self._reads = reads
+
+    def _chosen(self, logits: Tensor) -> Tensor:
+        return self._sampler.choose(logits)[:, None]
+
+
+class TokenRing:
+    """Tokens on their way to the host, in the order that they were put in: `B` of them each time.
+
+    At most `AHEAD + 1` at once.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        shape = (AHEAD + 1, batch)
+        self._slots = torch.empty(shape, dtype=torch.int64, pin_memory=self._pinned)
+        self._next = 0
+        self._coming: deque[tuple[int, torch.cuda.Event | None]] = deque()
+
+    def __len__(self) -> int:
+        """How many were put in and not taken."""
+        return len(self._coming)
+
+    def put(self, tokens: Tensor) -> None:
+        """Send tokens int64 `[B]`, when the current stream has come to here."""
+        slot, self._next = self._next, (self._next + 1) % len(self._slots)
+        self._slots[slot].copy_(tokens, non_blocking=True)
+        event = torch.cuda.current_stream(tokens.device).record_event() if self._pinned else None
+        self._coming.append((slot, event))
+
+    def take(self) -> Tensor:
+        """The oldest tokens int64 `[B]`, on the CPU, once they are there."""
+        slot, event = self._coming.popleft()
+        if event is not None:
+            event.synchronize()
+        return self._slots[slot].clone()
+
+    def wait(self) -> None:
+        """Until all of them are there."""
+        while self._coming:
+            self.take()

@@ -1,0 +1,157 @@
+"""A cache in a folder: its layers, the ids of its tokens, and which model they are of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvindex.storage.recipe import as_json, from_json
+from kvindex.storage.saved import SavedFolder, save_folder
+from kvindex.storage.state import State, above, below
+from kvindex_adapters.hf.cache_layer import IndexedLayer
+from kvindex_adapters.hf.model_identity import check_identity, identity
+from kvindex_adapters.hf.model_info import layer_device
+from kvindex_adapters.hf.unsupported import UnsupportedError
+
+KIND = "cache"
+
+TOKENS = "tokens"
+"""The file of ids."""
+
+
+def save_cache(
+    folder: str | os.PathLike[str],
+    layers: Sequence[Any],
+    ids: Tensor | None,
+    decoder: nn.Module,
+    config: Any,
+) -> None:
+    """Write a cache's layers to a new folder, and ids int64 `[N]` of its tokens, if known.
+
+    One layer at a time is copied. Raises as `kvindex.storage.saved.save_folder`, UnsupportedError
+    for a layer that holds what is no tensor or number, and what `AttentionLayer.state_dict` raises.
+    """
+    about = {
+        "model": identity(decoder, config),
+        "ids": ids is not None,
+        "layers": [_described(layer) for layer in layers],
+    }
+    parts: dict[str, Callable[[], State]] = {
+        _name(number): partial(_tensors, layer) for number, layer in enumerate(layers)
+    }
+    if ids is not None:
+        parts[TOKENS] = lambda: {"ids": ids}
+    save_folder(folder, KIND, about, parts)
+
+
+def open_cache(folder: str | os.PathLike[str]) -> SavedFolder:
+    """A saved cache, of which no tensor is read yet. Raises as `SavedFolder.open`."""
+    return SavedFolder.open(folder, [KIND])
+
+
+def load_cache(
+    folder: str | os.PathLike[str], layers: Sequence[Any], decoder: nn.Module, config: Any
+) -> Tensor | None:
+    """Fill the empty layers of a cache; gives ids int64 `[N]` of its tokens, if they are known.
+
+    Raises ValueError for a folder that is not as it was saved, another model or another index;
+    the layers are then of no use.
+    """
+    saved = open_cache(folder)
+    about = saved.about
+    check_identity(about["model"], decoder, config)
+    if len(about["layers"]) != len(layers):
+        got = len(about["layers"])
+        raise ValueError(f"folder: got a cache of {got} layers, allowed is {len(layers)}")
+    for number, (layer, described) in enumerate(zip(layers, about["layers"], strict=True)):
+        device = layer_device(decoder, number)
+        try:
+            _restore(layer, described, saved.part(_name(number)), device)
+        except ValueError as error:
+            raise ValueError(f"cache: layer {number} of {str(folder)!r} is refused: {error}") from (
+                error
+            )
+    return saved.part(TOKENS)["ids"] if about["ids"] else None
+
+
+def _name(number: int) -> str:
+    return f"layer-{number:03}"
+
+
+# A layer: of transformers', its attributes; of ours, an attention layer, too
+
+
+def _described(layer: Any) -> dict[str, Any]:
+    """A layer's class and attributes, JSON; of an indexed one the geometry of its index, too."""
+    described = {"class": type(layer).__name__, "attributes": _packed(_attributes(layer), {})}
+    if isinstance(layer, IndexedLayer) and layer.attention is not None:
+        geometry = layer.attention.index.geometry.options()
+        for name in ("device", "rope"):  # the attached model's
+            geometry.pop(name)
+        described["geometry"] = {name: as_json(value) for name, value in geometry.items()}
+    return described
+
+
+def _tensors(layer: Any) -> State:
+    state: State = {}
+    _packed(_attributes(layer), state)
+    if isinstance(layer, IndexedLayer) and layer.attention is not None:
+        state |= above("attention", layer.attention.state_dict())
+    return state
+
+
+def _restore(layer: Any, described: Any, state: State, device: torch.device) -> None:
+    """What `_described` and `_tensors` gave becomes that of an empty layer."""
+    if described["class"] != type(layer).__name__:
+        raise ValueError(
+            f"layer: got a {described['class']}, allowed is {type(layer).__name__} "
+            "(which layers have an index, attach(dense_layers=…) decides)"
+        )
+    if "geometry" in described:
+        geometry = described["geometry"]
+        geometry = {**geometry, "dtype": from_json(torch.dtype, geometry["dtype"])}
+        made = layer.make(**geometry, device=device)
+        made.load_state_dict(below("attention", state))
+        layer.attention = made
+    vars(layer).update(_unpacked(described["attributes"], state, device))
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    ours = IndexedLayer.ours if isinstance(layer, IndexedLayer) else frozenset()
+    return {name: value for name, value in vars(layer).items() if name not in ours}
+
+
+def _packed(value: Any, state: State, name: str = "own") -> Any:
+    """A value as JSON, its tensors by names that they are put into `state` under."""
+    if isinstance(value, Tensor):
+        state[name] = value
+        return {"tensor": name}
+    if isinstance(value, torch.device):
+        return {"device": "the layer's"}
+    if isinstance(value, torch.dtype):
+        return {"dtype": as_json(value)}
+    if isinstance(value, dict):
+        return {"dict": [[key, _packed(one, state, f"{name}.{key}")] for key, one in value.items()]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedError(
+        f"cache: got a layer whose {name} is a {type(value).__name__}, allowed to be saved are "
+        "tensors and numbers"
+    )
+
+
+def _unpacked(value: Any, state: State, device: torch.device) -> Any:
+    """The value of which `_packed` gave this."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, one),) = value.items()
+    if kind == "tensor":
+        return state[one].to(device)
+    if kind == "dict":
+        return {key: _unpacked(part, state, device) for key, part in one}
+    return device if kind == "device" else from_json(torch.dtype, one)

@@ -1,0 +1,350 @@
+"""A token of the minimal decoder: random weights of a model's shape, and layers that hold tokens.
+
+Nothing is read: keys are synthetic, every token's input is random and new, and positions turn
+nothing. How sharp attention is (`sharpen`) decides how many of a step's rows the last steps had.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import kvindex
+from benchmarks.common import workload
+from benchmarks.common.timing import Figures, settled
+from kvindex.core.capability import required
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Reserves
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder.config import DecoderConfig
+from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.fused import Fused, refusal
+from kvindex_adapters.decoder.graph import TokenGraph, TokenRing
+from kvindex_adapters.decoder.rotary import Rotary
+from kvindex_adapters.decoder.sampling import Sampler, Sampling
+from kvindex_adapters.decoder.session import Attention, Session
+from kvindex_adapters.decoder.weights import LayerWeights, Linear, Norm, Weights
+from kvindex_adapters.hf.placement import default_placement
+from kvindex_cuda.memory.row_cache import RowCache
+
+SINK, LOCAL, UPDATE, K = 64, 256, 256, 100
+"""Regions and rows: the defaults of `attach`."""
+
+
+WARM = 24
+"""Tokens before any is timed, whenever something has changed."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a model. normed: norms of queries and keys; tied: the head is the embedding."""
+
+    layers: int
+    hidden: int
+    inner: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    normed: bool = False
+    tied: bool = False
+
+    def geometry(self, dtype: torch.dtype, device: str) -> Geometry:
+        """Of a layer."""
+        sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        return Geometry.of(**sizes, dtype=dtype, device=device)
+
+
+SHAPES = {
+    "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, normed=True),
+    "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256),
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, tied=True),
+}
+
+
+def weights_of(shape: Shape, g: Geometry) -> Weights:
+    """Random weights that keep the variance of what they multiply."""
+    draw = torch.Generator(g.device).manual_seed(1)
+    size = shape.vocabulary, shape.hidden
+    embedding = torch.empty(size, dtype=g.dtype, device=g.device).normal_(generator=draw)
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        weight = torch.empty((outputs, inputs), dtype=g.dtype, device=g.device)
+        return Linear(weight.normal_(std=inputs**-0.5, generator=draw), None)
+
+    def norm(size: int) -> Norm:
+        return Norm(torch.ones(size, dtype=g.dtype, device=g.device), 1e-6)
+
+    def together(*outputs: int) -> list[Linear]:
+        whole = linear(sum(outputs), shape.hidden).weight
+        return [Linear(part, None) for part in whole.split(outputs)]
+
+    def layer() -> LayerWeights:
+        hidden, inner, D = shape.hidden, shape.inner, shape.head_dim
+        query, key, value = together(*(n * D for n in (shape.q_heads, *2 * (shape.kv_heads,))))
+        gate, up = together(inner, inner)
+        return LayerWeights(
+            attention_norm=norm(hidden),
+            query=query,
+            key=key,
+            value=value,
+            query_norm=norm(D) if shape.normed else None,
+            key_norm=norm(D) if shape.normed else None,
+            output=linear(hidden, shape.q_heads * D),
+            mlp_norm=norm(hidden),
+            gate=gate,
+            up=up,
+            down=linear(hidden, inner),
+        )
+
+    return Weights(
+        embedding=embedding,
+        rotary=Rotary(torch.zeros(shape.head_dim // 2, device=g.device), 1.0),
+        layers=tuple(layer() for _ in range(shape.layers)),
+        norm=norm(shape.hidden),
+        head=Linear(embedding, None) if shape.tied else linear(shape.vocabulary, shape.hidden),
+    )
+
+
+def sharpen(weights: Weights, factor: float) -> None:
+    """Multiply the logits of attention."""
+    for layer in weights.layers:
+        norm = layer.query_norm
+        (layer.query.weight if norm is None else norm.weight).mul_(factor)
+
+
+def bytes_read(weights: Weights) -> int:
+    """Bytes of weights that a token reads: all but the embedding's other rows."""
+    parts: list[Tensor] = [weights.head.weight]
+    for layer in weights.layers:
+        names = "query", "key", "value", "output", "gate", "up", "down"
+        parts += [vars(layer)[name].weight for name in names]
+    return sum(part.nbytes for part in parts)
+
+
+# What layers attend through
+
+
+class Everything:
+    """Full attention over exactly `N` rows, the token's own the last, by torch's fused kernel.
+
+    The least that full attention takes in a graph: nothing is masked, and nothing grows.
+    """
+
+    def __init__(self, g: Geometry, tokens: int) -> None:
+        self._scale = g.scale
+        shape = (2, 1, g.kv_heads, tokens, g.head_dim)
+        self._keys, self._values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
+
+    def capture_refusal(self) -> str | None:
+        """As `AttentionLayer`."""
+        return None
+
+    def prepare_replay(self) -> object:
+        """As `AttentionLayer`."""
+        return self
+
+    def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `AttentionLayer`."""
+        self._keys[:, :, -1:].copy_(keys)
+        self._values[:, :, -1:].copy_(values)
+        return sdpa(queries, self._keys, self._values, scale=self._scale, enable_gqa=True)
+
+    def step(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Tensor:
+        """As `AttentionLayer`."""
+        return self.captured_step(queries, keys, values)
+
+    def count_replay(self) -> None:
+        """As `AttentionLayer`."""
+
+
+def dense(shape: Shape, g: Geometry, tokens: int, room: int) -> list[DenseAttention]:
+    """The decoder's own layers of full attention, which hold so many tokens."""
+    made = []
+    for number in range(shape.layers):
+        layer = DenseAttention(g.scale, tokens + room)
+        for keys, values in workload.tokens_of(g, number, 1, tokens):
+            layer.append(keys, values)
+        made.append(layer)
+    return made
+
+
+class Nothing(Everything):
+    """No attention: what a token takes without."""
+
+    def __init__(self) -> None:
+        """Holds nothing."""
+
+    def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The queries."""
+        return queries
+
+
+def indexed(g: Geometry, spec: str, tokens: int, layers: int, room: int) -> list[AttentionLayer]:
+    """Layers that hold so many tokens each, in an index, a sink and a window; memory for more."""
+    made = []
+    for number in range(layers):
+        index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
+        options = dict(sink=SINK, local_window=LOCAL, update_every=UPDATE, dense_below=0, k=K)
+        layer = AttentionLayer(index, update_phase=number / layers, **options)
+        left = tokens
+        for keys, values in workload.tokens_of(g, number, 1, tokens):
+            if left == tokens:  # the first of them go by the layer, and leave it a sink
+                first = SINK + LOCAL
+                some = keys[:, :, :first], values[:, :, :first]
+                layer.step(some[0].repeat_interleave(g.group_size, dim=1), *some)
+                keys, values = keys[:, :, first:], values[:, :, first:]
+                left -= first
+            index.append(keys, values)
+            left -= keys.shape[2]
+        required(index, Reserves).reserve(tokens + room)
+        made.append(layer)
+    settled()
+    return made
+
+
+def fits(g: Geometry, tokens: int, layers: int, share: float = 0.9) -> bool:
+    """Whether the device has room for all keys and values."""
+    need = 2 * layers * tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
+    return g.device.type != "cuda" or need < share * torch.cuda.mem_get_info(g.device)[0]
+
+
+class Plan:
+    """A decoder that writes on, by graphs of whole tokens."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        g: Geometry,
+        weights: Weights,
+        layers: Sequence[Attention],
+        *,
+        graphs: bool = True,
+        fused: bool = True,
+    ) -> None:
+        config = DecoderConfig(
+            shape.layers, shape.q_heads, shape.kv_heads, shape.head_dim, shape.vocabulary, g.scale
+        )
+        kernels = Fused(weights) if fused and refusal(weights, 1) is None else None
+        self._session = Session(weights, config, layers, [0], kernels)
+        self._graph = TokenGraph(self._session, Sampler(Sampling(), g.device), graphs=graphs)
+        self._ids = torch.randperm(shape.vocabulary, device=g.device)
+        self._written = 0
+
+    def tokens(self, count: int) -> list[int]:
+        """So many tokens, each after the one before."""
+        made = []
+        for _ in range(count):
+            self._graph.step()
+            made.append(int(self._session.token))
+        return made
+
+    def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
+        """Milliseconds of `count` tokens: of the device, and between two that the host reads.
+
+        before: called before each token, and not among the device's.
+        """
+        token, ring = self._session.token, TokenRing(1, self._session.token.device)
+        marks, at = [], []
+        for _ in range(count):
+            # in place of the token that was chosen, one that surely was not there before
+            token.copy_(self._ids[self._written % len(self._ids)].view(1, 1))
+            self._written += 1
+            if before is not None:
+                before()
+            start = Mark(token.device)
+            self._graph.step()
+            marks.append((start, Mark(token.device)))
+            ring.put(token[:, 0])
+            if len(ring) > self._graph.ahead:
+                ring.take()
+                at.append(1e3 * time.perf_counter())
+        ring.wait()
+        device = [start.until(stop) for start, stop in marks]
+        return {"device_ms": device, "token_ms": [new - old for old, new in pairwise(at)]}
+
+
+class Mark:
+    """A point of what a device does: of its current stream, or now on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._at, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def until(self, later: Mark) -> float:
+        """Milliseconds; waits for the later one."""
+        if self._event is None or later._event is None:
+            return 1e3 * (later._at - self._at)
+        later._event.synchronize()
+        return self._event.elapsed_time(later._event)
+
+
+def check(
+    shape: Shape, g: Geometry, spec: str, tokens: int = 4096, count: int = 20, fused: bool = True
+) -> None:
+    """Raises SystemExit where two layers do not give the same tokens by graphs and by steps."""
+    few = shape._replace(layers=2)
+    weights = weights_of(few, g)
+    made = []
+    for graphs in (True, False):
+        layers = indexed(g, spec, tokens, few.layers, count)
+        made.append(Plan(few, g, weights, layers, graphs=graphs, fused=fused).tokens(count))
+    if made[0] != made[1]:
+        raise SystemExit(f"tokens by graphs are {made[0]}, by steps {made[1]}; nothing is timed")
+
+
+def caches() -> list[RowCache]:
+    """All caches of rows that there are."""
+    return [found for found in gc.get_objects() if type(found) is RowCache]
+
+
+class Hits:
+    """Rows that steps have wanted since the last time, and that caches had."""
+
+    def __init__(self) -> None:
+        self._before = self._counts()
+
+    def rate(self) -> float:
+        """Share of them; 0 where none was wanted."""
+        before, self._before = self._before, self._counts()
+        looked_up, found = (self._before - before).tolist()
+        return found / looked_up if looked_up else 0.0
+
+    def _counts(self) -> Tensor:
+        counts = [cache.counts.sum(0).cpu() for cache in caches()]
+        return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.int64)
+
+
+def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) -> float:
+    """Make attention as sharp as it takes for so many hits, by halving; how sharp that is."""
+    hits, sharpness, step = Hits(), 1.0, 4.0
+    while step > 1.05:
+        plan.turn(count)
+        hits.rate()
+        plan.turn(count)
+        factor = step if hits.rate() > wanted else 1 / step
+        sharpen(weights, factor)
+        sharpness, step = sharpness * factor, math.sqrt(step)
+    return sharpness
+
+
+def read_rate(device: torch.device) -> float:
+    """Bytes a second that a sum over memory reads, at best."""
+    data = torch.ones(2**30 if device.type == "cuda" else 2**20, device=device)
+    best = math.inf
+    for _ in range(6):
+        start = Mark(device)
+        data.sum()
+        best = min(best, start.until(Mark(device)))
+    return data.nbytes / best * 1e3

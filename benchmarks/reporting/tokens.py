@@ -1,0 +1,51 @@
+"""Table of a decoder's tokens: each plan's time beside full attention's and the weights' floor."""
+
+from __future__ import annotations
+
+from benchmarks.reporting.parts import Result, machine, stored_beside, table
+
+PLANS = {
+    "weights": "no attention",
+    "dense": "full attention, torch's kernel over exactly those tokens",
+    "growing": "full attention, the decoder's own",
+    "cached": "`{index}`",
+    "uncached": "`{index}`, the cache of rows emptied before each token",
+}
+
+
+def decoder_tokens(result: Result) -> str:
+    """Milliseconds a token of each shape: medians and quartiles."""
+    results = stored_beside("decoder_tokens", result)
+    rows = [row for one in results for row in _rows(one)]
+    head = ("shape, tokens", "attention", "ms a token", "of the floor", "of full attention")
+    head = (*head, "rows in the cache", "worst token over the median")
+    found = result["decoder"]
+    about = (
+        f"Random weights, {result['dtype']}, one sequence, every token one CUDA graph; k = "
+        f"{found['k']}, sink {found['sink']}, window {found['window']}, updates every "
+        f"{found['update_every']} tokens among them. Medians (quartiles). The floor: the bytes of "
+        "weights at the rate at which a sum reads memory in the same run."
+    )
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def _rows(result: Result) -> list[tuple[str, ...]]:
+    found, rows = result["decoder"], []
+    for plan, words in PLANS.items():
+        if plan not in found:
+            continue
+        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
+        ratio = found["ratio"].get(plan, {}).get("device_ms") if found["over"] == "dense" else None
+        hits, worst = found["hit_rates"].get(plan), found["worst_over_median"].get(plan)
+        rows.append(
+            (
+                f"{result['model']}, {found['context']:,}",
+                words.format(index=result["index"]),
+                f"{ms:.2f} ({low:.2f} to {high:.2f})",
+                f"{ms / found['floor_ms']:.2f}",
+                "" if ratio is None else f"{ratio:.3f}",
+                f"{sum(hits) / len(hits):.0%}" if hits else "",
+                "" if worst is None else f"{worst:.2f}",
+            )
+        )
+    return rows

@@ -1,0 +1,171 @@
+"""Tensors in a file of the safetensors format, written and read with torch and numpy alone.
+
+8 bytes little-endian: the header's length; the header, JSON: name -> dtype, shape, and where its
+bytes begin and end; the bytes, one tensor after the other. Nothing in it is code. Any reader of
+safetensors opens such a file; this one also holds it to a digest, and to having no gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvindex.storage.state import State
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The format's names of dtypes -> those of torch that a state may have."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MOST_HEADER_BYTES = 10**8
+"""Of the format."""
+
+PIECE = 2**22
+"""Bytes read at a time: what is hashed is still in the processor's cache."""
+
+
+class Written(NamedTuple):
+    """A file's size, and the SHA-256 of all of it."""
+
+    nbytes: int
+    digest: str
+
+
+class _Place(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    nbytes: int
+
+
+def write(path: Path, state: State) -> Written:
+    """Write tensors, on whatever device, to a new file.
+
+    No more than one of them is copied at a time. Raises OSError, and TypeError for a dtype that is
+    not in `DTYPES`.
+    """
+    names = sorted(state, key=lambda name: (-state[name].element_size(), name))  # all aligned
+    header, at = {}, 0
+    for name in names:
+        tensor = state[name]
+        if tensor.dtype not in NAMES:
+            raise TypeError(f"state[{name!r}]: got {tensor.dtype}, allowed is one of {[*NAMES]}")
+        end = at + tensor.nbytes
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+        for piece in _pieces(text, (state[name] for name in names)):
+            file.write(piece)
+            digest.update(piece)
+        to_disk(file)
+        return Written(file.tell(), digest.hexdigest())
+
+
+def read(path: Path, written: Written) -> State:
+    """The tensors of a file, on the CPU, each with memory of its own.
+
+    Raises ValueError, in words, for a file that is not as it was written, and OSError.
+    """
+    with path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes != written.nbytes:
+            raise ValueError(f"{path}: got {nbytes} bytes, allowed are the {written.nbytes} saved")
+        digest = hashlib.sha256()
+        state: State = {}
+        for place in _header(file, path, nbytes, digest):
+            raw = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
+            view = _view(raw)
+            for start in range(0, place.nbytes, PIECE):
+                piece = view[start : start + PIECE]
+                if file.readinto(piece) != len(piece):
+                    raise ValueError(f"{path}: got a file that was cut while it was read")
+                digest.update(piece)
+            state[place.name] = raw.view(place.dtype).view(place.shape)
+        if digest.hexdigest() != written.digest:
+            raise ValueError(
+                f"{path}: got bytes with SHA-256 {digest.hexdigest()}, allowed is "
+                f"{written.digest}, as they were saved"
+            )
+    return state
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def to_disk(file: BinaryIO) -> None:
+    """What was written is there even if the machine stops now; errors that were put off come."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    """What a file is made of; a tensor is copied unless it lies on the CPU without gaps."""
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for tensor in tensors:
+        yield _view(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+
+
+def _view(raw: Tensor) -> memoryview:
+    """The memory of uint8 `[n]` on the CPU."""
+    array: Any = raw.numpy()
+    return memoryview(array)
+
+
+def _header(file: BinaryIO, path: Path, nbytes: int, digest: Any) -> Iterator[_Place]:
+    """The tensors in the order of their bytes; all of them are looked at before the first."""
+    first = file.read(8)
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or not 2 <= length <= min(nbytes - 8, MOST_HEADER_BYTES):
+        raise ValueError(f"{path}: got no header, allowed is a file of safetensors")
+    text = file.read(length)
+    digest.update(first)
+    digest.update(text)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        places = sorted((part["data_offsets"], name) for name, part in header.items())
+        found, at = [], 0
+        for (begin, end), name in places:
+            dtype, shape = DTYPES[header[name]["dtype"]], header[name]["shape"]
+            size = prod(shape) * torch.empty(0, dtype=dtype).element_size()
+            if begin != at or end - begin != size or not all(_is_size(n) for n in (at, *shape)):
+                raise ValueError(name)
+            found.append(_Place(name, dtype, shape, size))
+            at = end
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: got a header that does not tell where tensors lie ({error!r}), allowed is a "
+            "file of safetensors"
+        ) from error
+    if at != nbytes - 8 - length:
+        raise ValueError(f"{path}: got {nbytes - 8 - length} bytes of tensors, allowed are {at}")
+    yield from found

@@ -1,0 +1,157 @@
+"""A saved folder: tensors in files of safetensors, and a manifest that tells what they are.
+
+`manifest.json` has the format's name and version, what was saved (an index, a layer, a cache) and
+how another like it is made, and size and SHA-256 of every file, its own text included. A folder is
+written under another name beside its place and renamed; what is not as it was saved is refused
+before anything is made of it. Nothing is unpickled, and no name in a file is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvindex.storage.safetensors import Written, read, to_disk, write
+from kvindex.storage.state import State
+
+FORMAT, VERSION = "kvindex", 1
+"""Of the manifest; the version changes where a folder of another is not read rightly."""
+
+MANIFEST, ENDING = "manifest.json", ".safetensors"
+
+
+def save_folder(
+    folder: str | os.PathLike[str],
+    kind: str,
+    about: Mapping[str, Any],
+    parts: Mapping[str, Callable[[], State]],
+) -> None:
+    """Write a new folder: whole, or not at all.
+
+    kind: what is saved; about: how another like it is made, JSON; parts: name of a file -> its
+    tensors, asked for one after the other, so that no two are held at a time. Raises OSError for a
+    folder that is there or cannot be written, and what the parts raise.
+    """
+    path = check_new(folder)
+    new = _beside(path)
+    try:
+        new.mkdir()
+        files: dict[str, Any] = {}
+        for name, state in parts.items():
+            files[name + ENDING] = write(new / (name + ENDING), state())._asdict()
+        manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "about": about}
+        manifest["files"] = files
+        manifest["digest"] = _digest(manifest)
+        with (new / MANIFEST).open("xb") as file:
+            file.write(json.dumps(manifest, indent=1).encode() + b"\n")
+            to_disk(file)
+        new.rename(path)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(
+                f"folder: got {str(folder)!r}, which could not be written "
+                f"({error.strerror or error}); nothing is left of it"
+            ) from error
+        raise
+
+
+def check_new(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder that can be made. Raises OSError, in words."""
+    path = Path(os.path.abspath(folder))
+    reason = None
+    if os.path.lexists(path):
+        reason = "is there already"
+    elif not path.parent.is_dir():
+        reason = "is in no folder that exists"
+    else:
+        try:
+            (trial := _beside(path)).mkdir()
+            trial.rmdir()
+        except OSError as error:
+            reason = f"cannot be made ({error.strerror or error})"
+    if reason:
+        raise OSError(f"folder: got {str(folder)!r}, which {reason}; allowed is a new name")
+    return path
+
+
+@dataclass(frozen=True)
+class SavedFolder:
+    """A folder whose manifest, and names and sizes of files, are as they were saved.
+
+    kind, about: as `save_folder` took them; files: name -> size and digest.
+    """
+
+    path: Path
+    kind: str
+    about: dict[str, Any]
+    files: dict[str, Written]
+
+    @staticmethod
+    def open(folder: str | os.PathLike[str], kinds: Collection[str]) -> SavedFolder:
+        """That of a folder, of which no tensor is read yet; kinds: what may have been saved.
+
+        Raises FileNotFoundError or ValueError, in words.
+        """
+        path = Path(folder)
+        if not (path / MANIFEST).is_file():
+            raise FileNotFoundError(
+                f"folder: got {str(folder)!r}, which has no {MANIFEST}; allowed is what save() made"
+            )
+        kind, about, files = _manifest(path / MANIFEST)
+        if kind not in kinds:
+            raise ValueError(
+                f"folder: got {str(folder)!r}, a saved {kind}, allowed is {' or '.join(kinds)}"
+            )
+        there = {entry.name for entry in path.iterdir()} - {MANIFEST}
+        for name in sorted(there ^ files.keys()):
+            what = "has no" if name in files else "has a file that was not saved,"
+            raise ValueError(f"folder: got {str(folder)!r}, which {what} {name!r}")
+        for name, file in files.items():
+            if (size := (path / name).stat().st_size) != file.nbytes:
+                raise ValueError(f"{path / name}: got {size} bytes, allowed are {file.nbytes}")
+        return SavedFolder(path, kind, about, files)
+
+    def part(self, name: str) -> State:
+        """Tensors of a file. Raises ValueError for one that is not as it was saved."""
+        file = name + ENDING
+        if file not in self.files:
+            raise ValueError(f"folder: got {str(self.path)!r}, which has no {file!r}")
+        return read(self.path / file, self.files[file])
+
+
+def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
+    """Kind, about and files. Raises ValueError for a manifest that is not as it was saved."""
+    try:
+        manifest = json.loads(path.read_bytes())
+        got = manifest["format"], manifest["version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: got no manifest of {FORMAT}, allowed is what save() made") from (
+            error
+        )
+    if got != (FORMAT, VERSION):
+        raise ValueError(
+            f"{path}: got format {got[0]!r} of version {got[1]!r}, allowed is {FORMAT!r} of "
+            f"version {VERSION}"
+        )
+    digest = manifest.pop("digest", None)
+    if digest != _digest(manifest):
+        raise ValueError(f"{path}: got a manifest that was changed after it was saved")
+    files = {name: Written(**file) for name, file in manifest["files"].items()}
+    return manifest["kind"], manifest["about"], files
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    text = json.dumps(manifest, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")

@@ -1,0 +1,64 @@
+"""Budget: how many bytes the pools of a process may take, of the host's memory above all."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+from kvindex.core import check
+
+SHARE = 0.9
+"""Of the memory available when the first store is made: what all may pin."""
+
+
+class Budget:
+    """A limit in bytes over all pools that share it; None: no limit. Safe between threads."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = None if limit_bytes is None else check.at_least("limit", limit_bytes, 0)
+        self._used = 0
+        self._lock = threading.RLock()  # again by its own thread, where a collected pool gives
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken and not given back."""
+        return self._used
+
+    def try_take(self, nbytes: int) -> bool:
+        """Take `nbytes`, if that many are left."""
+        with self._lock:
+            fits = self.limit_bytes is None or self._used + nbytes <= self.limit_bytes
+            self._used += nbytes if fits else 0
+            return fits
+
+    def take(self, nbytes: int) -> None:
+        """Take `nbytes`. Raises MemoryError if fewer are left, and takes none."""
+        if not self.try_take(nbytes):
+            raise MemoryError(
+                f"host store: needs {nbytes} bytes more, {self._used} are in use, the limit is "
+                f"{self.limit_bytes}"
+            )
+
+    def give(self, nbytes: int) -> None:
+        """Give back `nbytes`."""
+        with self._lock:
+            self._used -= nbytes
+
+
+@lru_cache(maxsize=1)
+def shared_budget() -> Budget:
+    """The process's: 90% of what is available at the first call, no limit where that is unknown."""
+    available = available_bytes()
+    return Budget(None if available is None else int(SHARE * available))
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory that the machine can give, or None where Linux does not tell."""
+    try:
+        lines = dict(
+            line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines()
+        )
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return None

@@ -1,0 +1,90 @@
+"""A pool of blocks that several stores hold: counted, and free again when nobody does."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import torch
+
+from kvindex_cuda.memory.slab_pool import Pool, Tier
+
+
+class CountedPool(Pool):
+    """A `Pool` whose blocks may be held by several members (stores that share a prefix).
+
+    A member has a ledger, the blocks that it holds or has held: they stay its own until it leaves,
+    so that going back to a checkpoint finds them. The pool is closed when the last member leaves.
+    device: whose kernels read blocks. Members may be of several threads.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        slab_blocks: int,
+        *tiers: Tier,
+        device: torch.device,
+    ) -> None:
+        super().__init__(block_bytes, slab_blocks, *tiers)
+        self._device = device
+        self._more: Counter[int] = Counter()  # holders of a block beyond the first
+        self._ledgers: dict[int, list[int]] = {}  # of members, by their identity
+        self._left: deque[list[int]] = deque()  # ledgers of those that are gone, not yet counted
+        self._unread: list[int] = []  # blocks that nobody holds, but kernels may read still
+        self._lock = threading.RLock()  # again by its own thread, where a collected member leaves
+
+    def join(self, ledger: list[int]) -> None:
+        """One more member, which holds the blocks in `ledger` with others."""
+        with self._lock:
+            self._more.update(ledger)
+            self._ledgers[id(ledger)] = ledger
+
+    def leave(self, ledger: list[int]) -> None:
+        """A member is gone. For the collector, anywhere: it waits for nothing."""
+        if self._ledgers.pop(id(ledger), None) is None:
+            return
+        self._left.append(ledger)
+        if not self._ledgers:
+            self.close()
+
+    def shared(self, blocks: Sequence[int]) -> list[bool]:
+        """Which blocks another member holds, too."""
+        with self._lock:
+            self._count()
+            return [self._more[block] > 0 for block in blocks]
+
+    def take(self, count: int) -> list[int]:
+        """As `Pool.take`; what members held that are gone comes before more memory."""
+        with self._lock:
+            self._count()
+            if len(self._free) < count and self._unread:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                super().give(self._unread)
+                self._unread = []
+            return super().take(count)
+
+    def give(self, blocks: list[int]) -> None:
+        """As `Pool.give`, of a member's blocks: those that another holds stay."""
+        with self._lock:
+            super().give(self._released(blocks))
+
+    def ahead(self) -> None:
+        """As `Pool.ahead`; what members held that are gone counts as free."""
+        with self._lock:
+            self._count()
+            if len(self._free) + len(self._unread) < self.slab_blocks:
+                super().ahead()
+
+    def _count(self) -> None:
+        """Count what members held that are gone."""
+        while self._left:
+            self._unread += self._released(self._left.popleft())
+
+    def _released(self, blocks: list[int]) -> list[int]:
+        """The blocks that nobody holds any more."""
+        shared = [block for block in blocks if self._more[block] > 0]
+        self._more.subtract(shared)
+        self._more = +self._more  # without zeros
+        return [*set(blocks) - set(shared)]

@@ -1,0 +1,99 @@
+"""Attention of one query a sequence to all of its rows, in a buffer whose ends the device knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from kvindex_cuda.triton.kernels import attention
+from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, like, shaped
+
+TILE = Tile(rows=16, columns=64, warps=4, stages=3)
+"""columns: rows of the buffer that a program reads at once."""
+
+PROGRAMS = 512
+"""Wanted of a launch: some four for each multiprocessor of an H200."""
+
+
+def attend_token(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    scale: float,
+    splits: int | None = None,
+    tile: Tile = TILE,
+) -> Tensor:
+    """Attention `[B, H, Dv]` of queries `[B, H, D]` to rows from `starts[b]` to `ends[b] - 1`.
+
+    keys `[B, G, C, D]`, values `[B, G, C, Dv]`: of any strides but 1 at the end; starts, ends:
+    int64 `[B]`, read on the device; ends may be one number for all (a stride of 0). A sequence
+    without rows gives 0. splits: pieces of a group's rows, a power of two, each for a program
+    (Flash-Decoding: Dao et al., 2023), which a second launch merges. Sums are float32. Raises
+    ValueError for other shapes, dtypes, sizes or devices.
+    """
+    if queries.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or not queries.numel():
+        dimensions = [queries.ndim, keys.ndim, values.ndim]
+        raise ValueError(f"queries, keys, values: got {dimensions} dimensions, allowed is 3, 4, 4")
+    if queries.dtype not in DTYPES or not queries.is_contiguous():
+        raise ValueError(f"queries: got {queries.dtype}, allowed is one of {DTYPES}, contiguous")
+    (B, H, D), (G, C), Dv = queries.shape, keys.shape[1:3], values.shape[3]
+    if H % G:
+        raise ValueError(f"queries: got {H} heads for {G} KV heads, allowed are multiples")
+    like("keys", keys, queries, B, G, C, D)
+    like("values", values, queries, B, G, C, Dv)
+    gapless("starts", shaped("starts", starts, B), torch.int64, queries.device)
+    if ends.dtype != torch.int64 or ends.device != queries.device:
+        raise ValueError(f"ends: got {ends.dtype} on {ends.device}, allowed is int64, as queries")
+    shaped("ends", ends, B)
+    if splits is None:
+        splits = next_power_of_2(max(1, PROGRAMS // (B * G)))
+    if splits < 1 or splits & (splits - 1):
+        raise ValueError(f"splits: got {splits}, allowed is a power of two")
+    parts = torch.empty((B, H, splits, Dv), dtype=torch.float32, device=queries.device)
+    lse = torch.empty((B, H, splits), dtype=torch.float32, device=queries.device)
+    output = torch.empty((B, H, Dv), dtype=queries.dtype, device=queries.device)
+    sizes = dict(DV=Dv, WIDE_V=max(16, next_power_of_2(Dv)), SPLITS=splits)
+    steps = {
+        f"{name}_{part}": rows.stride(at)
+        for name, rows in dict(key=keys, value=values).items()
+        for at, part in enumerate(("batch", "head", "row"))
+    }
+    launch(
+        attention.attend_split,
+        (splits, B * G),
+        tile,
+        queries.device,
+        queries=queries,
+        keys=keys,
+        values=values,
+        starts=starts,
+        ends=ends,
+        end_step=ends.stride(0),
+        parts=parts,
+        lse=lse,
+        scale=scale,
+        **steps,
+        G=G,
+        GROUP=H // G,
+        D=D,
+        ROWS=max(16, next_power_of_2(H // G)),
+        BLOCK_N=tile.columns,
+        WIDE=max(16, next_power_of_2(D)),
+        STAGES=tile.stages,
+        **sizes,
+    )
+    launch(
+        attention.merge_splits,
+        (B * H,),
+        tile,
+        queries.device,
+        parts=parts,
+        lse=lse,
+        output=output,
+        **sizes,
+    )
+    return output

@@ -1,0 +1,72 @@
+"""A token's pass by Triton kernels gives the logits of the plain pass; weights lie together.
+
+On a CPU under Triton's interpreter, in a process of its own (`tests/cuda/triton/`).
+"""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from kvindex_adapters.decoder import Decoder  # noqa: E402
+from kvindex_adapters.decoder.fused import Fused, refusal  # noqa: E402
+from kvindex_adapters.decoder.weights import adjacent, lay_together  # noqa: E402
+from tests.adapters.decoder.families import ids_of, model_of  # noqa: E402
+from tests.cuda.triton import interpreter  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+if INTERPRETED:
+    interpreter.mend()
+ON_A_CPU = pytest.mark.skipif(not INTERPRETED, reason="tests/cuda/triton/test_interpreter.py does")
+DEVICES = [pytest.param("cpu", marks=ON_A_CPU), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def together(model):
+    """The model, its weights laid as `Decoder.of` lays them on a GPU."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        lay_together(attention.q_proj, attention.k_proj, attention.v_proj)
+        lay_together(mlp.gate_proj, mlp.up_proj)
+    return model
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama, biases, tied"])
+def test_logits_are_those_of_the_plain_pass(device, name, apart):
+    model = model_of(name).to(device)
+    decoder = Decoder.of(model if apart else together(model))
+    made = []
+    for fused in (None, Fused(decoder.weights)):
+        run = decoder.start([ids_of(30), ids_of(20)], index=None, fused=False)
+        run.session.fused = fused
+        logits = [run.session.read_prompt(run.ids, 64, 40)]
+        for token in range(3):
+            logits.append(run.session.step(torch.tensor([5 + token, 9], device=device)))
+        made.append(torch.stack(logits))
+    torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", [*DEVICES[1:], pytest.param("cpu", marks=ON_A_CPU)])
+def test_weights_that_lie_together_are_the_models_own_and_read_in_place(device):
+    model = model_of("qwen2").to(device)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        logits = model(ids_of(20).to(device)[None]).logits
+    layer = Decoder.of(together(model)).weights.layers[0]
+    parts = [layer.query.weight, layer.key.weight, layer.value.weight]
+    whole = adjacent(parts)
+    assert torch.equal(whole, torch.cat(parts))
+    assert whole.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert adjacent(parts[::-1]) is None
+    together(model)  # once more, for another decoder
+    assert whole.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    with torch.no_grad():
+        assert torch.equal(model(ids_of(20).to(device)[None]).logits, logits)
+
+
+@ON_A_CPU
+def test_what_does_not_run_by_them_is_said_in_words():
+    weights = Decoder.of(model_of("llama")).weights
+    assert refusal(weights, 1) == "device: got cpu, allowed is a GPU"

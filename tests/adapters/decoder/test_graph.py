@@ -1,0 +1,260 @@
+"""A token of the decoder as one graph: the tokens that it gives without, whatever happens between.
+
+On a CPU graphs are work that is kept (`tests/cuda/graphs.py`), and kernels are emulated.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from kvindex.core import graphs as capturing
+from kvindex.indexes.pariskv import ParisKV
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder import Decoder, Sampling, dense
+from kvindex_adapters.decoder import graph as graph_file
+from kvindex_adapters.decoder.session import Session
+from kvindex_cuda.pariskv import executor
+from tests.adapters.decoder.families import ids_of, model_of
+from tests.adapters.test_generation import Words
+from tests.cuda.devices import DEVICES, on
+from tests.cuda.graphs import WholeGraph, kept
+
+REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
+SMALL = dict(num_hidden_layers=2, head_dim=64)  # heads for which other tests compile kernels, too
+EAGER = 1 + graph_file.WARM
+"""Tokens after the first that are launched op by op: one ends the prompt, others warm up."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """Where the model is; on a CPU the kernels are emulated, and have to be asked for."""
+    if request.param == "cpu":  # as on a GPU, whose host must not ask
+        monkeypatch.setattr(ParisKV, "_defers", True)
+        monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
+    with on(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def graphs(device):
+    """Counts graphs and replays."""
+    if device == "cpu":
+        with kept(WholeGraph) as counting:
+            yield counting
+        return
+    real = capturing.GRAPHS["cuda"]
+
+    class Counting(real):
+        made, replays = 0, 0
+
+        def __init__(self, *given):
+            type(self).made += 1
+            super().__init__(*given)
+            replay = self.replay
+
+            def counted():
+                type(self).replays += 1
+                replay()
+
+            self.replay = counted
+
+    capturing.GRAPHS["cuda"] = Counting
+    yield Counting
+    capturing.GRAPHS["cuda"] = real
+
+
+def decoder_of(device, name="llama", dtype=torch.float32):
+    sizes = {**SMALL, "layer_types": ["full_attention"] * 2} if name == "qwen3" else SMALL
+    return Decoder.of(model_of(name, **sizes).to(device, dtype), Words())
+
+
+def given(device, count=30, **options):
+    """Options of `generate` with an index on kernels."""
+    index_options = {"backend": "cuda"} if device == "cpu" else {}
+    regions = {**REGIONS, **options.pop("regions", {})}
+    attach = dict(index_options={**index_options, **options.pop("index_options", {})}, **regions)
+    if options.get("index", "pariskv") is None:
+        attach = None
+    return dict(k=10, max_new_tokens=count, attach_options=attach, **options)
+
+
+def both(decoder, prompt, **options):
+    """An answer with graphs, and without."""
+    return [decoder.generate(prompt, graphs=on, **options) for on in (True, False)]
+
+
+def test_tokens_and_report_are_those_of_steps(device, graphs):
+    """Through updates of both layers, which begin at another token each."""
+    mine, theirs = both(decoder_of(device), ids_of(60), **given(device, 40))
+    assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert mine.report == theirs.report
+    assert (graphs.made, graphs.replays) == (1, 39 - EAGER)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama, biases, tied"])
+def test_half_precision_and_other_families(device, graphs, name):
+    decoder = decoder_of(device, name, torch.bfloat16)
+    mine, theirs = both(decoder, ids_of(60), **given(device, 14))
+    assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert graphs.replays == 13 - EAGER
+
+
+def test_full_attention_past_the_places_that_it_reads(device, graphs, monkeypatch):
+    """By another graph, but for kernels, which read on the device how many there are."""
+    monkeypatch.setattr(dense, "STEP", 32)
+    decoder = decoder_of(device)
+    mine, theirs = both(decoder, ids_of(60), index=None, max_new_tokens=12)
+    assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert (graphs.made, graphs.replays) == (2 if device == "cpu" else 1, 11 - graph_file.WARM)
+
+
+def test_layers_without_an_index_beside_those_with_one(device, graphs):
+    options = given(device, 14, regions=dict(dense_layers=(1,)))
+    mine, theirs = both(decoder_of(device), ids_of(60), **options)
+    assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert mine.report == theirs.report
+    assert graphs.made == 1
+
+
+@pytest.mark.parametrize("index", [None, "pariskv"])
+def test_prompts_of_unequal_lengths(device, graphs, index):
+    prompts, options = [ids_of(60), ids_of(33)], given(device, 14, index=index)
+    pairs = zip(*both(decoder_of(device), prompts, **options), strict=True)
+    for mine, theirs in pairs:
+        assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert graphs.made == 1
+
+
+@pytest.mark.parametrize("sampling", [dict(top_k=20, top_p=0.9), dict()], ids=str)
+def test_a_seed_gives_the_tokens_that_it_gives_without_graphs(device, graphs, sampling):
+    decoder, drawn = decoder_of(device), []
+    for seed in (3, 3, 4):
+        options = given(device, 14, sampling=Sampling(temperature=0.8, seed=seed, **sampling))
+        mine, theirs = both(decoder, ids_of(60), **options)
+        assert torch.equal(mine.answer_ids, theirs.answer_ids)
+        drawn.append(mine.answer_ids.tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert graphs.made == 3
+
+
+def test_a_stop_token_is_seen_late_and_what_comes_after_is_cut(device, graphs):
+    decoder, options = decoder_of(device), given(device, 20)
+    whole = decoder.generate(ids_of(60), **options).answer_ids.tolist()
+    end = whole[9]
+    cut = decoder.generate(ids_of(60), stop={end}, **options)
+    assert cut.answer_ids.tolist() == whole[: whole.index(end) + 1]
+    assert len(list(decoder.stream(ids_of(60), stop={end}, **options))) == len(cut.answer_ids)
+    computed = cut.report.steps - len(cut.answer_ids) + 1
+    assert 0 < computed <= graph_file.AHEAD
+
+
+def test_a_second_prompt_and_two_models_in_turn(device, graphs):
+    decoders, options = [decoder_of(device), decoder_of(device, "qwen3")], given(device, 14)
+    want = [one.generate(ids_of(60), graphs=False, **options).answer_ids.cpu() for one in decoders]
+    runs = [one.stream(ids_of(60), **options) for one in (*decoders, decoders[0])]
+    made = [torch.cat(tokens) for tokens in zip(*zip(*runs, strict=True), strict=True)]
+    for tokens, answer in zip(made, (*want, want[0]), strict=True):
+        assert torch.equal(tokens, answer)
+    other = [one.answer_ids for one in both(decoders[0], ids_of(45), **options)]
+    assert torch.equal(*other)
+
+
+FAILS = {"an update": (AttentionLayer, "_update"), "a replay": (Session, "count_replay")}
+
+
+@pytest.mark.parametrize("where", ["the consumer", *FAILS])
+def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypatch, where):
+    decoder, options = decoder_of(device), given(device, 30)
+    want = decoder.generate(ids_of(60), graphs=False, **options)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    def consume(patch):
+        for number, _ in enumerate(decoder.stream(ids_of(60), **options)):
+            if number == 5:
+                patch.setattr(*FAILS[where], fail) if where in FAILS else fail()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        consume(patch)
+    again = decoder.generate(ids_of(60), **options)
+    assert torch.equal(again.answer_ids, want.answer_ids)
+    assert again.report == want.report
+
+
+def test_candidates_that_outgrow_their_buffers_are_another_graph(device, graphs, monkeypatch):
+    monkeypatch.setattr(executor, "HEADROOM", 2)
+    options = given(device, 60, index_options=dict(beta=0.5))
+    mine, theirs = both(decoder_of(device), ids_of(60), **options)
+    assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert graphs.made > 1
+
+
+class OfItsOwn(AttentionLayer):
+    def step(self, *parts, **options):
+        return super().step(*parts, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (dict(index="exact"), "layer 0: index: got Exact, whose steps are no kernels"),
+        (
+            dict(index="pariskv:preset=fast+sample"),
+            "layer 0: index: got Sample, whose steps are no kernels",
+        ),
+        (dict(regions=dict(coverage=0.9)), "layer 0: coverage: got 0.9, allowed is None"),
+        (dict(regions=dict(layer=OfItsOwn, graphs=False)), "layer 0: layer: got OfItsOwn, whose"),
+        (dict(regions=dict(dense_below=90)), "layer 0: tokens: got 73, too few"),
+    ],
+    ids=str,
+)
+def test_what_has_no_step_for_a_graph_runs_as_ever_and_says_so(device, graphs, options, why):
+    options = given(device, 14, **options)
+    run = decoder_of(device).start(ids_of(60), **options)
+    tokens = torch.cat(list(run.tokens()))
+    assert run.session.capture_refusal().startswith(why)
+    want = decoder_of(device).generate(ids_of(60), graphs=False, **options).answer_ids
+    assert torch.equal(tokens, want.cpu())
+    assert graphs.made == 0
+
+
+def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(device, graphs, monkeypatch):
+    decoder, options = decoder_of(device), given(device, 14)
+    want = decoder.generate(ids_of(60), graphs=False, **options).answer_ids
+
+    def refuse(*_):
+        raise RuntimeError("out of graphs")
+
+    monkeypatch.setitem(capturing.GRAPHS, device, refuse)
+    regions = options["attach_options"]
+    regions["graphs"] = False  # of the layers, which would ask, too
+    with pytest.warns(UserWarning, match=r"refuses to capture a token \(out of graphs\)") as said:
+        got = decoder.generate(ids_of(60), **options).answer_ids
+    assert torch.equal(got, want)
+    assert len(said) == 1
+
+
+def test_a_sequence_that_nobody_holds_is_gone_at_once(device, graphs):
+    gc.disable()
+    try:
+        run = decoder_of(device).start(ids_of(60), **given(device, 14))
+        tokens = run.tokens()
+        made = [token for token, _ in zip(tokens, range(8), strict=False)]
+        held = [weakref.ref(index) for index in run.session.indexes()]
+        del run, tokens
+        assert len(made) == 8
+        assert [index() for index in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_prompts_leave_no_memory_behind():
+    decoder, options, held = decoder_of("cuda", dtype=torch.bfloat16), given("cuda", 20), []
+    for _ in range(8):
+        decoder.generate(ids_of(60), **options)
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert held[-1] <= held[2]

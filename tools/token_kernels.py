@@ -1,0 +1,62 @@
+"""Where a decoder's token goes on a GPU: its kernels, by their time in a few replays.
+
+    PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context N]
+        [--index SPEC] [--without-attention] [--torch-products] [--rows R]
+
+The decoder of `benchmarks/common/token.py`. A line for each kernel: microseconds a token in all,
+launches a token, name; then what is left of the time of a replay, the gaps between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import token
+
+REPLAYS = 8
+
+
+def lines(plan: token.Plan, rows: int) -> Iterator[str]:
+    """What there is to say of a plan."""
+    whole = sorted(plan.turn(4 * REPLAYS)["device_ms"])[2 * REPLAYS] * 1e3
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        plan.turn(REPLAYS)
+        torch.cuda.synchronize()
+    kernels = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+    kernels = [one for one in kernels if one.self_device_time_total > 0]
+    busy = sum(one.self_device_time_total for one in kernels) / REPLAYS
+    count = sum(one.count for one in kernels) / REPLAYS
+    yield f"{whole:8.0f} us a token; kernels {busy:.0f} us, {count:.0f} launches"
+    for one in kernels[:rows]:
+        us, launches = one.self_device_time_total / REPLAYS, one.count / REPLAYS
+        yield f"{us:8.1f} us {launches:7.1f} x {one.key[:100]}"
+
+
+def main() -> None:
+    """Make the decoder, replay, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--decoder", choices=token.SHAPES, default="qwen3-8b")
+    parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--index", default="pariskv")
+    parser.add_argument("--without-attention", action="store_true")
+    parser.add_argument("--torch-products", action="store_true")
+    parser.add_argument("--rows", type=int, default=24, help="kernels that are shown")
+    given = parser.parse_args()
+    shape = token.SHAPES[given.decoder]
+    g = shape.geometry(torch.bfloat16, "cuda")
+    with torch.no_grad():
+        weights = token.weights_of(shape, g)
+        layers = [token.Nothing()] * shape.layers
+        if not given.without_attention:
+            layers = token.indexed(g, given.index, given.context, shape.layers, 1024)
+        plan = token.Plan(shape, g, weights, layers, fused=not given.torch_products)
+        plan.turn(token.WARM)
+        print(*lines(plan, given.rows), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
