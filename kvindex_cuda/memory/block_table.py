@@ -109,7 +109,8 @@ class BlockTable:
 
     def shares(self, length: int) -> bool:
         """Whether a fork holds blocks, too, that tokens after the first `length` are written to."""
-        return any(self._pool.shared(self._numbers[:, length // BLOCK :].flatten().tolist()))
+        rows = self._numbers[:, length // BLOCK :].tolist()  # no operation of torch's
+        return any(self._pool.shared([number for row in rows for number in row]))
 
     def owned(self, length: int) -> BlockTable:
         """The same table where it `shares` none, else one with blocks of its own from there on.
