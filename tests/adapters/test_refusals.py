@@ -16,22 +16,9 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.attention import attention as attention_function
 from kvindex_adapters.hf.unsupported import UNKNOWN_TERMS, UnsupportedError, check_attention
-from tests.adapters.tiny import MIXED, SMALL, build, prompt
+from tests.adapters.tiny import LATENT, MIXED, SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
-MLA = dict(
-    kv_lora_rank=16,
-    q_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    n_group=1,
-    topk_group=1,
-    num_key_value_heads=4,
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +43,6 @@ def refused(model, match, **options):
 @pytest.mark.parametrize(
     ("family", "options", "match"),
     [
-        ("deepseek_v3", MLA, "multi-head latent attention"),
         ("gpt_oss", {"num_local_experts": 4}, "learned sinks"),
         (
             "gemma4_text",
@@ -75,9 +61,22 @@ def test_models_that_are_not_served(family, options, match):
 
 
 @pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="came after transformers 5.17")
-def test_latent_attention_that_layers_state_one_by_one():
+def test_latent_attention_with_an_indexer():
     """A configuration that has no value for all layers raises RuntimeError when asked for it."""
-    refused(build("dots3_note_text", **{**MLA, "index_n_heads": 2}), "multi-head latent attention")
+    options = dict(num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = build("dots3_note_text", **LATENT, **options, index_n_heads=2)
+    refused(model, "rows by an indexer of its own")
+
+
+def test_latents_of_a_projection_that_is_no_matrix():
+    """Nothing was appended: the model goes on with its own cache."""
+    model, inputs = build("minicpm3", num_hidden_layers=2), prompt(1, 12)
+    module = model.model.layers[1].self_attn
+    module.kv_b_proj = torch.nn.Sequential(module.kv_b_proj)
+    match = "kv_b_proj: got a Sequential, allowed is an nn.Linear"
+    with kvhf.attach(model, **REGIONS) as cache, pytest.raises(UnsupportedError, match=match):
+        model(**inputs, past_key_values=cache)
+    assert cache.lengths() == [0, 0]
 
 
 def test_encoder_decoders_are_refused():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from kvindex_adapters.hf.cache import IndexCache
@@ -22,15 +22,15 @@ class Attachment:
         """Whether the context is over."""
         self.decoder: nn.Module | None = None
         """The module whose calls are steps of a cache."""
-        self._pending: tuple[IndexCache, Any] | None = None
+        self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
         self._lock = threading.RLock()
 
-    def set_pending(self, cache: IndexCache, layer: Any) -> None:
-        """The `update` of this layer of the cache has run; its attention function runs next."""
-        self._pending = cache, layer
+    def set_pending(self, cache: IndexCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
+        """The `update` of this layer of the cache has given states; its attention runs next."""
+        self._pending = cache, layer, states
 
-    def take_pending(self) -> tuple[IndexCache, Any] | None:
-        """The cache and the layer whose `update` ran last, once; None if attention has run."""
+    def take_pending(self) -> tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None:
+        """Cache, layer and states of the last `update`, once; None if attention has run."""
         pending, self._pending = self._pending, None
         return pending
 

@@ -14,6 +14,7 @@ from kvindex.core.guard import in_plain_torch
 from kvindex.ops.attention import attend_blocks
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
+from kvindex_adapters.hf.latent import absorbed, is_latent, projected
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_attention
 
 NAME = "kvindex"
@@ -45,11 +46,16 @@ def attention(
             f"{name}: got a call of attention without an update of the cache before it; allowed "
             "is one call for each update of the cache that attach() gave"
         )
-    cache, layer = pending
+    cache, layer, states = pending
     check_attention(name, module, query.shape[2], dropout, kwargs)
     gradients = torch.is_grad_enabled()
     attend, bias = _attend_without_gradient if gradients else _attend, kwargs.get("position_bias")
+    latent = isinstance(layer, IndexedLayer) and is_latent(module)
+    if latent:
+        query, key, value = absorbed(module, query, *states)
     output = attend(cache, layer, query, key, value, attention_mask, scaling, softcap, bias)
+    if latent:
+        output = projected(module, output)
     if output.dtype is not query.dtype:
         output = output.to(query.dtype)
     output = output.transpose(1, 2).contiguous()

@@ -77,7 +77,7 @@ class IndexCache(DynamicCache):
         layer, states = self.layers[layer_idx], (key_states, value_states)
         if not isinstance(layer, IndexedLayer):  # one with an index takes them in `attend`
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.attachment.set_pending(self, layer)
+        self.attachment.set_pending(self, layer, states)
         return states
 
     def check_attended(self) -> None:

@@ -58,10 +58,10 @@ def check_model(model: PreTrainedModel) -> Any:
         raise UnsupportedError(
             f"model: got {name}, which attends in both directions; allowed is causal"
         )
-    if ranks := _values(config, "kv_lora_rank"):
+    if _values(config, "kv_lora_rank") and (chosen := _values(config, "index_topk")):
         raise UnsupportedError(
-            f"model: got {name}, which uses multi-head latent attention (kv_lora_rank = "
-            f"{ranks[0]}): its cache holds no keys that an index could search"
+            f"model: got {name}, whose latent attention chooses {chosen[0]} rows by an indexer "
+            "of its own"
         )
     if config.model_type in OWN_CACHES:
         raise UnsupportedError(
