@@ -57,7 +57,6 @@ def refused(model, match, **options):
     ("family", "options", "match"),
     [
         ("deepseek_v3", MLA, "multi-head latent attention"),
-        ("gpt_oss", {"num_local_experts": 4}, "learned sinks"),
         (
             "gemma4_text",
             {**MIXED, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
@@ -289,6 +288,21 @@ def test_another_scale_at_a_later_step(model):
 def test_what_a_class_hands_to_attention_beside_the_rows(model, name):
     with pytest.raises(UnsupportedError, match=f"LlamaAttention: got {name} in its attention"):
         check_attention("LlamaAttention", model, 1, 0.0, {name: torch.ones(1)})
+
+
+def test_learned_sinks_that_a_class_does_not_hand_to_attention(model):
+    """A llama with a parameter of that name: what its class makes of it is not known."""
+    attention = model.model.layers[1].self_attn
+    attention.sinks = torch.nn.Parameter(torch.zeros(4))
+    try:
+        with (
+            kvhf.attach(model, **REGIONS) as cache,
+            pytest.raises(UnsupportedError, match="LlamaAttention: got learned sinks that its"),
+        ):
+            model(**prompt(1, 20), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    finally:
+        del attention.sinks
 
 
 def test_masks_other_than_causal(model):

@@ -11,10 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvindex.core.guard import in_plain_torch
-from kvindex.ops.attention import attend_blocks
+from kvindex.ops.attention import attend_blocks, with_sink_logits
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_attention
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_attention, sink_logits_of
 
 NAME = "kvindex"
 """Name of the attention implementation in a model's configuration."""
@@ -48,8 +48,9 @@ def attention(
     cache, layer = pending
     check_attention(name, module, query.shape[2], dropout, kwargs)
     gradients = torch.is_grad_enabled()
-    attend, bias = _attend_without_gradient if gradients else _attend, kwargs.get("position_bias")
-    output = attend(cache, layer, query, key, value, attention_mask, scaling, softcap, bias)
+    attend = _attend_without_gradient if gradients else _attend
+    terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs)
+    output = attend(cache, layer, query, key, value, attention_mask, scaling, softcap, *terms)
     if output.dtype is not query.dtype:
         output = output.to(query.dtype)
     output = output.transpose(1, 2).contiguous()
@@ -69,20 +70,20 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention `[B, H, T, Dv]` by an index or densely."""
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _attend_dense(query, key, value, mask, scaling, softcap, bias)
+        return _attend_dense(query, key, value, mask, scaling, softcap, bias, sinks)
     if mask is not None and mask.ndim != 2:
         raise UnsupportedError(
             f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
             "allowed is causal attention with left padding [B, N]"
         )
     padding = None if mask is None else mask.bool()
-    return layer.attend(
-        query, key, value, padding, scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias
-    )
+    terms: Any = dict(scale=scaling, softcap=softcap, bias=bias, sink_logits=sinks)
+    return layer.attend(query, key, value, padding, tokens=cache.tokens, **terms)
 
 
 _attend_without_gradient = torch.no_grad()(_attend)
@@ -138,11 +139,13 @@ def _attend_dense(
     scale: float,
     softcap: float | None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest `T` of `N` tokens over all of them, for a layer without an index.
 
     mask: bool `[B, 1, T, N]`; `[B, N]`, padding beside causal order; or None for causal order.
-    bias: a term of the logits `[B, H, T, N]`, or None.
+    bias: a term of the logits `[B, H, T, N]`, or None; sinks: logits of learned sinks, `[H]` or
+    `[B, H, T]`, or None.
     """
     T, N = query.shape[2], key.shape[2]
     parts = []
@@ -162,7 +165,12 @@ def _attend_dense(
             )
         if bias is not None:
             visible = visible + bias[:, :, start : start + QUERIES, :N].float()
-        parts.append(attend_blocks(block, [(key, value, visible)], scale=scale, softcap=softcap))
+        options: Any = dict(scale=scale, softcap=softcap, return_lse=True)
+        output, lse = attend_blocks(block, [(key, value, visible)], **options)
+        if sinks is not None:
+            own = sinks[:, None] if sinks.ndim == 1 else sinks[..., start : start + QUERIES]
+            output = with_sink_logits(output, lse, own)
+        parts.append(output)
     return torch.cat(parts, dim=2)
 
 

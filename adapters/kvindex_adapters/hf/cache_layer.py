@@ -81,11 +81,12 @@ class IndexedLayer(CacheLayerMixin):
         softcap: float | None,
         tokens: Tensor | None = None,
         bias: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Append tokens and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
 
         tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown;
-        bias: as of `AttentionLayer.step`.
+        bias, sink_logits: as of `AttentionLayer.step`.
         Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
         and what `AttentionLayer.step` raises.
         """
@@ -105,7 +106,8 @@ class IndexedLayer(CacheLayerMixin):
         valid = self._padding.of_new(self.attention, padding, T)
         if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
             queries, values = queries.to(keys.dtype), values.to(keys.dtype)
-        output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
+        terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits)
+        output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
             # after the step: a boundary that is marked in it lies before these tokens
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     DynamicCache,
@@ -20,14 +20,13 @@ class UnsupportedError(ValueError):
 
 
 UNKNOWN_TERMS = (
-    *("s_aux", "sinks", "alibi"),  # terms of the softmax
+    "alibi",  # a term of the logits
     *("indices", "block_indices", "cache"),  # rows that the model chooses itself
     *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
 )
 """Arguments of a model's attention call that change its result and that no index knows."""
 
 TERMS = {
-    "sinks": "learned sinks in the softmax",
     "lambda_q1": "the difference of two softmaxes over the same keys",
 }
 """Attributes of attention modules -> what they add to the softmax over rows."""
@@ -148,6 +147,25 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
             "assistant_model: got a model that is attached, allowed is one that is not: it would "
             "run with a cache of its own"
         )
+
+
+SINKS = ("s_aux", "sinks")
+"""Arguments of a model's attention call that hold the logits of learned sinks."""
+
+
+def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
+    """Logits of learned sinks in an attention call, `[H]` or `[B, H, T]`, or None.
+
+    extra: further keyword arguments of the call. Raises UnsupportedError for a module that has
+    such logits but does not pass them.
+    """
+    given = next((extra[key] for key in SINKS if extra.get(key) is not None), None)
+    if given is None and getattr(module, "sinks", None) is not None:
+        raise UnsupportedError(
+            f"{name}: got learned sinks that its attention is not called with, allowed are those "
+            f"of an argument {' or '.join(SINKS)}"
+        )
+    return given[..., 0] if given is not None and given.ndim == 4 else given
 
 
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:
