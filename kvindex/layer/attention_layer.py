@@ -123,6 +123,7 @@ class AttentionLayer(Guarded):
         self._move: AsyncAppend | None = None  # of the rows that are leaving
         self._sealed = False
         self._looked: int | None = None  # length up to which updates were made, if one may be due
+        self._searched = 0  # tokens of the last step, if it searched
         self._tally, self._row_bytes = Tally(), row_bytes(index)
         self._usual: object = None  # kinds of tensors that were checked last
 
@@ -187,7 +188,8 @@ class AttentionLayer(Guarded):
             self._sealed = True
         self._check_bias(bias, queries, before + T)
         sinks = self._sinks(sink_logits, queries)
-        if decoded and before + 1 >= self.dense_below and len(self.index):
+        searches = decoded and before + 1 >= self.dense_below and len(self.index) > 0
+        if searches:
             output = self._search(queries, keys, values, valid, bias, sinks)
         else:
             self._regions.append(len(self.index), keys, values, valid)
@@ -198,7 +200,34 @@ class AttentionLayer(Guarded):
             self._looked = before
         else:
             self._update(1 if T == 1 else 0)
+        self._searched = T if searches else 0
         return output
+
+    def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
+        """Attend again from the newest `T` tokens, with queries of another layer that shares these
+        keys and values: `[B, H, T, Dv]`.
+
+        queries `[B, H, T, D]`; sink_logits: as in `step`. They search where the last step searched,
+        and else attend exactly to everything. Nothing is appended, and the index observes no query.
+        Raises ValueError or TypeError for a wrong tensor, or for more tokens than there are, or
+        than the last step had that searched.
+        """
+        g, most = self.index.geometry, self._searched or len(self)
+        shape = {"B": self.batch_size or None, "H": g.q_heads, "T": None, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        T = queries.shape[2]
+        if not 1 <= T <= most:
+            raise ValueError(f"queries.shape[2] (tokens): got {T}, allowed is 1 to {most}")
+        sinks = self._sinks(sink_logits, queries)
+        if not self._searched:
+            window, real = self._regions.window, self._regions.valid
+            return attend_densely(self.index, window, queries, real, None, sinks)
+        self._check_finite("queries", queries)
+        outputs = []
+        for t in range(T):
+            own = None if sinks is None else sinks[..., t]
+            outputs.append(self._retrieve(queries[:, :, t], None, own, newer=T - 1 - t))
+        return torch.stack(outputs, dim=2)
 
     # Steps of a caller's graph
 
@@ -271,14 +300,14 @@ class AttentionLayer(Guarded):
         index, regions, tally = self.index, self._regions, self._tally
         before = index.checkpoint() if isinstance(index, Restorable) else len(index)
         parts = before, regions, regions.checkpoint(), tally, tally.checkpoint()
-        return parts, self._move, self._sealed, self._looked
+        return parts, self._move, self._sealed, self._looked, self._searched
 
     def rollback(self, checkpoint: Any) -> None:
         """Be again what `checkpoint` says, the index, too.
 
         One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
         """
-        parts, move, self._sealed, self._looked = checkpoint
+        parts, move, self._sealed, self._looked, self._searched = checkpoint
         before, self._regions, regions, self._tally, tally = parts
         if self._move is not None and self._move is not move:
             self._move.wait()  # the index writes to the same places again
@@ -350,6 +379,7 @@ class AttentionLayer(Guarded):
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
         check.at_least("length", length, 0)
+        self._searched = 0
         regions, indexed = self._regions, len(self.index)
         if self._move is not None and length < indexed + self._move.leaving.count:
             self._give_up()
@@ -374,7 +404,7 @@ class AttentionLayer(Guarded):
         self._give_up()
         self.index.reset()
         self._regions.reset()
-        self._sealed, self._looked, self._broken = False, None, None
+        self._sealed, self._looked, self._searched, self._broken = False, None, 0, None
         self._tally = Tally()
 
     def nbytes(self) -> dict[str, int]:
@@ -444,21 +474,22 @@ class AttentionLayer(Guarded):
             observer.observe_queries(queries, positions)
 
     def _retrieve(
-        self, queries: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
+        self, queries: Tensor, bias: Tensor | None, sinks: Tensor | None, newer: int = 0
     ) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
 
-        bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`.
+        bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: newest tokens that are not seen.
         """
         index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
-        plain = bias is None and self.coverage is None
+        plain = bias is None and self.coverage is None and not newer
         attends = capability(index, Attends) if plain else None
         if attends is not None:
             read = attend_resident(attends, regions, len(index), queries, k=k)
             return output_of(self._counted(read, len(self)), sinks)
-        options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks)
+        length = len(self) - newer
+        options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks, newer=newer)
         read = search_and_attend(index, regions, queries, **options)
-        return output_of(self._counted(read, len(self)), sinks)
+        return output_of(self._counted(read, length), sinks)
 
     def _counted(self, read: Retrieved, length: int) -> Attended:
         """What a step attended to, which `traffic` counts. length: tokens of the sequence."""

@@ -76,14 +76,20 @@ def search_and_attend(
     coverage: float | None = None,
     bias: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    newer: int = 0,
 ) -> Retrieved:
-    """The same by search and fetch. bias: a term of the logits, of all tokens `[B, H, N]`;
-    sink_logits: `[B, H]`, which the coverage counts.
+    """The same by search and fetch.
+
+    bias: a term of the logits, of all tokens `[B, H, N]`; sink_logits: `[B, H]`, which the coverage
+    counts; newer: how many of the newest tokens are not seen.
     """
     seen = regions.real(len(index))
     if seen is None:
         seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
         seen = seen.expand(-1, len(regions))
+    if newer:
+        seen = seen.clone()
+        seen[:, -newer:] = False
     hits = index.search(queries, k=k, coverage=coverage)
     found = index.fetch(hits)
     return attend_over(index, regions, queries, hits, found, seen, bias, sink_logits)

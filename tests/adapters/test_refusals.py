@@ -57,11 +57,6 @@ def refused(model, match, **options):
     ("family", "options", "match"),
     [
         ("deepseek_v3", MLA, "multi-head latent attention"),
-        (
-            "gemma4_text",
-            {**MIXED, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
-            "share keys and values",
-        ),
         ("bloom", {"hidden_size": 64, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
         ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
         ("mistral", {"sliding_window": 16}, "no full-attention layer"),

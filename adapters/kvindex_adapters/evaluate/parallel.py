@@ -70,6 +70,15 @@ class ParallelLayer(AttentionLayer):
                 outputs.append(super().step(*parts, sink_logits=own))
         return torch.cat(outputs, dim=2)
 
+    def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
+        """As `AttentionLayer.attend`. Raises ValueError where steps come at once."""
+        if self._begun:
+            raise ValueError(
+                "queries: got those of a layer that shares the keys of another, allowed are a "
+                "layer's own where steps come at once"
+            )
+        return super().attend(queries, sink_logits=sink_logits)
+
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """Steps between two updates: queries `[1, H, T, D]`; gives `[1, H, T, Dv]`.
 

@@ -22,6 +22,10 @@ class Attachment:
         """Whether the context is over."""
         self.decoder: nn.Module | None = None
         """The module whose calls are steps of a cache."""
+        self.sharing: dict[int, int] = {}
+        """Number of a layer without keys of its own -> of the layer whose keys it attends to."""
+        self.running: IndexCache | None = None
+        """The cache of the step that runs."""
         self._pending: tuple[IndexCache, Any] | None = None
         self._lock = threading.RLock()
 
@@ -33,6 +37,13 @@ class Attachment:
         """The cache and the layer whose `update` ran last, once; None if attention has run."""
         pending, self._pending = self._pending, None
         return pending
+
+    def shared(self, module: nn.Module) -> tuple[IndexCache, Any] | None:
+        """The cache and the layer whose keys a module attends to that has none of its own."""
+        producer = self.sharing.get(getattr(module, "layer_idx", -1))
+        if producer is None or self.running is None:
+            return None
+        return self.running, self.running.layers[producer]
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

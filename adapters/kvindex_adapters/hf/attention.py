@@ -40,6 +40,9 @@ def attention(
     """
     name, attachment = type(module).__name__, attached.get(module)
     pending = None if attachment is None else attachment.take_pending()
+    shares = attachment is not None and pending is None
+    if attachment is not None and shares:
+        pending = attachment.shared(module)
     if pending is None:
         raise UnsupportedError(
             f"{name}: got a call of attention without an update of the cache before it; allowed "
@@ -50,7 +53,8 @@ def attention(
     gradients = torch.is_grad_enabled()
     attend = _attend_without_gradient if gradients else _attend
     terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs)
-    output = attend(cache, layer, query, key, value, attention_mask, scaling, softcap, *terms)
+    rows = None if shares and isinstance(layer, IndexedLayer) else (key, value)
+    output = attend(cache, layer, query, rows, attention_mask, scaling, softcap, *terms)
     if output.dtype is not query.dtype:
         output = output.to(query.dtype)
     output = output.transpose(1, 2).contiguous()
@@ -64,26 +68,28 @@ def _attend(
     cache: Any,
     layer: Any,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    rows: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
     bias: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention `[B, H, T, Dv]` by an index or densely."""
+    """Attention `[B, H, T, Dv]` by an index or densely. rows: None for those the index has."""
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _attend_dense(query, key, value, mask, scaling, softcap, bias, sinks)
+        assert rows is not None
+        return _attend_dense(query, *rows, mask, scaling, softcap, bias, sinks)
     if mask is not None and mask.ndim != 2:
         raise UnsupportedError(
             f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
             "allowed is causal attention with left padding [B, N]"
         )
+    terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
+    if rows is None:
+        return layer.attend_shared(query, **terms)
     padding = None if mask is None else mask.bool()
-    terms: Any = dict(scale=scaling, softcap=softcap, bias=bias, sink_logits=sinks)
-    return layer.attend(query, key, value, padding, tokens=cache.tokens, **terms)
+    return layer.attend(query, *rows, padding, tokens=cache.tokens, bias=bias, **terms)
 
 
 _attend_without_gradient = torch.no_grad()(_attend)

@@ -113,6 +113,23 @@ class IndexedLayer(CacheLayerMixin):
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 
+    def attend_shared(
+        self,
+        queries: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from the newest tokens for a layer that has no keys of its own: `[B, H, T, Dv]`.
+
+        Raises as `attend`, and what `AttentionLayer.attend` raises.
+        """
+        assert self.attention is not None
+        g = self.attention.index.geometry
+        self._check_same(g.head_dim**-0.5 if scale is None else scale, softcap)
+        return self.attention.attend(queries.to(g.dtype), sink_logits=sink_logits)
+
     def make(self, **geometry: Any) -> AttentionLayer:
         """An empty attention layer for this one, around an index of this geometry."""
         return in_plain_torch(self._make)(**geometry)

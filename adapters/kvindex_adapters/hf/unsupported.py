@@ -66,9 +66,10 @@ def check_model(model: PreTrainedModel) -> Any:
         raise UnsupportedError(
             f"model: got {name}, which takes no cache but one of a class of its own"
         )
-    if any(_values(config, "num_kv_shared_layers")) or _shares_rows(config):
+    if any(_values(config, "num_kv_shared_layers")) and not sharing_of(config):
         raise UnsupportedError(
-            f"model: got {name}, whose layers share keys and values with each other"
+            f"model: got {name}, whose layers share keys and values that its configuration does "
+            "not say the layers of"
         )
     for term, words in TERMS.items():
         if any(getattr(module, term, None) is not None for module in model.modules()):
@@ -100,12 +101,20 @@ def layer_configs(config: Any) -> list[Any]:
     return [config]
 
 
-def _shares_rows(config: Any) -> bool:
-    """Whether some layers attend to the keys and values of others."""
+def sharing_of(config: Any) -> dict[int, int]:
+    """Number of each layer without keys and values of its own -> of the layer that has them."""
     try:
-        return any(mode for modes in _values(config, "kv_sharing_modes") for mode in modes)
+        modes = getattr(config, "kv_sharing_modes", None) or []
     except ValueError:  # where all layers share those of another model
-        return True
+        return {}
+    stored: dict[str, int] = {}
+    shared = {}
+    for number, (mode, kind) in enumerate(zip(modes, config.layer_types, strict=False)):
+        if mode == "store":
+            stored[kind] = number
+        elif mode is not None:
+            shared[number] = stored[kind]
+    return shared
 
 
 def _values(config: Any, name: str) -> list[Any]:
