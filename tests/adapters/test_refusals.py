@@ -16,7 +16,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.attention import attention as attention_function
 from kvindex_adapters.hf.unsupported import UNKNOWN_TERMS, UnsupportedError, check_attention
-from tests.adapters.tiny import MIXED, SMALL, build, prompt
+from tests.adapters.tiny import SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 MLA = dict(

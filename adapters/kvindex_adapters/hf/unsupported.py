@@ -107,9 +107,11 @@ def sharing_of(config: Any) -> dict[int, int]:
         modes = getattr(config, "kv_sharing_modes", None) or []
     except ValueError:  # where all layers share those of another model
         return {}
+    if not modes:
+        return {}
     stored: dict[str, int] = {}
     shared = {}
-    for number, (mode, kind) in enumerate(zip(modes, config.layer_types, strict=False)):
+    for number, (mode, kind) in enumerate(zip(modes, config.layer_types, strict=True)):
         if mode == "store":
             stored[kind] = number
         elif mode is not None:
