@@ -38,6 +38,7 @@ from kvindex.core.protocol import (
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
+from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.dense import attend_densely
 from kvindex.layer.regions import Regions
 from kvindex.layer.retrieval import (
@@ -162,6 +163,7 @@ class AttentionLayer(Guarded):
         valid: Tensor | None = None,
         bias: Tensor | None = None,
         sink_logits: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
 
@@ -174,7 +176,9 @@ class AttentionLayer(Guarded):
         `[B, H, T, N + T]`, by which no index searches: it should be 0 for rows that have left the
         window (a bias by distance, of no more tokens than are `local`). sink_logits: of learned
         sinks, `[H]` or `[B, H, T]`: each is a term of the softmax's denominator that belongs to no
-        token (`ops.attention.with_sink_logits`).
+        token (`ops.attention.with_sink_logits`). ids: positions of rows that the caller chose,
+        int64 `[B, G, T, K]`, distinct for each token, -1 for none: each token attends to its rows
+        alone, wherever they lie, and nothing is searched for (`exact` keeps no codes).
 
         Raises ValueError or TypeError for a wrong tensor, NaN or infinity in valid keys (on a
         CUDA device later), or a padded token after a real one; the layer stays as it was.
@@ -188,8 +192,15 @@ class AttentionLayer(Guarded):
             self._sealed = True
         self._check_bias(bias, queries, before + T)
         sinks = self._sinks(sink_logits, queries)
+        if ids is not None:
+            if bias is not None:
+                raise ValueError("bias: got a tensor, allowed is None beside ids")
+            ids = check_ids(ids, queries, self.index, before)
         searches = decoded and before + 1 >= self.dense_below and len(self.index) > 0
-        if searches:
+        if ids is not None:
+            searches, tokens = False, (queries, keys, values)
+            output = self._attend_chosen(*tokens, valid, sinks, ids, counts=decoded)
+        elif searches:
             output = self._search(queries, keys, values, valid, bias, sinks)
         else:
             self._regions.append(len(self.index), keys, values, valid)
@@ -461,6 +472,27 @@ class AttentionLayer(Guarded):
         one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
         read = decode_step(decodes, one, token, regions, indexed, k, self.graphs)
         return output_of(self._counted(read, len(self)), sinks).unsqueeze(2)
+
+    def _attend_chosen(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        sinks: Tensor | None,
+        ids: Tensor,
+        counts: bool,
+    ) -> Tensor:
+        """Append tokens that attend to the rows `ids`. counts: whether `traffic` counts them."""
+        self._regions.append(len(self.index), keys, values, valid)
+        self._observe(queries)
+        read = attend_chosen(self.index, self._regions, queries, ids)
+        newer, outputs = len(read), []
+        for t, one in enumerate(read):
+            own = None if sinks is None else sinks[..., t]
+            attended = self._counted(one, len(self) - newer + t + 1) if counts else one.attended
+            outputs.append(output_of(attended, own))
+        return torch.stack(outputs, dim=2)
 
     def _observe(self, queries: Tensor, new: int = 0) -> None:
         """Show queries `[B, H, T, D]` to an index that looks at them.

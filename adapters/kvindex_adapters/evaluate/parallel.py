@@ -45,16 +45,19 @@ class ParallelLayer(AttentionLayer):
         valid: Tensor | None = None,
         bias: Tensor | None = None,
         sink_logits: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """The output of `AttentionLayer.step` for each token one by one: `[1, H, T, Dv]`.
 
-        Raises ValueError for a bias.
+        Raises ValueError for a bias or ids.
         """
         if not self._begun:
-            terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits)
+            terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
             return super().step(queries, keys, values, **terms)
         if bias is not None:
             raise ValueError("bias: got a tensor, allowed is None where steps come at once")
+        if ids is not None:
+            raise ValueError("ids: got a tensor, allowed is None where steps come at once")
         keys, values, _ = self._checked(queries, keys, values, valid)
         sinks = self._sinks(sink_logits, queries)
         done, outputs = 0, []
