@@ -38,9 +38,9 @@ class Attachment:
         pending, self._pending = self._pending, None
         return pending
 
-    def shared(self, module: nn.Module) -> tuple[IndexCache, Any] | None:
-        """The cache and the layer whose keys a module attends to that has none of its own."""
-        producer = self.sharing.get(getattr(module, "layer_idx", -1))
+    def shared(self, layer: int) -> tuple[IndexCache, Any] | None:
+        """The cache, and the layer in it whose keys this one attends to, which has none."""
+        producer = self.sharing.get(layer)
         if producer is None or self.running is None:
             return None
         return self.running, self.running.layers[producer]

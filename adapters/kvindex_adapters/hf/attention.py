@@ -14,7 +14,12 @@ from kvindex.core.guard import in_plain_torch
 from kvindex.ops.attention import attend_blocks, with_sink_logits
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_attention, sink_logits_of
+from kvindex_adapters.hf.unsupported import (
+    UnsupportedError,
+    check_attention,
+    layer_number,
+    sink_logits_of,
+)
 
 NAME = "kvindex"
 """Name of the attention implementation in a model's configuration."""
@@ -42,7 +47,7 @@ def attention(
     pending = None if attachment is None else attachment.take_pending()
     shares = attachment is not None and pending is None
     if attachment is not None and shares:
-        pending = attachment.shared(module)
+        pending = attachment.shared(layer_number(module))
     if pending is None:
         raise UnsupportedError(
             f"{name}: got a call of attention without an update of the cache before it; allowed "

@@ -160,6 +160,11 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
         )
 
 
+def layer_number(module: nn.Module) -> int:
+    """Which layer of the model's an attention module is of; -1 where it does not say."""
+    return int(getattr(module, "layer_idx", -1))
+
+
 SINKS = ("s_aux", "sinks")
 """Arguments of a model's attention call that hold the logits of learned sinks."""
 
