@@ -53,7 +53,8 @@ def attend_chosen(
     g, read = index.geometry, []
     per_token = ids[:, :, :1].numel() * (g.head_dim + g.value_dim) * queries.element_size()
     size = max(FETCHED_BYTES // max(per_token, 1), 1)
-    for some, chosen in zip(queries.split(size, 2), ids.split(size, 2), strict=True):
+    parts = torch.split(queries, size, dim=2), torch.split(ids, size, dim=2)
+    for some, chosen in zip(*parts, strict=True):
         read += _block(index, regions, some, chosen)
     return read
 
@@ -72,8 +73,9 @@ def _block(index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor) -> li
     )
     one = queries.transpose(1, 2).flatten(0, 1)  # each token a row of the batch
     mask = bias_of(seen).transpose(1, 2).flatten(0, 1).repeat_interleave(g.group_size, dim=1)
-    options = dict(scale=g.scale, softcap=g.softcap, return_lse=True)
-    output, lse = ops.attention.attend(one, keys, values, bias=mask, **options)
+    output, lse = ops.attention.attend(
+        one, keys, values, scale=g.scale, softcap=g.softcap, bias=mask, return_lse=True
+    )
     output, lse = output.view(B, T, *output.shape[1:]), lse.view(B, T, -1)
     found = (seen & (ids < indexed)).sum(-1, dtype=torch.int32)  # [B, G, T]
     masked = K - (seen & (ids >= indexed)).sum(-1).float().mean((0, 1))

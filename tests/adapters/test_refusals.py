@@ -310,6 +310,29 @@ def test_masks_other_than_causal(model):
         model(input_ids=inputs["input_ids"], attention_mask=mask, past_key_values=cache)
 
 
+def test_a_mask_of_all_queries_that_is_causal(model):
+    """Or only seems to be: values other than 0 and the least one are a bias."""
+    inputs = prompt(2, 20, padded=True)
+    own, positions = inputs["attention_mask"].bool(), torch.arange(20).expand(2, -1)
+    seen = torch.ones(20, 20, dtype=torch.bool).tril() & own[:, None, None]
+    outputs = []
+    for mask in (inputs["attention_mask"], seen, (~seen) * torch.finfo(torch.float32).min):
+        given = dict(inputs, attention_mask=mask, position_ids=positions)
+        with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+            outputs.append(model(**given, past_key_values=cache).logits[own])
+            assert torch.equal(cache.attention_layers()[0].valid, own)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    refused = UnsupportedError, r"attention_mask: got one of shape \[2, 1, 20, 20\]"
+    for bias in (~seen * -0.5, (~seen).float() * -3 + (~own[:, None, None]) * -2):
+        given = dict(inputs, attention_mask=bias, position_ids=positions)
+        with (
+            kvhf.attach(model, **REGIONS) as cache,
+            pytest.raises(refused[0], match=refused[1]),
+        ):
+            model(**given, past_key_values=cache)
+
+
 def test_training_is_refused(model):
     inputs = prompt(1, 20)
     with kvhf.attach(model, **REGIONS) as cache:

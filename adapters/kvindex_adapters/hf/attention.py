@@ -14,6 +14,7 @@ from kvindex.core.guard import in_plain_torch
 from kvindex.ops.attention import attend_blocks, with_sink_logits
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
+from kvindex_adapters.hf.layer_kinds import ChosenLayer, chosen_ids
 from kvindex_adapters.hf.unsupported import (
     UnsupportedError,
     check_attention,
@@ -53,11 +54,15 @@ def attention(
             f"{name}: got a call of attention without an update of the cache before it; allowed "
             "is one call for each update of the cache that attach() gave"
         )
-    cache, layer = pending
+    (cache, layer), ids = pending, None
+    if isinstance(layer, ChosenLayer):
+        blocks, known = kwargs.pop("block_indices", None), layer.get_seq_length()
+        ids = chosen_ids(module, key.shape[1], known, attention_mask, blocks)
+        attention_mask = None if blocks is None else attention_mask
     check_attention(name, module, query.shape[2], dropout, kwargs)
     gradients = torch.is_grad_enabled()
     attend = _attend_without_gradient if gradients else _attend
-    terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs)
+    terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs), ids
     rows = None if shares and isinstance(layer, IndexedLayer) else (key, value)
     output = attend(cache, layer, query, rows, attention_mask, scaling, softcap, *terms)
     if output.dtype is not query.dtype:
@@ -79,22 +84,18 @@ def _attend(
     softcap: float | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    ids: Tensor | None,
 ) -> Tensor:
     """Attention `[B, H, T, Dv]` by an index or densely. rows: None for those the index has."""
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert rows is not None
         return _attend_dense(query, *rows, mask, scaling, softcap, bias, sinks)
-    if mask is not None and mask.ndim != 2:
-        raise UnsupportedError(
-            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
-            "allowed is causal attention with left padding [B, N]"
-        )
+    padding = None if mask is None else cache.padding.of_mask(mask)
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
     if rows is None:
         return layer.attend_shared(query, **terms)
-    padding = None if mask is None else mask.bool()
-    return layer.attend(query, *rows, padding, tokens=cache.tokens, bias=bias, **terms)
+    return layer.attend(query, *rows, padding, tokens=cache.tokens, bias=bias, ids=ids, **terms)
 
 
 _attend_without_gradient = torch.no_grad()(_attend)

@@ -23,7 +23,8 @@ from kvindex.core import check
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import Attachment
-from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop, indexed_layer
+from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop
+from kvindex_adapters.hf.layer_kinds import indexed_layer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache

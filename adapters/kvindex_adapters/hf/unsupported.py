@@ -34,13 +34,22 @@ TERMS = {
 OWN_CACHES = ("minimax",)
 """Types of models that take no cache but one of a class of their own."""
 
+INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
+"""Layers of transformers' cache, not all of which every version has."""
+
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options of `model.generate` for assisted decoding."""
 
 
 def has_full_attention(layer: Any) -> bool:
     """Whether a layer of transformers' cache holds every token's key and value."""
-    return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+    kinds = DynamicLayer, LinearAttentionAndFullAttentionLayer
+    return type(layer) in kinds or has_indexer(layer)
+
+
+def has_indexer(layer: Any) -> bool:
+    """Whether it keeps what a trained indexer compares, beside every token's key and value."""
+    return type(layer).__name__ in INDEXED
 
 
 def check_model(model: PreTrainedModel) -> Any:
