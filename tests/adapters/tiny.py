@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 101
 LAYERS = 4
@@ -92,7 +93,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         **{"d_rel": 8, "rel_extent": 32, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
     },
+    # a learned sink for each head
+    "gpt_oss": {**EXPERTS, **MIXED},
 }
+if "inkling2_text" in CONFIG_MAPPING:  # came after transformers 5.17
+    # the same bias, and a sink for each head and token
+    FAMILIES["inkling2_text"] = FAMILIES["inkling_text"]
 
 
 def build(family: str, **options: Any) -> PreTrainedModel:

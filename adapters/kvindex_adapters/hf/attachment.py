@@ -22,6 +22,10 @@ class Attachment:
         """Whether the context is over."""
         self.decoder: nn.Module | None = None
         """The module whose calls are steps of a cache."""
+        self.sharing: dict[int, int] = {}
+        """Number of a layer without keys of its own -> of the layer whose keys it attends to."""
+        self.running: IndexCache | None = None
+        """The cache of the step that runs."""
         self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
         self._lock = threading.RLock()
 
@@ -33,6 +37,13 @@ class Attachment:
         """Cache, layer and states of the last `update`, once; None if attention has run."""
         pending, self._pending = self._pending, None
         return pending
+
+    def shared(self, layer: int) -> tuple[IndexCache, Any, None] | None:
+        """The cache, and the layer in it whose keys this one attends to, which has none."""
+        producer = self.sharing.get(layer)
+        if producer is None or self.running is None:
+            return None
+        return self.running, self.running.layers[producer], None
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
