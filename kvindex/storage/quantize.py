@@ -73,6 +73,6 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 `[..., n]`, side by side in bytes."""
     per = 8 // bits
     codes = pad(codes, (0, -codes.shape[-1] % per))
-    codes = codes.reshape(*codes.shape[:-1], -1, per)
+    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per)
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
     return (codes << shifts).sum(-1, dtype=torch.uint8)
