@@ -92,7 +92,8 @@ class Socket(BaseIndex):
         corners = torch.arange(2**bits, dtype=torch.uint8, device=device)
         signs = codes.unpack(corners)[:, :bits].float() * 2 - 1
         temperature = self.config.tau * self.geometry.head_dim**0.5
-        return (self._projected(queries).tanh() @ signs.T / temperature).softmax(-1)
+        logits: Tensor = self._projected(queries).tanh() @ signs.T / temperature
+        return logits.softmax(-1)
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         g, policy = self.geometry, self.config.group
