@@ -441,6 +441,7 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     assert indexes[1].capability(Attends) is None
     (got, mine), (want, theirs) = layers_of(device, case, indexes)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert ("row_codec: got 'int4', allowed is" in indexes[0].explain()) == (rows == "int4")
     replayed = torch.device(device).type == "cuda" and not wrapper  # after two and a captured one
     assert len(calls) == (0 if not attends else 3 if replayed else 6)
     assert float(mine.rows_read) == float(theirs.rows_read)
