@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 BATCH = 8
 """Sequences at most: what the kernels take."""
 
-OVERLAPS = (9, 0)
-"""Compute capability from which on a launch may begin before the one before it ends."""
+READS_FP8, OVERLAPS = (8, 9), (9, 0)
+"""Compute capabilities from which on kernels convert FP8, and launches may overlap."""
 
 
 def refusal(weights: Weights, batch: int) -> str | None:
@@ -36,6 +36,9 @@ def refusal(weights: Weights, batch: int) -> str | None:
         return f"device: got {device}, allowed is a GPU"
     if find_spec("triton") is None:
         return "triton: it is not installed"
+    has = torch.cuda.get_device_capability(device)
+    if weights.fp8 and has < READS_FP8:
+        return f"weights: got FP8 on compute capability {has}, allowed is from {READS_FP8} on"
     return None if batch <= BATCH else f"batch: got {batch} sequences, allowed is up to {BATCH}"
 
 
@@ -122,13 +125,10 @@ class Fused:
     def _together(self, *linears: Linear) -> Matrix:
         """The matrices one below the other: where they lie if they lie so, else a copy."""
         run = self._run
-        whole = adjacent([linear.weight for linear in linears])
+        parts = [run.Matrix(*linear) for linear in linears]
+        whole = adjacent([part.weight for part in parts])
         if whole is None:
-            return run.stack(*(run.Matrix(*linear) for linear in linears))
-        if all(linear.bias is None for linear in linears):
-            return run.Matrix(whole)
-        biases = [
-            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-        return run.Matrix(whole, torch.cat(biases))
+            return run.stack(*parts)
+        rest = run.stack(*(part._replace(weight=part.weight[:, :0]) for part in parts))
+        scales = [part.scale for part in parts if part.scale is not None]
+        return run.Matrix(whole, rest.bias, adjacent(scales) if scales else None)
