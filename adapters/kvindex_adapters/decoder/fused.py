@@ -8,6 +8,7 @@ logits are those of `layers.forward` within rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +20,7 @@ from kvindex_adapters.decoder.layers import Attention
 from kvindex_adapters.decoder.weights import Linear, Norm, Weights, adjacent
 
 if TYPE_CHECKING:
-    from kvindex_cuda.triton import Matrix, Tile
+    from kvindex_cuda.triton import Matrix
     from kvindex_cuda.triton import Norm as FusedNorm
 
 BATCH = 8
@@ -70,8 +71,9 @@ class Fused:
 
         self._run, self._weights = triton, weights
         device = weights.embedding.device
-        overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
-        self._tile: Tile = triton.Tile(overlap=overlap)
+        self._overlap = (
+            device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
+        )
         self._layers = [
             FusedLayer(
                 normed(layer.attention_norm),
@@ -91,19 +93,23 @@ class Fused:
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
         """Logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
-        run, tile, D = self._run, self._tile, head_dim
+        run, batch, D = self._run, len(ids), head_dim
+        tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         hidden = functional.embedding(ids[:, 0], self._weights.embedding)
         angles = self._weights.rotary.at(positions, hidden.dtype)
-        cos, sin = (part.view(len(ids), D) for part in angles)
+        cos, sin = (part.view(batch, D) for part in angles)
         slots = torch.zeros_like(ids[:, 0])
         for layer, attention in zip(self._layers, attentions, strict=True):
             projected = run.norm_linear(
-                hidden, layer.attention_norm, layer.query_key_value, tile=tile
+                hidden,
+                layer.attention_norm,
+                layer.query_key_value,
+                tile=tile("norm_linear", layer.query_key_value),
             )
             H = layer.output.weight.shape[1] // D
             G = (projected.shape[1] // D - H) // 2
-            queries = projected.new_empty((len(ids), H, D))
-            keys, values = projected.new_empty((2, len(ids), G, 1, D))
+            queries = projected.new_empty((batch, H, D))
+            keys, values = projected.new_empty((2, batch, G, 1, D))
             run.rotate_heads(
                 projected,
                 cos,
@@ -114,13 +120,19 @@ class Fused:
                 values,
                 query_norm=layer.query_norm,
                 key_norm=layer.key_norm,
-                overlap=tile.overlap,
+                overlap=self._overlap,
             )
-            output = attention.step(queries[:, :, None], keys, values).reshape(len(ids), H * D)
-            hidden = run.linear_residual(output, layer.output, hidden, tile=tile)
-            gate_up = run.norm_linear(hidden, layer.mlp_norm, layer.gate_up, tile=tile)
-            hidden = run.swiglu_linear(gate_up, layer.down, hidden, tile=tile)
-        return run.norm_linear(hidden, self._norm, self._head, tile=tile)
+            output = attention.step(queries[:, :, None], keys, values).reshape(batch, H * D)
+            hidden = run.linear_residual(
+                output, layer.output, hidden, tile=tile("linear_residual", layer.output)
+            )
+            gate_up = run.norm_linear(
+                hidden, layer.mlp_norm, layer.gate_up, tile=tile("norm_linear", layer.gate_up)
+            )
+            hidden = run.swiglu_linear(
+                gate_up, layer.down, hidden, tile=tile("swiglu_linear", layer.down)
+            )
+        return run.norm_linear(hidden, self._norm, self._head, tile=tile("norm_linear", self._head))
 
     def _together(self, *linears: Linear) -> Matrix:
         """The matrices one below the other: where they lie if they lie so, else a copy."""
