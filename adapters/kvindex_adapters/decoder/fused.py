@@ -60,10 +60,13 @@ class Fused:
     """The pass of one token of a model whose weights lie on a GPU.
 
     Matrices that are multiplied together are read where they lie, if that is one below the other
-    (`weights.lay_together`), else from a copy.
+    (`weights.lay_together`), else from a copy. overlap: as of `kvindex_cuda.triton.Tile`, None:
+    where the device can; ahead: the matrix after attention is brought into L2 before it.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(
+        self, weights: Weights, *, overlap: bool | None = None, ahead: bool = False
+    ) -> None:
         from kvindex_cuda import triton  # asked for where it is used
 
         def normed(norm: Norm) -> FusedNorm:
@@ -71,9 +74,9 @@ class Fused:
 
         self._run, self._weights = triton, weights
         device = weights.embedding.device
-        self._overlap = (
-            device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
-        )
+        if overlap is None:
+            overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
+        self._overlap, self._ahead = overlap, ahead
         self._layers = [
             FusedLayer(
                 normed(layer.attention_norm),
@@ -105,6 +108,7 @@ class Fused:
                 layer.attention_norm,
                 layer.query_key_value,
                 tile=tile("norm_linear", layer.query_key_value),
+                ahead=layer.output.weight if self._ahead else None,
             )
             H = layer.output.weight.shape[1] // D
             G = (projected.shape[1] // D - H) // 2

@@ -11,6 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_adapters.decoder import Decoder  # noqa: E402
 from kvindex_adapters.decoder.fused import Fused, refusal  # noqa: E402
 from kvindex_adapters.decoder.weights import adjacent, lay_together  # noqa: E402
@@ -47,7 +48,7 @@ def test_logits_are_those_of_the_plain_pass(device, name, weights):
         together(model)
     decoder = Decoder.of(model, weights="fp8" if weights == "fp8" else "plain")
     made = []
-    for fused in (None, Fused(decoder.weights)):
+    for fused in (None, Fused(decoder.weights, ahead=weights == "fp8")):
         run = decoder.start([ids_of(30), ids_of(20)], index=None, fused=False)
         run.session.fused = fused
         logits = [run.session.read_prompt(run.ids, 64, 40)]
@@ -83,6 +84,26 @@ def test_matrices_in_fp8_are_read_in_place_with_their_scales(device):
     for mine, first in ((read.query_key_value, layer.query), (read.gate_up, layer.gate)):
         assert mine.weight.data_ptr() == first.weight.data_ptr()
         assert mine.scale.data_ptr() == first.scale.data_ptr()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_matrix_after_attention_is_asked_for_before_it(device, monkeypatch):
+    decoder, asked, real = Decoder.of(model_of("llama").to(device)), [], layers.norm_linear
+
+    def recorded(*given, ahead=None, **more):
+        asked.append(ahead)
+        return real(*given, ahead=ahead, **more)
+
+    monkeypatch.setattr(layers, "norm_linear", recorded)
+    for ahead in (False, True):
+        run = decoder.start(ids_of(9), index=None)
+        run.session.read_prompt(run.ids, 64, 10)
+        run.session.fused = Fused(decoder.weights, ahead=ahead)
+        run.session.step(torch.tensor([5], device=device))
+    asked = [None if part is None else part.data_ptr() for part in asked]
+    outputs = [layer.output.weight.data_ptr() for layer in decoder.weights.layers]
+    after = [part for output in outputs for part in (output, None)] + [None]
+    assert asked == [None] * len(after) + after
 
 
 @ON_A_CPU
