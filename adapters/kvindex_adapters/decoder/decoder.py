@@ -200,6 +200,15 @@ class Decoder:
         rows = encode(self.tokenizer, prompts_of(prompt), self.config)
         return self._begin(rows, **options)
 
+    def explain(self, *, batch: int = 1, **options: Unpack[Options]) -> str:
+        """Which path a token of so many prompts would take, and why, a line each.
+
+        options: as of `generate`, whose errors it raises. A layer that must hold tokens before it
+        can tell says so; `start(prompt, …).explain()` tells of a run as it is.
+        """
+        check.at_least("batch", batch, 1)
+        return self._begin([torch.zeros(1, dtype=torch.int64)] * batch, **options).explain()
+
     def _begin(
         self,
         rows: list[Tensor],
