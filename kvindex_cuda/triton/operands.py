@@ -97,7 +97,8 @@ def to_fp8(matrix: Matrix) -> Matrix:
         raise ValueError("scale: got a matrix that has one, allowed is None")
     mantissa, exponent = torch.frexp(matrix.weight.abs().amax(1).float())
     exponent = exponent - 9 + (512 * mantissa > LARGEST)
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent.clamp_min(SMALLEST_EXPONENT))
+    bits = (exponent.clamp_min(SMALLEST_EXPONENT) + 127) << 23  # of two to that power, exactly
+    scale = bits.view(torch.float32)
     weight = torch.empty_like(matrix.weight, dtype=FP8)
     parts = (torch.split(whole, PIECE) for whole in (weight, matrix.weight, scale))
     for codes, wide, factors in zip(*parts, strict=True):

@@ -20,12 +20,13 @@ def dequantized(matrix, dtype=torch.float32):
     return matrix.weight.to(dtype) * matrix.scale[:, None].to(dtype)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_number_is_rounded_by_a_sixteenth_or_half_a_step(dtype, monkeypatch):
+def test_a_number_is_rounded_by_a_sixteenth_or_half_a_step(dtype, device, monkeypatch):
     monkeypatch.setattr(operands, "PIECE", 7)
     torch.manual_seed(0)
     rows = torch.exp2(torch.linspace(-12, 12, 30))[:, None]
-    weight = (torch.randn(30, 50) * rows).to(dtype)
+    weight = (torch.randn(30, 50) * rows).to(device, dtype)
     weight[3], weight[4], weight[5, 7] = 0, 448, 449 * 2.0**-5
     made, exact = to_fp8(Matrix(weight)), weight.float()
     error = (dequantized(made) - exact).abs()
