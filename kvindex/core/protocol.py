@@ -322,6 +322,15 @@ class TellsRecipe(Protocol):
 
 
 @runtime_checkable
+class TellsMemory(Protocol):
+    """It knows where its codes and rows lie, so that what copies share is counted once."""
+
+    def memory(self) -> dict[int, int]:
+        """Address -> bytes of each block, or column, that codes and rows of tokens are in."""
+        ...
+
+
+@runtime_checkable
 class EncodesBlocks(Protocol):
     """It encodes tokens a block at a time: whoever appends whole blocks appends at the least cost.
 
