@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvindex.core import check
-from kvindex.core.capability import capability
-from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, KVIndex, Rows
+from kvindex.core.capability import capability, required
+from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, JoinsBatch, KVIndex, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.layer.retrieval import bias_of, rows_to_ask
 from kvindex.ops import attention
@@ -31,7 +31,9 @@ class Pool(Sequences[KVIndex]):
     def __init__(self, index: str | KVIndex, **options: Any) -> None:
         super().__init__(create(index, **options) if isinstance(index, str) else index)
         self.geometry = self._like.geometry
-        self._none = ResidentRows(self.geometry, 1, 1)
+        joins = capability(self._like, JoinsBatch)
+        self._batch = None if joins is None else joins.new_batch()
+        self._none = ResidentRows(self.geometry, 1, 1)  # there are no resident rows
 
     def append(self, sequences: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Add `T` tokens to each: keys `[n, G, T, D]`, values `[n, G, T, Dv]`.
@@ -54,6 +56,10 @@ class Pool(Sequences[KVIndex]):
         """
         some = self._several(sequences)
         check_queries(queries, len(some), self.geometry, None)
+        check.wanted_rows(k)
+        if self._batch is not None and coverage is None and (rows := _rows(some, queries, k)):
+            most = min(k, max(map(len, some)))
+            return self._batch.search(rows, queries.detach(), k=most).widened(k)
         with all_or_nothing(some):  # some remember what they found
             found = [
                 index.search(queries[i : i + 1], k=k, coverage=coverage)
@@ -77,6 +83,11 @@ class Pool(Sequences[KVIndex]):
         some = self._several(sequences)
         check_queries(queries, len(some), self.geometry, None)
         check.wanted_rows(k)
+        if self._batch is not None and (rows := _rows(some, queries, k)):
+            if self._none.batch != len(some):
+                self._none = ResidentRows(self.geometry, len(some), 1)
+            most = min(k, max(map(len, some)))
+            return self._batch.attend(rows, queries.detach(), self._none, k=most)
         with all_or_nothing(some):
             each = [self._attend(index, queries[i : i + 1], k) for i, index in enumerate(some)]
         return Attended(
@@ -95,6 +106,14 @@ class Pool(Sequences[KVIndex]):
         if attends is not None and len(index):
             return attends.attend(queries, self._none, k=rows)
         return _attend_to(index, queries, index.search(queries, k=max(rows, 1)))
+
+
+def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
+    """What a batch reads of each; none where there is but one, or one is empty."""
+    if len(indexes) == 1 or not all(map(len, indexes)):
+        return []
+    pairs = zip(indexes, queries[:, None], strict=True)
+    return [required(index, JoinsBatch).batch_row(query, k=k) for index, query in pairs]
 
 
 def _attend_to(index: KVIndex, queries: Tensor, hits: Hits) -> Attended:

@@ -46,27 +46,30 @@ class PoolMachine(RuleBasedStateMachine):
     """A pool, and beside it an index of its own for each sequence.
 
     spec, case, options: of both; most: sequences that are open; compare: of scores; slack: of
-    attention.
+    attention; begins: lengths of sequences that there are at first.
     """
 
     spec, case, options, most, slack = "exact", Case(q_heads=4), {}, 6, 1e-5
+    begins = ()
     compare = staticmethod(equal)
 
     def __init__(self):
         super().__init__()
         self.pool = kvindex.Pool(self.made())
         self.alone = {}
+        for seed, count in enumerate(self.begins):
+            tokens = self.case.tokens(count, seed)
+            self.alone[sequence := self.pool.open()] = self.made()
+            self.pool.append([sequence], *tokens)
+            self.alone[sequence].append(*tokens)
 
     def made(self):
         return self.case.index(self.spec, **self.options)
 
     def some(self, data):
-        """One or more of the sequences, in any order."""
-        return data.draw(
-            st.permutations([*self.alone]).flatmap(
-                lambda every: st.integers(1, len(every)).map(lambda count: every[:count])
-            )
-        )
+        """One or more of the sequences, in any order; all of them, if nothing else is drawn."""
+        every = data.draw(st.permutations([*self.alone]))
+        return every[data.draw(st.integers(0, len(every) - 1)) :]
 
     def one(self, data):
         return data.draw(st.sampled_from([*self.alone]))
@@ -124,11 +127,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.append(some, keys, values)
 
     @precondition(lambda self: self.alone)
-    @rule(data=st.data(), seed=seeds)
-    def step(self, data, seed):
+    @rule(data=st.data(), seed=seeds, k=st.sampled_from([1, 7, 50]))
+    def step(self, data, seed, k):
+        self.compare_with(self.some(data), seed, k)
+
+    def compare_with(self, some, seed, k):
         """Search, fetch and attend: each sequence gets what it would get alone."""
-        some = self.some(data)
-        queries, k = self.case.queries(seed, len(some)), data.draw(st.sampled_from([1, 7, 50]))
+        queries = self.case.queries(seed, len(some))
         hits = self.pool.search(some, queries, k=k)
         rows, attended = self.pool.fetch(some, hits), self.pool.attend(some, queries, k=k)
         for i, sequence in enumerate(some):
@@ -159,6 +164,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert report.held_bytes <= report.separate_bytes
 
     def teardown(self):
+        if self.alone:
+            self.compare_with([*self.alone], 0, 9)
         for sequence in self.pool:
             self.pool.close(sequence)
         report = self.pool.report()
