@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvindex.core.capability import capability
+from kvindex.core.protocol import Explains
 from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.pool.report import Report
 from kvindex.pool.sequences import Sequences, all_or_nothing, check_queries, check_tokens
@@ -41,6 +43,12 @@ class LayerPool(Sequences[AttentionLayer]):
                 for layer, row in zip(some, rows, strict=True)
             ]
         return torch.cat(outputs)
+
+    def explain(self) -> str:
+        """How a list of sequences is stepped, and how each index runs, a line each."""
+        explains = capability(self._like.index, Explains)
+        how = "sequences: one after the other, each by the graphs and kernels of its index"
+        return how + ("" if explains is None else f"\n{explains.explain()}")
 
     def report(self) -> Report:
         """What the indexes of all sequences hold together, and what of it they share.

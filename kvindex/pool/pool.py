@@ -10,7 +10,16 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability, required
-from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, JoinsBatch, KVIndex, Rows
+from kvindex.core.protocol import (
+    UNUSED,
+    Attended,
+    Attends,
+    Explains,
+    Hits,
+    JoinsBatch,
+    KVIndex,
+    Rows,
+)
 from kvindex.core.resident import ResidentRows
 from kvindex.layer.retrieval import bias_of, rows_to_ask
 from kvindex.ops import attention
@@ -99,6 +108,14 @@ class Pool(Sequences[KVIndex]):
     def report(self) -> Report:
         """What all sequences hold together, and what of it they share."""
         return Report.of(self._open.values(), sum(map(len, self._open.values())))
+
+    def explain(self) -> str:
+        """How a list of sequences is stepped, and how each index runs, a line each."""
+        how = "one after the other"
+        if self._batch is not None:
+            how = f"together, by kernels (with coverage, or where one is empty: {how})"
+        explains = capability(self._like, Explains)
+        return f"sequences: {how}" + ("" if explains is None else f"\n{explains.explain()}")
 
     def _attend(self, index: KVIndex, queries: Tensor, k: int) -> Attended:
         """Of one query `[1, H, D]`."""

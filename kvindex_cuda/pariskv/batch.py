@@ -23,6 +23,7 @@ from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.device_state import put
 from kvindex_cuda.pariskv.dispatch import room_of
+from kvindex_cuda.pariskv.graph import Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared, with_headroom
 
@@ -66,45 +67,65 @@ class ParisKVBatch:
         self._step: SharedStep | None = None
         self._cache: RowCache | None = None
         self._texts: list[object] = []  # that the cache has rows of
+        self._wrong: Tensor | None = None  # of the first row: it tells of all queries
+        self._replays = Replays(geometry.device)
+        self._made_of: tuple[object, ...] = (None,) * 5  # what `_reads` has
+        self._reads: State
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
         """As `IndexBatch.search`."""
         step, state = self._ready(cast(Sequence[BatchRow], rows), k)
+        step.renew()
         step.select(queries.contiguous(), state)
         return ordered_hits(step, torch.arange(k, device=queries.device))
 
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `IndexBatch.attend`."""
+        """As `IndexBatch.attend`; steps that read the same places are captured, and replayed."""
         step, state = self._ready(cast(Sequence[BatchRow], rows), k)
-        state = replace(
-            state,
-            resident=resident.rows,
-            resident_mask=resident.mask,
-            resident_count=resident.count,
-        )
-        output = step(queries.contiguous(), state)
+        reads = self._reads_of(step, state, resident)
+        if replay := self._replays.of(step, reads):
+            replay.asked.copy_(queries)
+            return Attended(*replay())
+        step.renew()
+        output = step(queries.contiguous(), reads)
         return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def _ready(self, rows: Sequence[BatchRow], k: int) -> tuple[SharedStep, State]:
-        """A step for these rows, its turn, and what it reads beside resident rows."""
+        """A step for these rows, its turn, and what it reads of them."""
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a step of a list of sequences, allowed is an index's own"
             )
-        state = self._with_rows(rows)
         candidates = [self._config.candidates(row.count, k) for row in rows]
+        need = room_of(self._kind, max(row.tokens for row in rows), max(candidates))
+        step = self._with_room(len(rows), rows[0].state.codes.shape[1], k, need)
+        step.acquire()
+        state = self._with_rows(rows)
         if self._asked != k:
             put(state.length, [row.tokens for row in rows])
             put(state.counted, [row.count for row in rows])
             put(state.wanted, candidates)
             self._asked = k
-        need = room_of(self._kind, max(row.tokens for row in rows), max(candidates))
-        step = self._with_room(len(rows), state.codes.shape[1], k, need)
-        step.acquire()
-        step.renew()
-        return step, replace(state, cache=self._with_cache(rows), wrong=rows[0].state.wrong)
+        self._with_cache(rows)
+        self._wrong = rows[0].state.wrong
+        return step, state
+
+    def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
+        """All that `attend` reads: the same object for as long as places stay the same."""
+        made_of = step, state, resident, self._cache, self._wrong
+        if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
+            self._made_of = made_of
+            self._reads = replace(
+                state,
+                cache=self._cache,
+                wrong=self._wrong,
+                resident=resident.rows,
+                resident_mask=resident.mask,
+                resident_count=resident.count,
+            )
+        return self._reads
 
     def _with_rows(self, rows: Sequence[BatchRow]) -> State:
         """The state, with what has changed of each row."""
@@ -133,10 +154,11 @@ class ParisKVBatch:
             )
         return step
 
-    def _with_cache(self, rows: Sequence[BatchRow]) -> RowCache | None:
-        """A cache, where rows are on the host; it forgets those of texts that are gone."""
+    def _with_cache(self, rows: Sequence[BatchRow]) -> None:
+        """Have a cache, where rows are on the host; it forgets those of texts that are gone."""
         if not any(row.far for row in rows):
-            return None
+            self._cache = None
+            return
         heads = self._geometry.kv_heads
         if self._cache is None or len(self._texts) != len(rows):
             groups, row_bytes = len(rows) * heads, rows[0].state.row_bytes
@@ -146,7 +168,6 @@ class ParisKVBatch:
             if self._texts[b] is not row.text:
                 self._cache.forget(slice(b * heads, (b + 1) * heads))
                 self._texts[b] = row.text
-        return self._cache
 
 
 def _empty(rows: Sequence[BatchRow]) -> State:

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,12 @@ import kvindex
 from kvindex.core.protocol import JoinsBatch
 from kvindex.ops import decode_step
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
+from kvindex_cuda.pariskv.graph import WARM
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 from tests.cuda.buffers import addressed
 from tests.cuda.devices import DEVICES, on, on_devices
+from tests.cuda.graphs import kept
 from tests.pool.machine import PoolMachine
 from tests.support.helpers import Case
 from tests.support.steps import Layer
@@ -29,6 +32,11 @@ CASE = Case(q_heads=6, kv_heads=3, head_dim=32, value_dim=32)
 def device(request):
     with on(request.param):
         yield request.param
+
+
+def counted(device):
+    """Graphs of launches that are kept, on a CPU."""
+    return kept() if device == "cpu" else nullcontext()
 
 
 def joined(states):
@@ -159,6 +167,26 @@ def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
     check(b, c)
 
 
+def test_steps_that_are_alike_are_replayed_as_sequences_grow(device):
+    case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
+    with counted(device) as graphs:
+        pool = kvindex.Pool("pariskv", **case.geometry(), backend="cuda", store="device")
+        some = [pool.open(), pool.open()]
+        pool.append(some, *case.tokens(300, 1, 2))
+        for seed in range(6):
+            if seed > 3:
+                pool.append(some[1:], *case.tokens(seed, seed, 1))
+            queries = case.queries(seed, 2)
+            got = pool.attend(some, queries, k=9)
+            for i, sequence in enumerate(some):
+                want = pool.attend([sequence], queries[i : i + 1], k=9)
+                torch.testing.assert_close(got.output[i], want.output[0], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(got.lse[i], want.lse[0], rtol=1e-5, atol=1e-5)
+                assert torch.equal(got.found[i], want.found[0])
+    if device == "cpu":
+        assert (graphs.made, graphs.replays) == (1, 7 - WARM)
+
+
 def test_only_indexes_that_can_are_rows_of_a_batch(device):
     case = Case(q_heads=4, head_dim=32, value_dim=32, batch=2, device=device)
     index = case.index("pariskv", backend="cuda", store="device")
@@ -167,6 +195,13 @@ def test_only_indexes_that_can_are_rows_of_a_batch(device):
         index.batch_row(case.queries(), k=3)
     with pytest.raises(ValueError, match="queries: got shape"):
         index.batch_row(case.queries()[:1], k=3)
+    assert (
+        kvindex.Pool(case.index("pariskv", backend="cuda", store="device"))
+        .explain()
+        .startswith(
+            "sequences: together, by kernels (with coverage, or where one is empty: one after the other"
+        )
+    )
     assert case.index("exact", backend="cuda").capability(JoinsBatch) is None
     assert case.index("pariskv").capability(JoinsBatch) is None
     with pytest.raises(ValueError, match="batch_row: got an index with backend='torch'"):

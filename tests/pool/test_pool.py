@@ -9,6 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import kvindex
 from kvindex.core.protocol import Attended
+from kvindex.layer import AttentionLayer
 from kvindex.ops import attention
 from tests.pool.machine import PoolMachine
 from tests.support.helpers import Case
@@ -105,6 +106,15 @@ def test_the_index_that_a_pool_was_made_of_stays_its_owners():
     pool = kvindex.Pool(index)
     index.append(*CASE.tokens(5))
     assert len(pool[pool.open()]) == 0
+
+
+def test_a_pool_says_how_it_steps_a_list():
+    index = CASE.index("exact")
+    told = f"\n{index.explain()}"
+    assert kvindex.Pool(index).explain() == f"sequences: one after the other{told}"
+    layers = kvindex.LayerPool(AttentionLayer(index))
+    assert layers.explain().startswith("sequences: one after the other, each by")
+    assert layers.explain().endswith(told)
 
 
 def test_a_fork_shares_all_blocks_and_what_comes_after_is_its_own():
