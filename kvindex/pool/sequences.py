@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Generic, TypeVar
 
@@ -90,8 +90,9 @@ def all_or_nothing(some: Sequence[object]) -> Iterator[None]:
     try:
         yield
     except BaseException:  # an interrupt, too
-        for one, checkpoint in before:
-            one.rollback(checkpoint)
+        with ExitStack() as back:  # each, though one may fail
+            for one, checkpoint in before:
+                back.callback(one.rollback, checkpoint)
         raise
 
 

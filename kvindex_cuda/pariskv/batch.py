@@ -76,7 +76,7 @@ class ParisKVBatch:
         """As `IndexBatch.search`."""
         step, state = self._ready(cast(Sequence[BatchRow], rows), k)
         step.renew()
-        step.select(queries.contiguous(), state)
+        step.select(queries.contiguous(), replace(state, wrong=self._wrong))
         return ordered_hits(step, torch.arange(k, device=queries.device))
 
     def attend(
@@ -179,7 +179,7 @@ def _empty(rows: Sequence[BatchRow]) -> State:
 
     parts: dict[str, Any] = {name: tensor(vars(like)[name]) for name in (*PER_BLOCK, *WHOLE)}
     parts |= {name: like.counted.new_zeros(batch) for name in ("wanted", "counted")}
-    return replace(like, length=like.length.new_zeros(batch), largest=None, **parts)
+    return replace(like, length=like.length.new_zeros(batch), largest=None, wrong=None, **parts)
 
 
 def _copy(state: State, b: int, row: BatchRow) -> None:

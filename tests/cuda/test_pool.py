@@ -113,7 +113,7 @@ def test_any_interleaving_equals_separate_indexes(device):
             assert_all_free(self.pool._like)
 
     Machine.options = dict(backend="cuda", store="host")
-    examples, steps = (5, 9) if device == "cpu" else (30, 60)
+    examples, steps = (3, 9) if device == "cpu" else (30, 60)
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
@@ -158,12 +158,13 @@ def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
     pool.close(a)
     check(c, b)
 
-    def asked_with_nan():
-        pool.attend([b, c], case.queries(batch=2) * float("nan"), k=9)
+    def asked_with_nan(call):
+        call([b, c], case.queries(batch=2) * float("nan"), k=9)
         pool.truncate(b, 0)  # on a GPU it is told later
 
-    with pytest.raises(ValueError, match="queries"):
-        asked_with_nan()
+    for call in (pool.attend, pool.search):
+        with pytest.raises(ValueError, match="queries"):
+            asked_with_nan(call)
     check(b, c)
 
 
