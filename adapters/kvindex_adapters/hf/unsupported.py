@@ -26,11 +26,6 @@ UNKNOWN_TERMS = (
 )
 """Arguments of a model's attention call that change its result and that no index knows."""
 
-TERMS = {
-    "lambda_q1": "the difference of two softmaxes over the same keys",
-}
-"""Attributes of attention modules -> what they add to the softmax over rows."""
-
 OWN_CACHES = ("minimax",)
 """Types of models that take no cache but one of a class of their own."""
 
@@ -80,12 +75,11 @@ def check_model(model: PreTrainedModel) -> Any:
             f"model: got {name}, whose layers share keys and values that its configuration does "
             "not say the layers of"
         )
-    for term, words in TERMS.items():
-        if any(getattr(module, term, None) is not None for module in model.modules()):
-            raise UnsupportedError(
-                f"model: got {name}, whose attention has {words}; the index's attention does not "
-                "know it"
-            )
+    if any(getattr(module, "lambda_q1", None) is not None for module in model.modules()):
+        raise UnsupportedError(
+            f"model: got {name}, whose layers attend twice for each update of the cache, with half "
+            "of the values each (differential attention)"
+        )
     if any(_values(config, "cross_attention_layers")):
         raise UnsupportedError(f"model: got {name}, which has cross-attention layers")
     if True in _values(config, "output_attentions"):
