@@ -29,6 +29,9 @@ UNKNOWN_TERMS = (
 OWN_CACHES = ("minimax",)
 """Types of models that take no cache but one of a class of their own."""
 
+SINKS = ("s_aux", "sinks")
+"""Arguments of a model's attention call that hold the logits of learned sinks."""
+
 INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
 """Layers of transformers' cache, not all of which every version has."""
 
@@ -72,8 +75,8 @@ def check_model(model: PreTrainedModel) -> Any:
         )
     if any(_values(config, "num_kv_shared_layers")) and not sharing_of(config):
         raise UnsupportedError(
-            f"model: got {name}, whose layers share keys and values that its configuration does "
-            "not say the layers of"
+            f"model: got {name}, whose layers attend to keys and values of layers that its "
+            "configuration does not name"
         )
     if any(getattr(module, "lambda_q1", None) is not None for module in model.modules()):
         raise UnsupportedError(
@@ -166,10 +169,6 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
 def layer_number(module: nn.Module) -> int:
     """Which layer of the model's an attention module is of; -1 where it does not say."""
     return int(getattr(module, "layer_idx", -1))
-
-
-SINKS = ("s_aux", "sinks")
-"""Arguments of a model's attention call that hold the logits of learned sinks."""
 
 
 def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
