@@ -62,7 +62,7 @@ test-hf517: .venv-hf517/.installed
 
 # The plug-in in vLLM, a CPU build, in an environment of its own with vLLM's pins (3.4 GB)
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest -q tests/vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q tests/vllm  # of models so small
 
 .venv-vllm/.installed: pyproject.toml Makefile
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
