@@ -43,6 +43,7 @@ def engine(**other):
     """A `VllmConfig`, as far as it is looked at."""
     values = {
         "block_size": 256,
+        "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -63,6 +64,7 @@ def engine(**other):
     [
         ("block_size", 128),
         ("block_size", 384),
+        ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),

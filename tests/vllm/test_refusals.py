@@ -1,6 +1,9 @@
 """What is refused, as vLLM makes its layers: nothing is served as if nobody had asked."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from kvindex_adapters.vllm import unsupported
 from tests.vllm.conftest import EVERY, settings
@@ -35,7 +38,6 @@ def test_a_configuration_of_vllm_has_what_is_asked_of_it(configured):
 
     with configured():
         unsupported.check_engine(get_current_vllm_config())
-        unsupported.check_engine(get_current_vllm_config())
 
 
 @pytest.mark.parametrize(
@@ -66,10 +68,16 @@ def test_layers(stock, configured, options, said):
 
 
 def test_learned_sinks(stock, configured):
-    import torch
-
     with configured(), pytest.raises(ValueError, match="kvindex: sinks: got learned sinks"):
         layer(sinks=torch.zeros(4))
+
+
+def test_attention_in_both_directions(stock, configured):
+    with configured():
+        made = layer().impl
+    metadata = SimpleNamespace(causal=False)
+    with pytest.raises(ValueError, match="kvindex: attention: got one that is not causal"):
+        made.forward(None, None, None, None, None, metadata, None)
 
 
 def test_rows_of_another_dtype(stock, configured):

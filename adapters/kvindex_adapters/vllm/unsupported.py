@@ -18,6 +18,7 @@ def check_engine(config: Any) -> None:
         *(
             (name, value, value == 1, "1: no other was tried")
             for name, value in (
+                ("tensor_parallel_size", parallel.tensor_parallel_size),
                 ("pipeline_parallel_size", parallel.pipeline_parallel_size),
                 ("decode_context_parallel_size", parallel.decode_context_parallel_size),
                 ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
