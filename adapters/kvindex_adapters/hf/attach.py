@@ -18,7 +18,7 @@ from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
 from kvindex_adapters.hf.model_patch import private_configurations, subclassed
 from kvindex_adapters.hf.rotary import rotary_frequencies
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_model
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, sharing_of
 
 
 @contextmanager
@@ -77,6 +77,7 @@ def attach(
     )
     decoder, ropes = find_decoder(model), Ropes()
     with claimed(model) as attachment:
+        attachment.sharing = sharing_of(config)
         cache = IndexCache(config, partial(options.make, ropes), dense_layers, attachment)
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # bad arguments raise here, not in the first forward
