@@ -91,6 +91,11 @@ class Sharded(Wrapper):
         self._ranks.check_same("sharded", self._facts())
         self._forget()
 
+    @property
+    def ranks(self) -> int:
+        """How many processes share the tokens."""
+        return self._ranks.count
+
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
         tells = capability(self.inner, TellsRecipe)

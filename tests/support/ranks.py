@@ -72,6 +72,7 @@ def started(module: str, arguments: list[str], ranks: int, folder: Path) -> list
 def joined(arguments: list[str]) -> list[str]:
     """Join the group that the first three arguments name; gives the others."""
     rank, ranks, path, *rest = arguments
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)  # transformers reads them
     torch.set_num_threads(1)
     store = dist.FileStore(path, int(ranks))
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
@@ -90,7 +91,7 @@ def main() -> None:
         except Exception:
             said[name] = traceback.format_exc()
             break  # the others may be elsewhere now
-    print(json.dumps(said))
+    print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
