@@ -26,6 +26,9 @@ TIMEOUT_S = 60.0
 """Seconds that a rank waits for the others, unless told: less than a user waits before he looks,
 more than the longest time between two layers of a prompt."""
 
+ASK_EVERY_S = 0.05
+"""Seconds between two looks for who has signed in: nothing else is left to do."""
+
 WORD = 8
 """Bytes to which parts of a message are aligned: of the widest number."""
 
@@ -133,15 +136,12 @@ class Ranks:
         """Which ranks do not sign in within the timeout, in words. Takes as long as they take."""
         assert self._group is not None
         store, end = self._group.get_group_store(), time.monotonic() + self.timeout_s
-        others, missing = [r for r in range(self.count) if r != self.rank], list[int]()
+        missing = [rank for rank in range(self.count) if rank != self.rank]
         try:
             store.set(f"kvindex/left/{self.rank}", b"")
-            for rank in others:
-                left = timedelta(seconds=max(end - time.monotonic(), 0.1))
-                try:
-                    store.wait([f"kvindex/left/{rank}"], left)
-                except dist.DistStoreError:  # the time is over
-                    missing.append(rank)
+            while missing and time.monotonic() < end:
+                missing = [rank for rank in missing if not store.check([f"kvindex/left/{rank}"])]
+                time.sleep(ASK_EVERY_S)
             gone = f"rank {' and '.join(map(str, missing))}" if missing else "a message"
         except RuntimeError:  # no store
             gone = "rank 0 or whoever else holds the store"

@@ -75,8 +75,15 @@ def tokens_are_shared(rows):
     assert (geometry.q_heads, geometry.kv_heads) == (4, 2)
 
 
-def both_are_refused():
+def what_heads_over_ranks_lack_is_refused():
     shared = of_heads("llama")[1]
+    with attach(shared, index="exact") as cache:
+        tiny.steps(shared, cache, tiny.prompt(1, 9), [9])
+        with pytest.raises(UnsupportedError, match="cache: got one of a model whose heads"):
+            cache.save("nowhere")
+        cache.reset()
+        with pytest.raises(UnsupportedError, match="cache: got one of a model whose heads"):
+            cache.load("nowhere")
     with (
         pytest.raises(
             UnsupportedError, match="index: got one whose tokens are sharded, of a model"
@@ -91,5 +98,5 @@ def cases(ranks, every):
     return {
         **{f"heads, {family}": partial(heads_are_shared, family) for family in FAMILIES},
         **{f"tokens, {rows}": partial(tokens_are_shared, rows) for rows in ("own", "best")},
-        "both": both_are_refused,
+        "refused": what_heads_over_ranks_lack_is_refused,
     }

@@ -69,20 +69,21 @@ def started(module: str, arguments: list[str], ranks: int, folder: Path) -> list
     return [out.strip().rpartition("\n")[2] or errors[-2000:] for out, errors in told]
 
 
-def joined(arguments: list[str]) -> list[str]:
+def joined(arguments: list[str], backend: str = "gloo") -> list[str]:
     """Join the group that the first three arguments name; gives the others."""
     rank, ranks, path, *rest = arguments
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)  # transformers reads them
     torch.set_num_threads(1)
     store = dist.FileStore(path, int(ranks))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
+    dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(ranks))
     return rest
 
 
 def main() -> None:
-    module, *every = joined(sys.argv[1:])
+    found = importlib.import_module(sys.argv[4])
+    _, *every = joined(sys.argv[1:], vars(found).get("BACKEND", "gloo"))
     said: dict[str, str | None] = {}
-    cases = importlib.import_module(module).cases(dist.get_world_size(), bool(every))
+    cases = found.cases(dist.get_world_size(), bool(every))
     for name, case in cases.items():
         print(name, file=sys.stderr, flush=True)  # which one was under way, of a run that hangs
         try:

@@ -1,7 +1,6 @@
 """Tokens of one sequence in several processes: what they find and attend to is as in one."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +13,16 @@ from kvindex.core.shards import Shard
 from kvindex.wrappers import Sharded
 from tests.support import ranks as processes
 from tests.support.helpers import Case, assert_same_hits
-from tests.wrappers import sharded_cases
+from tests.wrappers import sharded_cases, sharded_gpu_cases
 
 MODULE = sharded_cases.__name__
 TOGETHER = [(ranks, name) for ranks in (2, 3) for name in sharded_cases.cases(ranks, False)]
 CASE = Case(q_heads=6, kv_heads=2, batch=2)
 
 
-def agreed(ranks, name, every=False):
+def agreed(ranks, name, every=False, module=MODULE):
     """Raises where a rank says that the case failed, or did not get there."""
-    for rank, said in enumerate(processes.results(MODULE, ranks, every)):
+    for rank, said in enumerate(processes.results(module, ranks, every)):
         assert name in said, f"rank {rank} ended before: {next(reversed(said.items()), None)}"
         assert said[name] is None, f"rank {rank}: {said[name]}"
 
@@ -38,6 +37,12 @@ def test_ranks_together(ranks, name):
 def test_the_whole_contract_of_every_index(ranks):
     for name in sharded_cases.EVERY:
         agreed(ranks, name, every=True)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("name", sharded_gpu_cases.cases(2, False))
+def test_two_gpus_together(name):
+    agreed(2, name, module=sharded_gpu_cases.__name__)
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
@@ -126,9 +131,3 @@ def test_a_process_of_torchrun_without_a_group_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     with pytest.raises(ValueError, match="group: got none in a process of torchrun"):
         Ranks.of()
-
-
-def test_worker_files_are_there():
-    """They are started by name."""
-    folder = Path(__file__).parent
-    assert (folder / "sharded_faults.py").is_file()

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kvindex.core.protocol import KVIndex
@@ -59,6 +61,15 @@ def heads_over_ranks() -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
+def check_whole(decoder: nn.Module) -> None:
+    """Raises UnsupportedError for a decoder whose weights are those of one rank of several."""
+    if any(isinstance(weight, DTensor) for weight in decoder.parameters()):
+        raise UnsupportedError(
+            "cache: got one of a model whose heads several ranks share, allowed for save and load "
+            "is one whose weights are whole: they tell which model it is"
+        )
 
 
 def is_sharded(index: KVIndex) -> bool:
