@@ -1,3 +1,3 @@
-"""Version of kvindex: ranks of one run have the same."""
+"""Version: all ranks of a run have the same; `kvindex.__version__`."""
 
 __version__ = "0.1.0"

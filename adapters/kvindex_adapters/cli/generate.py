@@ -119,8 +119,9 @@ def generate(
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))
-    options = dict(gguf_file=gguf_file, dtype=number, device=device, heads=heads)
-    loaded, tokenizer = load_model.load(model, **options)
+    loaded, tokenizer = load_model.load(
+        model, gguf_file=gguf_file, dtype=number, device=device, heads=heads
+    )
     torch.manual_seed(seed)
     chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed, **keeps)
     result = answers.answer(loaded, tokenizer, text, questions, request, chosen)

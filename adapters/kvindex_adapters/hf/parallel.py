@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from kvindex.core.protocol import KVIndex
 from kvindex.core.ranks import TIMEOUT_S
@@ -63,12 +62,26 @@ def heads_over_ranks() -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
+def shares_heads(model: nn.Module) -> bool:
+    """Whether several ranks have the weights of a model together."""
+    return any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
 def check_whole(decoder: nn.Module) -> None:
     """Raises UnsupportedError for a decoder whose weights are those of one rank of several."""
-    if any(isinstance(weight, DTensor) for weight in decoder.parameters()):
+    if shares_heads(decoder):
         raise UnsupportedError(
             "cache: got one of a model whose heads several ranks share, allowed for save and load "
             "is one whose weights are whole: they tell which model it is"
+        )
+
+
+def check_shards(model: nn.Module, index: KVIndex) -> None:
+    """Raises UnsupportedError for shards of tokens whose ranks have other heads each."""
+    if is_sharded(index) and shares_heads(model):
+        raise UnsupportedError(
+            "index: got one whose tokens are sharded, of a model whose heads several ranks share, "
+            "allowed is one or the other: ranks that share tokens have the same heads"
         )
 
 
@@ -79,13 +92,3 @@ def is_sharded(index: KVIndex) -> bool:
             return True
         index = index.inner
     return False
-
-
-def check_shards(model: PreTrainedModel, index: KVIndex) -> None:
-    """Raises UnsupportedError for shards of tokens whose ranks have other heads each."""
-    ranks = getattr(model, "tp_size", None) or 1
-    if ranks > 1 and is_sharded(index):
-        raise UnsupportedError(
-            f"index: got one whose tokens are sharded, of a model whose heads {ranks} ranks share, "
-            "allowed is one or the other: ranks that share tokens have the same heads"
-        )
