@@ -11,16 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-try:
-    from torch.distributed import all_gather_single
-except ImportError:  # torch before 2.13 has it by another name
-    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 TIMEOUT_S = 60.0
 """Seconds that a rank waits for the others, unless told: less than a user waits before he looks,
@@ -104,7 +100,7 @@ class Ranks:
             return [part[None] for part in parts]
         sent = torch.cat([_bytes(part) for part in parts])
         got = sent.new_empty(self.count * len(sent))
-        self._run(all_gather_single, got, sent, group=self._group)
+        self._run(_all_gather(), got, sent, group=self._group)
         every, start, found = got.view(self.count, -1), 0, []
         for part in parts:
             raw = every[:, start : start + part.nbytes].view(part.dtype)
@@ -152,6 +148,16 @@ class Ranks:
 
 
 _known: dict[tuple[Any, float], Ranks] = {}
+
+
+@cache
+def _all_gather() -> Any:
+    """torch's all-gather into one tensor, which torch before 2.13 has by another name."""
+    try:
+        from torch.distributed import all_gather_single
+    except ImportError:
+        from torch.distributed import all_gather_into_tensor as all_gather_single
+    return all_gather_single
 
 
 def _bytes(tensor: Tensor) -> Tensor:
