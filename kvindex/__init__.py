@@ -3,13 +3,12 @@
 from kvindex.bases.index import BaseIndex
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes, Hits, KVIndex, Rows
+from kvindex.core.version import __version__ as __version__
 from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.pool.layer_pool import LayerPool
 from kvindex.pool.pool import Pool
 from kvindex.registry import create, get, names
 from kvindex.saving.load import load
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AttentionLayer",

@@ -25,6 +25,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if torch.cuda.device_count() < 2:
+        for item in items:
+            if item.get_closest_marker("gpu2"):
+                item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
     known = set(kvindex.names())
     for item in items:
         given = getattr(item, "callspec", None)

@@ -27,7 +27,9 @@ ROOMS = {
         *("cpu", "wrappers", "registry", "saving", "pool", "__init__", "testing"),
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
-    "adapters/kvindex_adapters": ("__init__", "hf", "decoder", "vllm", "evaluate", "cli"),
+    "adapters/kvindex_adapters": (
+        *("__init__", "hf", "decoder", "vllm", "evaluate", "cli", "__main__"),
+    ),
 }
 """Package -> its rooms (folders, and files beside them) from the bottom up: a room imports only
 rooms before it. A name may be of a room that does not exist yet."""
@@ -39,7 +41,7 @@ shrink."""
 FILES = {
     "kvindex": {"__init__.py", "registry.py", "py.typed"},
     "kvindex_cuda": {"__init__.py", "py.typed"},
-    "adapters/kvindex_adapters": {"__init__.py", "py.typed"},
+    "adapters/kvindex_adapters": {"__init__.py", "__main__.py", "py.typed"},
 }
 """Package -> what `ls` shows of it beside folders."""
 

@@ -21,7 +21,7 @@ from kvindex.core.restore import Restorable
 
 READS = frozenset(
     {
-        *("encode", "search", "fetch", "nbytes", "bytes_per_key", "expand_batch"),
+        *("encode", "search", "search_share", "fetch", "nbytes", "bytes_per_key", "expand_batch"),
         *("state_dict", "__deepcopy__", "candidate_share"),
     }
 )

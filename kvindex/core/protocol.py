@@ -297,6 +297,22 @@ class ExpandsBatch(Protocol):
 
 
 @runtime_checkable
+class SearchesShare(Protocol):
+    """It finds among its tokens what a search of the tokens of several indexes would find there.
+
+    Then the best of what each finds are those of all; else scores of two indexes do not compare.
+    """
+
+    def search_share(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
+        """As `search`, by scores that compare; an index without tokens finds nothing.
+
+        total: gives, of the logarithms of the sums of the exponentials of all logits in this index,
+        float32 `[B, G, g]`, those in all of them. Each calls it as often as the others.
+        """
+        ...
+
+
+@runtime_checkable
 class KeepsState(Protocol):
     """All that it keeps are named tensors, to be written to a file or sent to another."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
-from kvindex.core.protocol import Codes, Hits
+from kvindex.core.protocol import Codes, Hits, SearchesShare
 from kvindex.ops import group
+from kvindex.ops.attention import cap
 from kvindex.ops.coverage import log_weights, within
 
 BLOCK = 16_384
@@ -38,8 +40,28 @@ class Exact(BaseIndex):
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
 
+    def _offers(self, wanted: type) -> bool:
+        if wanted is SearchesShare:  # places in a list do not compare with those in another
+            return self.geometry.group_size == 1 or self.config.group != "union"
+        return super()._offers(wanted)
+
     def _search(self, queries: Tensor, k: int) -> Hits:
         return self._ranked(queries, k)[0]
+
+    def search_share(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
+        """As `protocol.SearchesShare.search_share`. Raises as `search`."""
+        check.wanted_rows(k)
+        g, policy = self.geometry, self.config.group
+        self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
+        self._check_finite("queries", queries)
+        agreed = self.scores(group.fold(queries.detach(), g.kv_heads, policy))
+        if agreed.shape[2] > 1:
+            none = agreed.isneginf()
+            logits = cap(agreed, g.scale, g.softcap).masked_fill(none, float("-inf"))
+            shares = logits - total(logits.logsumexp(-1))[..., None]
+            agreed = group.together(shares, policy)[:, :, None].masked_fill(none, float("-inf"))
+        best, ids = self.ops.select.top_k(agreed[:, :, 0], k)
+        return Hits(ids, best)
 
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
         hits, scores = self._ranked(queries, k)
@@ -62,9 +84,8 @@ class Exact(BaseIndex):
 
         queries: float32 `[B, G, g, D]`.
         """
-        scores = torch.cat(
-            [queries @ rows.keys.float().mT for _, rows in self._store.blocks(BLOCK)], dim=-1
-        )
+        parts = [queries @ rows.keys.float().mT for _, rows in self._store.blocks(BLOCK)]
+        scores = torch.cat([queries.new_empty(*queries.shape[:-1], 0), *parts], dim=-1)
         if self.valid is not None:
             scores = scores.masked_fill(~self.valid[:, None, None], float("-inf"))
         return scores

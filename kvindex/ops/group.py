@@ -58,5 +58,12 @@ def agree(
         else:
             total = (logits + sizes[:, :, None].log()).logsumexp(-1, keepdim=True)
             shares = logits - total.masked_fill(total == float("-inf"), 0)
-        score = shares.amax(2) if policy == "max_share" else shares.logsumexp(2) - math.log(heads)
+        score = together(shares, policy)
     return score.masked_fill(none, float("-inf"))
+
+
+def together(shares: Tensor, policy: str) -> Tensor:
+    """The score `[B, G, C]` of rows from their log shares `[B, G, g, C]` of each head's softmax."""
+    if policy == "max_share":
+        return shares.amax(2)
+    return shares.logsumexp(2) - math.log(shares.shape[2])

@@ -219,11 +219,11 @@ class Wrapper(Capable, NamedState, Guarded):
     def state_dict(self) -> State:
         """The inner index's state, with names below `inner`, and the wrapper's own."""
         inner = above("inner", self._inner(KeepsState).state_dict())
-        return signed({"wrapper": type(self).__name__}, {**inner, **self._own_state()})
+        return signed(self._whose(), {**inner, **self._own_state()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """As the inner index does; options of the wrapper stay its own."""
-        check_signed({"wrapper": type(self).__name__}, state)
+        check_signed(self._whose(), state)
         self._inner(KeepsState).load_state_dict(below("inner", state))
         self._unpack(state, self.geometry.device)
 
@@ -236,6 +236,10 @@ class Wrapper(Capable, NamedState, Guarded):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the wrapper and its inner index to a new folder, as `BaseIndex.save` does."""
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
+
+    def _whose(self) -> dict[str, Any]:
+        """What a wrapper must agree in to take the state of this one."""
+        return {"wrapper": type(self).__name__}
 
     def _own_state(self) -> State:
         """What the wrapper keeps beside the inner index."""

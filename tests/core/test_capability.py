@@ -11,23 +11,26 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
     CapturesStep,
+    CountsTokens,
     DecodesStep,
     ExpandsBatch,
     JoinsBatch,
     ObservesQueries,
+    SearchesShare,
     TellsCoverage,
     TellsRowBytes,
     WeighsRows,
 )
 from kvindex.indexes.exact import Exact
 from kvindex.registry import wrapper_options
-from kvindex.wrappers import MeasureRecall, Reuse, Sample, VAttention, Wrapper
+from kvindex.wrappers import MeasureRecall, Reuse, Sample, Sharded, VAttention, Wrapper
 from tests.support.helpers import Case
 
 CLASSES = {
     "recall": MeasureRecall,
     "reuse": Reuse,
     "sample": Sample,
+    "sharded": Sharded,
     "vattention": VAttention,
     "wrapper": Wrapper,
 }
@@ -40,14 +43,18 @@ CAPABILITIES = [
 ONLY_ITS_OWN = {
     ("reuse", ObservesQueries),
     *((name, own) for name in ("sample", "vattention") for own in (TellsCoverage, WeighsRows)),
+    *(("sharded", own) for own in (Attends, CountsTokens, TellsCoverage)),
 }
 """What a wrapper does whatever the inner index does."""
 NOT_PASSED_ON = {
     # a step of the inner index is not its own search
-    *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep, JoinsBatch)),
+    *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
+    *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShare)),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
     ("recall", ExpandsBatch),  # what a view finds would not be counted
     ("reuse", ExpandsBatch),  # a step may find what the one before found
+    # an append and a search are calls of all ranks together
+    *(("sharded", together) for together in (AppendsAsync, ExpandsBatch)),
 }
 
 
@@ -158,9 +165,10 @@ def test_a_wrapped_index_explains_the_wrapper_and_then_itself(name):
     wrapped = CLASSES[name](inner)
     options = ", ".join(f"{o}={value!r}" for o, value in wrapper_options()[name].items())
     lines = [f"wrapper: {CLASSES[name].__name__}({options})", inner.explain()]
-    assert wrapped.explain() == "\n".join(lines)
-    twice = Wrapper(wrapped).explain()
-    assert twice == "\n".join(["wrapper: Wrapper()", *lines])
+    said = wrapped.explain()
+    assert said.startswith("\n".join(lines))
+    assert (said == "\n".join(lines)) == (name != "sharded"), "which rank it is, too"
+    assert Wrapper(wrapped).explain() == f"wrapper: Wrapper()\n{said}"
     assert Case().index(f"exact+{name}").explain().startswith(lines[0])
 
 

@@ -82,10 +82,15 @@ def generate(
     from kvindex_adapters.cli import engine as engines
     from kvindex_adapters.cli.progress import console
     from kvindex_adapters.evaluate.output_files import check_output, write_json
-    from kvindex_adapters.hf import load_model
+    from kvindex_adapters.hf import load_model, parallel
 
     number = common.check_dtype(dtype)
     load_model.check_device(device)
+    together = parallel.launched()
+    if together:
+        common.check_alone(engine, save_cache, load_cache)
+        device, engine = parallel.join(device), "transformers"
+        console.quiet = parallel.rank()[0] > 0
     regions = dict(
         sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
     )
@@ -116,12 +121,17 @@ def generate(
     common.check_folders(request.index, save_cache, load_cache)
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
-    loaded, tokenizer = load_model.load(model, gguf_file=gguf_file, dtype=number, device=device)
+    heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))
+    loaded, tokenizer = load_model.load(
+        model, gguf_file=gguf_file, dtype=number, device=device, heads=heads
+    )
     torch.manual_seed(seed)
     chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed, **asked)
     if weights != "plain":
         loaded = None  # so that the matrices that were quantized are freed
     result = answers.answer(loaded, tokenizer, text, questions, request, chosen)
-    if json_file:
+    if json_file and parallel.rank()[0] == 0:
         told = answers.to_json(result, request, model, device, chosen.name)
         write_json(json_file, {**told, "weights": weights}, indent=2)
+    if together:
+        parallel.leave()

@@ -17,6 +17,7 @@ from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
 from kvindex_adapters.hf.model_patch import private_configurations, subclassed
+from kvindex_adapters.hf.parallel import check_shards
 from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, sharing_of
 
@@ -81,7 +82,8 @@ def attach(
         cache = IndexCache(config, partial(options.make, ropes), dense_layers, attachment)
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # bad arguments raise here, not in the first forward
-        options.probe(ropes, partial(layer_geometry, config))
+        for made in options.probe(ropes, partial(layer_geometry, config)):
+            check_shards(model, made)
         with private_configurations(model, NAME):
             model.set_attn_implementation(attention_request(model, NAME))
             if model.config.get_text_config(decoder=True)._attn_implementation != NAME:

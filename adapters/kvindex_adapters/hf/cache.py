@@ -26,6 +26,7 @@ from kvindex_adapters.hf.attachment import Attachment
 from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop
 from kvindex_adapters.hf.layer_kinds import indexed_layer
 from kvindex_adapters.hf.padding import Padding
+from kvindex_adapters.hf.parallel import check_whole
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache
 from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
@@ -174,6 +175,7 @@ class IndexCache(DynamicCache):
         self.check_usable()
         self.check_attended()
         check.at_least("len(cache)", self.get_seq_length(), 1)
+        check_whole(self._decoder())
         with self.attachment.exclusive():
             save_cache(folder, self.layers, self.ids, self._decoder(), self._config)
 
@@ -186,6 +188,7 @@ class IndexCache(DynamicCache):
         was.
         """
         self.check_usable()
+        check_whole(self._decoder())
         if length := self.get_seq_length():
             raise ValueError(
                 f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"

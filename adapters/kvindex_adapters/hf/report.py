@@ -10,6 +10,7 @@ from operator import add
 from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, Placement, PlacesRows
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.parallel import rank
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Report:
     heads and steps, where `attach` was asked for one; else None; dense_below: below this many
     tokens attention is dense; k: rows per KV head that a step asks for; placement: where the rows
     of all these layers are, and what the cache of rows had, or None where they are in one place
-    that nobody caches (`kvindex.core.protocol.Placement`).
+    that nobody caches (`kvindex.core.protocol.Placement`); rank, ranks: which of how many processes
+    this is. Each has its share of the heads, whose bytes fetched are its own, or of the tokens,
+    where rows and bytes are those of all; nbytes and placement are its own in any case.
     """
 
     tokens: int
@@ -39,6 +42,8 @@ class Report:
     dense_below: int = 0
     k: int = 0
     placement: Placement | None = None
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def rows_read_fraction(self) -> float:
@@ -60,9 +65,10 @@ class Report:
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in self.nbytes.items())
+        of_rank = f" of rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
         return (
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
-            f"memory: {tiers or 'none'}"
+            f"memory{of_rank}: {tiers or 'none'}"
             + (f"; k {self.k}, rows: {self.placement}" if self.placement else "")
         )
 
@@ -74,6 +80,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
     or None where there are none.
     """
     traffic = [layer.traffic for layer in layers]
+    place, ranks = rank()
     steps = sum(part.steps for part in traffic)
     covered = steps > 0 and any(layer.coverage is not None for layer in layers)
     nbytes: dict[str, int] = {}
@@ -94,6 +101,8 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         coverage=float(sum(float(part.coverage) for part in traffic)) / steps if covered else None,
         k=max((layer.k for layer in layers), default=0),
         placement=_together([layer.index for layer in layers]),
+        rank=place,
+        ranks=ranks,
     )
 
 

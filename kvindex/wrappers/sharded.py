@@ -1,0 +1,440 @@
+"""Sharded: each process holds and searches a share of the tokens (sequence parallelism).
+
+Attention over disjoint rows is merged exactly by its log-sum-exp (Milakov and Gimelshein, 2018), so
+that ranks need not agree on rows: one all-gather a step. What each way costs: docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from kvindex import ops
+from kvindex.core import check
+from kvindex.core.capability import capability
+from kvindex.core.protocol import (
+    UNUSED,
+    AppendsAsync,
+    Attended,
+    Attends,
+    CountsTokens,
+    ExpandsBatch,
+    Hits,
+    KVIndex,
+    ObservesQueries,
+    Rows,
+    SearchesShare,
+    TellsCoverage,
+    TellsRecipe,
+    WeighsRows,
+)
+from kvindex.core.ranks import TIMEOUT_S, Ranks
+from kvindex.core.resident import ResidentRows
+from kvindex.core.shards import Shard
+from kvindex.core.version import __version__
+from kvindex.ops import group as groups
+from kvindex.storage.columns import Valid
+from kvindex.storage.recipe import class_name
+from kvindex.wrappers.base import Wrapper
+
+ROWS = ("own", "best")
+NEVER = float("-inf")
+
+
+class Sharded(Wrapper):
+    """Tokens go to the ranks of a process group in turn, `block` of them to each; ids are those of
+    the sequence. All ranks make the same calls, with the same tensors, and get the same results.
+
+    rows: what a step attends to: "own", each rank to the `k` rows that it finds best or draws, so
+    that it is `k` for each of them, and outputs are merged; "best", to the `k` best rows of all.
+    A search finds those in any case: of an index that offers `SearchesShare` what it would find in
+    one process, of one that draws rows `k / W` of each rank's, of any other the best by true scores
+    (`mean_share`) of the `k` that each rank proposes. timeout_s: seconds after which a rank that
+    does not answer ends the others. group: of `torch.distributed`; None: the default one, or, where
+    there is none, this process alone.
+
+    Bytes, placement and an index's state are those of this rank. An index that learns does so from
+    its rank's tokens, and one that looks at queries hears that they follow its newest token.
+    Raises ValueError for a bad option, for an index that holds tokens, and on all ranks where one
+    has another version, index or option.
+    """
+
+    statistics = ("_length", "_batch", "_valid")
+    own = frozenset({Attends, CountsTokens, TellsCoverage})
+    lacks = frozenset({AppendsAsync, ExpandsBatch})
+
+    _length: int
+    _batch: int | None
+    _valid: Valid  # of all tokens
+
+    def __init__(
+        self,
+        inner: KVIndex,
+        *,
+        block: int = 256,
+        rows: str = "own",
+        timeout_s: float = TIMEOUT_S,
+        group: Any = None,
+    ) -> None:
+        super().__init__(inner)
+        self.block = check.at_least("block", block, 1)
+        self.rows = check.one_of("rows", rows, ROWS)
+        self.timeout_s, self.group = check.positive("timeout_s", timeout_s), group
+        if len(inner):
+            raise ValueError(f"inner: got one that holds {len(inner)} tokens, allowed is empty")
+        self._ranks = Ranks.of(group, self.timeout_s)
+        self._shard = Shard(self._ranks.rank, self._ranks.count, block)
+        self._nothing: ResidentRows | None = None
+        self._ranks.check_same("sharded", self._facts())
+        self._forget()
+
+    @property
+    def ranks(self) -> int:
+        """How many processes share the tokens."""
+        return self._ranks.count
+
+    def _facts(self) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        tells = capability(self.inner, TellsRecipe)
+        index = {"index": class_name(type(self.inner))} if tells is None else tells.recipe()
+        versions = {"version": __version__, "torch": str(torch.__version__)}
+        return {**versions, **index, "block": self.block, "rows": self.rows}
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "group": None}  # whoever loads it has another
+
+    def _forget(self) -> None:
+        self._length, self._batch, self._valid = 0, None, Valid()
+
+    def _alone(self, name: str) -> bool:
+        return True  # two threads' collectives would meet
+
+    # Tokens
+
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """As every index does; each rank takes what is its own. No collective.
+
+        Raises on all ranks, as `BaseIndex.append`, but for memory that runs out on one.
+        """
+        self._check_tokens(keys, values, valid)
+        if not keys.numel():
+            return
+        start, count = self._length, keys.shape[2]
+        flags = self._valid.reserve(start, keys, valid)
+        parts = self._shard.parts(start, start + count)
+        if parts:
+            some = None if valid is None else _taken(valid, parts, 1)
+            self.inner.append(_taken(keys, parts, 2), _taken(values, parts, 2), valid=some)
+        self._valid.append(flags, all_real=valid is None)
+        self._batch, self._length = keys.shape[0], start + count
+
+    def _check_tokens(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
+        g = self.geometry
+        shape = {"B": self._batch, "G": g.kv_heads, "N": None, "D": g.head_dim}
+        check.tensor("keys", keys, shape, g.dtype, g.device)
+        sizes: dict[str, int | None] = {"B": keys.shape[0], "N": keys.shape[2]}
+        check.tensor("values", values, {**shape, **sizes, "D": g.value_dim}, g.dtype, g.device)
+        if valid is not None:
+            check.tensor("valid", valid, sizes, torch.bool, g.device)
+        if g.device.type != "cuda":  # there each rank looks at its own, and tells later
+            known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
+            check.finite("keys", known)
+
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
+        """As the inner index does, of its newest token up to each position."""
+        if capability(self.inner, ObservesQueries) is not None:
+            self.inner.observe_queries(queries, self._shard.to_own_positions(positions))
+
+    def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
+        """As the inner index does, of its tokens."""
+        parts = self._shard.parts(first, first + tokens.shape[-1])
+        if parts:
+            some = _taken(tokens, parts, tokens.ndim - 1)
+            self.inner.observe_tokens(some, first=self._shard.tokens(first))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def counts(self) -> Tensor:
+        """Valid tokens of each row of the batch, on all ranks, int64 `[B]`, on the CPU."""
+        if self._valid.flags is None:
+            return torch.full((self._batch or 0,), self._length)
+        return self._valid.flags.sum(1).cpu()
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, on all ranks, bool `[B, N]`, or None where all are."""
+        return self._valid.flags
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
+        if check.at_least("length", length, 0) < self._length:
+            self.inner.truncate(self._shard.tokens(length))
+            self._valid.truncate(length)
+            self._length = length
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """As the inner index does, on all ranks."""
+        check.rows("batch_indices", batch_indices, self._batch)
+        if self._batch is None:
+            return
+        valid = self._valid.reordered(batch_indices)
+        self.inner.reorder(batch_indices)
+        self._valid, self._batch = valid, len(batch_indices)
+
+    def reset(self) -> None:
+        """As the inner index does."""
+        super().reset()
+        self._forget()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per tier, of this rank."""
+        inner = self.inner.nbytes()
+        return {**inner, "codes": inner.get("codes", 0) + self._valid.nbytes()}
+
+    def reserve(self, tokens: int) -> None:
+        """As the inner index does, for its share of so many tokens."""
+        super().reserve(max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1))
+
+    def reserve_ahead(self, tokens: int, *, batch: int) -> None:
+        """As the inner index does, for its share of so many tokens."""
+        own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
+        super().reserve_ahead(own, batch=batch)
+
+    def warm_up(self, *, k: int, tokens: int) -> None:
+        """As the inner index does, where it holds a token, for its share of so many."""
+        own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
+        if len(self.inner):
+            super().warm_up(k=k, tokens=own)
+
+    # Search and fetch
+
+    def check_coverage(self, coverage: float) -> None:
+        """Raises ValueError: no rank knows what share of the attention the others' rows hold."""
+        raise ValueError(f"coverage: got {coverage}, allowed is None where tokens are sharded")
+
+    def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
+        """The `k` rows of all ranks that queries `[B, H, D]` should attend to, the same on each.
+
+        One all-gather, or two (`SearchesShare`). Raises as `BaseIndex.search`, and ValueError for a
+        coverage.
+        """
+        if coverage is not None:
+            self.check_coverage(coverage)
+        check.wanted_rows(k)
+        self._check_queries(queries)
+        most, queries = min(k, max(2 * self._length, 1)), queries.detach()  # a summary a token
+        shares = capability(self.inner, SearchesShare)
+        if capability(self.inner, WeighsRows) is not None:
+            hits = self._drawn(queries, most)
+        elif shares is not None:
+            own = shares.search_share(queries, k=most, total=self._total)
+            found = self._ranks.gather(self._shard.to_whole(own.ids), own.scores)
+            ids, scores = map(_side_by_side, found)
+            hits = _best(ids, scores, most)[0]
+        else:
+            hits = self._rescored(queries, most)
+        return hits if most == k else hits.widened(k)
+
+    def _total(self, sums: Tensor) -> Tensor:
+        """As `SearchesShare.search_share` asks."""
+        return self._ranks.gather(sums)[0].logsumexp(0)
+
+    def _rescored(self, queries: Tensor, k: int) -> Hits:
+        """The best by true scores of the rows that the ranks propose."""
+        own, g = self.inner.search(queries, k=k), self.geometry
+        keys = self.inner.fetch(own).keys.float()
+        products = groups.fold(queries, g.kv_heads, "mean_share") @ keys.mT  # [B, G, g, K]
+        found = self._ranks.gather(self._shard.to_whole(own.ids), products)
+        ids, products = map(_side_by_side, found)
+        products = products.masked_fill((ids == UNUSED)[:, :, None], NEVER)
+        scores = groups.agree(products, "mean_share", scale=g.scale, softcap=g.softcap)
+        return _best(ids, scores, k)[0]
+
+    def _drawn(self, queries: Tensor, k: int) -> Hits:
+        """Rows that each rank draws of its own, with their weights: so many of each."""
+        rank, count = self._ranks.rank, self._ranks.count
+        most, mine = -(-k // count), k // count + (rank < k % count)
+        own = self.inner.search(queries, k=max(mine, 1)).widened(most)
+        ids, weight = self._shard.to_whole(own.ids), own.log_weight
+        if weight is None:
+            wide = ids.repeat_interleave(self.geometry.group_size, dim=1)
+            weight = torch.zeros_like(wide, dtype=torch.float32).masked_fill(wide < 0, NEVER)
+        if not mine:
+            ids, own = torch.full_like(ids, UNUSED), Hits(ids, torch.full_like(own.scores, NEVER))
+        ids, scores, weights = map(_side_by_side, self._ranks.gather(ids, own.scores, weight))
+        hits, places = _best(ids, scores, k)
+        places = places.repeat_interleave(self.geometry.group_size, dim=1)
+        weights = weights.gather(-1, places.clamp_min(0)).masked_fill(places < 0, NEVER)
+        return Hits(hits.ids, hits.scores, weights)
+
+    def fetch(self, hits: Hits) -> Rows:
+        """Full-precision rows of `hits`, each from the rank that has it: one all-reduce.
+
+        Raises as `BaseIndex.fetch`.
+        """
+        ids = self._checked_ids(hits)
+        own, failed = self._own_hits(ids), False
+        named = self.geometry.device.type != "cuda" and bool((ids < UNUSED).any())
+        try:
+            rows = self.inner.fetch(own)
+        except ValueError:
+            if not named:
+                raise
+            rows, failed = self.inner.fetch(self._own_hits(torch.full_like(ids, UNUSED))), True
+        if named and bool(self._ranks.gather(torch.tensor([failed]))[0].any()):
+            lowest = int(ids.min())
+            raise ValueError(f"hits.ids: got {lowest}, allowed are ids that a search has given")
+        both = self._ranks.add(torch.cat([rows.keys, rows.values], dim=-1))
+        keys, values = both.tensor_split([self.geometry.head_dim], dim=-1)
+        return Rows(keys.contiguous(), values.contiguous())
+
+    def _own_hits(self, ids: Tensor, log_weight: Tensor | None = None) -> Hits:
+        own = self._shard.to_own(ids)
+        return Hits(own, torch.zeros_like(own, dtype=torch.float32), log_weight)
+
+    def _check_queries(self, queries: Tensor) -> None:
+        g = self.geometry
+        shape = {"B": self._batch, "H": g.q_heads, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        if g.device.type != "cuda":
+            check.finite("queries", queries)
+
+    def _checked_ids(self, hits: Hits) -> Tensor:
+        """Ids of `hits`; on a GPU one that is too large is an unused slot."""
+        if not isinstance(hits, Hits):
+            raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
+        g = self.geometry
+        shape = {"B": self._batch, "G": g.kv_heads, "K": None}
+        check.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
+        wrong = hits.ids >= self._length
+        if g.device.type != "cuda" and bool(wrong.any()):
+            got, last = hits.ids[wrong][0].item(), self._length - 1
+            raise ValueError(f"hits.ids: got {got}, allowed is {UNUSED} to {last}")
+        return hits.ids.masked_fill(wrong, UNUSED)
+
+    # Attention
+
+    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
+        """As `protocol.Attends.attend`: of each rank's best `k` rows, or of all ranks' (`rows`).
+
+        `resident` is attended to once, by rank 0. `found` counts the rows of all ranks. One
+        all-gather, after those of `search` for the best of all. Raises as `search`.
+        """
+        check.at_least("len(index)", self._length, 1)
+        if self.rows == "best":
+            return super().attend(queries, resident, k=k)
+        check.wanted_rows(k)
+        self._check_queries(queries)
+        resident = self._beside(resident)
+        attends = capability(self.inner, Attends)
+        if not len(self.inner) or attends is None:
+            hits = self.inner.search(queries, k=min(k, max(len(self.inner) * 2, 1)))
+            return self._merged(self._attended(queries, hits, resident), resident)
+        return self._merged(attends.attend(queries, resident, k=k), resident)
+
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `protocol.Attends.attend_hits`, each rank to its own of the rows: one all-gather."""
+        check.at_least("len(index)", self._length, 1)
+        self._check_queries(queries)
+        own, resident = (
+            self._own_hits(self._checked_ids(hits), hits.log_weight),
+            self._beside(resident),
+        )
+        attends = capability(self.inner, Attends)
+        if not len(self.inner) or attends is None:
+            return self._merged(self._attended(queries, own, resident), resident)
+        return self._merged(attends.attend_hits(queries, own, resident), resident)
+
+    def _beside(self, resident: ResidentRows) -> ResidentRows:
+        """What this rank attends to beside its rows: all that is resident, or nothing."""
+        if self._ranks.rank == 0:
+            return resident
+        if self._nothing is None or self._nothing.batch != resident.batch:
+            self._nothing = ResidentRows(self.geometry, resident.batch, 1)
+        return self._nothing
+
+    def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """Attention to rows of the inner index, and to those that are resident, op by op."""
+        g, rows, count = self.geometry, self.inner.fetch(hits), len(resident)
+        beside = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
+        used = hits.ids != UNUSED
+        seen = resident.mask[:, None, :count].bool().expand(-1, g.kv_heads, -1)
+        hidden = ~torch.cat([used, seen], dim=2).repeat_interleave(g.group_size, dim=1)
+        bias = torch.zeros_like(hidden, dtype=torch.float32).masked_fill(hidden, NEVER)
+        if hits.log_weight is not None:
+            bias[..., : used.shape[-1]] += hits.log_weight
+        keys = torch.cat([rows.keys, beside[0]], dim=2)
+        values = torch.cat([rows.values, beside[1]], dim=2)
+        options: Any = dict(scale=g.scale, softcap=g.softcap, bias=bias, return_lse=True)
+        output, lse = ops.attention.attend(queries.detach(), keys, values, **options)
+        return Attended(output, lse, used.sum(-1, dtype=torch.int32))
+
+    def _merged(self, own: Attended, resident: ResidentRows) -> Attended:
+        """The attention of all ranks. A rank that sees no row says nothing."""
+        output, lse = own.output, own.lse
+        if not len(resident):
+            blind = (own.found == 0).repeat_interleave(self.geometry.group_size, dim=1)
+            output, lse = output.masked_fill(blind[..., None], 0), lse.masked_fill(blind, NEVER)
+        every = self._ranks.gather(output, lse, own.found)
+        return ops.attention.merge([Attended(*part) for part in zip(*every, strict=True)])
+
+    # What it does not do, and what it says of itself
+
+    def start_append(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> Callable[[], None]:
+        """Raises TypeError: an append is one call."""
+        self._refuse("start_append")
+
+    def expand_batch(self, count: int) -> NoReturn:
+        """Raises TypeError: ranks search one step at a time."""
+        self._refuse("expand_batch")
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise TypeError(f"{name}: got a call of sharded tokens, allowed is an index of one process")
+
+    def explain(self) -> str:
+        """As every wrapper does, and which rank of how many this is."""
+        ways = {"own": "each its own, outputs merged", "best": "the best of all"}
+        return (
+            f"{super().explain()}\nranks: this is {self._ranks.rank} of {self._ranks.count}; rows "
+            f"of a step: {ways[self.rows]}"
+        )
+
+    def _whose(self) -> dict[str, Any]:
+        shard = self._shard
+        return {**super()._whose(), "rank": shard.rank, "ranks": shard.count, "block": shard.block}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Become what the same rank of as many was. Raises as `BaseIndex.load_state_dict`."""
+        if self._batch is not None:
+            raise ValueError(
+                f"state: got an index that holds {self._length} tokens, allowed is a new one, or "
+                "reset() before"
+            )
+        super().load_state_dict(state)
+
+
+def _taken(tensor: Tensor, parts: list[slice], dim: int) -> Tensor:
+    """Slices of a dimension one after the other; one alone is a view."""
+    some = [tensor.narrow(dim, part.start, part.stop - part.start) for part in parts]
+    return some[0] if len(some) == 1 else torch.cat(some, dim=dim)
+
+
+def _side_by_side(every: Tensor) -> Tensor:
+    """`[W, ..., K]` as `[..., W · K]`."""
+    return every.movedim(0, -2).flatten(-2)
+
+
+def _best(ids: Tensor, scores: Tensor, k: int) -> tuple[Hits, Tensor]:
+    """The `k` best of `[B, G, n]`, equal scores by the lower id, and their places."""
+    ids, order = ids.sort(dim=-1)
+    best, slots = ops.select.top_k(scores.gather(-1, order), k)
+    at = slots.clamp_min(0)
+    found = ids.gather(-1, at).masked_fill(slots < 0, UNUSED)
+    return Hits(found, best), order.gather(-1, at).masked_fill(slots < 0, UNUSED)

@@ -1,0 +1,69 @@
+"""A model in two processes: heads over ranks (tensor parallelism), or tokens, as in one process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from kvindex_adapters.cli import common
+from tests.adapters import parallel_cases, tiny
+from tests.support import ranks as processes
+
+COMMAND = [sys.executable, "-m", "kvindex_adapters", "generate"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize("name", parallel_cases.cases(2, False))
+def test_two_ranks_are_as_one_process(name):
+    for rank, said in enumerate(processes.results(parallel_cases.__name__, 2, False)):
+        assert name in said, f"rank {rank} ended before: {said}"
+        assert said[name] is None, f"rank {rank}: {said[name]}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model of 101 words, and its tokenizer."""
+    tiny.build("llama").save_pretrained(tmp_path)
+    words = {f"w{i}": i for i in range(tiny.VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def printed(command, folder, index):
+    paths = os.pathsep.join(str(processes.ROOT / part) for part in ("", "adapters"))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    prompt = " ".join(f"w{3 + i * i % 97}" for i in range(60))
+    options = ["--model", str(folder), "--prompt", prompt, "--index", index, "-k", "1000"]
+    options += ["--sink", "3", "--local-window", "4", "--update-every", "5", "--dense-below", "0"]
+    done = subprocess.run(
+        [*command, *options, "--max-new-tokens", "8"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "index", ["exact", pytest.param(parallel_cases.SHARDED, marks=pytest.mark.slow)]
+)
+def test_the_command_prints_once_what_one_process_prints(folder, index):
+    want = printed(COMMAND, folder, "exact")
+    assert want.strip()
+    assert printed([*TORCHRUN, *COMMAND[1:]], folder, index) == want
+
+
+def test_what_processes_do_not_do_together_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="engine: got 'decoder' in torchrun, allowed is 'transf"):
+        common.check_alone("decoder", None, None)
+    with pytest.raises(ValueError, match="save-cache, load-cache: got one in torchrun"):
+        common.check_alone(None, tmp_path, None)
