@@ -80,9 +80,10 @@ def _attend(
             "allowed is causal attention with left padding [B, N]"
         )
     padding = None if mask is None else mask.bool()
-    return layer.attend(
-        query, key, value, padding, scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias
-    )
+    options = dict(scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias)
+    if cache.attends is not None:
+        return cache.attends(layer, query, key, value, **options)
+    return layer.attend(query, key, value, padding, **options)
 
 
 _attend_without_gradient = torch.no_grad()(_attend)

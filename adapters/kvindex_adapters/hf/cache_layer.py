@@ -100,24 +100,38 @@ class IndexedLayer(CacheLayerMixin):
                 dtype=keys.dtype,
                 device=keys.device,
             )
-        batch, _, T, D = keys.shape
-        self._check_same(D**-0.5 if scale is None else scale, softcap)
+        batch, _, T, _ = keys.shape
+        self._check_same(keys, scale, softcap)
         valid = self._padding.of_new(self.attention, padding, T)
-        if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
-            queries, values = queries.to(keys.dtype), values.to(keys.dtype)
+        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
         if tokens is not None and tokens.shape == (batch, T):
             # after the step: a boundary that is marked in it lies before these tokens
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 
+    def attend_captured(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """As `attend` of one real token for each row, for a graph: the layer's `captured_step`."""
+        assert self.attention is not None
+        self._check_same(keys, scale, softcap)
+        return self.attention.captured_step(queries.to(keys.dtype), keys, values.to(keys.dtype))
+
     def make(self, **geometry: Any) -> AttentionLayer:
         """An empty attention layer for this one, around an index of this geometry."""
         return in_plain_torch(self._make)(**geometry)
 
-    def _check_same(self, scale: float, softcap: float | None) -> None:
+    def _check_same(self, keys: Tensor, scale: float | None, softcap: float | None) -> None:
         """Raises UnsupportedError unless scale and softcap are those of the index."""
         assert self.attention is not None
+        scale = keys.shape[-1] ** -0.5 if scale is None else scale
         g = self.attention.index.geometry
         if (scale, softcap) != (g.scale, g.softcap):
             raise UnsupportedError(

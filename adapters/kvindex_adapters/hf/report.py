@@ -25,7 +25,8 @@ class Report:
     heads and steps, where `attach` was asked for one; else None; dense_below: below this many
     tokens attention is dense; k: rows per KV head that a step asks for; placement: where the rows
     of all these layers are, and what the cache of rows had, or None where they are in one place
-    that nobody caches (`kvindex.core.protocol.Placement`).
+    that nobody caches (`kvindex.core.protocol.Placement`); graph: how many single tokens were
+    replays of a CUDA graph, and why others were not, or None where `attach` was not asked for one.
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class Report:
     dense_below: int = 0
     k: int = 0
     placement: Placement | None = None
+    graph: str | None = None
 
     @property
     def rows_read_fraction(self) -> float:
@@ -64,6 +66,7 @@ class Report:
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
             f"memory: {tiers or 'none'}"
             + (f"; k {self.k}, rows: {self.placement}" if self.placement else "")
+            + (f"; {self.graph}" if self.graph else "")
         )
 
 
