@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from kvindex_adapters.hf.module_state import ModuleState
 from kvindex_adapters.hf.trace import Trace, difference
@@ -122,7 +123,7 @@ def test_a_call_that_is_one_operation_may_do_anything():
 
 def model():
     made = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3)).eval()
-    made[1].options = {"scale": 1.0}
+    made[1].options, made[2].config = {"scale": 1.0}, PreTrainedConfig()
     return made
 
 
@@ -136,6 +137,7 @@ CHANGES = {
     "training": lambda m: m.train(),
     "a number": lambda m: setattr(m[1], "p", 0.25),
     "a number in a mapping": lambda m: m[1].options.update(scale=2.0),
+    "a configuration": lambda m: setattr(m[2].config, "experts", "eager"),
     "a forward": lambda m: setattr(m[0], "forward", lambda x: x),
 }
 

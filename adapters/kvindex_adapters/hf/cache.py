@@ -5,6 +5,7 @@ queries. They meet through the cache: `update()` marks the layer as pending and 
 tokens alone; the attention function that runs next takes the pending layer and appends the keys
 and values that reach it, whatever the model's class did to them in between
 (`cache_layer.IndexedLayer.attend`).
+Longer than most files: what changes a cache, each for all layers or for none.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig as Config
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Attributes of a module that hold what is called around its forward."""
@@ -23,7 +24,8 @@ WEIGHTS_ALONE = (nn.Linear, nn.Embedding)
 
 
 class ModuleState:
-    """What the forward of a module reads: attributes of all its modules, and where tensors lie.
+    """What the forward of a module reads: attributes of all its modules and their configurations,
+    and where tensors lie.
 
     Of a mapping that is an attribute it sees the values, of other objects that they are the same.
     It is asked before each token, so it makes few calls of Python for each module.
@@ -39,6 +41,10 @@ class ModuleState:
                 mappings += [one for name in names if isinstance(one := vars(part)[name], dict)]
                 get = itemgetter("training", *names)  # of two names at least: a tuple
                 self._own.append((get, vars(part)))
+        configs = [
+            config for part in parts if isinstance(config := vars(part).get("config"), Config)
+        ]
+        mappings += {id(config): vars(config) for config in configs}.values()
         self._sized = [*map(vars, parts), *mappings]
         self._mappings = [one for one in mappings if one]
         self._tensors = [*module.parameters(), *module.buffers()]
