@@ -14,11 +14,13 @@ import torch
 import kvindex_adapters.hf as kvhf
 from kvindex.core import graphs as capturing
 from kvindex.layer import AttentionLayer
+from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build, prompt
 from tests.cuda.graphs import WholeGraph, kept
 from tests.support.captured import Captured
 
-REGIONS = dict(index=Captured, k=500, sink=4, local_window=8, update_every=24, dense_below=0)
+SIZES = dict(sink=4, local_window=8, update_every=24, dense_below=0)
+REGIONS = dict(index=Captured, k=500, **SIZES)
 FULL = dict(layer_types=["full_attention"] * 2)
 EAGER = 3
 """Tokens that are no replays: the first one ends the prompt, the next two are compared."""
@@ -183,6 +185,26 @@ def test_what_moves_with_each_token_is_not_captured_for_ever(graphs):
     assert torch.equal(mine, theirs)
     assert "what it reads moved 3 times within 8 tokens" in report.graph
     assert graphs.made == 3
+
+
+def test_answers_that_follow_or_branch_in_one_call(graphs):
+    model, prompts = model_of(), [prompt(1, length)["input_ids"][0] for length in (60, 9, 8)]
+    answers = []
+    for token_graph in (True, False):
+        with kvhf.attach(model, **REGIONS, token_graph=token_graph) as cache:
+            for ids, used in zip(prompts, ("refuse", "branch", "continue"), strict=True):
+                how = dict(cache=cache, used=used, max_new_tokens=12)
+                answers.append(kvhf.generate(model, Words(), ids, **how))
+            assert len(cache.ids) == 60 + 8 + 2 * 12
+    for mine, theirs in zip(answers[:3], answers[3:], strict=True):
+        assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert graphs.replays > 20
+    alone = kvhf.generate(
+        *(model, Words(), prompts[0]),
+        **dict(index=Captured, k=500, max_new_tokens=12),
+        attach_options={**SIZES, "token_graph": True},
+    )
+    assert alone.report.graph == f"{11 - EAGER} of 11 tokens were replays"
 
 
 def test_two_models_in_turn(graphs):

@@ -67,6 +67,9 @@ def generate(
         str | None,
         typer.Option(help="decoder or transformers; unless given, the decoder on a GPU."),
     ] = None,
+    token_graph: Annotated[
+        bool, typer.Option(help="On a GPU, run a token in transformers as one graph, if it can be.")
+    ] = False,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_file: JsonFile = None,
@@ -96,6 +99,7 @@ def generate(
         max_new_tokens=common.check_size("max_new_tokens", max_new_tokens, 1),
         save_cache=save_cache,
         load_cache=load_cache,
+        token_graph=token_graph,
         options=common.sampling(
             sample,
             temperature=temperature,
@@ -111,6 +115,8 @@ def generate(
     keeps = dict(keeps_cache=request.keeps_cache)
     engines.check_engine(engine, questions, **keeps)
     common.check_folders(request.index, save_cache, load_cache)
+    if token_graph and index == "none":
+        raise ValueError("token_graph: got True with index 'none', allowed is False")
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = load_model.load(model, gguf_file=gguf_file, dtype=number, device=device)
