@@ -48,7 +48,7 @@ LACKS = {
     "units": {"*"},
     "coverage": {"*"},
     "kmeans": {"*"},
-    "attention": {"cap", "merge"},
+    "attention": {"cap", "merge", "with_sink_logits"},
     "coarse": {"ceil_share", "rounded"},
     "codes": {
         "centers",

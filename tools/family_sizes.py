@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 VOCABULARY = 128
 LAYERS = 4
@@ -80,5 +81,10 @@ def build(family: str) -> PreTrainedModel:
     config = AutoConfig.for_model(family, **options)
     if hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         config.is_decoder = True
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, model_class.config_class):  # of a decoder that is a part of others
+        config = config.get_text_config(decoder=True)
+        model = model_class._from_config(config, attn_implementation="eager")
+    else:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.float().eval()

@@ -23,6 +23,7 @@ from kvindex.core.capability import capability, required
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import (
     AppendsAsync,
+    Attended,
     Attends,
     CapturesStep,
     DecodesStep,
@@ -37,12 +38,14 @@ from kvindex.core.protocol import (
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
+from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.dense import attend_densely
 from kvindex.layer.regions import Regions
 from kvindex.layer.retrieval import (
     Retrieved,
     attend_resident,
     decode_step,
+    output_of,
     row_bytes,
     rows_to_ask,
     search_and_attend,
@@ -121,6 +124,7 @@ class AttentionLayer(Guarded):
         self._move: AsyncAppend | None = None  # of the rows that are leaving
         self._sealed = False
         self._looked: int | None = None  # length up to which updates were made, if one may be due
+        self._searched = 0  # tokens of the last step, if it searched
         self._tally, self._row_bytes = Tally(), row_bytes(index)
         self._usual: object = None  # kinds of tensors that were checked last
 
@@ -158,6 +162,8 @@ class AttentionLayer(Guarded):
         *,
         valid: Tensor | None = None,
         bias: Tensor | None = None,
+        sink_logits: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
 
@@ -168,7 +174,11 @@ class AttentionLayer(Guarded):
         that `truncate` removes rejected ones without a trace, but for what an index has learned
         from their queries. What a padded query gets means nothing. bias: a term of the logits
         `[B, H, T, N + T]`, by which no index searches: it should be 0 for rows that have left the
-        window (a bias by distance, of no more tokens than are `local`).
+        window (a bias by distance, of no more tokens than are `local`). sink_logits: of learned
+        sinks, `[H]` or `[B, H, T]`: each is a term of the softmax's denominator that belongs to no
+        token (`ops.attention.with_sink_logits`). ids: positions of rows that the caller chose,
+        int64 `[B, G, T, K]`, distinct for each token, -1 for none: each token attends to its rows
+        alone, wherever they lie, and nothing is searched for (`exact` keeps no codes).
 
         Raises ValueError or TypeError for a wrong tensor, NaN or infinity in valid keys (on a
         CUDA device later), or a padded token after a real one; the layer stays as it was.
@@ -181,18 +191,54 @@ class AttentionLayer(Guarded):
             self.index.end_prompt()
             self._sealed = True
         self._check_bias(bias, queries, before + T)
-        if decoded and before + 1 >= self.dense_below and len(self.index):
-            output = self._search(queries, keys, values, valid, bias)
+        sinks = self._sinks(sink_logits, queries)
+        if ids is not None:
+            if bias is not None:
+                raise ValueError("bias: got a tensor, allowed is None beside ids")
+            ids = check_ids(ids, queries, self.index, before)
+        searches = decoded and before + 1 >= self.dense_below and len(self.index) > 0
+        if ids is not None:
+            searches, tokens = False, (queries, keys, values)
+            output = self._attend_chosen(*tokens, valid, sinks, ids, counts=decoded)
+        elif searches:
+            output = self._search(queries, keys, values, valid, bias, sinks)
         else:
             self._regions.append(len(self.index), keys, values, valid)
             self._observe(queries)
-            window = self._regions.window
-            output = attend_densely(self.index, window, queries, self._regions.valid, bias)
+            window, real = self._regions.window, self._regions.valid
+            output = attend_densely(self.index, window, queries, real, bias, sinks)
         if decoded and T > 1:
             self._looked = before
         else:
             self._update(1 if T == 1 else 0)
+        self._searched = T if searches else 0
         return output
+
+    def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
+        """Attend again from the newest `T` tokens, with queries of another layer that shares these
+        keys and values: `[B, H, T, Dv]`.
+
+        queries `[B, H, T, D]`; sink_logits: as in `step`. They search where the last step searched,
+        and else attend exactly to everything. Nothing is appended, and the index observes no query.
+        Raises ValueError or TypeError for a wrong tensor, or for more tokens than there are, or
+        than the last step had that searched.
+        """
+        g, most = self.index.geometry, self._searched or len(self)
+        shape = {"B": self.batch_size or None, "H": g.q_heads, "T": None, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        T = queries.shape[2]
+        if not 1 <= T <= most:
+            raise ValueError(f"queries.shape[2] (tokens): got {T}, allowed is 1 to {most}")
+        sinks = self._sinks(sink_logits, queries)
+        if not self._searched:
+            window, real = self._regions.window, self._regions.valid
+            return attend_densely(self.index, window, queries, real, None, sinks)
+        self._check_finite("queries", queries)
+        outputs = []
+        for t in range(T):
+            own = None if sinks is None else sinks[..., t]
+            outputs.append(self._retrieve(queries[:, :, t], None, own, newer=T - 1 - t))
+        return torch.stack(outputs, dim=2)
 
     # Steps of a caller's graph
 
@@ -222,7 +268,14 @@ class AttentionLayer(Guarded):
         index, resident = self._capturing()
         return index.prepare_replay(resident, k=rows_to_ask(self.index, self.k))
 
-    def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def captured_step(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         """As `step` of one real token for each row of the batch, for a CUDA graph of the caller's.
 
         Where the token goes and how many rows there are is read on the device. Before a capture
@@ -230,11 +283,12 @@ class AttentionLayer(Guarded):
         given back is overwritten by the next one. Raises as `step`, but for values.
         """
         self._check_shapes(queries, keys, values)
+        sinks = self._sinks(sink_logits, queries)
         index, resident = self._capturing()
         one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(self.index, self.k)
         attended = index.captured_step(one, token, resident, k=k)
         self._tally.watch(attended.found)
-        return attended.output.unsqueeze(2)
+        return output_of(attended, None if sinks is None else sinks[..., 0]).unsqueeze(2)
 
     def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
         """The index, and its resident rows with room for a token."""
@@ -257,14 +311,14 @@ class AttentionLayer(Guarded):
         index, regions, tally = self.index, self._regions, self._tally
         before = index.checkpoint() if isinstance(index, Restorable) else len(index)
         parts = before, regions, regions.checkpoint(), tally, tally.checkpoint()
-        return parts, self._move, self._sealed, self._looked
+        return parts, self._move, self._sealed, self._looked, self._searched
 
     def rollback(self, checkpoint: Any) -> None:
         """Be again what `checkpoint` says, the index, too.
 
         One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
         """
-        parts, move, self._sealed, self._looked = checkpoint
+        parts, move, self._sealed, self._looked, self._searched = checkpoint
         before, self._regions, regions, self._tally, tally = parts
         if self._move is not None and self._move is not move:
             self._move.wait()  # the index writes to the same places again
@@ -336,6 +390,7 @@ class AttentionLayer(Guarded):
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
         check.at_least("length", length, 0)
+        self._searched = 0
         regions, indexed = self._regions, len(self.index)
         if self._move is not None and length < indexed + self._move.leaving.count:
             self._give_up()
@@ -360,7 +415,7 @@ class AttentionLayer(Guarded):
         self._give_up()
         self.index.reset()
         self._regions.reset()
-        self._sealed, self._looked, self._broken = False, None, None
+        self._sealed, self._looked, self._searched, self._broken = False, None, 0, None
         self._tally = Tally()
 
     def nbytes(self) -> dict[str, int]:
@@ -376,18 +431,20 @@ class AttentionLayer(Guarded):
         values: Tensor,
         valid: Tensor | None,
         bias: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Append `T` tokens one by one, each of which searches: `[B, H, T, Dv]`."""
         before, T = len(self), queries.shape[2]
         if T == 1:
-            return self._search_one(queries, keys, values, valid, bias)
+            return self._search_one(queries, keys, values, valid, bias, sinks)
         outputs = []
         for t in range(T):
             one = slice(t, t + 1)
             real = None if valid is None else valid[:, one]
             term = None if bias is None else bias[:, :, one, : before + t + 1]
             parts = queries[:, :, one], keys[:, :, one], values[:, :, one]
-            outputs.append(self._search_one(*parts, real, term))
+            own = None if sinks is None else sinks[..., one]
+            outputs.append(self._search_one(*parts, real, term, own))
         return torch.cat(outputs, dim=2)
 
     def _search_one(
@@ -397,9 +454,11 @@ class AttentionLayer(Guarded):
         values: Tensor,
         valid: Tensor | None,
         bias: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """As `_search`, of one token."""
         index, regions, indexed = self.index, self._regions, len(self.index)
+        sinks = None if sinks is None else sinks[..., 0]
         plain = valid is None and bias is None and self.coverage is None
         decodes = capability(index, DecodesStep) if plain else None
         if decodes is None or capability(index, ObservesQueries) is not None:
@@ -408,11 +467,32 @@ class AttentionLayer(Guarded):
             regions.append(indexed, keys, values, valid)
             self._observe(queries)
             some = None if bias is None else bias[:, :, 0]
-            return self._retrieve(queries[:, :, 0], some)[:, :, None]
+            return self._retrieve(queries[:, :, 0], some, sinks)[:, :, None]
         self._observe(queries, new=1)
         one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
         read = decode_step(decodes, one, token, regions, indexed, k, self.graphs)
-        return self._counted(read, len(self)).unsqueeze(2)
+        return output_of(self._counted(read, len(self)), sinks).unsqueeze(2)
+
+    def _attend_chosen(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        sinks: Tensor | None,
+        ids: Tensor,
+        counts: bool,
+    ) -> Tensor:
+        """Append tokens that attend to the rows `ids`. counts: whether `traffic` counts them."""
+        self._regions.append(len(self.index), keys, values, valid)
+        self._observe(queries)
+        read = attend_chosen(self.index, self._regions, queries, ids)
+        newer, outputs = len(read), []
+        for t, one in enumerate(read):
+            own = None if sinks is None else sinks[..., t]
+            attended = self._counted(one, len(self) - newer + t + 1) if counts else one.attended
+            outputs.append(output_of(attended, own))
+        return torch.stack(outputs, dim=2)
 
     def _observe(self, queries: Tensor, new: int = 0) -> None:
         """Show queries `[B, H, T, D]` to an index that looks at them.
@@ -425,27 +505,31 @@ class AttentionLayer(Guarded):
             positions = torch.arange(length - T, length, device=queries.device)
             observer.observe_queries(queries, positions)
 
-    def _retrieve(self, queries: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _retrieve(
+        self, queries: Tensor, bias: Tensor | None, sinks: Tensor | None, newer: int = 0
+    ) -> Tensor:
         """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
 
-        bias: of all tokens, `[B, H, N]`.
+        bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: newest tokens that are not seen.
         """
         index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
-        plain = bias is None and self.coverage is None
+        plain = bias is None and self.coverage is None and not newer
         attends = capability(index, Attends) if plain else None
         if attends is not None:
             read = attend_resident(attends, regions, len(index), queries, k=k)
-            return self._counted(read, len(self))
-        options: Any = dict(k=k, coverage=self.coverage, bias=bias)
-        return self._counted(search_and_attend(index, regions, queries, **options), len(self))
+            return output_of(self._counted(read, len(self)), sinks)
+        length = len(self) - newer
+        options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks, newer=newer)
+        read = search_and_attend(index, regions, queries, **options)
+        return output_of(self._counted(read, length), sinks)
 
-    def _counted(self, read: Retrieved, length: int) -> Tensor:
-        """The output of a step, which `traffic` counts. length: tokens of the sequence."""
+    def _counted(self, read: Retrieved, length: int) -> Attended:
+        """What a step attended to, which `traffic` counts. length: tokens of the sequence."""
         padded, found = self._regions.padded, read.attended.found
         size = self._row_bytes
         step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
         self._tally.count(step)
-        return read.attended.output
+        return read.attended
 
     # Updates
 
@@ -525,6 +609,21 @@ class AttentionLayer(Guarded):
         check.tensor("bias", bias, dict(shape), device=queries.device)
         if not bias.is_floating_point():
             raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
+
+    def _sinks(self, sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
+        """As float32 `[B, H, T]`, or None. Raises ValueError or TypeError for others."""
+        if sink_logits is None:
+            return None
+        B, H, T, _ = queries.shape
+        alone = isinstance(sink_logits, Tensor) and sink_logits.ndim == 1
+        shape: dict[str, int | None] = {"H": H} if alone else {"B": B, "H": H, "T": T}
+        check.tensor("sink_logits", sink_logits, shape, device=queries.device)
+        if not sink_logits.is_floating_point():
+            raise ValueError(
+                f"sink_logits: got dtype {sink_logits.dtype}, allowed is one of floats"
+            )
+        sinks = sink_logits.detach().float()
+        return sinks[None, :, None].expand(B, H, T) if alone else sinks
 
     def _checked(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None

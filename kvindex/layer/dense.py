@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvindex.core.protocol import Hits, KVIndex, Rows
 from kvindex.layer.retrieval import bias_of
-from kvindex.ops.attention import attend_blocks, attend_causal
+from kvindex.ops.attention import attend_blocks, attend_causal, with_sink_logits
 
 BLOCK = 1024
 """Queries and rows taken at a time: bounds the memory that this needs, not its result."""
@@ -25,14 +25,17 @@ def attend_densely(
     queries: Tensor,
     valid: Tensor | None,
     bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries `[B, H, T, D]`, those of the newest tokens, to all: `[B, H, T, Dv]`.
 
     window: rows `[B, G, W, D]` of the tokens after those in the index, the newest ones last;
     valid: bool `[B, N]`, which of all tokens are real, or None where all are; bias: a term of the
-    logits `[B, H, T, N]`, or None.
+    logits `[B, H, T, N]`, or None; sink_logits: logits of learned sinks `[B, H, T]`, or None.
     """
     g = index.geometry
+    if sink_logits is not None:
+        return with_sink_logits(*attend_by_block(index, window, queries, valid, bias), sink_logits)
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
     if (
         g.softcap is None

@@ -25,6 +25,7 @@ from kvindex.core.protocol import (
     TellsRowBytes,
 )
 from kvindex.layer.regions import Regions
+from kvindex.ops.attention import with_sink_logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +75,24 @@ def search_and_attend(
     k: int,
     coverage: float | None = None,
     bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    newer: int = 0,
 ) -> Retrieved:
-    """The same by search and fetch. bias: a term of the logits, of all tokens `[B, H, N]`."""
+    """The same by search and fetch.
+
+    bias: a term of the logits, of all tokens `[B, H, N]`; sink_logits: `[B, H]`, which the coverage
+    counts; newer: how many of the newest tokens are not seen.
+    """
     seen = regions.real(len(index))
     if seen is None:
         seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
         seen = seen.expand(-1, len(regions))
+    if newer:
+        seen = seen.clone()
+        seen[:, -newer:] = False
     hits = index.search(queries, k=k, coverage=coverage)
-    return attend_over(index, regions, queries, hits, index.fetch(hits), seen, bias)
+    found = index.fetch(hits)
+    return attend_over(index, regions, queries, hits, found, seen, bias, sink_logits)
 
 
 def attend_over(
@@ -92,11 +103,13 @@ def attend_over(
     found: Rows,
     seen: Tensor,
     bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Retrieved:
     """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
 
-    seen: bool `[B, W]`; bias: a term of the logits, of all tokens `[B, H, N]`. Regions of batch 1
-    serve any `B` queries.
+    seen: bool `[B, W]`; bias: a term of the logits, of all tokens `[B, H, N]`; sink_logits:
+    `[B, H]`, which the coverage counts, but not the attention. Regions of batch 1 serve any `B`
+    queries.
     """
     g, B = index.geometry, len(queries)
     resident, seen = regions.rows(seen)
@@ -114,11 +127,22 @@ def attend_over(
     values = torch.cat([found.values, resident.values.expand(B, -1, -1, -1)], dim=2)
     runs = capability(index, RunsOps)
     attend = (ops if runs is None else runs.ops).attention.attend
-    options = dict(scale=g.scale, softcap=g.softcap, bias=mask, return_lse=True)
-    output, lse = attend(queries, keys, values, **options)
+    options = dict(scale=g.scale, softcap=g.softcap, return_lse=True)
+    output, lse = attend(queries, keys, values, bias=mask, **options)
     attended = Attended(output, lse, used.sum(-1, dtype=torch.int32))
-    masked = (~seen).sum(1).float().mean()
-    return Retrieved(attended, seen.shape[1], masked, hits.coverage)
+    masked, covered = (~seen).sum(1).float().mean(), hits.coverage
+    if covered is not None and sink_logits is not None:
+        bias = mask[..., : used.shape[2]].contiguous()
+        _, lse = attend(queries, found.keys, found.values, bias=bias, **options)
+        covered = ops.coverage.with_sink_logits(covered, lse, sink_logits)
+    return Retrieved(attended, seen.shape[1], masked, covered)
+
+
+def output_of(attended: Attended, sink_logits: Tensor | None) -> Tensor:
+    """The output, with logits of learned sinks `[B, H]` in its denominator unless None."""
+    if sink_logits is None:
+        return attended.output
+    return with_sink_logits(attended.output, attended.lse, sink_logits)
 
 
 def bias_of(visible: Tensor) -> Tensor:

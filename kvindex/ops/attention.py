@@ -128,6 +128,17 @@ def merge(parts: Sequence[Attended]) -> Attended:
     return Attended(output, lse, found)
 
 
+def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
+    """Attention with a term more in the softmax's denominator, of no key and of value 0.
+
+    output `[…, Dv]` and its lse float32 `[…]`, of attention without it; sink_logits: its logit `s`,
+    which broadcasts to the lse. `output · exp(lse - logaddexp(lse, s))`, in the output's dtype
+    (learned sinks: gpt-oss model card, arXiv 2508.10925, section 2.2).
+    """
+    share = torch.sigmoid(lse - sink_logits.float()).masked_fill(lse == NEVER, 0.0)
+    return (output.float() * share[..., None]).to(output.dtype)
+
+
 def _attended(
     queries: Tensor, blocks: Iterable[Block], scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:

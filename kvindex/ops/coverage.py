@@ -83,6 +83,17 @@ def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: fl
     )
 
 
+def with_sink_logits(covered: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
+    """Coverage that counts what a learned sink takes of the attention, float32 `[B, H]`.
+
+    covered: of the index's attention alone; lse: of the rows that hold it; sink_logits: logits of
+    the sinks; all `[B, H]`.
+    """
+    whole = lse - covered.clamp_min(torch.finfo(covered.dtype).tiny).log()
+    sinks = sink_logits.float()
+    return (torch.logaddexp(lse, sinks) - torch.logaddexp(whole, sinks)).exp().clamp_max(1)
+
+
 def check_policy(policy: str) -> None:
     """Raises ValueError for a policy without scores per query head."""
     if policy == "mean_query":

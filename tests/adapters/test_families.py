@@ -10,8 +10,12 @@ from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
 TOLERANCE = 1e-4
 SIZES = [40] + [1] * 14 + [6] + [1] * 4  # prompt, decoding over an update, a second turn
 REGIONS = dict(k=500, sink=4, local_window=8, update_every=8, dense_below=0)
-FEW = ("llama", "gemma2", "cohere2", "gemma4_text", "zamba2", "inkling_text")
-"""Grouped, with a softcap, with sliding windows, of two head sizes, hybrid, with a bias."""
+FEW = (
+    *("llama", "gemma2", "cohere2", "gemma4_text", "zamba2"),
+    *("deepseek_v3", "inkling_text", "gpt_oss"),
+)
+"""Grouped, with a softcap, with sliding windows, of two head sizes, hybrid; with latents, with a
+bias, with learned sinks."""
 
 
 def slow(*given):

@@ -16,22 +16,9 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.attention import attention as attention_function
 from kvindex_adapters.hf.unsupported import UNKNOWN_TERMS, UnsupportedError, check_attention
-from tests.adapters.tiny import MIXED, SMALL, build, prompt
+from tests.adapters.tiny import LATENT, SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
-MLA = dict(
-    kv_lora_rank=16,
-    q_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    n_group=1,
-    topk_group=1,
-    num_key_value_heads=4,
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +43,6 @@ def refused(model, match, **options):
 @pytest.mark.parametrize(
     ("family", "options", "match"),
     [
-        ("deepseek_v3", MLA, "multi-head latent attention"),
-        ("gpt_oss", {"num_local_experts": 4}, "learned sinks"),
-        (
-            "gemma4_text",
-            {**MIXED, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
-            "share keys and values",
-        ),
         ("bloom", {"hidden_size": 64, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
         ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
         ("mistral", {"sliding_window": 16}, "no full-attention layer"),
@@ -75,9 +55,22 @@ def test_models_that_are_not_served(family, options, match):
 
 
 @pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="came after transformers 5.17")
-def test_latent_attention_that_layers_state_one_by_one():
+def test_latent_attention_with_an_indexer():
     """A configuration that has no value for all layers raises RuntimeError when asked for it."""
-    refused(build("dots3_note_text", **{**MLA, "index_n_heads": 2}), "multi-head latent attention")
+    options = dict(num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = build("dots3_note_text", **LATENT, **options, index_n_heads=2)
+    refused(model, "rows by an indexer of its own")
+
+
+def test_latents_of_a_projection_that_is_no_matrix():
+    """Nothing was appended: the model goes on with its own cache."""
+    model, inputs = build("minicpm3", num_hidden_layers=2), prompt(1, 12)
+    module = model.model.layers[1].self_attn
+    module.kv_b_proj = torch.nn.Sequential(module.kv_b_proj)
+    match = "kv_b_proj: got a Sequential, allowed is an nn.Linear"
+    with kvhf.attach(model, **REGIONS) as cache, pytest.raises(UnsupportedError, match=match):
+        model(**inputs, past_key_values=cache)
+    assert cache.lengths() == [0, 0]
 
 
 def test_encoder_decoders_are_refused():
@@ -291,6 +284,21 @@ def test_what_a_class_hands_to_attention_beside_the_rows(model, name):
         check_attention("LlamaAttention", model, 1, 0.0, {name: torch.ones(1)})
 
 
+def test_learned_sinks_that_a_class_does_not_hand_to_attention(model):
+    """A llama with a parameter of that name: what its class makes of it is not known."""
+    attention = model.model.layers[1].self_attn
+    attention.sinks = torch.nn.Parameter(torch.zeros(4))
+    try:
+        with (
+            kvhf.attach(model, **REGIONS) as cache,
+            pytest.raises(UnsupportedError, match="LlamaAttention: got learned sinks that its"),
+        ):
+            model(**prompt(1, 20), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    finally:
+        del attention.sinks
+
+
 def test_masks_other_than_causal(model):
     inputs = prompt(1, 20)
     mask = torch.zeros(1, 1, 20, 20)
@@ -299,6 +307,29 @@ def test_masks_other_than_causal(model):
         pytest.raises(UnsupportedError, match=r"attention_mask: got one of shape \[1, 1, 20, 20\]"),
     ):
         model(input_ids=inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+
+
+def test_a_mask_of_all_queries_that_is_causal(model):
+    """Or only seems to be: values other than 0 and the least one are a bias."""
+    inputs = prompt(2, 20, padded=True)
+    own, positions = inputs["attention_mask"].bool(), torch.arange(20).expand(2, -1)
+    seen = torch.ones(20, 20, dtype=torch.bool).tril() & own[:, None, None]
+    outputs = []
+    for mask in (inputs["attention_mask"], seen, (~seen) * torch.finfo(torch.float32).min):
+        given = dict(inputs, attention_mask=mask, position_ids=positions)
+        with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+            outputs.append(model(**given, past_key_values=cache).logits[own])
+            assert torch.equal(cache.attention_layers()[0].valid, own)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    refused = UnsupportedError, r"attention_mask: got one of shape \[2, 1, 20, 20\]"
+    for bias in (~seen * -0.5, (~seen).float() * -3 + (~own[:, None, None]) * -2):
+        given = dict(inputs, attention_mask=bias, position_ids=positions)
+        with (
+            kvhf.attach(model, **REGIONS) as cache,
+            pytest.raises(refused[0], match=refused[1]),
+        ):
+            model(**given, past_key_values=cache)
 
 
 def test_training_is_refused(model):

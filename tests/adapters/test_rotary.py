@@ -15,6 +15,7 @@ UNTOLD = {
     "glm4",  # turns neighboring coordinates
     *("zamba", "zamba2"),  # no rotary embedding; attention behind a layer with its own arguments
     *("zaya", "inkling_text"),  # a key is made of several tokens
+    *("deepseek_v3", "minicpm3"),  # a latent, then a part that turns
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 101
 LAYERS = 4
@@ -28,6 +29,11 @@ SMALL = dict(
 )
 MIXED = dict(layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2), sliding_window=24)
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+LATENT = dict(
+    **dict(kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16),
+    **dict(head_dim=8, num_key_value_heads=4),
+)
+"""Multi-head latent attention."""
 MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, use_mamba_kernels=False)
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -76,12 +82,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
         "router_hidden_size": 16,
     },
+    # latents in place of keys and values
+    "deepseek_v3": {
+        **{**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"n_group": 1, "topk_group": 1},
+    },
+    "minicpm3": LATENT,
     # a bias by distance beside the logits
     "inkling_text": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         **{"d_rel": 8, "rel_extent": 32, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
     },
+    # a learned sink for each head
+    "gpt_oss": {**EXPERTS, **MIXED},
 }
+if "inkling2_text" in CONFIG_MAPPING:  # came after transformers 5.17
+    # the same bias, and a sink for each head and token
+    FAMILIES["inkling2_text"] = FAMILIES["inkling_text"]
 
 
 def build(family: str, **options: Any) -> PreTrainedModel:

@@ -36,13 +36,14 @@ def graphs(device, monkeypatch):
 class Replayed:
     """A layer whose single tokens go by a graph where they can, and one whose tokens do not."""
 
-    def __init__(self, device, case=CASE, pads=None, **options):
+    def __init__(self, device, case=CASE, pads=None, sinks=None, **options):
         self.device, self.sequence = device, Sequence.of(case, 400, pads)
         store = "host" if device == "cuda" else "device"
         sizes = {name: options.pop(name, value) for name, value in SIZES.items()}
         sizes["update_phase"] = options.pop("update_phase", None)
         made = dict(backend="cuda", device=device, store=store) | options
         self.layers = [AttentionLayer(case.index("pariskv", **made), **sizes) for _ in range(2)]
+        self.sinks = None if sinks is None else sinks.to(device)
         self.length = self.made = self.replays = 0
         self._reads = self._graph = None
 
@@ -55,8 +56,8 @@ class Replayed:
                 valid = self.sequence.valid[:, start : self.length].to(self.device)
             mine = self._replay(parts) if count == 1 and self.made >= 0 else None
             if mine is None:
-                mine = self.layers[0].step(*parts, valid=valid)
-            theirs = self.layers[1].step(*parts, valid=valid)
+                mine = self.layers[0].step(*parts, valid=valid, sink_logits=self.sinks)
+            theirs = self.layers[1].step(*parts, valid=valid, sink_logits=self.sinks)
             assert torch.equal(mine, theirs)
 
     def _replay(self, parts):
@@ -78,7 +79,7 @@ class Replayed:
         return self._output.clone()
 
     def _capture(self):
-        self._output = self.layers[0].captured_step(*self._parts)
+        self._output = self.layers[0].captured_step(*self._parts, sink_logits=self.sinks)
 
     def each(self, change):
         for layer in self.layers:
@@ -115,6 +116,14 @@ def test_a_padded_batch(device):
     assert pair.made == 1
     assert torch.equal(pair.layers[0].valid, pair.layers[1].valid)
     assert float(pair.layers[0].traffic.rows_full) == float(pair.layers[1].traffic.rows_full)
+
+
+def test_with_learned_sinks(device):
+    """Those of the model's dtype, beside a batch: a term more of every step, in a graph, too."""
+    mine = replayed(device, case=PADDED, sinks=torch.tensor([0.5, -2], dtype=torch.bfloat16))
+    assert mine.made == 1
+    plain = replayed(device, case=PADDED)
+    assert not torch.allclose(mine._output, plain._output)
 
 
 @pytest.mark.parametrize("cut", [1, 3, 10, 30])

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.core.protocol import Attended
-from kvindex.ops.attention import attend, attend_blocks, attend_causal, cap, merge
+from kvindex.ops.attention import (
+    attend,
+    attend_blocks,
+    attend_causal,
+    cap,
+    merge,
+    with_sink_logits,
+)
 
 NEVER = float("-inf")
 seeds = st.integers(0, 2**31)
@@ -212,3 +219,22 @@ def test_parts_that_see_nothing_merge_to_nothing():
     assert (merged.lse == NEVER).all()
     with pytest.raises(ValueError, match="parts: got none, allowed is at least one"):
         merge([])
+
+
+def test_a_sinks_logit_is_that_of_a_row_whose_value_is_0():
+    generator = torch.Generator().manual_seed(3)
+    queries, keys, values = (torch.randn(2, 2, n, 8, generator=generator) for n in (1, 9, 9))
+    keys[:, :, 0], values[:, :, 0] = 0, 0
+    sinks = torch.tensor([-1.0, 2.5])
+    bias = torch.zeros(2, 2, 9)
+    bias[:, :, 0] = sinks  # the first row's logit is the sink's
+    queries, rest = queries[:, :, 0], (keys[:, :, 1:], values[:, :, 1:])
+    output, lse = attend(queries, *rest, scale=0.5, return_lse=True)
+    want = attend(queries, keys, values, scale=0.5, bias=bias)
+    torch.testing.assert_close(with_sink_logits(output, lse, sinks), want)
+
+
+@pytest.mark.parametrize("sink", [0.0, float("-inf"), 300.0])
+def test_a_sink_beside_no_row_at_all_gives_0(sink):
+    output, lse = torch.zeros(1, 2, 8), torch.full((1, 2), float("-inf"))
+    assert torch.equal(with_sink_logits(output, lse, torch.full((2,), sink)), output)

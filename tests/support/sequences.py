@@ -54,10 +54,11 @@ class Sequence:
         valid = self.valid[:, start:stop] if padded else None
         return layer.step(*self.parts(start, stop), valid=valid)
 
-    def dense(self, shown: Tensor | None = None) -> Tensor:
+    def dense(self, shown: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
         """Causal attention in float64: `[B, H, N, Dv]`.
 
-        shown: bool `[B, G, N, N]`, which rows each token sees at most; all unless given.
+        shown: bool `[B, G, N, N]`, which rows each token sees at most; all unless given. sinks:
+        logits of learned sinks, which broadcast to `[B, H, N]`.
         """
         g, N = self.case.index("exact").geometry, self.keys.shape[2]
         rows = (self.keys, self.values)
@@ -69,7 +70,10 @@ class Sequence:
         if shown is not None:
             seen = seen & shown.repeat_interleave(g.group_size, dim=1)
         logits = logits.masked_fill(~seen, float("-inf"))
-        return logits.softmax(-1).nan_to_num(0) @ values
+        if sinks is not None:
+            column = sinks.double().expand(logits.shape[:-1])[..., None]
+            logits = torch.cat([logits, column], dim=-1)
+        return logits.softmax(-1)[..., :N].nan_to_num(0) @ values
 
     def assert_equals(self, got: Tensor, want: Tensor, start: int) -> None:
         """`got` is the output for the tokens from `start` on; padded tokens are not compared."""

@@ -241,7 +241,7 @@ class Decoder:
     def _indexed_layers(self, options: LayerOptions, capacity: int) -> list[Attention]:
         """The attention of each layer: of `dense_layers` without an index."""
         numbers = list(range(self.config.layers))
-        check_dense(options.dense_layers, len(numbers), numbers)
+        check_dense(options.dense_layers, len(numbers), numbers, {})
         ropes = {i: rope for i, rope in self._ropes.items() if i not in options.dense_layers}
         options.probe(ropes, lambda number: self._geometry())
         return [

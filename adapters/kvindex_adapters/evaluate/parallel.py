@@ -10,7 +10,7 @@ from torch import Tensor
 from kvindex.core.capability import capability
 from kvindex.core.protocol import ExpandsBatch, KVIndex
 from kvindex.layer import AttentionLayer
-from kvindex.layer.retrieval import attend_over, rows_to_ask
+from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
 
 
 class ParallelLayer(AttentionLayer):
@@ -44,28 +44,49 @@ class ParallelLayer(AttentionLayer):
         *,
         valid: Tensor | None = None,
         bias: Tensor | None = None,
+        sink_logits: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """The output of `AttentionLayer.step` for each token one by one: `[1, H, T, Dv]`.
 
-        Raises ValueError for a bias.
+        Raises ValueError for a bias or ids.
         """
         if not self._begun:
-            return super().step(queries, keys, values, valid=valid, bias=bias)
+            terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
+            return super().step(queries, keys, values, **terms)
         if bias is not None:
             raise ValueError("bias: got a tensor, allowed is None where steps come at once")
+        if ids is not None:
+            raise ValueError("ids: got a tensor, allowed is None where steps come at once")
         keys, values, _ = self._checked(queries, keys, values, valid)
+        sinks = self._sinks(sink_logits, queries)
         done, outputs = 0, []
         while done < queries.shape[2]:
             room = max(self.update_every - self._regions.buffer, 1)
             block = slice(done, done + room)
             done += room
             parts = queries[:, :, block], keys[:, :, block], values[:, :, block]
-            # with an empty index every step is exact
-            outputs.append(self._steps(*parts) if len(self.index) else super().step(*parts))
+            own = None if sinks is None else sinks[..., block]
+            if len(self.index):
+                outputs.append(self._steps(*parts, own))
+            else:  # every step is exact
+                outputs.append(super().step(*parts, sink_logits=own))
         return torch.cat(outputs, dim=2)
 
-    def _steps(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Steps between two updates: queries `[1, H, T, D]`; gives `[1, H, T, Dv]`."""
+    def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
+        """As `AttentionLayer.attend`. Raises ValueError where steps come at once."""
+        if self._begun:
+            raise ValueError(
+                "queries: got those of a layer that shares the keys of another, allowed are a "
+                "layer's own where steps come at once"
+            )
+        return super().attend(queries, sink_logits=sink_logits)
+
+    def _steps(self, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+        """Steps between two updates: queries `[1, H, T, D]`; gives `[1, H, T, Dv]`.
+
+        sinks: `[1, H, T]`, or None.
+        """
         T, held = queries.shape[2], len(self._regions)
         self._regions.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
@@ -73,8 +94,10 @@ class ParallelLayer(AttentionLayer):
         hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
-        read = attend_over(self.index, self._regions, each, hits, index.fetch(hits), seen)
-        output = self._counted(read, len(self))
+        own = None if sinks is None else sinks[0].mT
+        over = self._regions, each, hits, index.fetch(hits), seen
+        read = attend_over(self.index, *over, sink_logits=own)
+        output = output_of(self._counted(read, len(self)), own)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])

@@ -19,7 +19,7 @@ from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
 from kvindex_adapters.hf.model_patch import private_configurations, subclassed
 from kvindex_adapters.hf.rotary import rotary_frequencies
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_model
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, sharing_of
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def attach(
     check.flag("token_graph", token_graph)
     decoder, ropes = find_decoder(model), Ropes()
     with claimed(model) as attachment:
-        make = partial(options.make, ropes)
+        attachment.sharing, make = sharing_of(config), partial(options.make, ropes)
         cache = IndexCache(config, make, dense_layers, attachment, token_graph)
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # bad arguments raise here, not in the first forward

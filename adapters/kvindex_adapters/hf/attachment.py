@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from kvindex_adapters.hf.cache import IndexCache
@@ -22,17 +22,28 @@ class Attachment:
         """Whether the context is over."""
         self.decoder: nn.Module | None = None
         """The module whose calls are steps of a cache."""
-        self._pending: tuple[IndexCache, Any] | None = None
+        self.sharing: dict[int, int] = {}
+        """Number of a layer without keys of its own -> of the layer whose keys it attends to."""
+        self.running: IndexCache | None = None
+        """The cache of the step that runs."""
+        self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
         self._lock = threading.RLock()
 
-    def set_pending(self, cache: IndexCache, layer: Any) -> None:
-        """The `update` of this layer of the cache has run; its attention function runs next."""
-        self._pending = cache, layer
+    def set_pending(self, cache: IndexCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
+        """The `update` of this layer of the cache has given states; its attention runs next."""
+        self._pending = cache, layer, states
 
-    def take_pending(self) -> tuple[IndexCache, Any] | None:
-        """The cache and the layer whose `update` ran last, once; None if attention has run."""
+    def take_pending(self) -> tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None:
+        """Cache, layer and states of the last `update`, once; None if attention has run."""
         pending, self._pending = self._pending, None
         return pending
+
+    def shared(self, layer: int) -> tuple[IndexCache, Any, None] | None:
+        """The cache, and the layer in it whose keys this one attends to, which has none."""
+        producer = self.sharing.get(layer)
+        if producer is None or self.running is None:
+            return None
+        return self.running, self.running.layers[producer], None
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

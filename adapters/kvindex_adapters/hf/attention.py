@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvindex.core.guard import in_plain_torch
-from kvindex.ops.attention import attend_blocks
+from kvindex.ops.attention import attend_blocks, with_sink_logits
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_attention
+from kvindex_adapters.hf.latent import absorbed, is_latent, projected
+from kvindex_adapters.hf.layer_kinds import ChosenLayer, chosen_ids
+from kvindex_adapters.hf.unsupported import (
+    UnsupportedError,
+    check_attention,
+    layer_number,
+    sink_logits_of,
+)
 
 NAME = "kvindex"
 """Name of the attention implementation in a model's configuration."""
@@ -39,17 +47,31 @@ def attention(
     Raises UnsupportedError for a call that cannot be served.
     """
     name, attachment = type(module).__name__, attached.get(module)
-    pending = None if attachment is None else attachment.take_pending()
+    pending: Any = None if attachment is None else attachment.take_pending()
+    shares = attachment is not None and pending is None
+    if attachment is not None and shares:
+        pending = attachment.shared(layer_number(module))
     if pending is None:
         raise UnsupportedError(
             f"{name}: got a call of attention without an update of the cache before it; allowed "
             "is one call for each update of the cache that attach() gave"
         )
-    cache, layer = pending
+    (cache, layer, states), ids = pending, None
+    if isinstance(layer, ChosenLayer):
+        blocks, known = kwargs.pop("block_indices", None), layer.get_seq_length()
+        ids = chosen_ids(module, key.shape[1], known, attention_mask, blocks)
+        attention_mask = None if blocks is None else attention_mask
     check_attention(name, module, query.shape[2], dropout, kwargs)
     gradients = torch.is_grad_enabled()
-    attend, bias = _attend_without_gradient if gradients else _attend, kwargs.get("position_bias")
-    output = attend(cache, layer, query, key, value, attention_mask, scaling, softcap, bias)
+    attend = _attend_without_gradient if gradients else _attend
+    terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs), ids
+    latent = isinstance(layer, IndexedLayer) and not shares and is_latent(module)
+    if latent:
+        query, key, value = absorbed(module, query, *states)
+    rows = None if shares and isinstance(layer, IndexedLayer) else (key, value)
+    output = attend(cache, layer, query, rows, attention_mask, scaling, softcap, *terms)
+    if latent:
+        output = projected(module, output)
     if output.dtype is not query.dtype:
         output = output.to(query.dtype)
     output = output.transpose(1, 2).contiguous()
@@ -63,27 +85,30 @@ def _attend(
     cache: Any,
     layer: Any,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    rows: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
+    ids: Tensor | None,
 ) -> Tensor:
-    """Attention `[B, H, T, Dv]` by an index or densely."""
+    """Attention `[B, H, T, Dv]` by an index or densely. rows: None for those the index has."""
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _attend_dense(query, key, value, mask, scaling, softcap, bias)
-    if mask is not None and mask.ndim != 2:
-        raise UnsupportedError(
-            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
-            "allowed is causal attention with left padding [B, N]"
-        )
-    padding = None if mask is None else mask.bool()
-    options = dict(scale=scaling, softcap=softcap, tokens=cache.tokens, bias=bias)
+        assert rows is not None
+        return _attend_dense(query, *rows, mask, scaling, softcap, bias, sinks)
+    padding = None if mask is None else cache.padding.of_mask(mask)
+    terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
+    if rows is None:
+        plain = partial(layer.attend_shared, query, **terms)
+    else:
+        given = query, *rows, padding
+        more: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, **terms)
+        plain = partial(layer.attend, *given, **more)
     if cache.attends is not None:
-        return cache.attends(layer, query, key, value, **options)
-    return layer.attend(query, key, value, padding, **options)
+        return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)
+    return plain()
 
 
 _attend_without_gradient = torch.no_grad()(_attend)
@@ -139,11 +164,13 @@ def _attend_dense(
     scale: float,
     softcap: float | None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest `T` of `N` tokens over all of them, for a layer without an index.
 
     mask: bool `[B, 1, T, N]`; `[B, N]`, padding beside causal order; or None for causal order.
-    bias: a term of the logits `[B, H, T, N]`, or None.
+    bias: a term of the logits `[B, H, T, N]`, or None; sinks: logits of learned sinks, `[H]` or
+    `[B, H, T]`, or None.
     """
     T, N = query.shape[2], key.shape[2]
     parts = []
@@ -163,7 +190,12 @@ def _attend_dense(
             )
         if bias is not None:
             visible = visible + bias[:, :, start : start + QUERIES, :N].float()
-        parts.append(attend_blocks(block, [(key, value, visible)], scale=scale, softcap=softcap))
+        options: Any = dict(scale=scale, softcap=softcap, return_lse=True)
+        output, lse = attend_blocks(block, [(key, value, visible)], **options)
+        if sinks is not None:
+            own = sinks[:, None] if sinks.ndim == 1 else sinks[..., start : start + QUERIES]
+            output = with_sink_logits(output, lse, own)
+        parts.append(output)
     return torch.cat(parts, dim=2)
 
 

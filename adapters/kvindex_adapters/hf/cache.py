@@ -11,7 +11,7 @@ Longer than most files: what changes a cache, each for all layers or for none.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -26,7 +26,8 @@ from kvindex.core import check
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import Attachment
-from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop, indexed_layer
+from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop
+from kvindex_adapters.hf.layer_kinds import indexed_layer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache
@@ -53,7 +54,7 @@ class IndexCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
-        check_dense(dense_layers, len(self.layers), full)
+        check_dense(dense_layers, len(self.layers), full, attachment.sharing)
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
         self.attachment = attachment
@@ -86,7 +87,7 @@ class IndexCache(DynamicCache):
         layer, states = self.layers[layer_idx], (key_states, value_states)
         if not isinstance(layer, IndexedLayer):  # one with an index takes them in `attend`
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.attachment.set_pending(self, layer)
+        self.attachment.set_pending(self, layer, states)
         return states
 
     def check_attended(self) -> None:
@@ -315,13 +316,23 @@ class IndexCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
 
 
-def check_dense(dense_layers: Any, layers: int, full: list[int]) -> None:
-    """Raises ValueError for what are no layers, or all of those with full attention, `full`."""
+def check_dense(
+    dense_layers: Any, layers: int, full: list[int], sharing: Mapping[int, int]
+) -> None:
+    """Raises ValueError for what are no layers, or all of those with full attention, `full`.
+
+    sharing: layers without keys of their own, which are dense where those are that have them.
+    """
     if not isinstance(dense_layers, Collection):
         raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
     for number in dense_layers:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < layers:
             raise ValueError(f"dense_layers: got {number!r}, allowed are 0 to {layers - 1}")
+        if sharing.get(number) in set(full) - set(dense_layers):
+            raise ValueError(
+                f"dense_layers: got {number}, which attends to the keys of {sharing[number]}; "
+                f"allowed is {sharing[number]}, for both"
+            )
     if set(full) <= set(dense_layers):
         raise ValueError(
             f"dense_layers: got {list(dense_layers)}, which leaves no layer to index; allowed is "

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import CacheLayerMixin
 
 from kvindex.core import check
 from kvindex.core.guard import in_plain_torch
@@ -81,11 +77,13 @@ class IndexedLayer(CacheLayerMixin):
         softcap: float | None,
         tokens: Tensor | None = None,
         bias: Tensor | None = None,
+        sink_logits: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """Append tokens and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
 
         tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown;
-        bias: as of `AttentionLayer.step`.
+        bias, sink_logits, ids: as of `AttentionLayer.step`.
         Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
         and what `AttentionLayer.step` raises.
         """
@@ -100,11 +98,13 @@ class IndexedLayer(CacheLayerMixin):
                 dtype=keys.dtype,
                 device=keys.device,
             )
-        batch, _, T, _ = keys.shape
-        self._check_same(keys, scale, softcap)
+        batch, _, T, D = keys.shape
+        self._check_same(D**-0.5 if scale is None else scale, softcap)
         valid = self._padding.of_new(self.attention, padding, T)
-        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
-        output = self.attention.step(queries, keys, values, valid=valid, bias=bias)
+        if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
+            queries, values = queries.to(keys.dtype), values.to(keys.dtype)
+        terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
+        output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
             # after the step: a boundary that is marked in it lies before these tokens
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
@@ -118,20 +118,38 @@ class IndexedLayer(CacheLayerMixin):
         *,
         scale: float | None,
         softcap: float | None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """As `attend` of one real token for each row, for a graph: the layer's `captured_step`."""
         assert self.attention is not None
-        self._check_same(keys, scale, softcap)
-        return self.attention.captured_step(queries.to(keys.dtype), keys, values.to(keys.dtype))
+        self._check_same(keys.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
+        return self.attention.captured_step(queries, keys, values, sink_logits=sink_logits)
+
+    def attend_shared(
+        self,
+        queries: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from the newest tokens for a layer that has no keys of its own: `[B, H, T, Dv]`.
+
+        Raises as `attend`, and what `AttentionLayer.attend` raises.
+        """
+        assert self.attention is not None
+        g = self.attention.index.geometry
+        self._check_same(g.head_dim**-0.5 if scale is None else scale, softcap)
+        return self.attention.attend(queries.to(g.dtype), sink_logits=sink_logits)
 
     def make(self, **geometry: Any) -> AttentionLayer:
         """An empty attention layer for this one, around an index of this geometry."""
         return in_plain_torch(self._make)(**geometry)
 
-    def _check_same(self, keys: Tensor, scale: float | None, softcap: float | None) -> None:
+    def _check_same(self, scale: float, softcap: float | None) -> None:
         """Raises UnsupportedError unless scale and softcap are those of the index."""
         assert self.attention is not None
-        scale = keys.shape[-1] ** -0.5 if scale is None else scale
         g = self.attention.index.geometry
         if (scale, softcap) != (g.scale, g.softcap):
             raise UnsupportedError(
@@ -204,56 +222,6 @@ class IndexedLayer(CacheLayerMixin):
     @property
     def _batch(self) -> int:
         return 0 if self.attention is None else self.attention.batch_size
-
-
-class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
-    """A cache layer with linear attention beside full attention, whose tokens are in an index.
-
-    states: number of states of the linear attention.
-    """
-
-    def __init__(self, make: LayerFactory, padding: Padding, states: int) -> None:
-        IndexedLayer.__init__(self, make, padding)
-        LinearAttentionLayer.__init__(self, number_of_states=states)
-
-    @property
-    def is_croppable(self) -> bool:
-        """As the linear attention says."""
-        return bool(super(IndexedLayer, self).is_croppable)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the linear attention, which passes its tensors by name."""
-        if kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        LinearAttentionLayer.reset(self)
-        IndexedLayer.reset(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Crop both parts; linear attention mostly cannot, and raises RuntimeError."""
-        LinearAttentionLayer.crop(self, check_crop(tokens_to_remove))
-        IndexedLayer.crop(self, tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
-        IndexedLayer.reorder_cache(self, beam_idx)
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        IndexedLayer.batch_select_indices(self, indices)
-        if self.attention is not None:
-            rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-            LinearAttentionLayer.reorder_cache(self, rows)
-
-
-def indexed_layer(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
-    """The indexed layer that replaces a layer of transformers that `has_full_attention`."""
-    if isinstance(layer, LinearAttentionAndFullAttentionLayer):
-        return HybridLayer(make, padding, layer.number_of_states)
-    return IndexedLayer(make, padding)
 
 
 def check_crop(tokens_to_remove: Any) -> int:

@@ -61,15 +61,16 @@ def _step(
         ids = args[0] if args else kwargs.get("input_ids")
         cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
         cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
+        attachment.running = cache
         try:
-            output = forward(*args, **kwargs)
+            output = forward(*args, **_whole(attachment, kwargs))
             cache.check_attended()
         except BaseException:  # an interrupt, too, leaves layers of different lengths
             cache.rollback(before)
             cache.ids = past_ids
             raise
         finally:
-            cache.tokens = None
+            cache.tokens = attachment.running = None
             cache.padding.forget()
     return output
 
@@ -80,3 +81,14 @@ def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str,
         return kwargs
     names = list(inspect.signature(decoder.forward).parameters)
     return {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+
+
+def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, so that layers which share keys cut no mask of padding `[B, N]`.
+
+    Of a prompt without padding they may read the tokens alone whose logits are wanted.
+    """
+    mask = kwargs.get("attention_mask")
+    if not attachment.sharing or not isinstance(mask, Tensor) or bool(mask.all()):
+        return kwargs
+    return {**kwargs, "logits_to_keep": None} if "logits_to_keep" in kwargs else kwargs

@@ -43,6 +43,10 @@ def layer_geometry(config: Any, number: int) -> dict[str, Any]:
     layers = layer_configs(config)
     config = layers[number] if len(layers) > 1 else config
     heads = getattr(config, "num_attention_heads", 1)
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank is not None:  # `hf.latent`: the index holds latents
+        width = rank + config.qk_rope_head_dim
+        return {"q_heads": heads, "kv_heads": 1, "head_dim": width, "value_dim": rank}
     per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         "q_heads": heads,

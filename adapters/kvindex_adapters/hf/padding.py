@@ -22,6 +22,19 @@ class Padding:
         self._mask: Tensor | None = None
         self._length = 0
         self._new: Tensor | None = None
+        self._given: Tensor | None = None
+        self._real: Tensor | None = None
+
+    def of_mask(self, mask: Tensor) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are, by the mask of a layer.
+
+        mask: `[B, N]`, or `[B, 1, T, N]` of causal attention. Raises UnsupportedError for others.
+        """
+        if mask.ndim == 2:
+            return mask.bool()
+        if mask is not self._given:
+            self._given, self._real = mask, _of_causal(mask)
+        return self._real
 
     def of_new(self, layer: AttentionLayer, mask: Tensor | None, count: int) -> Tensor | None:
         """Which of the `count` new tokens are real, bool `[B, count]`, or None where all are.
@@ -39,6 +52,22 @@ class Padding:
             _check_left(mask)
         self._mask, self._length, self._new = mask, len(layer), new
         return new
+
+
+def _of_causal(mask: Tensor) -> Tensor | None:
+    """As `Padding.of_mask`, of `[B, 1, T, N]`, bool, or 0 where a token is seen."""
+    seen, known = mask if mask.dtype == torch.bool else mask == 0, True
+    if mask.is_floating_point():  # a bias is no mask
+        known = bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all())
+    real = seen[:, 0, -1]  # the newest token sees all of them
+    T, N = mask.shape[-2:]
+    causal = torch.ones(T, N, dtype=torch.bool, device=mask.device).tril(N - T)
+    if mask.shape[1] > 1 or not known or not torch.equal(seen[:, 0], causal & real[:, None]):
+        raise UnsupportedError(
+            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
+            "allowed is causal attention with left padding [B, N]"
+        )
+    return None if bool(real.all()) else real
 
 
 def _check_left(mask: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvindex.core.rope import rotate
+from kvindex_adapters.hf.latent import is_latent
 
 POSITIONS = (0, 1, 7)
 """Positions at which the probe puts one and the same token."""
@@ -43,8 +44,8 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
     """Inverse frequencies float32 `[F]` of a decoder's full-attention layer (`kvindex.core.rope`).
 
     Zeros for a layer that rotates nothing. None where they are not known: no `rotary_emb`,
-    frequencies that change with the length, other pairs of coordinates, a layer that cannot be
-    called alone.
+    frequencies that change with the length, other pairs of coordinates, latents, a layer that
+    cannot be called alone.
     """
     embedding = getattr(decoder, "rotary_emb", None)
     kind, name = getattr(embedding, "rope_type", None), "inv_freq"
@@ -57,7 +58,7 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
         return None
     rope = rope.detach().float()
     for module in decoder.modules():
-        if getattr(module, "layer_idx", None) == layer:
+        if getattr(module, "layer_idx", None) == layer and not is_latent(module):
             keys = _probe(decoder, module, embedding, more)
             for candidate in (rope, torch.zeros_like(rope)):
                 if keys is not None and _rotated_by(keys, candidate):

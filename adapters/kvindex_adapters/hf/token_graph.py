@@ -202,23 +202,38 @@ class TokenGraph:
 
 def _attend_traced(
     trace: Trace,
+    plain: Callable[[], Tensor],
     layer: IndexedLayer,
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    **options: Any,
+    rows: tuple[Tensor, Tensor] | None,
+    *,
+    bias: Tensor | None,
+    ids: Tensor | None,
+    **terms: Any,
 ) -> Tensor:
     """A layer's step, as one operation."""
-    if options["bias"] is not None:
-        trace.refuse("attention: got a bias of the logits")
-    attend = partial(layer.attend, queries, keys, values, None, **options)
-    read = queries, keys, values, options["scale"], options["softcap"]
-    return trace.whole("attention", attend, *read)
+    given = {
+        "a layer without keys of its own": rows is None,
+        "a bias of the logits": bias is not None,
+    }
+    given["rows that the model chose"] = ids is not None
+    for name in (name for name, there in given.items() if there):
+        trace.refuse(f"attention: got {name}")
+    return trace.whole("attention", plain, queries, rows, list(terms.values()))
 
 
-def _attend_captured(layer: IndexedLayer, *rows: Tensor, **options: Any) -> Tensor:
+def _attend_captured(
+    plain: Callable[[], Tensor],
+    layer: IndexedLayer,
+    queries: Tensor,
+    rows: tuple[Tensor, Tensor],
+    *,
+    bias: None,
+    ids: None,
+    **terms: Any,
+) -> Tensor:
     """A layer's step in a graph: of a token that is real, and that no index is told of."""
-    return layer.attend_captured(*rows, scale=options["scale"], softcap=options["softcap"])
+    return layer.attend_captured(queries, *rows, **terms)
 
 
 def _device(cache: IndexCache) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     DynamicCache,
@@ -20,14 +20,13 @@ class UnsupportedError(ValueError):
 
 
 UNKNOWN_TERMS = (
-    *("s_aux", "sinks", "alibi"),  # terms of the softmax
+    "alibi",  # a term of the logits
     *("indices", "block_indices", "cache"),  # rows that the model chooses itself
     *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
 )
 """Arguments of a model's attention call that change its result and that no index knows."""
 
 TERMS = {
-    "sinks": "learned sinks in the softmax",
     "lambda_q1": "the difference of two softmaxes over the same keys",
 }
 """Attributes of attention modules -> what they add to the softmax over rows."""
@@ -35,13 +34,22 @@ TERMS = {
 OWN_CACHES = ("minimax",)
 """Types of models that take no cache but one of a class of their own."""
 
+INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
+"""Layers of transformers' cache, not all of which every version has."""
+
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options of `model.generate` for assisted decoding."""
 
 
 def has_full_attention(layer: Any) -> bool:
     """Whether a layer of transformers' cache holds every token's key and value."""
-    return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+    kinds = DynamicLayer, LinearAttentionAndFullAttentionLayer
+    return type(layer) in kinds or has_indexer(layer)
+
+
+def has_indexer(layer: Any) -> bool:
+    """Whether it keeps what a trained indexer compares, beside every token's key and value."""
+    return type(layer).__name__ in INDEXED
 
 
 def check_model(model: PreTrainedModel) -> Any:
@@ -58,18 +66,19 @@ def check_model(model: PreTrainedModel) -> Any:
         raise UnsupportedError(
             f"model: got {name}, which attends in both directions; allowed is causal"
         )
-    if ranks := _values(config, "kv_lora_rank"):
+    if _values(config, "kv_lora_rank") and (chosen := _values(config, "index_topk")):
         raise UnsupportedError(
-            f"model: got {name}, which uses multi-head latent attention (kv_lora_rank = "
-            f"{ranks[0]}): its cache holds no keys that an index could search"
+            f"model: got {name}, whose latent attention chooses {chosen[0]} rows by an indexer "
+            "of its own"
         )
     if config.model_type in OWN_CACHES:
         raise UnsupportedError(
             f"model: got {name}, which takes no cache but one of a class of its own"
         )
-    if any(_values(config, "num_kv_shared_layers")) or _shares_rows(config):
+    if any(_values(config, "num_kv_shared_layers")) and not sharing_of(config):
         raise UnsupportedError(
-            f"model: got {name}, whose layers share keys and values with each other"
+            f"model: got {name}, whose layers share keys and values that its configuration does "
+            "not say the layers of"
         )
     for term, words in TERMS.items():
         if any(getattr(module, term, None) is not None for module in model.modules()):
@@ -101,12 +110,22 @@ def layer_configs(config: Any) -> list[Any]:
     return [config]
 
 
-def _shares_rows(config: Any) -> bool:
-    """Whether some layers attend to the keys and values of others."""
+def sharing_of(config: Any) -> dict[int, int]:
+    """Number of each layer without keys and values of its own -> of the layer that has them."""
     try:
-        return any(mode for modes in _values(config, "kv_sharing_modes") for mode in modes)
+        modes = getattr(config, "kv_sharing_modes", None) or []
     except ValueError:  # where all layers share those of another model
-        return True
+        return {}
+    if not modes:
+        return {}
+    stored: dict[str, int] = {}
+    shared = {}
+    for number, (mode, kind) in enumerate(zip(modes, config.layer_types, strict=True)):
+        if mode == "store":
+            stored[kind] = number
+        elif mode is not None:
+            shared[number] = stored[kind]
+    return shared
 
 
 def _values(config: Any, name: str) -> list[Any]:
@@ -148,6 +167,30 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
             "assistant_model: got a model that is attached, allowed is one that is not: it would "
             "run with a cache of its own"
         )
+
+
+def layer_number(module: nn.Module) -> int:
+    """Which layer of the model's an attention module is of; -1 where it does not say."""
+    return int(getattr(module, "layer_idx", -1))
+
+
+SINKS = ("s_aux", "sinks")
+"""Arguments of a model's attention call that hold the logits of learned sinks."""
+
+
+def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
+    """Logits of learned sinks in an attention call, `[H]` or `[B, H, T]`, or None.
+
+    extra: further keyword arguments of the call. Raises UnsupportedError for a module that has
+    such logits but does not pass them.
+    """
+    given = next((extra[key] for key in SINKS if extra.get(key) is not None), None)
+    if given is None and getattr(module, "sinks", None) is not None:
+        raise UnsupportedError(
+            f"{name}: got learned sinks that its attention is not called with, allowed are those "
+            f"of an argument {' or '.join(SINKS)}"
+        )
+    return given[..., 0] if given is not None and given.ndim == 4 else given
 
 
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:

@@ -73,6 +73,12 @@ def test_steps_at_once_equal_single_steps(model, index, sizes):
     assert torch.allclose(got, at_single_steps(model, inputs, index), atol=1e-4)
 
 
+def test_steps_at_once_with_learned_sinks():
+    model, inputs = build("gpt_oss"), prompt(1, 80)
+    got = at_once(model, inputs["input_ids"][0], 50, [1, 7, 22], "exact")
+    assert torch.allclose(got, at_single_steps(model, inputs, "exact"), atol=1e-4)
+
+
 @pytest.mark.parametrize("name", kvindex.names())
 def test_each_index_that_can_be_searched_at_once_finds_the_same(model, name):
     if name.startswith("faiss"):

@@ -132,6 +132,7 @@ def test_head_and_argmax(run, B, V, K):
 
 def test_equal_logits_go_to_the_lower_id(run):
     x, matrix = drawn(run, 3, 24), matrix_of(run, 40, 24, bias=False)
+    x[:, 1:] = 0  # sums of one term are the same in any order
     for rows in (matrix.weight, matrix.scale):
         if rows is not None:
             rows[:] = rows[:1].clone()

@@ -1,0 +1,96 @@
+"""Sparse attention to rows that the caller chose: by a trained indexer, or scores from elsewhere.
+
+The index searches for nothing: it keeps rows, wherever its store has them, and fetches them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex import ops
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Attended, Hits, KVIndex, Rows
+from kvindex.layer.regions import Regions
+from kvindex.layer.retrieval import Retrieved, bias_of
+from kvindex.ops.fetch import gather_rows
+
+FETCHED_BYTES = 2**28
+"""Rows are fetched for so many tokens at a time that they take about this: bounds the memory that
+a prompt needs, not its result."""
+
+
+def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tensor:
+    """Ids int64 `[B, G, T, K]` of rows for the tokens of queries `[B, H, T, D]`.
+
+    before: tokens that came earlier. Raises ValueError or TypeError for a wrong tensor, and on a
+    CPU for a token after the query's own; on a CUDA device, whose host must not wait, such ids
+    become -1.
+    """
+    B, _, T, _ = queries.shape
+    shape = {"B": B, "G": index.geometry.kv_heads, "T": T, "K": None}
+    check.tensor("ids", ids, shape, torch.int64, queries.device)
+    check.at_least("ids.shape[3] (rows)", ids.shape[3], 1)
+    own = torch.arange(before, before + T, device=ids.device)[:, None]
+    wrong = (ids < UNUSED) | (ids > own)
+    if ids.device.type != "cpu":
+        return ids.masked_fill(wrong, UNUSED)
+    if wrong.any():
+        raise ValueError(
+            f"ids: got {int(ids[wrong][0])}, allowed are positions up to the query's own, or -1 "
+            "for none"
+        )
+    return ids
+
+
+def attend_chosen(
+    index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor
+) -> list[Retrieved]:
+    """What each of `T` queries `[B, H, T, D]` attends to: the rows `ids` `[B, G, T, K]` alone.
+
+    An id is a position in the sequence, -1 for none. Padded tokens are not seen.
+    """
+    g, read = index.geometry, []
+    per_token = ids[:, :, :1].numel() * (g.head_dim + g.value_dim) * queries.element_size()
+    size = max(FETCHED_BYTES // max(per_token, 1), 1)
+    parts = torch.split(queries, size, dim=2), torch.split(ids, size, dim=2)
+    for some, chosen in zip(*parts, strict=True):
+        read += _block(index, regions, some, chosen)
+    return read
+
+
+def _block(index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor) -> list[Retrieved]:
+    """As `attend_chosen`, with all rows at once."""
+    g, indexed = index.geometry, len(index)
+    B, G, T, K = ids.shape
+    rows = _rows(index, regions.window, ids.flatten(2))
+    seen = ids != UNUSED
+    if regions.valid is not None:
+        real = regions.valid[:, None, None].expand(-1, G, T, -1)
+        seen = seen & real.gather(-1, ids.clamp_min(0))
+    keys, values = (
+        part.view(B, G, T, K, -1).transpose(1, 2).flatten(0, 1) for part in (rows.keys, rows.values)
+    )
+    one = queries.transpose(1, 2).flatten(0, 1)  # each token a row of the batch
+    mask = bias_of(seen).transpose(1, 2).flatten(0, 1).repeat_interleave(g.group_size, dim=1)
+    output, lse = ops.attention.attend(
+        one, keys, values, scale=g.scale, softcap=g.softcap, bias=mask, return_lse=True
+    )
+    output, lse = output.view(B, T, *output.shape[1:]), lse.view(B, T, -1)
+    found = (seen & (ids < indexed)).sum(-1, dtype=torch.int32)  # [B, G, T]
+    masked = K - (seen & (ids >= indexed)).sum(-1).float().mean((0, 1))
+    return [
+        Retrieved(Attended(output[:, t], lse[:, t], found[:, :, t]), K, masked[t]) for t in range(T)
+    ]
+
+
+def _rows(index: KVIndex, window: Rows, ids: Tensor) -> Rows:
+    """Rows of the index or of the window, by their positions int64 `[B, G, n]`."""
+    indexed = len(index)
+    beside = torch.where(ids < indexed, UNUSED, ids - indexed)
+    keys, values = gather_rows(window.keys, beside), gather_rows(window.values, beside)
+    if indexed:
+        inside = ids.masked_fill(ids >= indexed, UNUSED)
+        found = index.fetch(Hits(inside, torch.zeros_like(inside, dtype=torch.float32)))
+        keys, values = keys + found.keys, values + found.values  # one of them is 0
+    return Rows(keys, values)
