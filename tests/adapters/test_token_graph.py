@@ -69,6 +69,7 @@ def both(model, inputs, count, *, attach=None, **options):
         ("falcon_h1", {}),
         ("mixtral", {}),
         ("qwen3_moe", {}),
+        ("deepseek_v3", {}),
     ],
 )
 def test_tokens_are_those_without_graphs(graphs, family, options):
