@@ -4,7 +4,7 @@
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
         [--dtype …] [--device …] [--without-graphs] --json OUT
     python -m benchmarks.generation --decoder SHAPE [--context N] [--index SPEC] [--written T]
-        [--turn T] [--hit-rate R] [--torch-products] [--device …] --json OUT
+        [--turn T] [--hit-rate R] [--weights fp8] [--torch-products] [--device …] --json OUT
 
 What is compared is measured in turns, round after round, a few tokens of each plan at a time
 (`--turn`), so that what slows a host for a while slows them all. `layers`: L attention layers
@@ -57,6 +57,7 @@ from benchmarks.common.reading import add_model, described, loaded, write
 from benchmarks.common.timing import Figures, in_turns
 from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
+from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import ONE_ANSWER
@@ -78,6 +79,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--decoder", choices=token.SHAPES, help="shape of its random weights")
     parser.add_argument("--torch-products", action="store_true", help="of the decoder: no Triton")
+    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="of the decoder")
     parser.add_argument("--hit-rate", type=float, default=0.93, help="of the decoder's rows")
     parser.add_argument("--tokens", type=int, default=7000, help="of the prompt")
     parser.add_argument("--written", type=int, default=160, help="tokens that are timed")
@@ -203,13 +205,13 @@ def measured_decoder(given: argparse.Namespace, end: float) -> Iterator[dict[str
     """The decoder's tokens, after each round."""
     shape, device = token.SHAPES[given.decoder], given.device
     g = shape.geometry(getattr(torch, given.dtype), device)
-    token.check(shape, g, given.index, fused=not given.torch_products)
+    token.check(shape, g, given.index, fused=not given.torch_products, kind=given.weights)
     rate = token.read_rate(g.device)
-    weights = token.weights_of(shape, g)
+    weights = token.weights_of(shape, g, given.weights)
     read = token.bytes_read(weights)
     about = dict(shape=shape._asdict(), context=given.context, k=token.K, sink=token.SINK)
     about |= dict(window=token.LOCAL, update_every=token.UPDATE, weights_bytes=read)
-    about |= dict(products="torch" if given.torch_products else "triton")
+    about |= dict(products="torch" if given.torch_products else "triton", kind=given.weights)
     about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
     plan = partial(token.Plan, shape, g, weights, fused=not given.torch_products)
     layers = token.indexed(g, given.index, given.context, shape.layers, 4 * given.written)

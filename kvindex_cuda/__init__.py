@@ -63,7 +63,7 @@ def store(
     """Where rows live, in blocks that kernels read: "host" (pinned), "device", or "auto".
 
     "auto": on the device as long as there is room, then on its host; a CPU has one place.
-    row_codec: "plain", "int8" or "fp8" (`kvindex.storage.codecs`); device_share: as of
+    row_codec: as of `kvindex.storage.codecs.NAMES`; device_share: as of
     `memory.device_budget.DeviceBudget`.
     """
     device = geometry.device

@@ -316,6 +316,7 @@ def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
 
 
 def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(small, tmp_path, monkeypatch):
+    pytest.importorskip("triton")  # rounds to FP8
     monkeypatch.setattr(ParisKV, "_defers", True)  # as on a GPU, whose host must not ask
     monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
     monkeypatch.setattr(token, "default_placement", lambda *_: {"backend": "cuda"})
@@ -324,13 +325,16 @@ def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(small, tmp_
     for name, value in dict(SHAPES={"tiny": shape}, WARM=3, SINK=4, LOCAL=16, UPDATE=8).items():
         monkeypatch.setattr(token, name, value)
     given = ["--decoder", "tiny", "--context", 520, "--written", 16, "--turn", 8]
-    given += ["--dtype", "float32", "--json", tmp_path / "out.json"]
+    given += ["--dtype", "float32", "--weights", "fp8", "--json", tmp_path / "out.json"]
     with kept(WholeGraph) as graphs:
         result = ran(generation.main, given, monkeypatch)
     found = result["decoder"]
     monkeypatch.setattr("benchmarks.reporting.tokens.stored_beside", lambda name, one: [one])
     page = report.TABLES["decoder_tokens"](result)
-    assert f"| tiny, 520 | no attention | {found['weights']['device_ms']:.2f} (" in page
+    assert (
+        f"| tiny, weights in FP8, 520 | no attention | {found['weights']['device_ms']:.2f} ("
+        in page
+    )
     assert graphs.replays > 60
     assert (found["rounds"], found["over"]) == (2, "dense")
     assert found["ratio"].keys() == {"weights", "growing", "cached", "uncached"}

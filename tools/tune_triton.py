@@ -1,18 +1,20 @@
-"""Time sizes of tiles of the Triton products of a decoder's layer, on a GPU.
+"""Time a few tiles for each product of a decoder's token, on a GPU; print lines for `tiles.py`.
 
-    PYTHONPATH=.:adapters python tools/tune_triton.py [--shape NxK …] [--batch B] [--fp8]
-        [--overlap] [--json OUT]
+    PYTHONPATH=.:adapters python tools/tune_triton.py [--decoder SHAPE …] [--batch B …]
+        [--weights plain fp8] [--json OUT]
 
-Shapes are of Qwen3-8B unless given. A time is the median of chains of launches over different
-matrices, larger together than L2, in a captured graph. `rate` is the weights' bytes over time, and
-`share` that over the rate of a kernel that reads as many bytes and does nothing else with them.
+Shapes are those of `benchmarks/common/token.py`. A time is the median of chains of launches over
+different matrices, larger together than L2, in a captured graph; launches overlap where the
+decoder's do. Each line goes into `TILES` of `kvindex_cuda/triton/tiles.py`; beside it stand
+microseconds, the default's, and the weights' bytes over time as a share of the rate of a kernel
+that reads as many bytes and does nothing else with them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,17 +22,36 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.common.token import SHAPES, Shape
+from kvindex_adapters.decoder.fused import OVERLAPS
+from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
-from kvindex_cuda.triton import Matrix, Norm, Tile, norm_linear, to_fp8
+from kvindex_cuda.triton import (
+    Matrix,
+    Norm,
+    Tile,
+    linear_residual,
+    norm_linear,
+    swiglu_linear,
+    to_fp8,
+)
+from kvindex_cuda.triton.tiles import Case, case_of
 
-SHAPES = ["6144x4096", "4096x4096", "24576x4096", "4096x12288", "151936x4096"]
-CHAIN_BYTES = 2**30
+CHAIN_BYTES, CHAIN = 2**30, 256
+"""Of a chain's weights, and its launches: no more than either asks for."""
+
 REPEATS = 20
 READ = 8192
 TILES = [
-    Tile(*sizes) for sizes in product((8, 16, 32, 64), (128, 256, 512, 1024), (4, 8), (2, 3, 4))
+    Tile(),
+    Tile(stages=5),
+    Tile(rows=8, columns=512, stages=4),
+    Tile(columns=512, warps=8),
+    Tile(rows=32, warps=8),
+    Tile(rows=32, columns=128, stages=4),
 ]
+"""The default first."""
 
 
 @triton.jit
@@ -74,48 +95,88 @@ def read_rate(matrices: list[Matrix]) -> float:
     return sum(part.nbytes for part in words) / seconds(run)
 
 
-def timed(N: int, K: int, batch: int, fp8: bool, overlap: bool) -> list[dict[str, Any]]:
-    """Every tile's time on a shape, the fastest first; a tile that does not compile is left out."""
-    wide = Matrix(torch.randn(N, K, dtype=torch.bfloat16, device="cuda"))
-    one = to_fp8(wide) if fp8 else wide
-    count = max(2, CHAIN_BYTES // one.weight.nbytes)
+def products(shape: Shape, weights: str) -> Iterator[tuple[str, int, int]]:
+    """Products of a token of that shape, each with its matrix's rows and columns."""
+    attended = shape.q_heads * shape.head_dim
+    yield "norm_linear", attended + 2 * shape.kv_heads * shape.head_dim, shape.hidden
+    yield "linear_residual", shape.hidden, attended
+    yield "norm_linear", 2 * shape.inner, shape.hidden
+    yield "swiglu_linear", shape.hidden, shape.inner
+    if weights == PLAIN:
+        yield "norm_linear", shape.vocabulary, shape.hidden
+
+
+def cases(
+    shapes: Sequence[Shape], batches: Sequence[int], weights: Sequence[str]
+) -> dict[Case, tuple[int, int, int]]:
+    """Rows, columns and batch by which each case is timed: the first that it has."""
+    found: dict[Case, tuple[int, int, int]] = {}
+    for kind in weights:
+        dtype = torch.bfloat16 if kind == PLAIN else torch.float8_e4m3fn
+        for shape in shapes:
+            for product, N, K in products(shape, kind):
+                matrix = Matrix(torch.empty(N, K, dtype=dtype, device="meta"))
+                for batch in batches:
+                    found.setdefault(case_of(product, matrix, batch), (N, K, batch))
+    return found
+
+
+def timed(case: Case, N: int, K: int, batch: int) -> list[dict[str, Any]]:
+    """Every tile's time, the fastest first; a tile that does not compile is left out."""
+    one = Matrix(torch.randn(N, K, dtype=torch.bfloat16, device="cuda") / K**0.5)
+    if case.width == 1:
+        one = to_fp8(one)
+    count = min(CHAIN, max(2, CHAIN_BYTES // one.weight.nbytes))
     matrices = [Matrix(one.weight.clone(), None, one.scale) for _ in range(count)]
-    x, norm = wide.weight[:batch].clone(), Norm(wide.weight[0].clone(), 1e-6)
-    out, best = wide.weight.new_empty(batch, N), read_rate(matrices)
-    found = []
-    for tile in (tile._replace(overlap=overlap) for tile in TILES):
+    x, residual = (
+        torch.randn(batch, width, dtype=torch.bfloat16, device="cuda") for width in (2 * K, N)
+    )
+    norm, out, best = Norm(x[0, :K].clone(), 1e-6), residual.clone(), read_rate(matrices)
 
-        def run(tile: Tile = tile) -> None:
-            for matrix in matrices:
-                norm_linear(x, norm, matrix, out=out, tile=tile)
+    def run(tile: Tile) -> None:
+        for matrix in matrices:
+            if case.product == "norm_linear":
+                norm_linear(x[:, :K], norm, matrix, out=out, tile=tile)
+            elif case.product == "linear_residual":
+                linear_residual(x[:, :K], matrix, residual, out=out, tile=tile)
+            else:
+                swiglu_linear(x, matrix, residual, out=out, tile=tile)
 
+    overlap, found = torch.cuda.get_device_capability() >= OVERLAPS, []
+    for tile in TILES:
         try:
-            each = seconds(run) / count
+            each = seconds(partial(run, tile._replace(overlap=overlap))) / count
         except triton.runtime.errors.OutOfResources:
             continue
-        rate = one.weight.nbytes / each
-        found.append(dict(N=N, K=K, us=1e6 * each, rate=rate, share=rate / best, **tile._asdict()))
+        share = one.weight.nbytes / each / best
+        found.append(dict(case=case, tile=tile, N=N, K=K, us=1e6 * each, share=share))
     return sorted(found, key=lambda row: row["us"])
 
 
+def line(rows: list[dict[str, Any]]) -> str:
+    """The fastest tile of a case, as `tiles.TILES` has it."""
+    best = rows[0]
+    default = next((row["us"] for row in rows if row["tile"] == TILES[0]), float("nan"))
+    sizes = ", ".join(map(str, best["tile"][:4]))
+    told = f"{best['us']:.1f} us (default {default:.1f}), {best['share']:.2f}"
+    return f"    Case({', '.join(map(repr, best['case']))}): Tile({sizes}),  # {told}"
+
+
 def main() -> None:
-    """Print the three fastest tiles of each shape; write all."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", nargs="+", default=SHAPES, metavar="NxK")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--overlap", action="store_true")
+    """Print a line for each case; write all times."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--decoder", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--json", type=output())
     args = parser.parse_args()
-    found = [
-        timed(*map(int, size.split("x")), args.batch, args.fp8, args.overlap) for size in args.shape
-    ]
-    for rows in found:
-        for row in rows[:3]:
-            print({key: round(value, 3) for key, value in row.items()})
+    found = []
+    shapes = [SHAPES[name] for name in args.decoder]
+    for case, sizes in cases(shapes, args.batch, args.weights).items():
+        found.append(timed(case, *sizes))
+        print(line(found[-1]), flush=True)
     if args.json is not None:
-        told = dict(batch=args.batch, fp8=args.fp8, rows=found)
-        write_json(args.json, dict(machine=describe("cuda"), **told))
+        write_json(args.json, dict(machine=describe("cuda"), rows=found))
 
 
 if __name__ == "__main__":

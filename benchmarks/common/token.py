@@ -28,6 +28,7 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.fused import Fused, refusal
 from kvindex_adapters.decoder.graph import TokenGraph, TokenRing
+from kvindex_adapters.decoder.quantized import PLAIN, quantize
 from kvindex_adapters.decoder.rotary import Rotary
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Attention, Session
@@ -69,8 +70,8 @@ SHAPES = {
 }
 
 
-def weights_of(shape: Shape, g: Geometry) -> Weights:
-    """Random weights that keep the variance of what they multiply."""
+def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
+    """Random weights that keep the variance of what they multiply; kind: as of `Decoder.of`."""
     draw = torch.Generator(g.device).manual_seed(1)
     size = shape.vocabulary, shape.hidden
     embedding = torch.empty(size, dtype=g.dtype, device=g.device).normal_(generator=draw)
@@ -104,20 +105,23 @@ def weights_of(shape: Shape, g: Geometry) -> Weights:
             down=linear(hidden, inner),
         )
 
-    return Weights(
+    made = Weights(
         embedding=embedding,
         rotary=Rotary(torch.zeros(shape.head_dim // 2, device=g.device), 1.0),
         layers=tuple(layer() for _ in range(shape.layers)),
         norm=norm(shape.hidden),
         head=Linear(embedding, None) if shape.tied else linear(shape.vocabulary, shape.hidden),
     )
+    return made if kind == PLAIN else quantize(made)
 
 
 def sharpen(weights: Weights, factor: float) -> None:
     """Multiply the logits of attention."""
     for layer in weights.layers:
-        norm = layer.query_norm
-        (layer.query.weight if norm is None else norm.weight).mul_(factor)
+        (weight, _, scale), norm = layer.query, layer.query_norm
+        if norm is not None:
+            weight, scale = norm.weight, None
+        (weight if scale is None else scale).mul_(factor)
 
 
 def bytes_read(weights: Weights) -> int:
@@ -219,7 +223,7 @@ def fits(g: Geometry, tokens: int, layers: int, share: float = 0.9) -> bool:
 
 
 class Plan:
-    """A decoder that writes on, by graphs of whole tokens."""
+    """A decoder that writes on, by graphs of whole tokens; how: of its Triton kernels (`Fused`)."""
 
     def __init__(
         self,
@@ -230,11 +234,12 @@ class Plan:
         *,
         graphs: bool = True,
         fused: bool = True,
+        **how: bool | None,
     ) -> None:
         config = DecoderConfig(
             shape.layers, shape.q_heads, shape.kv_heads, shape.head_dim, shape.vocabulary, g.scale
         )
-        kernels = Fused(weights) if fused and refusal(weights, 1) is None else None
+        kernels = Fused(weights, **how) if fused and refusal(weights, 1) is None else None
         self._session = Session(weights, config, layers, [0], kernels)
         self._graph = TokenGraph(self._session, Sampler(Sampling(), g.device), graphs=graphs)
         self._ids = torch.randperm(shape.vocabulary, device=g.device)
@@ -291,11 +296,17 @@ class Mark:
 
 
 def check(
-    shape: Shape, g: Geometry, spec: str, tokens: int = 4096, count: int = 20, fused: bool = True
+    shape: Shape,
+    g: Geometry,
+    spec: str,
+    tokens: int = 4096,
+    count: int = 20,
+    fused: bool = True,
+    kind: str = PLAIN,
 ) -> None:
     """Raises SystemExit where two layers do not give the same tokens by graphs and by steps."""
     few = shape._replace(layers=2)
-    weights = weights_of(few, g)
+    weights = weights_of(few, g, kind)
     made = []
     for graphs in (True, False):
         layers = indexed(g, spec, tokens, few.layers, count)

@@ -31,6 +31,7 @@ def decoder_tokens(result: Result) -> str:
 
 def _rows(result: Result) -> list[tuple[str, ...]]:
     found, rows = result["decoder"], []
+    kind = ", weights in FP8" if found.get("kind") == "fp8" else ""
     for plan, words in PLANS.items():
         if plan not in found:
             continue
@@ -39,7 +40,7 @@ def _rows(result: Result) -> list[tuple[str, ...]]:
         hits, worst = found["hit_rates"].get(plan), found["worst_over_median"].get(plan)
         rows.append(
             (
-                f"{result['model']}, {found['context']:,}",
+                f"{result['model']}{kind}, {found['context']:,}",
                 words.format(index=result["index"]),
                 f"{ms:.2f} ({low:.2f} to {high:.2f})",
                 f"{ms / found['floor_ms']:.2f}",

@@ -33,8 +33,9 @@ class BaseIndex(ReadingIndex):
     `kvindex.storage.store.RowStore`, which holds them); `device_share` (in (0, 1], of "auto": rows
     take at most this share of what they and the device's free memory come to; None: .6);
     `row_codec` ("plain": kept as they
-    are; "int8" or "fp8": as a byte per number and a scale for each key and value, and then `fetch`,
-    and whatever else reads rows, gives what these stand for); `check` (True: NaN in keys raises at
+    are; "int8" or "fp8": as a byte per number and a scale for each key and value; "int4" or "int2":
+    as so many bits per number and a scale for each 32; then `fetch`, and whatever else reads rows,
+    gives what these stand for); `check` (True: NaN in keys raises at
     once; False: it is never looked for; None: at once on a CPU, and on a CUDA device, where looking
     would stop it, at the next call that stops it anyway); `preset` and single fields of the index's
     own `Config`.

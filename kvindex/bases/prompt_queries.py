@@ -60,6 +60,15 @@ class PromptQueries:
         chosen[:, order] = ranked & (ranked.cumsum(1) <= counts[:, None])
         return chosen
 
+    def before(self, length: int) -> PromptQueries | None:
+        """Those of the first `length` tokens, None where there is none."""
+        known = self.positions < length
+        if not bool(known.any()):
+            return None
+        return PromptQueries(
+            self.queries[:, :, known], self.positions[known], min(self.end, length)
+        )
+
     def reordered(self, batch_indices: Tensor) -> PromptQueries:
         """Row `b` is row `batch_indices[b]` of this."""
         return PromptQueries(self.queries[batch_indices], self.positions, self.end)

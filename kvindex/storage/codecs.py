@@ -1,4 +1,4 @@
-"""Row codecs: bytes of a cached row, which encode a token's key and value (plain, int8, fp8).
+"""Row codecs: bytes of a cached row, a token's key and value (plain, int8, fp8, int4, int2).
 
 A row is a multiple of 16 bytes, so that every row of an aligned block can be read 16 bytes at a
 time; padding is zero. A row of zero bytes is a key and a value of zeros.
@@ -7,6 +7,7 @@ time; padding is zero. A row of zero bytes is a key and a value of zeros.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from torch.nn.functional import pad
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
+from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 WORD = torch.int64
 """Element of a copy: rows are multiples of it, and few large elements copy fastest."""
@@ -30,7 +32,10 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Codec with scales -> dtype of a code, largest value of a code."""
 
-NAMES = ("plain", *CODES)
+BITS = {"int4": 4, "int2": 2}
+"""Codec with groups -> bits of a code."""
+
+NAMES = ("plain", *CODES, *BITS)
 
 PIECE = 2**17
 """Rows encoded at a time: bounds their float32 copies."""
@@ -54,8 +59,10 @@ class RowCodec(Protocol):
 
 
 def codec(name: str, geometry: Geometry) -> RowCodec:
-    """The codec `name`: "plain", "int8" or "fp8". Raises ValueError for another."""
+    """The codec `name`, one of `NAMES`. Raises ValueError for another."""
     check.one_of("row_codec", name, NAMES)
+    if name in BITS:
+        return Grouped(geometry, BITS[name])
     return Plain(geometry) if name == "plain" else Scaled(geometry, name)
 
 
@@ -120,17 +127,13 @@ class Scaled:
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
         """Uint8 `[..., row_bytes]`."""
-        *outer, D = keys.shape
-        rows = torch.zeros((*outer, self.row_bytes), dtype=torch.uint8, device=keys.device)
-        codes, scales = rows[..., : D + values.shape[-1]], rows[..., self.scales_at :][..., :8]
-        axis = outer.index(max(outer))
-        step = max(1, PIECE * outer[axis] // max(1, math.prod(outer)))
-        for start in range(0, outer[axis], step):
-            cut = (*[slice(None)] * axis, slice(start, start + step))
-            parts = self._quantized(keys[cut]), self._quantized(values[cut])
-            codes[cut].copy_(torch.cat([code for code, _ in parts], dim=-1))
-            scales[cut].view(torch.float32).copy_(torch.cat([scale for _, scale in parts], dim=-1))
-        return rows
+        return _in_pieces(self._row, keys, values, self.row_bytes)
+
+    def _row(self, keys: Tensor, values: Tensor) -> Tensor:
+        (key_codes, key_scale), (value_codes, value_scale) = map(self._quantized, (keys, values))
+        codes = torch.cat([key_codes, value_codes], dim=-1)
+        scales = torch.cat([key_scale, value_scale], dim=-1).view(torch.uint8)
+        return torch.cat([pad(codes, (0, self.scales_at - codes.shape[-1])), scales], dim=-1)
 
     def decode(self, rows: Tensor) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
@@ -144,7 +147,7 @@ class Scaled:
     def _quantized(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Codes uint8 `[B, G, N, D]` and scales float32 `[B, G, N, 1]`."""
         dtype, largest = CODES[self.codes]
-        part = part.detach().float()
+        part = part.float()
         scale = part.abs().amax(dim=-1, keepdim=True) / largest
         # float32's largest number / largest may round up: the product must stay finite
         scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
@@ -152,6 +155,94 @@ class Scaled:
         scaled = torch.where(scale > 0, part / scale, 0)
         codes = scaled.round() if dtype == torch.int8 else scaled
         return codes.to(dtype).view(torch.uint8), scale
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Few bits per number, and a lowest value and a step for each group of at most 32 of them.
+
+    Codes of the key, codes of the value, a zero byte where they are odd, scales of the key, scales
+    of the value (`storage/quantize.py`). Before it is quantized a key is rotated (`rotated`), so
+    that no channel's outliers set the step of 31 others; values have none (KIVI, arXiv 2402.02750,
+    whose keys are quantized along a channel instead, which ties rows to each other).
+
+    bits: 4 or 2.
+    """
+
+    geometry: Geometry
+    bits: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        return _aligned(self._ends[-1])
+
+    @property
+    def _ends(self) -> tuple[int, int, int, int, int]:
+        """Ends of key's codes, value's, the scales' beginning, ends of key's scales, value's."""
+        D, Dv = self.geometry.head_dim, self.geometry.value_dim
+        keys, both = code_bytes(D, self.bits), code_bytes(D, self.bits) + code_bytes(Dv, self.bits)
+        scales = _aligned(both, 2)
+        key_scales = scales + 4 * groups(D)[0]
+        return keys, both, scales, key_scales, key_scales + 4 * groups(Dv)[0]
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[..., row_bytes]`."""
+        return _in_pieces(self._row, keys, values, self.row_bytes)
+
+    def _row(self, keys: Tensor, values: Tensor) -> Tensor:
+        parts = rotated(keys.float()), values
+        codes, scales = zip(*(quantize(part, self.bits) for part in parts), strict=True)
+        _, both, first, *_ = self._ends
+        of_scales = [part.flatten(-2).view(torch.uint8) for part in scales]
+        return torch.cat([pad(torch.cat(codes, -1), (0, first - both)), *of_scales], dim=-1)
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        keys, both, first, middle, last = self._ends
+        key = self._part(rows[..., :keys], rows[..., first:middle], self.geometry.head_dim)
+        value = self._part(rows[..., keys:both], rows[..., middle:last], self.geometry.value_dim)
+        return Rows(self._of_dtype(rotated(key)), self._of_dtype(value))
+
+    def _part(self, codes: Tensor, scales: Tensor, count: int) -> Tensor:
+        pairs = scales.contiguous().view(torch.bfloat16)
+        pairs = pairs.reshape(*pairs.shape[:-1], groups(count)[0], 2)
+        return dequantize(codes, pairs, count, self.bits)
+
+    def _of_dtype(self, part: Tensor) -> Tensor:
+        largest = torch.finfo(self.geometry.dtype).max  # which half a step may be above
+        return part.clamp(-largest, largest).to(self.geometry.dtype)
+
+
+def rotated(vectors: Tensor) -> Tensor:
+    """Vectors float32 `[..., D]` by a block-diagonal Hadamard matrix, which is its own inverse.
+
+    Blocks are of the largest power of two that divides `D` (Sylvester's matrix, normalized). By
+    butterflies: a row's bits do not depend on those beside it.
+    """
+    D = vectors.shape[-1]
+    block, size = D & -D, 1
+    while size < block:
+        pairs = vectors.reshape(*vectors.shape[:-1], D // (2 * size), 2, size)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        vectors = torch.stack([first + second, first - second], dim=-2).reshape(vectors.shape)
+        size *= 2
+    return vectors * float(block**-0.5)
+
+
+def _in_pieces(
+    row: Callable[[Tensor, Tensor], Tensor], keys: Tensor, values: Tensor, row_bytes: int
+) -> Tensor:
+    """What `row` makes of keys and values, zeros after it: uint8 `[..., row_bytes]`."""
+    outer = keys.shape[:-1]
+    rows = torch.zeros((*outer, row_bytes), dtype=torch.uint8, device=keys.device)
+    axis = outer.index(max(outer))
+    step = max(1, PIECE * outer[axis] // max(1, math.prod(outer)))
+    for start in range(0, outer[axis], step):
+        cut = (*[slice(None)] * axis, slice(start, start + step))
+        made = row(keys[cut].detach(), values[cut].detach())
+        rows[cut][..., : made.shape[-1]] = made
+    return rows
 
 
 def _in_words(*parts: Tensor) -> tuple[Tensor, ...]:

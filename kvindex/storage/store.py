@@ -248,8 +248,8 @@ class TensorStore(Restorable):
 
     One row is one contiguous read. `place="device"` keeps rows beside the codes; `"host"` keeps
     them in CPU memory and copies what is fetched (pinned, mapped memory comes with the GPU path);
-    `"auto"` is for a CPU, where both are the same. row_codec: "plain", "int8" or "fp8"
-    (`kvindex.storage.codecs`). Raises ValueError for "auto" elsewhere.
+    `"auto"` is for a CPU, where both are the same. row_codec: one of
+    `kvindex.storage.codecs.NAMES`. Raises ValueError for "auto" elsewhere.
     """
 
     def __init__(self, geometry: Geometry, place: str = "device", row_codec: str = "plain") -> None:

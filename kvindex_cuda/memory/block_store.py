@@ -40,7 +40,7 @@ class BlockStore(Restorable):
     one thread at a time.
 
     allocator: of pinned memory or of the device's (`async_copy.PinnedAllocator`,
-    `slab_pool.DeviceAllocator`). row_codec: "plain", "int8" or "fp8". max_tokens: what the table
+    `slab_pool.DeviceAllocator`). row_codec: of `kvindex.storage.codecs`. max_tokens: what the table
     has room for. slab_bytes: allocated at a time, rounded down to blocks, at least one. budget:
     unless given, the process's of host memory, and none but the device's own. preferred: where
     blocks go as long as there is room (its budget has some, its allocator does not fail); then to

@@ -7,6 +7,7 @@ from typing import Any
 from kvindex.core.geometry import Geometry
 from kvindex.ops.step_votes import PLANES
 from kvindex.pariskv.config import ParisKVConfig
+from kvindex.storage.codecs import BITS
 from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.pariskv.base_step import MOST_HEADS, BaseStep
@@ -73,12 +74,15 @@ def _said(name: str, got: object, allowed: str) -> str:
 def unreadable(rows: object, geometry: Geometry) -> str | None:
     """Why kernels do not attend to the rows of a store, None where they do.
 
-    They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements.
+    They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements of two bytes
+    or one.
     """
     if geometry.value_dim % 8:
         return _said("value_dim", geometry.value_dim, "a multiple of 8")
     if not isinstance(rows, AddressedRows):
         return _said("store", type(rows).__name__, "one that has AddressedRows")
+    if rows.row_codec in BITS:
+        return _said("row_codec", rows.row_codec, "'plain', 'int8' or 'fp8'")
     strides = rows.page_tokens, rows.head_bytes, rows.row_bytes
     if strides[:2] != (BLOCK, BLOCK * rows.row_bytes):
         allowed = BLOCK, BLOCK * rows.row_bytes, rows.row_bytes

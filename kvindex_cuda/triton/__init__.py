@@ -10,6 +10,7 @@ from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
 from kvindex_cuda.triton.products import linear_residual, norm_linear, prefetch, swiglu_linear
 from kvindex_cuda.triton.prompt import attend_prompt
 from kvindex_cuda.triton.rotate import rotate_heads
+from kvindex_cuda.triton.tiles import tile_of
 from kvindex_cuda.triton.token import attend_token
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "rotate_heads",
     "stack",
     "swiglu_linear",
+    "tile_of",
     "to_fp8",
 ]

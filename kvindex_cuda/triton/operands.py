@@ -13,6 +13,12 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Of FP8's numbers."""
 
+SMALLEST_EXPONENT = -126
+"""Of a scale: smaller ones are no normal float32."""
+
+PIECE = 4096
+"""Rows that are rounded at a time: bounds their float32 copies."""
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of activations."""
 
@@ -83,15 +89,21 @@ def stack(*matrices: Matrix) -> Matrix:
 def to_fp8(matrix: Matrix) -> Matrix:
     """The matrix with weights rounded to FP8 e4m3, each row by its own scale.
 
-    Raises ValueError for one that has a scale already.
+    Scales are the least powers of two that bring a row into FP8's range, so that weight times scale
+    is exact in bfloat16, too. Rounding is within 1/16 of a number, or half of the smallest step.
+    Raises ValueError for a matrix that has a scale already.
     """
     if matrix.scale is not None:
         raise ValueError("scale: got a matrix that has one, allowed is None")
-    wide = matrix.weight.float()
-    largest = wide.abs().amax(1)
-    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
-    weight = (wide / scale[:, None]).clamp(-LARGEST, LARGEST)
-    return Matrix(weight.to(FP8), matrix.bias, scale)
+    mantissa, exponent = torch.frexp(matrix.weight.abs().amax(1).float())
+    exponent = exponent - 9 + (512 * mantissa > LARGEST)
+    bits = (exponent.clamp_min(SMALLEST_EXPONENT) + 127) << 23  # of two to that power, exactly
+    scale = bits.view(torch.float32)
+    weight = torch.empty_like(matrix.weight, dtype=FP8)
+    parts = (torch.split(whole, PIECE) for whole in (weight, matrix.weight, scale))
+    for codes, wide, factors in zip(*parts, strict=True):
+        codes.copy_(wide.float() / factors[:, None])
+    return Matrix(weight, matrix.bias, scale)
 
 
 def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -> int:

@@ -227,3 +227,25 @@ def test_logits_of_the_decoder_are_those_of_transformers(smollm2_model):
     with torch.no_grad():
         expected = model(input_ids=ids[None]).logits[0, 289:]
     torch.testing.assert_close(torch.cat(made), expected, rtol=1e-4, atol=2e-3)
+
+
+def test_fp8_moves_next_tokens_little_but_in_the_head(smollm2_model):
+    """Why the decoder's `weights="fp8"` leaves the head as it is."""
+    triton = pytest.importorskip("kvindex_cuda.triton", exc_type=ImportError)
+    model, tokenizer = smollm2_model
+    ids = text_ids(tokenizer, 300, SEED)[None]
+
+    def rounded(weight):
+        codes, _, scale = triton.to_fp8(triton.Matrix(weight.detach()))
+        return codes.float() * scale[:, None]
+
+    other = copy.deepcopy(model.model)
+    with torch.no_grad():
+        for name, weight in other.layers.named_parameters():
+            if name.endswith("_proj.weight"):
+                weight.copy_(rounded(weight))
+        before, after = (body(input_ids=ids)[0][0, 50:] for body in (model.model, other))
+        full, layers = (model.lm_head(hidden) for hidden in (before, after))
+        head = before @ rounded(model.lm_head.weight).T
+    found = [sum(map(kl, full, logits)) / len(full) for logits in (layers, head)]
+    assert 0 < found[0] < 0.02 < found[1]

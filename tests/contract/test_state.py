@@ -99,7 +99,7 @@ def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, seed)
 
 
 @pytest.mark.parametrize("spec", ["pariskv", "exact", "quest", "h2o"])
-@pytest.mark.parametrize("row_codec", ["int8", "fp8"])
+@pytest.mark.parametrize("row_codec", ["int8", "fp8", "int2"])
 def test_rows_stay_the_bytes_they_are(spec, row_codec):
     index, other = (made(spec, row_codec=row_codec, store="host") for _ in range(2))
     index.append(*CASE.tokens(30))

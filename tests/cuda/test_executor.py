@@ -425,6 +425,7 @@ def layers_of(device, case, indexes, steps=6):
         *(("int8", 64, wrapper) for wrapper in WRAPPERS),
         *(("fp8", 64, wrapper) for wrapper in WRAPPERS[:1]),
         *zip(("plain", "int8", "fp8"), (12,) * 3, WRAPPERS, strict=True),
+        ("int4", 64, WRAPPERS[0]),
     ],
 )
 def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monkeypatch):
@@ -435,12 +436,14 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     )
     name, options = "pariskv" + wrapper, OPTIONS | dict(row_codec=rows, device=device)
     indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]
-    assert (indexes[0].capability(Attends) is not None) == (value_dim == 64)
+    attends = value_dim == 64 and rows != "int4"
+    assert (indexes[0].capability(Attends) is not None) == attends
     assert indexes[1].capability(Attends) is None
     (got, mine), (want, theirs) = layers_of(device, case, indexes)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert ("row_codec: got 'int4', allowed is" in indexes[0].explain()) == (rows == "int4")
     replayed = torch.device(device).type == "cuda" and not wrapper  # after two and a captured one
-    assert len(calls) == (0 if value_dim != 64 else 3 if replayed else 6)
+    assert len(calls) == (0 if not attends else 3 if replayed else 6)
     assert float(mine.rows_read) == float(theirs.rows_read)
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.core.geometry import DTYPES, Geometry
-from kvindex.storage.codecs import CODES, NAMES, codec
+from kvindex.storage.codecs import BITS, CODES, NAMES, codec, rotated
+from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 TINY = torch.finfo(torch.float32).tiny
 SCALED = sorted(CODES)
@@ -49,8 +50,10 @@ def test_rows_are_bytes_of_a_size_that_keeps_them_aligned(geometry, name, count,
     assert (encoded.dtype, encoded.shape) == (torch.uint8, (2, 2, count, rows.row_bytes))
     assert encoded.is_contiguous()
     assert rows.row_bytes % 16 == 0
-    size = geometry.head_dim + geometry.value_dim
-    least = size * geometry.dtype.itemsize if name == "plain" else size + 8
+    widths = geometry.head_dim, geometry.value_dim
+    least = sum(widths) * geometry.dtype.itemsize if name == "plain" else sum(widths) + 8
+    if name in BITS:
+        least = sum(code_bytes(width, BITS[name]) + 4 * groups(width)[0] for width in widths)
     assert least <= rows.row_bytes < least + 16 + 4
     decoded = rows.decode(encoded)
     assert decoded.keys.dtype == decoded.values.dtype == geometry.dtype
@@ -58,7 +61,10 @@ def test_rows_are_bytes_of_a_size_that_keeps_them_aligned(geometry, name, count,
     assert decoded.values.shape == (2, 2, count, geometry.value_dim)
 
 
-@pytest.mark.parametrize(("name", "row_bytes"), [("plain", 512), ("int8", 272), ("fp8", 272)])
+@pytest.mark.parametrize(
+    ("name", "row_bytes"),
+    [("plain", 512), ("int8", 272), ("fp8", 272), ("int4", 160), ("int2", 96)],
+)
 def test_the_sizes_of_the_usual_row(name, row_bytes):
     assert codec(name, geometry_of(torch.bfloat16, 128, 128)).row_bytes == row_bytes
 
@@ -188,10 +194,100 @@ def test_other_names_are_refused():
         codec("x", geometry_of())
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", [*SCALED, *BITS])
 def test_pieces_are_the_whole(name, monkeypatch):
     coding = codec(name, geometry_of())
     tokens = parts(coding.geometry, 0, count=20)
     want = coding.encode(*tokens)
     monkeypatch.setattr("kvindex.storage.codecs.PIECE", 7)
     assert torch.equal(coding.encode(*tokens), want)
+
+
+# Groups of few bits
+
+
+def bound_of_groups(bits, part):
+    """What a vector of a part may be off by, float64 `[..., 1]`: half a step of each number."""
+    number, size = groups(part.shape[-1])
+    last = part[..., -1:].expand(*part.shape[:-1], number * size - part.shape[-1])
+    grouped = torch.cat([part, last], -1).double().unflatten(-1, (number, size))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    steps = (high - low + low.abs() / 128) / (2**bits - 1) * (1 + 2**-7)
+    return (size * (steps / 2).square()).sum(-1, keepdim=True).sqrt()
+
+
+@given(geometries, st.sampled_from(sorted(BITS)), st.integers(0, 2**20), st.sampled_from([1e-3, 1]))
+def test_a_vector_is_off_by_half_a_step_of_its_groups(geometry, name, seed, scale):
+    rows, tokens = codec(name, geometry), parts(geometry, seed, scale)
+    quantized = rotated(tokens[0].float()), tokens[1]
+    decoded = both(rows.decode(rows.encode(*tokens)))
+    for part, before, back in zip(tokens, quantized, decoded, strict=True):
+        off = (part.double() - back.double()).norm(dim=-1, keepdim=True)
+        own = torch.finfo(geometry.dtype).eps * part.double().norm(dim=-1, keepdim=True) * 2
+        small = torch.finfo(geometry.dtype).smallest_normal * part.shape[-1]
+        assert (off <= bound_of_groups(BITS[name], before) * (1 + 1e-4) + own + small).all()
+
+
+def test_the_bound_of_groups_can_fail():
+    part = torch.linspace(0, 15, 16)
+    assert bound_of_groups(4, part) < 0.6 * 4
+
+
+@given(st.sampled_from([8, 24, 40, 64, 80, 96, 128]), st.integers(0, 2**20))
+def test_a_rotation_keeps_products_and_is_its_own_inverse(width, seed):
+    vectors = torch.randn(3, width, generator=torch.Generator().manual_seed(seed))
+    turned = rotated(vectors)
+    torch.testing.assert_close(turned @ turned.T, vectors @ vectors.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotated(turned), vectors, rtol=1e-5, atol=1e-5)
+    assert torch.equal(rotated(vectors[1:2]), turned[1:2])
+
+
+def with_outliers(geometry):
+    """Keys with two channels ten times as large as the others, as models have them, and values."""
+    keys, values = (torch.randn(2, 2, 200, width) for width in (geometry.head_dim,) * 2)
+    keys[..., [3, 40]] = keys[..., [3, 40]] * 3 + 10
+    return keys, values
+
+
+def test_rotation_spreads_outliers():
+    torch.manual_seed(0)
+    keys, values = with_outliers(geometry_of(head_dim=64, value_dim=64))
+    rows = codec("int4", geometry_of(head_dim=64, value_dim=64))
+    as_they_are = dequantize(*quantize(keys, 4), 64, 4)
+    back = rows.decode(rows.encode(keys, values)).keys
+    assert (back - keys).norm() < 0.75 * (as_they_are - keys).norm()
+
+
+def test_the_error_of_the_output_grows_as_bits_go():
+    torch.manual_seed(0)
+    geometry = geometry_of(head_dim=64, value_dim=64)
+    keys, values = with_outliers(geometry)
+    queries, off = torch.randn(2, 2, 1, 64), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for name in ("int8", "int4", "int2"):
+        rows = codec(name, geometry)
+        output = attend(queries, *both(rows.decode(rows.encode(keys, values))))
+        off.append(((output - attend(queries, keys, values)).norm() / output.norm()).item())
+    assert 2 * off[0] < off[1] < off[2] / 2
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_keys_and_values_come_back_finite(name, dtype):
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([largest, -largest, 0.5, largest / 3]).to(dtype)[None, None, None]
+    most = min(largest, 2.0**48)
+    keys = values.repeat(1, 1, 1, 2).clamp(-most, most)
+    rows = codec(name, geometry_of(dtype, 8, 4))
+    assert all(back.isfinite().all() for back in both(rows.decode(rows.encode(keys, values))))
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_rows_of_groups_stand_by_themselves(name):
+    rows = codec(name, geometry_of(torch.bfloat16, 24, 3))
+    tokens = parts(rows.geometry, 0, count=20)
+    whole = rows.encode(*tokens)
+    one = rows.encode(*(part[:, :, 7:8] for part in tokens))
+    assert torch.equal(one, whole[:, :, 7:8])
+    for got, want in zip(both(rows.decode(one)), both(rows.decode(whole)), strict=True):
+        assert torch.equal(got, want[:, :, 7:8])

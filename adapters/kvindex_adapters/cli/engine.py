@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kvindex.core import check
 from kvindex_adapters.cli.progress import console
 from kvindex_adapters.decoder import Decoder, sampling_like
+from kvindex_adapters.decoder.quantized import PLAIN, check_weights
 from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
 
 ENGINES = ("decoder", "transformers")
@@ -23,14 +24,24 @@ class Engine(NamedTuple):
 
 
 def check_engine(
-    engine: str | None, questions: Sequence[str], *, keeps_cache: bool = False
-) -> None:
-    """Raises ValueError for an engine that there is not, or that does not do what is asked.
+    engine: str | None,
+    questions: Sequence[str],
+    *,
+    keeps_cache: bool = False,
+    weights: str = PLAIN,
+) -> str | None:
+    """The engine, which the weights may decide: of others than plain ones it is the decoder.
 
-    keeps_cache: whether a cache is saved or loaded.
+    keeps_cache: whether a cache is saved or loaded; weights: as of `Decoder.of`. Raises ValueError
+    for an engine that there is not, or that does not do what is asked.
     """
     if engine is not None:
         check.one_of("engine", engine, ENGINES)
+    check_weights(weights)
+    if weights != PLAIN and engine == "transformers":
+        raise ValueError(f"weights: got {weights!r} with transformers, allowed is {PLAIN!r}")
+    if weights != PLAIN:
+        engine = "decoder"
     if engine == "decoder" and questions:
         raise ValueError(
             "engine: got 'decoder' with --ask, allowed is 'transformers': the decoder does not "
@@ -41,6 +52,7 @@ def check_engine(
             "engine: got 'decoder' with --save-cache or --load-cache, allowed is 'transformers': "
             "the decoder does not save what it has read"
         )
+    return engine
 
 
 def choose(
@@ -52,11 +64,12 @@ def choose(
     seed: int,
     *,
     keeps_cache: bool = False,
+    weights: str = PLAIN,
 ) -> Engine:
     """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
 
-    options: as of `model.generate`; questions, keeps_cache: as of `check_engine`. Raises ValueError
-    where the decoder was asked for and cannot.
+    options: as of `model.generate`; questions, keeps_cache, weights: as of `check_engine`. Raises
+    ValueError where the decoder was asked for and cannot.
     """
     other = Engine("transformers", partial(generate, model, tokenizer, **options))
     usual = "decoder" if model.device.type == "cuda" else "transformers"
@@ -65,7 +78,7 @@ def choose(
     try:
         given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}
         sampling = sampling_like(given, seed)
-        decoder = Decoder.of(model, tokenizer)
+        decoder = Decoder.of(model, tokenizer, weights=weights)
     except ValueError as error:
         if engine is not None:
             raise ValueError(f"engine: got 'decoder', which does not do it: {error}") from None

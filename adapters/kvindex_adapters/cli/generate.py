@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,6 +70,9 @@ def generate(
     token_graph: Annotated[
         bool, typer.Option(help="On a GPU, run a token in transformers as one graph, if it can be.")
     ] = False,
+    weights: Annotated[
+        str, typer.Option(help="plain, or fp8: the decoder's matrices take a byte a number.")
+    ] = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_file: JsonFile = None,
@@ -112,8 +115,8 @@ def generate(
     check.seed(seed)
     check_output("json", json_file)
     questions = common.check_questions(ask)
-    keeps = dict(keeps_cache=request.keeps_cache)
-    engines.check_engine(engine, questions, **keeps)
+    asked: Any = dict(keeps_cache=request.keeps_cache, weights=weights)
+    engine = engines.check_engine(engine, questions, **asked)
     common.check_folders(request.index, save_cache, load_cache)
     if token_graph and index == "none":
         raise ValueError("token_graph: got True with index 'none', allowed is False")
@@ -121,9 +124,10 @@ def generate(
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = load_model.load(model, gguf_file=gguf_file, dtype=number, device=device)
     torch.manual_seed(seed)
-    chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed, **keeps)
+    chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed, **asked)
+    if weights != "plain":
+        loaded = None  # so that the matrices that were quantized are freed
     result = answers.answer(loaded, tokenizer, text, questions, request, chosen)
     if json_file:
-        write_json(
-            json_file, answers.to_json(result, request, model, device, chosen.name), indent=2
-        )
+        told = answers.to_json(result, request, model, device, chosen.name)
+        write_json(json_file, {**told, "weights": weights}, indent=2)

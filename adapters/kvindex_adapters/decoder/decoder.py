@@ -20,6 +20,7 @@ from kvindex_adapters.decoder.config import DecoderConfig, check_model
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.fused import Fused
 from kvindex_adapters.decoder.fused import refusal as fused_refusal
+from kvindex_adapters.decoder.quantized import PLAIN, check_weights, quantize
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Attention, Session
@@ -63,8 +64,8 @@ class Options(TypedDict, total=False):
 class Decoder:
     """A model's weights and its tokenizer; each call of `generate` is a sequence of its own.
 
-    Made by `of` or `from_pretrained`. The weights are the model's own: they must not move or be
-    freed meanwhile.
+    Made by `of` or `from_pretrained`. The weights are the model's own, which must not move
+    meanwhile; of `weights="fp8"` the layers' matrices are copies.
     """
 
     def __init__(
@@ -81,18 +82,24 @@ class Decoder:
         self._ropes = ropes
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: Any = None) -> Self:
+    def of(cls, model: PreTrainedModel, tokenizer: Any = None, *, weights: str = PLAIN) -> Self:
         """A decoder of a loaded model; tokenizer: None where prompts are ids.
 
+        weights: "plain", as the model has them, or "fp8": the layers' matrices are copies, float8
+        e4m3 with a scale for each row. The model stays as it is; its matrices are freed with it.
+
         Raises TypeError for what is no transformers model, UnsupportedError (a ValueError) for one
-        that the decoder does not run.
+        that the decoder does not run, ValueError for weights of another kind, or without Triton.
         """
+        check_weights(weights)
         check_model(model)
         config = DecoderConfig.of(model)
         ropes = {number: rotary_frequencies(model.model, number) for number in range(config.layers)}
         end = model.generation_config.eos_token_id
         ends = [] if end is None else [end] if isinstance(end, int) else list(end)
-        return cls(read_weights(model), config, ropes, tokenizer, ends)
+        read = read_weights(model)
+        made = read if weights == PLAIN else quantize(read)
+        return cls(made, config, ropes, tokenizer, ends)
 
     @classmethod
     def from_pretrained(
@@ -103,15 +110,17 @@ class Decoder:
         lora: Path | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        weights: str = PLAIN,
     ) -> Self:
         """A decoder of a folder with safetensors, a .gguf file, or a hub id.
 
-        gguf_file: its name inside the folder; lora: a low-rank addition to merge. Raises
-        FileNotFoundError for what is not there, ValueError for what cannot be loaded, and what
-        `of` raises.
+        gguf_file: its name inside the folder; lora: a low-rank addition to merge; weights: as of
+        `of`, where those that were quantized are freed. Raises FileNotFoundError for what is not
+        there, ValueError for what cannot be loaded, and what `of` raises.
         """
+        check_weights(weights)
         loaded = load(model, gguf_file=gguf_file, lora=lora, dtype=dtype, device=device)
-        return cls.of(*loaded)
+        return cls.of(*loaded, weights=weights)
 
     @property
     def device(self) -> torch.device:
@@ -190,6 +199,15 @@ class Decoder:
         """
         rows = encode(self.tokenizer, prompts_of(prompt), self.config)
         return self._begin(rows, **options)
+
+    def explain(self, *, batch: int = 1, **options: Unpack[Options]) -> str:
+        """Which path a token of so many prompts would take, and why, a line each.
+
+        options: as of `generate`, whose errors it raises. A layer that must hold tokens before it
+        can tell says so; `start(prompt, …).explain()` tells of a run as it is.
+        """
+        check.at_least("batch", batch, 1)
+        return self._begin([torch.zeros(1, dtype=torch.int64)] * batch, **options).explain()
 
     def _begin(
         self,

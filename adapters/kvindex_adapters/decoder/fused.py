@@ -8,6 +8,7 @@ logits are those of `layers.forward` within rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,14 +20,14 @@ from kvindex_adapters.decoder.layers import Attention
 from kvindex_adapters.decoder.weights import Linear, Norm, Weights, adjacent
 
 if TYPE_CHECKING:
-    from kvindex_cuda.triton import Matrix, Tile
+    from kvindex_cuda.triton import Matrix
     from kvindex_cuda.triton import Norm as FusedNorm
 
 BATCH = 8
 """Sequences at most: what the kernels take."""
 
-OVERLAPS = (9, 0)
-"""Compute capability from which on a launch may begin before the one before it ends."""
+READS_FP8, OVERLAPS = (8, 9), (9, 0)
+"""Compute capabilities from which on kernels convert FP8, and launches may overlap."""
 
 
 def refusal(weights: Weights, batch: int) -> str | None:
@@ -36,6 +37,9 @@ def refusal(weights: Weights, batch: int) -> str | None:
         return f"device: got {device}, allowed is a GPU"
     if find_spec("triton") is None:
         return "triton: it is not installed"
+    has = torch.cuda.get_device_capability(device)
+    if weights.fp8 and has < READS_FP8:
+        return f"weights: got FP8 on compute capability {has}, allowed is from {READS_FP8} on"
     return None if batch <= BATCH else f"batch: got {batch} sequences, allowed is up to {BATCH}"
 
 
@@ -56,10 +60,13 @@ class Fused:
     """The pass of one token of a model whose weights lie on a GPU.
 
     Matrices that are multiplied together are read where they lie, if that is one below the other
-    (`weights.lay_together`), else from a copy.
+    (`weights.lay_together`), else from a copy. overlap: as of `kvindex_cuda.triton.Tile`, None:
+    where the device can; ahead: the matrix after attention is brought into L2 before it.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(
+        self, weights: Weights, *, overlap: bool | None = None, ahead: bool = False
+    ) -> None:
         from kvindex_cuda import triton  # asked for where it is used
 
         def normed(norm: Norm) -> FusedNorm:
@@ -67,8 +74,9 @@ class Fused:
 
         self._run, self._weights = triton, weights
         device = weights.embedding.device
-        overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
-        self._tile: Tile = triton.Tile(overlap=overlap)
+        if overlap is None:
+            overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
+        self._overlap, self._ahead = overlap, ahead
         self._layers = [
             FusedLayer(
                 normed(layer.attention_norm),
@@ -88,19 +96,24 @@ class Fused:
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
         """Logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
-        run, tile, D = self._run, self._tile, head_dim
+        run, batch, D = self._run, len(ids), head_dim
+        tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         hidden = functional.embedding(ids[:, 0], self._weights.embedding)
         angles = self._weights.rotary.at(positions, hidden.dtype)
-        cos, sin = (part.view(len(ids), D) for part in angles)
+        cos, sin = (part.view(batch, D) for part in angles)
         slots = torch.zeros_like(ids[:, 0])
         for layer, attention in zip(self._layers, attentions, strict=True):
             projected = run.norm_linear(
-                hidden, layer.attention_norm, layer.query_key_value, tile=tile
+                hidden,
+                layer.attention_norm,
+                layer.query_key_value,
+                tile=tile("norm_linear", layer.query_key_value),
+                ahead=layer.output.weight if self._ahead else None,
             )
             H = layer.output.weight.shape[1] // D
             G = (projected.shape[1] // D - H) // 2
-            queries = projected.new_empty((len(ids), H, D))
-            keys, values = projected.new_empty((2, len(ids), G, 1, D))
+            queries = projected.new_empty((batch, H, D))
+            keys, values = projected.new_empty((2, batch, G, 1, D))
             run.rotate_heads(
                 projected,
                 cos,
@@ -111,24 +124,27 @@ class Fused:
                 values,
                 query_norm=layer.query_norm,
                 key_norm=layer.key_norm,
-                overlap=tile.overlap,
+                overlap=self._overlap,
             )
-            output = attention.step(queries[:, :, None], keys, values).reshape(len(ids), H * D)
-            hidden = run.linear_residual(output, layer.output, hidden, tile=tile)
-            gate_up = run.norm_linear(hidden, layer.mlp_norm, layer.gate_up, tile=tile)
-            hidden = run.swiglu_linear(gate_up, layer.down, hidden, tile=tile)
-        return run.norm_linear(hidden, self._norm, self._head, tile=tile)
+            output = attention.step(queries[:, :, None], keys, values).reshape(batch, H * D)
+            hidden = run.linear_residual(
+                output, layer.output, hidden, tile=tile("linear_residual", layer.output)
+            )
+            gate_up = run.norm_linear(
+                hidden, layer.mlp_norm, layer.gate_up, tile=tile("norm_linear", layer.gate_up)
+            )
+            hidden = run.swiglu_linear(
+                gate_up, layer.down, hidden, tile=tile("swiglu_linear", layer.down)
+            )
+        return run.norm_linear(hidden, self._norm, self._head, tile=tile("norm_linear", self._head))
 
     def _together(self, *linears: Linear) -> Matrix:
         """The matrices one below the other: where they lie if they lie so, else a copy."""
         run = self._run
-        whole = adjacent([linear.weight for linear in linears])
+        parts = [run.Matrix(*linear) for linear in linears]
+        whole = adjacent([part.weight for part in parts])
         if whole is None:
-            return run.stack(*(run.Matrix(*linear) for linear in linears))
-        if all(linear.bias is None for linear in linears):
-            return run.Matrix(whole)
-        biases = [
-            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-        return run.Matrix(whole, torch.cat(biases))
+            return run.stack(*parts)
+        rest = run.stack(*(part._replace(weight=part.weight[:, :0]) for part in parts))
+        scales = [part.scale for part in parts if part.scale is not None]
+        return run.Matrix(whole, rest.bias, adjacent(scales) if scales else None)

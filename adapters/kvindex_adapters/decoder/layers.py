@@ -87,5 +87,8 @@ def normalize(hidden: Tensor, norm: Norm) -> Tensor:
 
 
 def linear(hidden: Tensor, projection: Linear) -> Tensor:
-    """The product with a matrix, and its bias."""
-    return functional.linear(hidden, projection.weight, projection.bias)
+    """The product with a matrix, and its bias; one in FP8 is multiplied as what it stands for."""
+    weight, bias, scale = projection
+    if scale is not None:  # powers of two, so that this is exact
+        weight = weight.to(hidden.dtype) * scale[:, None].to(hidden.dtype)
+    return functional.linear(hidden, weight, bias)

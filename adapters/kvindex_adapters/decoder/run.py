@@ -55,6 +55,10 @@ class Run:
         finally:
             ring.wait()
 
+    def explain(self) -> str:
+        """Which path the next token takes, and why: `Session.explain`."""
+        return self.session.explain(graphs=self.graphs)
+
     def cut(self, tokens: list[Tensor]) -> list[Tensor]:
         """The answer int64 `[N]` of each row: its tokens up to the first stop token, with it.
 

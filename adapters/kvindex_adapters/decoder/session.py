@@ -8,13 +8,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvindex.core.capability import capability
+from kvindex.core.graphs import GRAPHS
 from kvindex.core.guard import in_plain_torch
-from kvindex.core.protocol import KVIndex
+from kvindex.core.protocol import Explains, KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.decoder.fused import Fused
+from kvindex_adapters.decoder.fused import Fused, refusal
 from kvindex_adapters.decoder.weights import Weights
 from kvindex_adapters.hf.placement import expect, make_room
 from kvindex_adapters.hf.prefill import Progress, chunks
@@ -159,6 +161,32 @@ class Session:
         other = sum(layer.nbytes for layer in dense) if dense else None
         indexed = self._indexed()
         return sum_up([layer for layer in indexed if len(layer)], len(indexed), other)
+
+    def explain(self, *, graphs: bool = True) -> str:
+        """Which path the next token takes, and why, a line each; of attention the first index's.
+
+        graphs: whether a token may be one graph.
+        """
+        weights, indexed, layers = self._weights, self._indexed(), len(self._attentions)
+        dtype = str(weights.embedding.dtype).removeprefix("torch.")
+        products, why = "Triton's kernels", refusal(weights, len(self.token))
+        if self.fused is None:
+            products = f"torch's ({why or 'fused: got False'})"
+        apart = self._graph_refusal() if graphs else "graphs: got False"
+        lines = [
+            f"weights: {'FP8 in the layers, else ' if weights.fp8 else ''}{dtype}",
+            f"products: {products}",
+            f"token: {'one graph' if apart is None else f'op by op ({apart})'}",
+            f"attention: full in {layers - len(indexed)} layers, an index in {len(indexed)}",
+        ]
+        told = capability(indexed[0].index, Explains) if indexed else None
+        return "\n".join(lines if told is None else [*lines, told.explain()])
+
+    def _graph_refusal(self) -> str | None:
+        device = self.token.device.type
+        if device not in GRAPHS:
+            return f"device: got {device}, allowed is one of {sorted(GRAPHS)}"
+        return self.capture_refusal()
 
     def _indexed(self) -> list[AttentionLayer]:
         return [layer for layer in self._attentions if isinstance(layer, AttentionLayer)]

@@ -1,4 +1,4 @@
-"""`Weights`: the tensors of a model, by what they do. They are the model's own, not copies.
+"""`Weights`: the tensors of a model, by what they do: its own, but for matrices in FP8.
 
 On a GPU those that one product takes together are laid one below the other in memory.
 """
@@ -17,10 +17,14 @@ from kvindex_adapters.decoder.rotary import Rotary
 
 
 class Linear(NamedTuple):
-    """A matrix `[out, in]`, and a bias `[out]` or None."""
+    """A matrix `[out, in]`, and a bias `[out]` or None.
+
+    scale: float32 `[out]`, of each row of a matrix in FP8 (`quantized.py`), else None.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
 
 class Norm(NamedTuple):
@@ -60,6 +64,11 @@ class Weights:
     norm: Norm
     head: Linear
 
+    @property
+    def fp8(self) -> bool:
+        """Whether the layers' matrices are FP8."""
+        return any(layer.query.scale is not None for layer in self.layers)
+
 
 def read_weights(model: PreTrainedModel) -> Weights:
     """The weights of a model that `config.check_model` has checked."""
@@ -90,7 +99,7 @@ def lay_together(*modules: nn.Linear) -> None:
 
 
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """The matrix that these are, one below the other in memory; None where they lie otherwise."""
+    """The tensor that these are, one below the other in memory; None where they lie otherwise."""
     first, end = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
@@ -99,8 +108,7 @@ def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
         if not part.is_contiguous():
             return None
         end += part.nbytes
-    shape = sum(len(part) for part in parts), first.shape[1]
-    return first.as_strided(shape, (shape[1], 1))
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def _layer(layer: Any) -> LayerWeights:

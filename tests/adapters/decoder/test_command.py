@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvindex_adapters.cli import engine as engines
-from kvindex_adapters.decoder import Sampling
+from kvindex_adapters.decoder import Decoder, Sampling
 from tests.adapters.decoder.families import model_of
 from tests.adapters.test_cli import Chats, generated, run, tiny, words
 from tests.adapters.tiny import build
@@ -27,6 +27,15 @@ def test_both_engines_answer_alike(tiny, tmp_path, index, more):
     assert "50 tokens of the prompt in" in shown.stderr or "--chat" in more
 
 
+def test_weights_in_fp8_are_the_decoders(tiny, tmp_path):
+    pytest.importorskip("triton")
+    given = ("--prompt", words(50), "--index", "none")
+    made = generated(tmp_path, *given, "--weights", "fp8")[0]
+    assert (made["engine"], made["weights"]) == ("decoder", "fp8")
+    decoder = Decoder.of(tiny, Chats(), weights="fp8")
+    assert made["answer"] == decoder.generate(words(50), index=None, max_new_tokens=6).text
+
+
 def test_a_seed_draws_the_same_answer(tiny, tmp_path):
     given = ("--prompt", words(50), "--engine", "decoder", "--temperature", 5)
     made = [generated(tmp_path, *given, "--seed", seed)[0]["answer"] for seed in (3, 3, 4)]
@@ -43,6 +52,12 @@ def test_a_seed_draws_the_same_answer(tiny, tmp_path):
             "engine: got 'decoder', which does not do it: repetition_penalty: got 1.1, allowed",
         ),
         (("--engine", "decoder", "--min-p", 0.1), "min_p: got 0.1, allowed in the decoder is None"),
+        (("--weights", "int4"), "weights: got 'int4', allowed is one of"),
+        (("--weights", "fp8", "--ask", "7 8"), "engine: got 'decoder' with --ask, allowed is"),
+        (
+            ("--weights", "fp8", "--engine", "transformers"),
+            "weights: got 'fp8' with transformers, allowed is 'plain'",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_do_is_an_error(tiny, more, said):
@@ -69,7 +84,9 @@ class OnGpu:
 
 def test_on_a_gpu_the_decoder_is_the_default_where_it_can(monkeypatch, capsys):
     made = []
-    monkeypatch.setattr(engines.Decoder, "of", lambda *given: made.append(given) or Answers())
+    monkeypatch.setattr(
+        engines.Decoder, "of", lambda *given, **more: made.append(given) or Answers()
+    )
     model = OnGpu(model_of("llama"))
     chosen = engines.choose(None, model, None, [], {"do_sample": False}, 5)
     assert chosen.name == "decoder"

@@ -3,11 +3,15 @@
 On a CPU under Triton's interpreter, in a process of its own (`tests/cuda/triton/`).
 """
 
+from itertools import product
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
+import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_adapters.decoder import Decoder  # noqa: E402
 from kvindex_adapters.decoder.fused import Fused, refusal  # noqa: E402
 from kvindex_adapters.decoder.weights import adjacent, lay_together  # noqa: E402
@@ -31,13 +35,20 @@ def together(model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama, biases, tied"])
-def test_logits_are_those_of_the_plain_pass(device, name, apart):
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        *product(("qwen3", "qwen2", "llama, biases, tied"), ("apart", "together")),
+        ("qwen2", "fp8"),
+    ],
+)
+def test_logits_are_those_of_the_plain_pass(device, name, weights):
     model = model_of(name).to(device)
-    decoder = Decoder.of(model if apart else together(model))
+    if weights == "together":
+        together(model)
+    decoder = Decoder.of(model, weights="fp8" if weights == "fp8" else "plain")
     made = []
-    for fused in (None, Fused(decoder.weights)):
+    for fused in (None, Fused(decoder.weights, ahead=weights == "fp8")):
         run = decoder.start([ids_of(30), ids_of(20)], index=None, fused=False)
         run.session.fused = fused
         logits = [run.session.read_prompt(run.ids, 64, 40)]
@@ -66,7 +77,47 @@ def test_weights_that_lie_together_are_the_models_own_and_read_in_place(device):
         assert torch.equal(model(ids_of(20).to(device)[None]).logits, logits)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_matrices_in_fp8_are_read_in_place_with_their_scales(device):
+    weights = Decoder.of(model_of("qwen2").to(device), weights="fp8").weights
+    read, layer = Fused(weights)._layers[0], weights.layers[0]
+    for mine, first in ((read.query_key_value, layer.query), (read.gate_up, layer.gate)):
+        assert mine.weight.data_ptr() == first.weight.data_ptr()
+        assert mine.scale.data_ptr() == first.scale.data_ptr()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_matrix_after_attention_is_asked_for_before_it(device, monkeypatch):
+    decoder, asked, real = Decoder.of(model_of("llama").to(device)), [], layers.norm_linear
+
+    def recorded(*given, ahead=None, **more):
+        asked.append(ahead)
+        return real(*given, ahead=ahead, **more)
+
+    monkeypatch.setattr(layers, "norm_linear", recorded)
+    for ahead in (False, True):
+        run = decoder.start(ids_of(9), index=None)
+        run.session.read_prompt(run.ids, 64, 10)
+        run.session.fused = Fused(decoder.weights, ahead=ahead)
+        run.session.step(torch.tensor([5], device=device))
+    asked = [None if part is None else part.data_ptr() for part in asked]
+    outputs = [layer.output.weight.data_ptr() for layer in decoder.weights.layers]
+    after = [part for output in outputs for part in (output, None)] + [None]
+    assert asked == [None] * len(after) + after
+
+
 @ON_A_CPU
 def test_what_does_not_run_by_them_is_said_in_words():
     weights = Decoder.of(model_of("llama")).weights
     assert refusal(weights, 1) == "device: got cpu, allowed is a GPU"
+
+
+@ON_A_CPU
+def test_a_gpu_that_converts_no_fp8_runs_the_other_weights(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    there = SimpleNamespace(device=torch.device("cuda"))
+    said = [refusal(SimpleNamespace(embedding=there, fp8=fp8), 8) for fp8 in (True, False)]
+    assert said == [
+        "weights: got FP8 on compute capability (8, 6), allowed is from (8, 9) on",
+        None,
+    ]

@@ -52,6 +52,15 @@ def test_tokens_and_report_are_those_of_steps(device, graphs):
     assert (graphs.made, graphs.replays) == (1, 39 - EAGER)
 
 
+def test_a_run_says_whether_its_next_token_is_a_graph(device, graphs):
+    run = decoder_of(device).start(ids_of(60), **given(device, 8))
+    assert "\ntoken: op by op (layer 0: tokens: got 0, too few for a step" in run.explain()
+    list(run.tokens())
+    assert graphs.replays
+    assert "\ntoken: one graph\nattention: full in 0 layers, an index in 2\n" in run.explain()
+    assert run.explain().endswith(run.session.indexes()[0].explain())
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama, biases, tied"])
 def test_half_precision_and_other_families(device, graphs, name):
     decoder = decoder_of(device, name, torch.bfloat16)

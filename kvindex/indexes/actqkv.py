@@ -1,0 +1,112 @@
+"""ActQKV: pages retrieved by a probe query, the latest queries weighted by their activation bias.
+
+Xiao et al., Activation-aware Probe-Query: Effective Key-Value Retrieval for Long-Context LLMs
+Inference (arXiv 2502.13542). What is simplified: docs/indexes/actqkv.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.eviction import are_valid
+from kvindex.bases.pages import PagedIndex, Tail
+from kvindex.bases.prompt_queries import PromptQueriesIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes, Hits
+from kvindex.ops import group
+
+
+@dataclass(frozen=True)
+class ActQKVConfig:
+    """page: tokens of a page; window: queries that make the probe, the search's own included;
+    group: how query heads agree (`ops/group.py`).
+    """
+
+    page: int = 16
+    window: int = 8
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("page", self.page, 1)
+        check.at_least("window", self.window, 1)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class ActQKV(PagedIndex, PromptQueriesIndex):
+    """Whole pages, best first, by the product of the probe query with their mean key.
+
+    The newest observed query is taken for that of the search. Where none was observed the probe is
+    the search's query.
+    Hits' scores: of each row its page's, what `group.agree` returns for these products.
+    """
+
+    Config = ActQKVConfig
+
+    # The probe
+
+    @property
+    def depends_on_queries(self) -> bool:
+        """A search depends on the queries before it."""
+        return True
+
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the last ones make the probe.
+
+        What is not finite in a query counts as 0. Raises ValueError or TypeError for a wrong
+        tensor.
+        """
+        queries = self._checked_queries(queries, positions)
+        self._sample_queries(queries, positions, self.config.window)
+
+    def _probes(self, queries: Tensor) -> Tensor:
+        """The probe of each head, float32 `[B, H, D]`, for queries `[B, H, D]`."""
+        observed, window = self._observed, queries[:, :, None].float()
+        if observed is None:
+            return window[:, :, 0]
+        window = torch.cat([observed.queries[:, :, :-1].float(), window], dim=2)
+        counted = are_valid(observed.positions, self.valid, len(queries))
+        newest = torch.ones_like(counted[:, :1])
+        return probe(window, torch.cat([counted[:, :-1], newest], dim=1))
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        return super()._search(self._probes(queries), k)
+
+    # Pages
+
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
+        sums = keys.float().masked_fill(~present, 0).sum(3)
+        return {"means": (sums / present.sum(3).clamp_min(1)).to(keys.dtype)}
+
+    def _page_scores(self, queries: Tensor) -> Tensor:
+        return queries @ self._codes["means"].float().mT
+
+    # Housekeeping
+
+    def _with_truncated(self, length: int) -> Any:
+        return super()._with_truncated(length), self._observed and self._observed.before(length)
+
+    def _commit(self, statistics: Any) -> None:
+        if isinstance(statistics, tuple):
+            tail, statistics = statistics
+            super()._commit(tail)
+        if not isinstance(statistics, Tail):
+            self._observed = statistics
+
+
+def probe(window: Tensor, counted: Tensor) -> Tensor:
+    """The mean of a window's queries, weighted by their activation bias: `[B, H, D]`.
+
+    window: float32 `[B, H, W, D]`; counted: bool `[B, W]`, at least one. A query's activation bias
+    is its squared distance from the plain mean, as a part of all; where all are alike, alike.
+    """
+    counts = counted[:, None, :, None].to(window.dtype)
+    alike = counts / counts.sum(2, keepdim=True)
+    mean = (window * alike).sum(2, keepdim=True)
+    bias = (window - mean).square().sum(-1, keepdim=True) * counts
+    total = bias.sum(2, keepdim=True)
+    weights = torch.where(total > 0, bias / total, alike)
+    return (weights * window).sum(2)

@@ -1,0 +1,129 @@
+"""Double Sparsity: keys scored by a few label channels, which calibration finds, in 4 bits.
+
+Yang et al., Post-Training Sparse Attention with Double Sparsity (arXiv 2408.07092, section 3).
+Differences from its published code: docs/indexes/doublesparsity.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.eviction import are_valid, joined_flags
+from kvindex.bases.prompt_queries import PromptQueries, PromptQueriesIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes, Hits
+from kvindex.ops import group
+from kvindex.storage.quantize import BITS, dequantize, quantize
+
+
+@dataclass(frozen=True)
+class DoubleSparsityConfig:
+    """Configuration of Double Sparsity.
+
+    channels: label channels of a key; all of them where `head_dim` is less.
+    bits: of a label, 2, 4 (published) or 8; None keeps labels in the layer's dtype.
+    queries: of the prompt, evenly spread, that calibrate the channels.
+    group: how query heads agree (`kvindex.ops.group`).
+    """
+
+    channels: int = 16
+    bits: int | None = 4
+    queries: int = 64
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("channels", self.channels, 1)
+        check.at_least("queries", self.queries, 1)
+        if self.bits is not None and self.bits not in BITS:
+            raise ValueError(f"bits: got {self.bits!r}, allowed is one of {list(BITS)} or None")
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class DoubleSparsity(PromptQueriesIndex):
+    """Ranks all keys by `Σ_{j in channels} q_j k_j`; the channels are a KV head's own.
+
+    Learned, once for each row of the batch from the first append that holds a valid token of it:
+    `channels` int64 `[B, G, R]`, those with the largest `mean |q_j| · mean |k_j|`, summed over the
+    group's heads; `known` bool `[B]`. Where no query was observed before, keys alone decide.
+    Hits' scores: what `group.agree` returns for these sums.
+    """
+
+    Config = DoubleSparsityConfig
+
+    # Calibration
+
+    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
+        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: those of the prompt calibrate.
+
+        After `end_prompt` they are ignored. What is not finite in a query counts as 0. Raises
+        ValueError or TypeError for a wrong tensor.
+        """
+        queries = self._checked_queries(queries, positions)
+        if not self._sealed and len(positions):
+            self._observed = PromptQueries.of(
+                self._observed, queries, positions, most=self.config.queries, choice="evenly"
+            )
+
+    def end_prompt(self) -> None:
+        """End the prompt: later queries do not calibrate."""
+        self._sealed = True
+
+    def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
+        super()._learn(keys, valid)  # checks the batch
+        B, _, N, _ = keys.shape
+        seen = valid.any(1) if valid is not None else keys.new_full((B,), N > 0, dtype=torch.bool)
+        sizes = keys.double().abs().sum(2)  # double: padding must not change a sum
+        flags = joined_flags(self.valid, len(self), keys, valid)
+        products = (sizes * self._activity(flags, B)).float()
+        channels = self.ops.select.top_k(products, min(self.config.channels, keys.shape[-1]))[1]
+        if not self._learned:
+            return {"channels": channels, "known": seen}
+        known = self._learned["known"]
+        kept = torch.where(known[:, None, None], self._learned["channels"], channels)
+        return {"channels": kept, "known": known | seen}
+
+    def _activity(self, valid: Tensor | None, batch: int) -> Tensor:
+        """Sizes of the observed queries' coordinates, summed: float64 `[B, G, D]`; else ones.
+
+        valid: bool `[B, N]` of the tokens, or None.
+        """
+        g, observed = self.geometry, self._observed
+        ones = torch.ones((batch, g.kv_heads, g.head_dim), dtype=torch.float64, device=g.device)
+        if observed is None:
+            return ones
+        counted = are_valid(observed.positions, valid, batch)
+        sizes = observed.queries.double().abs() * counted[:, None, :, None]
+        total = sizes.sum(2).reshape(batch, g.kv_heads, -1, g.head_dim).sum(2)
+        return torch.where(total.any(-1, keepdim=True), total, ones)
+
+    # Labels
+
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
+        channels = learned["channels"][:, :, None].expand(*keys.shape[:3], -1)
+        labels = keys.gather(-1, channels)
+        if self.config.bits is None:
+            return {"labels": labels}
+        codes, scales = quantize(labels, self.config.bits)
+        return {"labels": codes, "scales": scales}
+
+    def _labels(self) -> Tensor:
+        """Labels float32 `[B, G, N, R]`."""
+        labels, bits = self._codes["labels"], self.config.bits
+        if bits is None:
+            return labels.float()
+        count = self._learned["channels"].shape[-1]
+        return dequantize(labels, self._codes["scales"], count, bits)
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy = self.geometry, self.config.group
+        folded = group.fold(queries, g.kv_heads, policy)
+        channels = self._learned["channels"][:, :, None].expand(*folded.shape[:3], -1)
+        estimates = folded.gather(-1, channels) @ self._labels().mT
+        if self.valid is not None:
+            estimates = estimates.masked_fill(~self.valid[:, None, None], float("-inf"))
+        agreed = self.ops.group.agree(estimates, policy, scale=g.scale, softcap=g.softcap)
+        scores, ids = self.ops.select.top_k(agreed, k)
+        return Hits(ids, scores)

@@ -1,0 +1,129 @@
+"""LeoAM: chunks of adaptive size, large where attention is low and split where it may be high.
+
+Sun et al., Breaking the Boundaries of Long-Context LLM Inference: Adaptive KV Management on a
+Single Commodity GPU (arXiv 2506.20187). What is simplified: docs/indexes/leoam.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.pages import PagedIndex, box_scores, extremes
+from kvindex.core import check
+from kvindex.core.protocol import UNUSED, Codes, Hits
+from kvindex.ops import group
+from kvindex.ops.units import at
+
+
+@dataclass(frozen=True)
+class LeoAMConfig:
+    """Configuration of LeoAM.
+
+    page: tokens of the largest chunk; leaf: of the smallest one, `page` over a power of two.
+    spread: chunks of a size are split until those that are hold `spread · k` tokens.
+    group: how query heads agree (`kvindex.ops.group`).
+    """
+
+    page: int = 128
+    leaf: int = 16
+    spread: float = 2.0
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("page", self.page, 1)
+        halves, rest = divmod(self.page, check.at_least("leaf", self.leaf, 1))
+        if rest or halves & (halves - 1):
+            raise ValueError(
+                f"leaf: got {self.leaf}, allowed is page = {self.page} over a power of two"
+            )
+        if check.positive("spread", self.spread) < 1:
+            raise ValueError(f"spread: got {self.spread}, allowed is a number of at least 1")
+        check.one_of("group", self.group, group.POLICIES)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of a chunk at each level, the largest first."""
+        levels = (self.page // self.leaf).bit_length()
+        return [self.page >> level for level in range(levels)]
+
+
+class LeoAM(PagedIndex):
+    """Whole chunks of the smallest size, best first, out of the larger chunks that were split.
+
+    A chunk is scored by the extremes of each coordinate of its keys, as `Quest`'s pages are, which
+    bounds the products with all keys of all chunks that it is split into.
+    Hits' scores: of each row its smallest chunk's, what `group.agree` returns for these bounds.
+    """
+
+    Config = LeoAMConfig
+
+    @property
+    def unit(self) -> int:
+        """Tokens of the smallest chunk."""
+        return int(self.config.leaf)
+
+    # Chunks: node `2^l - 1 + c` of a page is chunk `c` of level `l`
+
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
+        """`low` and `high`, `[B, G, pages, nodes, D]`."""
+        (B, G, pages, P, D), nodes = keys.shape, []
+        for size in self.config.sizes:
+            chunks = pages * P // size
+            tokens = keys.reshape(B, G, chunks, size, D), present.reshape(B, 1, chunks, size, 1)
+            nodes.append([box.reshape(B, G, pages, P // size, D) for box in extremes(*tokens)])
+        low, high = (torch.cat(boxes, dim=3) for boxes in zip(*nodes, strict=True))
+        return {"low": low, "high": high}
+
+    def _page_scores(self, queries: Tensor) -> Tensor:
+        return box_scores(queries, *(self._codes[name][:, :, :, 0] for name in ("low", "high")))
+
+    def _scanned(self) -> list[Tensor]:
+        return [self._codes[name][:, :, :, 0] for name in ("low", "high")]
+
+    # Search
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, config = self.geometry, self.config
+        folded = group.fold(queries, g.kv_heads, config.group)
+        pages = self._codes["low"].shape[2]
+        chunks = torch.arange(pages, device=g.device).expand(len(queries), g.kv_heads, -1)
+        scores = self._agreed(self._page_scores(folded), chunks, config.page)
+        for level, size in enumerate(config.sizes[1:], start=1):
+            split = min(math.ceil(config.spread * k / (2 * size)) + 1, chunks.shape[-1])
+            best = at(chunks, self.ops.select.top_k(scores, split)[1], UNUSED)
+            halves = torch.stack([2 * best, 2 * best + 1], dim=-1).flatten(-2)
+            halves = halves.masked_fill(halves < 0, pages << level).sort(-1).values  # unused last
+            chunks = halves.masked_fill(halves == pages << level, UNUSED)
+            scores = self._agreed(self._bounds(folded, chunks, level), chunks, size)
+        starts, members = chunks.clamp_min(0) * config.leaf, self._members()[:, None]
+        sizes, members = self._sizes(chunks, config.leaf), members.expand(-1, g.kv_heads, -1)
+        hits: Hits = self.ops.units.best_rows(scores, starts, sizes, members, k)
+        return hits
+
+    def _sizes(self, chunks: Tensor, size: int) -> Tensor:
+        """Tokens of chunks int64 `[B, G, M]`, of which one of -1 has none."""
+        tokens = (self.counts.to(chunks.device)[:, None, None] - chunks * size).clamp(0, size)
+        return tokens.masked_fill(chunks < 0, 0)
+
+    def _bounds(self, queries: Tensor, chunks: Tensor, level: int) -> Tensor:
+        """The largest product with a point of each chunk's box, float32 `[B, G, g, M]`."""
+        per, known, held = 1 << level, chunks.clamp_min(0), self._codes["low"].shape[3]
+        nodes = known // per * held + per - 1 + known % per
+        boxes = (
+            self.ops.fetch.gather_rows(self._codes[name].flatten(2, 3), nodes)
+            for name in ("low", "high")
+        )
+        return box_scores(queries, *boxes)
+
+    def _agreed(self, bounds: Tensor, chunks: Tensor, size: int) -> Tensor:
+        """The group's score for a row of each chunk, `-inf` for none: float32 `[B, G, M]`."""
+        g, sizes = self.geometry, self._sizes(chunks, size)
+        bounds = bounds.masked_fill((sizes == 0)[:, :, None], float("-inf"))
+        agreed: Tensor = self.ops.group.agree(
+            bounds, self.config.group, scale=g.scale, softcap=g.softcap, sizes=sizes
+        )
+        return agreed

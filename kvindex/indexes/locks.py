@@ -1,0 +1,127 @@
+"""LOCKS: pages scored by the attention that their keys receive, rebuilt from int4 low-rank factors.
+
+LOCKS: Page-Local Compact Key Summaries for efficient long-context decoding (documentation of the
+package locks-kv 0.1.4). Written from that description; docs/indexes/locks.md says what is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvindex.bases.pages import PagedIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes
+from kvindex.ops import group
+from kvindex.storage.quantize import dequantize, quantize
+
+PAGES = 1024
+"""Pages of a head that are factorized, or scored, at a time: bounds memory, not the result."""
+
+NOTHING = 1e-12
+"""Share of a page's squared keys that is rounding: a direction of no more is none."""
+
+BITS = {"basis": 4, "coefficients": 8, "center": 8}
+"""Part of a summary -> bits of its numbers (as published)."""
+
+
+@dataclass(frozen=True)
+class LocksConfig:
+    """page: tokens of a page (published: 16); rank: of its summary (published: 8); group: how query
+    heads agree (`ops/group.py`).
+    """
+
+    page: int = 16
+    rank: int = 8
+    group: str = "mean_share"
+
+    def __post_init__(self) -> None:
+        check.at_least("page", self.page, 1)
+        check.at_least("rank", self.rank, 1)
+        check.one_of("group", self.group, group.POLICIES)
+
+
+class Locks(PagedIndex):
+    """Whole pages, best first, by the mean of `exp(scale q·k)` over their rebuilt keys.
+
+    Hits' scores: of each row its page's, what `group.agree` returns for the logarithms of these
+    means, so that a page's share is that of the attention which its rebuilt keys receive.
+    """
+
+    Config = LocksConfig
+
+    @property
+    def _rank(self) -> int:
+        return min(int(self.config.rank), int(self.config.page), self.geometry.head_dim)
+
+    # Summaries
+
+    def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
+        """Codes and scales (`storage/quantize.py`) of `basis` `[B, G, pages, r, D]`, `coefficients`
+        `[B, G, pages, r, P]` and `center` `[B, G, pages, D]`.
+        """
+        parts = zip(torch.split(keys, PAGES, 2), torch.split(present, PAGES, 2), strict=True)
+        made = [_quantized(factors(*part, self._rank)) for part in parts]
+        return {name: torch.cat([codes[name] for codes in made], dim=2) for name in made[0]}
+
+    def _rebuilt(self, name: str, pages: slice, count: int) -> Tensor:
+        """A part of the summaries of these pages, float32 `[B, G, pages, …, count]`."""
+        codes, scales = self._codes[name], self._codes[f"{name}_scales"]
+        return dequantize(codes[:, :, pages], scales[:, :, pages], count, BITS[name])
+
+    # Scores
+
+    def _page_scores(self, queries: Tensor) -> Tensor:
+        pages = self._codes["center"].shape[2]
+        blocks = (slice(start, start + PAGES) for start in range(0, pages, PAGES))
+        return torch.cat([self._mean_logits(queries, block) for block in blocks], dim=-1)
+
+    def _mean_logits(self, queries: Tensor, pages: slice) -> Tensor:
+        """`log(mean exp(scale q·k)) / scale` over a page's keys: float32 `[B, G, g, pages]`."""
+        g, P = self.geometry, self.config.page
+        center, basis = (self._rebuilt(name, pages, g.head_dim) for name in ("center", "basis"))
+        coefficients = self._rebuilt("coefficients", pages, P)
+        along = torch.einsum("bghd,bgprd->bghpr", queries, basis)
+        products = torch.einsum("bghpr,bgprt->bghpt", along, coefficients)
+        products = products + (queries @ center.mT)[..., None]
+        ranks = torch.arange(pages.start * P, (pages.start + center.shape[2]) * P, device=g.device)
+        real = ranks < self.counts.to(g.device)[:, None]  # [B, pages · P]
+        real = real.reshape(len(real), 1, 1, -1, P)
+        products = products.masked_fill(~real, float("-inf"))
+        best = products.amax(-1).clamp_min(torch.finfo(torch.float32).min)
+        terms = ((products - best[..., None]) * g.scale).exp().sum(-1)
+        return best + (terms / real.sum(-1).clamp_min(1)).log() / g.scale
+
+
+def factors(keys: Tensor, present: Tensor, rank: int) -> dict[str, Tensor]:
+    """The best `center + Σ_r coefficients_r basis_r` of each page (Eckart and Young), float64.
+
+    keys: `[B, G, pages, P, D]`; present: bool `[B, 1, pages, P, 1]`. `basis` `[B, G, pages, r, D]`,
+    orthonormal rows, or zero ones where fewer suffice; `coefficients` `[B, G, pages, r, P]`;
+    `center` `[B, G, pages, D]`, the mean key.
+    """
+    real = keys.double().masked_fill(~present, 0)
+    center = real.sum(3) / present.sum(3).clamp_min(1)
+    residuals = (real - center[:, :, :, None]).masked_fill(~present, 0)
+    squares, vectors = torch.linalg.eigh(residuals @ residuals.mT)  # ascending
+    squares, vectors = squares[..., -rank:, None], vectors[..., -rank:].mT
+    known = squares > NOTHING * real.square().sum((-2, -1))[..., None, None]
+    lengths = squares.clamp_min(0).sqrt()
+    place = vectors.abs().argmax(-1, keepdim=True)
+    vectors = vectors * vectors.gather(-1, place).sign()  # of two signs always the same
+    basis = torch.where(known, vectors @ residuals / lengths, 0)
+    return {
+        "basis": basis,
+        "coefficients": torch.where(known, vectors * lengths, 0),
+        "center": center,
+    }
+
+
+def _quantized(parts: dict[str, Tensor]) -> Codes:
+    """Codes and scales of the parts of summaries."""
+    codes = {}
+    for name, part in parts.items():
+        codes[name], codes[f"{name}_scales"] = quantize(part, BITS[name])
+    return codes

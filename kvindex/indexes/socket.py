@@ -1,0 +1,114 @@
+"""SOCKET: soft collisions; a query spreads over the buckets of hash tables, a key lies in one each.
+
+SOCKET: SOft Collision Kernel EsTimator for Sparse Attention (as its authors' repository describes
+it). Differences: docs/indexes/socket.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvindex.bases.index import BaseIndex
+from kvindex.core import check
+from kvindex.core.protocol import Codes, Hits
+from kvindex.ops import codes, group
+
+BLOCK = 2**24
+"""Projections computed at a time (64 MiB)."""
+
+LARGEST = 8
+"""Bits of a bucket: a byte per table."""
+
+
+@dataclass(frozen=True)
+class SocketConfig:
+    """Configuration of SOCKET.
+
+    bits: hyperplanes of a table, 1 to 8; a table has `2^bits` buckets. tables: hash tables.
+    tau: temperature of a query's distribution over buckets; the less, the nearer to the query's own
+    bucket alone. group: how query heads agree (`kvindex.ops.group`). seed: of the hyperplanes.
+    """
+
+    bits: int = 8
+    tables: int = 60
+    tau: float = 0.3
+    group: str = "mean_share"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if check.at_least("bits", self.bits, 1) > LARGEST:
+            raise ValueError(f"bits: got {self.bits}, allowed is 1 to {LARGEST}")
+        check.at_least("tables", self.tables, 1)
+        check.positive("tau", self.tau)
+        check.one_of("group", self.group, group.POLICIES)
+        check.seed(self.seed)
+
+
+class Socket(BaseIndex):
+    """Ranks all keys by the sum over tables of the chance that the query gives to the key's bucket.
+
+    A head's share of a key is its part of the sum of all keys' sums, by which a group agrees.
+    Hits' scores: what `group.agree` returns for the logarithms of these sums over `scale`.
+    """
+
+    Config = SocketConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        g, config = self.geometry, self.config
+        generator = torch.Generator().manual_seed(config.seed)
+        shape = (g.head_dim, config.tables * config.bits)
+        self._planes = torch.randn(shape, generator=generator).to(g.device)
+
+    # Encoding
+
+    def _encode(self, keys: Tensor, learned: Codes) -> Codes:
+        """Buckets uint8 `[B, G, N, tables]`: bit `p` is 1 where `⟨k, w_p⟩` is at least 0."""
+        step = max(BLOCK // (self._planes.shape[1] * keys.shape[0] * keys.shape[1]), 1)
+        buckets = []
+        for block in torch.split(keys, step, 2):
+            positive = self._projected(block) >= 0
+            buckets.append(codes.pack(pad(positive, (0, LARGEST - positive.shape[-1]))))
+        return {"buckets": torch.cat(buckets, dim=2)}
+
+    def _projected(self, vectors: Tensor) -> Tensor:
+        """Products with the hyperplanes' normals, float32 `[..., tables, bits]`."""
+        products: Tensor = vectors.float() @ self._planes
+        return products.reshape(*vectors.shape[:-1], self.config.tables, self.config.bits)
+
+    # Search
+
+    def _chances(self, queries: Tensor) -> Tensor:
+        """The query's distribution over each table's buckets: `[B, G, g, tables, 2^bits]`.
+
+        `softmax_c(Σ_p c_p tanh ⟨q, w_p⟩ / (τ √D))` over the corners `c` of the hypercube.
+        """
+        bits, device = self.config.bits, queries.device
+        corners = torch.arange(2**bits, dtype=torch.uint8, device=device)
+        signs = codes.unpack(corners)[:, :bits].float() * 2 - 1
+        temperature = self.config.tau * self.geometry.head_dim**0.5
+        logits: Tensor = self._projected(queries).tanh() @ signs.T / temperature
+        return logits.softmax(-1)
+
+    def _search(self, queries: Tensor, k: int) -> Hits:
+        g, policy = self.geometry, self.config.group
+        chances = self._chances(group.fold(queries, g.kv_heads, policy))
+        buckets = self._codes["buckets"]
+        total = chances.new_zeros((*chances.shape[:3], len(self)))
+        for table in range(self.config.tables):
+            index = buckets[..., table].long()[:, :, None].expand(total.shape)
+            total += chances[..., table, :].gather(-1, index)
+        scores = total.clamp_min(torch.finfo(total.dtype).tiny).log() / g.scale
+        if self.valid is not None:
+            scores = scores.masked_fill(~self.valid[:, None, None], float("-inf"))
+        agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=None)  # no logits
+        best, ids = self.ops.select.top_k(agreed, k)
+        return Hits(ids, best)
+
+    def _held(self) -> list[Tensor]:
+        return [self._planes]
