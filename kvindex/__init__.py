@@ -4,6 +4,8 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes, Hits, KVIndex, Rows
 from kvindex.layer.attention_layer import AttentionLayer
+from kvindex.pool.layer_pool import LayerPool
+from kvindex.pool.pool import Pool
 from kvindex.registry import create, get, names
 from kvindex.saving.load import load
 
@@ -16,6 +18,8 @@ __all__ = [
     "Geometry",
     "Hits",
     "KVIndex",
+    "LayerPool",
+    "Pool",
     "Rows",
     "create",
     "get",

@@ -24,7 +24,7 @@ CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
 ROOMS = {
     "kvindex": (
         *("core", "storage", "ops", "bases", "layer", "pariskv", "indexes"),
-        *("cpu", "wrappers", "registry", "saving", "__init__", "testing"),
+        *("cpu", "wrappers", "registry", "saving", "pool", "__init__", "testing"),
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
     "adapters/kvindex_adapters": ("__init__", "hf", "decoder", "vllm", "evaluate", "cli"),
@@ -132,8 +132,8 @@ def test_a_package_shows_folders_and_little_else(package):
 
 
 def test_the_package_exports_what_callers_need():
-    named = "AttentionLayer BaseIndex Codes Geometry Hits KVIndex Rows create get load names"
-    assert set(kvindex.__all__) == set(named.split())
+    named = "AttentionLayer BaseIndex Codes Geometry Hits KVIndex LayerPool Pool Rows"
+    assert set(kvindex.__all__) == {*named.split(), "create", "get", "load", "names"}
     assert all(hasattr(kvindex, name) for name in kvindex.__all__)
 
 

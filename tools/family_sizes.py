@@ -84,7 +84,8 @@ def build(family: str) -> PreTrainedModel:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, model_class.config_class):  # of a decoder that is a part of others
         config = config.get_text_config(decoder=True)
-        model = model_class._from_config(config, attn_implementation="eager")
+        model = model_class(config)
+        model.set_attn_implementation("eager")
     else:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.float().eval()

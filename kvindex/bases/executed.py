@@ -23,6 +23,8 @@ from kvindex.core.protocol import (
     EncodesBlocks,
     Executor,
     Hits,
+    IndexBatch,
+    JoinsBatch,
     Rows,
 )
 from kvindex.core.resident import ResidentRows
@@ -48,6 +50,19 @@ class CapturingExecutor(Protocol):
         ...
 
 
+@runtime_checkable
+class JoiningExecutor(Protocol):
+    """An `Executor` that can be a row of a batch with others like it."""
+
+    def new_batch(self) -> IndexBatch:
+        """As `JoinsBatch.new_batch`."""
+        ...
+
+    def batch_row(self, wrong: Tensor | None) -> object:
+        """As `JoinsBatch.batch_row`; wrong: as in `attend`."""
+        ...
+
+
 class ExecutedIndex(BaseIndex):
     """An index that says what its executor can do, and hands it what it checked.
 
@@ -62,6 +77,7 @@ class ExecutedIndex(BaseIndex):
     _executor: Executor | None = None
     _attends = False  # as the executor says since the last change
     _captures = False  # whether its steps can be captured by a caller, too
+    _joins = False  # whether it can be a row of a batch with others
     _usual: object = None  # what `_checked_step` saw last
 
     def _tell(self, contents: Contents) -> None:
@@ -70,6 +86,7 @@ class ExecutedIndex(BaseIndex):
             self._executor = self._executor.update(contents)
             self._attends = self._executor.attends
             self._captures = self._attends and isinstance(self._executor, CapturingExecutor)
+            self._joins = self._attends and isinstance(self._executor, JoiningExecutor)
 
     def _alone(self, name: str) -> bool:
         return self._executor is not None or super()._alone(name)  # searches share buffers
@@ -79,6 +96,8 @@ class ExecutedIndex(BaseIndex):
             return self.attends
         if wanted is CapturesStep:
             return self._captures
+        if wanted is JoinsBatch:
+            return self._joins
         if wanted is EncodesBlocks:
             return self.block_tokens > 1
         return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
@@ -143,6 +162,25 @@ class ExecutedIndex(BaseIndex):
                 "captured, allowed is one that offers CapturesStep"
             )
         return cast(CapturingExecutor, self._executor)
+
+    def new_batch(self) -> IndexBatch:
+        """As `protocol.JoinsBatch.new_batch`."""
+        return self._joining().new_batch()
+
+    def batch_row(self, queries: Tensor, *, k: int) -> object:
+        """As `protocol.JoinsBatch.batch_row`."""
+        _, wrong = self._checked_step(queries, k)
+        if self._batch != 1:
+            raise ValueError(f"batch_row: got a batch of {self._batch}, allowed is 1")
+        return self._joining().batch_row(wrong)
+
+    def _joining(self) -> JoiningExecutor:
+        if not self._joins:
+            raise ValueError(
+                f"batch_row: got an index with backend={self.backend!r}, whose steps take no "
+                "others' rows, allowed is one that offers JoinsBatch"
+            )
+        return cast(JoiningExecutor, self._executor)
 
     def _checked_step(self, queries: Tensor, k: int) -> tuple[Executor, Tensor | None]:
         """The executor, and a flag that its kernels set to 1 for a query that is not finite.

@@ -19,7 +19,7 @@ from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows
+from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows, TellsMemory
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import RowStore, row_store
 
@@ -265,6 +265,15 @@ class BaseIndex(ReadingIndex):
         codes = self._codes.nbytes() + self._valid.nbytes()
         codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])
         return {"codes": codes, **self._rows_nbytes()}
+
+    def memory(self) -> dict[int, int]:
+        """As `protocol.TellsMemory.memory`, of a store that tells it; objects of a library are
+        not counted.
+        """
+        pieces: dict[int, int] = {}
+        for part in (self._codes, self._store):
+            pieces |= part.memory() if isinstance(part, TellsMemory) else {}
+        return pieces
 
     def bytes_per_key(self) -> dict[str, float]:
         """Bytes per token and KV head: `kept` (codes and what is learned), `scanned` by a search.

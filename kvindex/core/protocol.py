@@ -15,7 +15,7 @@ Invariants (`kvindex.testing.check_index` holds an index to them):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -322,6 +322,15 @@ class TellsRecipe(Protocol):
 
 
 @runtime_checkable
+class TellsMemory(Protocol):
+    """It knows where its codes and rows lie, so that what copies share is counted once."""
+
+    def memory(self) -> dict[int, int]:
+        """Address -> bytes of each block, or column, that codes and rows of tokens are in."""
+        ...
+
+
+@runtime_checkable
 class EncodesBlocks(Protocol):
     """It encodes tokens a block at a time: whoever appends whole blocks appends at the least cost.
 
@@ -442,6 +451,39 @@ class CapturesStep(Protocol):
         replays the graph makes room before and calls `resident.claim(1)` for each time. What is
         given back is overwritten by the next replay; `found`, int64, is added up over them, until
         the caller sets it to 0. A step like it comes before, uncaptured.
+        """
+        ...
+
+
+class IndexBatch(Protocol):
+    """Indexes of a batch of 1, with lengths of their own, as the rows of one step.
+
+    rows: what `JoinsBatch.batch_row` gave for each row of this very call.
+    """
+
+    def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
+        """As `KVIndex.search` of each, for queries `[B, H, D]`."""
+        ...
+
+    def attend(
+        self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
+    ) -> Attended:
+        """As `Attends.attend` of each; resident: of a batch of as many."""
+        ...
+
+
+@runtime_checkable
+class JoinsBatch(Protocol):
+    """It can be a row of a batch with others made like it, whatever their lengths."""
+
+    def new_batch(self) -> IndexBatch:
+        """What joins indexes like it, first one list of them, then another."""
+        ...
+
+    def batch_row(self, queries: Tensor, *, k: int) -> object:
+        """What a batch reads of it, of a batch of 1 that holds a token, until it changes.
+
+        queries: those of its row, `[1, H, D]`. Raises as `Attends.attend`.
         """
         ...
 

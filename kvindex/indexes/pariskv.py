@@ -17,7 +17,6 @@ from kvindex.bases.executed import ExecutedIndex
 from kvindex.core import backend, check
 from kvindex.core.protocol import Codes, Contents, Hits
 from kvindex.ops import regression
-from kvindex.ops.block_layout import BLOCK
 from kvindex.pariskv import drawn, ranked
 from kvindex.pariskv.config import PRESETS, ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
@@ -51,7 +50,7 @@ class ParisKV(ExecutedIndex):
         self.encoding = own = Encoding.of(config, g, self.ops)
         constants = {"rotation": own.rotation, "levels": own.levels}
         self._executor = executor = backend.accelerate(self.backend, g, config, constants)
-        self.block_tokens = config.center or (BLOCK if config.weights == "log" else 1)
+        self.block_tokens = own.block_tokens
         self._codes = executor.codes if executor else BlockColumns(self.block_tokens)
         self._update()
 
@@ -238,26 +237,20 @@ class ParisKV(ExecutedIndex):
         )
 
     def _regressed(self) -> Tensor | None:
-        """`regression.fit` to the keys of full blocks, or None where signs stand alone.
-
-        To the first of them, up to a power of two, so that it does not matter how they came.
-        """
+        """`Encoding.fit` to the full blocks, or None where signs stand alone."""
         if self.config.signs == "alone" or not len(self):
             return None
         blocks = len(self._codes) // self.block_tokens
-        tokens = (1 << blocks.bit_length() >> 1) * self.block_tokens
+        tokens = regression.fitted_blocks(blocks) * self.block_tokens
         if self._fitted is None or self._fitted[0] != tokens:
-            self._fitted = tokens, self._fit(tokens)
+            self._fitted = tokens, self._fit(blocks)
         return self._fitted[1]
 
-    def _fit(self, tokens: int) -> Tensor:
-        """`_regressed` of so many tokens."""
-        if not tokens:
+    def _fit(self, blocks: int) -> Tensor:
+        """`_regressed` of so many full blocks."""
+        if not blocks:
             return regression.identity(len(self.counts), self.geometry)
-        names, every = ("signs", "magnitudes", "weights"), regression.stride(tokens)
-        signs, magnitudes, weights = (self._codes.every(name, tokens, every) for name in names)
-        real = weights[..., 0] > 0
-        return regression.fit(signs, magnitudes, real, self.encoding.levels, self.encoding.level)
+        return self.encoding.fit(self._codes.every, blocks)
 
     # Statistics: keys per centroid, int64 [B, G, M, 256], which tiers need, and what was fitted
 

@@ -73,7 +73,18 @@ CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> Attended:
-    """Attention of queries `[B, H, D]` over the best `k` rows and the resident ones."""
+    """Attention of queries `[B, H, D]` over the best `k` rows and the resident ones.
+
+    Where rows of the batch have lengths of their own, each is a batch of 1.
+    """
+    if len(state.length) > 1:
+        rows = enumerate(queries[:, None])
+        each = [decode_step(query, state.row(b), k, config) for b, query in rows]
+        return Attended(
+            torch.cat([attended.output for attended in each]),
+            torch.cat([attended.lse for attended in each]),
+            torch.cat([attended.found for attended in each]),
+        )
     return attend(queries, state, find_rows(queries, state, k, config), config)
 
 

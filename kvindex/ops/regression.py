@@ -26,6 +26,14 @@ STEPS = 256
 """Integers up to this many times the mean size stand for coordinates, so that sums are exact."""
 
 
+def fitted_blocks(blocks: int) -> int:
+    """To how many of `blocks` full blocks it is fitted, the first ones: up to a power of two.
+
+    So that it does not matter how they came, and that few tokens more do not change it.
+    """
+    return 1 << blocks.bit_length() >> 1
+
+
 def stride(tokens: int) -> int:
     """Every so many of `tokens` keys is fitted to, a power of two if `tokens` is one."""
     return max(1, tokens // KEYS)

@@ -7,8 +7,9 @@ with the same names.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,10 @@ class State:
     """What a step reads of a layer of `N` tokens in `S` blocks.
 
     codes: blocks uint8 `[B, S, G, head_bytes]` (`block_layout`); rows: uint8 `[B, S, G, 256,
-    row_bytes]`; valid: bits of tokens, int32 `[B, S, 8]`; length: int64 `[1]`, `N`; wanted,
-    counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
-    rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
+    row_bytes]`; valid: bits of tokens, int32 `[B, S, 8]`; length: int64 `[1]`, `N`, or `[B]`, that
+    of each row of the batch; wanted, counted: int32 `[B]`, candidates `C` and valid keys;
+    weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D + Dv]`;
+    resident_mask: uint8 `[B, W]`; resident_count:
     int64 `[1]`, how many of the `W` there are; codec: of rows in blocks, "plain", "int8"
     or "fp8" (`storage/codecs.py`); regression: `Aᵀ`, of `regression.fit`, float16 `[B, G, D, D]`,
     where signs vote together. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
@@ -72,6 +74,16 @@ class State:
     def tokens(self) -> int:
         """`N`."""
         return int(self.length)
+
+    def row(self, b: int) -> State:
+        """Row `b` of the batch alone, of its own length."""
+        shared = ("length", "resident_count") if len(self.length) == 1 else ("resident_count",)
+        own: dict[str, Any] = {
+            name: part[b : b + 1]
+            for name, part in vars(self).items()
+            if isinstance(part, Tensor) and name not in shared
+        }
+        return replace(self, **own)
 
     @property
     def target(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes
+from kvindex.ops import regression
+from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.codes import SUBSPACE
 from kvindex.pariskv.config import ParisKVConfig
 
@@ -61,6 +64,22 @@ class Encoding:
         rotated = ops.transform.rotate(directions, self.rotation)
         codes = ops.codes.encode(rotated, norms, self.levels, block=self.block) | centers
         return {**codes, **self._weights(codes["weights"], valid)}
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that are encoded together."""
+        return self.config.center or (BLOCK if self.config.weights == "log" else 1)
+
+    def fit(self, entries: Callable[[str, int, int], Tensor], blocks: int) -> Tensor:
+        """`ops.regression.fit` to the first of so many full blocks.
+
+        entries: of a column of codes, every so many of the first tokens (`Columns.every`).
+        """
+        fitted = regression.fitted_blocks(blocks) * self.block_tokens
+        every = regression.stride(fitted)
+        names = "signs", "magnitudes", "weights"
+        signs, magnitudes, weights = (entries(name, fitted, every) for name in names)
+        return regression.fit(signs, magnitudes, weights[..., 0] > 0, self.levels, self.level)
 
     def _centers(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """A center for each block of keys, where blocks have one."""

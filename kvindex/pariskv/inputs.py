@@ -37,6 +37,27 @@ class Tokens:
     histogram: Tensor
     regression: Tensor | None
 
+    @staticmethod
+    def of_blocks(codes: Codes, encoding: Encoding, geometry: Geometry, valid: Tensor) -> Tokens:
+        """Of full blocks whose codes, `[B, G, N, ...]`, somebody else keeps: nothing is known yet.
+
+        valid: bool `[B, N]`; those that are not count in nothing that their codes do not tell.
+        """
+        config, ops, tokens = encoding.config, encoding.ops, codes["signs"].shape[2]
+        scale, histogram, matrix = None, torch.empty(0), None
+        if config.weighs_votes:
+            scale = ops.codes.weight_scale(codes["weights"].flatten(2).amax(2))
+        if config.coarse == "tiers":
+            histogram = ops.coarse.histogram(codes["signs"], valid)
+        if config.signs == "together":
+            blocks = tokens // encoding.block_tokens
+            matrix = encoding.fit(lambda name, end, every: codes[name][:, :, :end:every], blocks)
+        counts = valid.sum(1).cpu()
+        parts = [codes]
+        return Tokens(
+            geometry, config, encoding, parts, counts, valid, tokens, scale, histogram, matrix
+        )
+
     @property
     def ops(self) -> Any:
         """Of the backend."""

@@ -141,6 +141,11 @@ class Columns(Restorable):
         """Bytes in use (what is reserved beyond the length is not counted)."""
         return sum(self[name].numel() * self[name].element_size() for name in self._data)
 
+    def memory(self) -> dict[int, int]:
+        """As `protocol.TellsMemory.memory`: a column is in one piece, of the bytes in use."""
+        held = [self[name] for name in self._data] if self._length else []
+        return {column.data_ptr(): column.nbytes for column in held if column.numel()}
+
     def _fresh(self) -> Self:
         return type(self)(self._axis, self._fill)
 

@@ -348,6 +348,10 @@ class TensorStore(Restorable):
         """Bytes in use."""
         return self._columns.nbytes()
 
+    def memory(self) -> dict[int, int]:
+        """As `kvindex.core.protocol.TellsMemory.memory`."""
+        return self._columns.memory()
+
     def _as_joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """A tensor of the shape of `rows` side by side, which nobody reads."""
         if "rows" in rows:

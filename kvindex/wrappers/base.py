@@ -32,6 +32,7 @@ from kvindex.core.protocol import (
     Rows,
     RunsOps,
     TellsCoverage,
+    TellsMemory,
     TellsRecipe,
     TellsRowBytes,
     WarmsUp,
@@ -191,6 +192,10 @@ class Wrapper(Capable, NamedState, Guarded):
     def row_bytes(self) -> int:
         """The inner index's."""
         return self._inner(TellsRowBytes).row_bytes
+
+    def memory(self) -> dict[int, int]:
+        """As the inner index says."""
+        return self._inner(TellsMemory).memory()
 
     def placement(self) -> Placement:
         """As the inner index says."""

@@ -328,6 +328,10 @@ class BlockStore(Restorable):
         """Bytes of rows in use (see `pinned_bytes`)."""
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
+    def memory(self) -> dict[int, int]:
+        """As `kvindex.core.protocol.TellsMemory.memory`."""
+        return self._table.memory()
+
     def rows_by_place(self) -> dict[str, int]:
         """As `kvindex.storage.store.PlacedRows.rows_by_place`."""
         g, rows = self._geometry, self._table.batch * self._length

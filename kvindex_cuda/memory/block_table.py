@@ -149,6 +149,11 @@ class BlockTable:
             count += BLOCK * sum(near) - (near[-1] * (held * BLOCK - length) if near else 0)
         return count
 
+    def memory(self) -> dict[int, int]:
+        """As `kvindex.core.protocol.TellsMemory.memory`, a piece for each block."""
+        held, pool = self._numbers.flatten().tolist(), self._pool
+        return {pool.device_address(number): pool.block_bytes for number in held}
+
     def read(self, ids: Tensor) -> Tensor:
         """Bytes `[B, G, K, row_bytes]` of tokens int64 `[B, G, K]`, on the CPU; -1: zeros."""
         rows = torch.zeros((*ids.shape, self._row_bytes), dtype=torch.uint8)

@@ -290,6 +290,14 @@ class CodeBlocks(Restorable):
             used += self._length // BLOCK * 2 * self.layout.head_dim
         return len(self._held) * self._heads * used
 
+    def memory(self) -> dict[int, int]:
+        """As `kvindex.core.protocol.TellsMemory.memory`, a piece for each block."""
+        size, pieces = self._block_bytes, dict[int, int]()
+        for run in (run for held in self._held for run in held):
+            first = self._slabs[run.slab].data_ptr() + run.first * size
+            pieces |= dict.fromkeys(range(first, first + run.blocks * size, size), size)
+        return pieces
+
     def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
         """Codes `[B, G, count, ...]` into the blocks of the tokens from `start`."""
         for name, part in self.layout.parts(new).items():

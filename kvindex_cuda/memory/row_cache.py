@@ -42,9 +42,9 @@ class RowCache:
         self.clocks, self.counts = ints(groups), ints(groups, 2)
         self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
-    def forget(self) -> None:
-        """Ids may stand for other rows from now on. Waits for nothing."""
-        self.tags.fill_(-1)
+    def forget(self, groups: slice = slice(None)) -> None:
+        """Ids, of some groups, may stand for other rows from now on. Waits for nothing."""
+        self.tags[groups].fill_(-1)
 
     def hit_rate(self) -> float:
         """Share of the rows looked up so far that were found; 0 before any.

@@ -44,9 +44,10 @@ class State:
     """What a step reads of a layer, all on the device and at fixed addresses.
 
     codes, rows: addresses of blocks, int64 `[B, S]` each; valid: bits of tokens, int32 `[B, S, 8]`;
-    length: int64 `[1]`, tokens in the index; wanted, counted: int32 `[B]`, candidates `C` and
-    valid keys; weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D +
-    Dv]`; resident_mask: uint8 `[B, W]`; resident_count: int64 `[1]`, how many of the `W` there are;
+    length: int64 `[1]`, tokens in the index, or `[B]`, in that of each row of the batch; wanted,
+    counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
+    rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
+    int64 `[1]`, how many of the `W` there are;
     row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; near:
     which of those blocks are on the device, uint8 `[B, S]`, where they lie in two places; cache: of
     rows that were fetched from the host, as they lie; wrong: int32 of one element, which a step
@@ -86,7 +87,7 @@ class BaseStep:
     further int32 per group that a step has cleared, at a multiple of 16 bytes
     (`_counted`); policy: as `ParisKVConfig.group`; drawn: whether rows are drawn (`ops.priority`):
     there `weights` has the logarithm of how many keys each stands for, times `priority.temper` if
-    tempered.
+    tempered; ragged: whether `State.length` is of each row of the batch.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -104,6 +105,7 @@ class BaseStep:
         counted: int = 0,
         drawn: bool = False,
         tempered: bool = False,
+        ragged: bool = False,
     ) -> None:
         g, group = geometry, geometry.group_size
         if group > MOST_HEADS:
@@ -116,6 +118,7 @@ class BaseStep:
         self._groups, self._multiprocessors = groups, multiprocessors
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
         self._scale, self._softcap = float(g.scale), float(g.softcap or 0)
+        self._ragged = dict(RAGGED=int(ragged))
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
         self._selects["DRAWN"] = int(drawn)

@@ -23,18 +23,15 @@ from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.batch import BatchRow, ParisKVBatch
 from kvindex_cuda.pariskv.device_state import opened, put, put_tiers, put_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadable
 from kvindex_cuda.pariskv.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
-from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared
+from kvindex_cuda.pariskv.hits import ordered_hits
+from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared, with_headroom
 from kvindex_cuda.pariskv.stage_token import stage_token
 from kvindex_cuda.pariskv.update_state import update_state
-
-HEADROOM = 2**16
-"""Room over what is needed, and no more than as much again: buffers are made anew past it."""
-
-LAST = torch.iinfo(torch.int64).min
 
 
 @dataclass
@@ -137,17 +134,20 @@ class ParisKVExecutor:
         self._length = self._read = 0  # tokens; blocks whose largest weight the state has
         self._replays = Replays(self._geometry.device)
         self._found_sum: Tensor | None = None  # of captured steps
+        self._version, self._text = object(), object()  # of `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
         """As `Executor.update`."""
         if contents.codes is not self.codes:
             return self._over(contents.codes).update(contents)
-        self._contents = contents
+        self._contents, self._version = contents, object()
         if contents.rows is not self._store:
             self._adopt(contents.rows)
         first = min(self._length, contents.length) // BLOCK
-        if self.cache is not None and contents.length < self._length:
-            self.cache.forget()
+        if contents.length < self._length:
+            self._text = object()
+            if self.cache is not None:
+                self.cache.forget()
         self._length = contents.length
         self._put_open(contents)
         if self._state is not None:
@@ -229,20 +229,7 @@ class ParisKVExecutor:
         use, state = self._ready(k)
         step = use.step
         step.select(queries.contiguous(), state)
-        # scores descending, then ids ascending, as one integer
-        bits = (step.scores + 0.0).view(torch.int32)
-        order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0xFFFFFFFF - step.ids)
-        order.masked_fill_(use.places >= step.found[:, None], LAST)
-        order, at = order.sort(dim=-1, descending=True)
-        unused = order == LAST
-        ids = (0xFFFFFFFF - (order & 0xFFFFFFFF)).masked_fill_(unused, UNUSED)
-        scores = step.scores.gather(-1, at).masked_fill_(unused, float("-inf"))
-        shape = (len(queries), self._geometry.kv_heads, k)
-        ids, scores = ids.view(shape), scores.view(shape)
-        if step.weights is None:
-            return Hits(ids, scores)
-        weights = step.weights.gather(-1, at).masked_fill_(unused, float("-inf")).view(shape)
-        return Hits(ids, scores, weights.repeat_interleave(self._geometry.group_size, dim=1))
+        return ordered_hits(step, use.places)
 
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
@@ -316,6 +303,34 @@ class ParisKVExecutor:
         found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
         return Attended(output, use.step.lse, found)
 
+    # A row of a batch
+
+    def new_batch(self) -> ParisKVBatch:
+        """As `JoinsBatch.new_batch`."""
+        return ParisKVBatch(self._geometry, self._config, self._kind, self._layout)
+
+    def batch_row(self, wrong: Tensor | None) -> BatchRow:
+        """As `JoinsBatch.batch_row`."""
+        state, rows = self._opened_state(), self._rows
+        assert rows is not None
+        rows.wait()
+        state = replace(
+            state,
+            rows=rows.table,
+            near=rows.near if isinstance(rows, PlacedRows) else None,
+            row_bytes=rows.row_bytes,
+            codec=rows.row_codec,
+            wrong=wrong,
+        )
+        return BatchRow(
+            state=state,
+            tokens=self._length,
+            count=int(self._contents.counts[0]),
+            far=rows.far,
+            version=self._version,
+            text=self._text,
+        )
+
     # What a search reads
 
     def _replay_of(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> Replay | None:
@@ -381,23 +396,27 @@ class ParisKVExecutor:
                 f"graph: got a first search for k = {k} rows, or one for more candidates than "
                 "there are buffers for; allowed is one after warm_up() or a search like it"
             )
-        need = self._need(k)
-        return self._begin(k, need + min(need, HEADROOM))
+        return self._begin(k, with_headroom(self._need(k)))
 
     def _begin(self, k: int, most: int) -> _Use:
         """A step for `k` rows with room for `most`, from here on the newest."""
-        if self._state is None:
-            self._state = opened(self._geometry, self.codes.table, self._contents.statistics)
-            self._update(self._state, 0)
-            self._begin_cache()
+        self._opened_state()
+        self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
-        sizes = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
+        sizes: dict[str, Any] = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
         step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
         use = _Use(step, wanted, torch.arange(k, device=device))
         put(wanted, use.want(self._candidates(k), self._need(k)))
         self._uses = [*(u for u in self._uses if u.captured or u.step.k != k), use]
         return use
+
+    def _opened_state(self) -> State:
+        """What steps read beside rows and resident ones."""
+        if self._state is None:
+            self._state = opened(self._geometry, self.codes.table, self._contents.statistics)
+            self._update(self._state, 0)
+        return self._state
 
     def _begin_cache(self) -> None:
         """A cache, once there are rows on the host."""

@@ -17,6 +17,9 @@ from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 from kvindex_cuda.runtime.arguments import multiprocessors
 
+HEADROOM = 2**16
+"""Of buffers: they are made anew past it."""
+
 
 class SharedStep(BaseStep):
     """A step that several indexes run one after another, whatever the stream."""
@@ -84,21 +87,29 @@ def shared(
     blocks: int,
     k: int,
     most: int,
+    ragged: bool = False,
 ) -> SharedStep:
     """A step of a kind for `k` rows with room for at least `most`: the one in use, or a new one.
 
-    config: a `ParisKVConfig`; blocks: `S` of the tables that it will read.
+    config: a `ParisKVConfig`; blocks: `S` of the tables that it will read; ragged: as
+    of `BaseStep`.
     """
     g = geometry
     sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
     options = options_of(kind, config)
-    key = (*sizes, layout, kind, *options.values(), batch, blocks, k)
+    key = (*sizes, layout, kind, *options.values(), batch, blocks, k, ragged)
     step = _alive.get(key)
     if step is None or step.most < most:
-        options |= dict(batch=batch, k=k, most=most, multiprocessors=multiprocessors(g.device))
+        options |= dict(batch=batch, k=k, most=most, ragged=ragged)
+        options["multiprocessors"] = multiprocessors(g.device)
         step = SHARED[kind](g, layout, **options)
         _alive[key] = step
     return step
+
+
+def with_headroom(need: int) -> int:
+    """Room over what is needed, and no more than as much again."""
+    return need + min(need, HEADROOM)
 
 
 def capturing(device: torch.device) -> bool:

@@ -57,7 +57,7 @@ class Step(BaseStep):
         if planes is None:
             most = PLANES[max(PLANES)]
             raise ValueError(f"query_max: got {self._query_max}, allowed is up to {most}")
-        self._votes = self._defines | dict(CENTERED=int(centered), PLANES=planes)
+        self._votes = self._defines | self._ragged | dict(CENTERED=int(centered), PLANES=planes)
         self._votes["DRAWN"] = int(drawn)
         self._prepares = self._votes | dict(TOGETHER=int(together))
         self._rerank = self._votes | self._capped | dict(BITS=layout.magnitude_bits)

@@ -116,7 +116,7 @@ class TableStep(BaseStep):
             ),
             shared_bytes=M * 1024,
             overlap=True,
-            **(group | dict(D=g.head_dim)),
+            **(group | self._ragged | dict(D=g.head_dim)),
         )
         launch(
             "step/candidates.cu",
@@ -138,7 +138,7 @@ class TableStep(BaseStep):
                 kv_heads=kv,
             ),
             overlap=True,
-            **group,
+            **(group | self._ragged),
         )
         launch(
             "step/rerank_blocks.cu",

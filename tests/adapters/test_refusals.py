@@ -47,7 +47,7 @@ def refused(model, match, **options):
         ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
         ("mistral", {"sliding_window": 16}, "no full-attention layer"),
         ("mamba", {"state_size": 4}, "no full-attention layer|AttentionInterface"),
-        ("diffllama", {}, "the difference of two softmaxes"),
+        ("diffllama", {}, "attend twice for each update of the cache"),
     ],
 )
 def test_models_that_are_not_served(family, options, match):

@@ -14,7 +14,7 @@ REGIONS = dict(index="exact", k=10, sink=0, local_window=0, update_every=1, dens
 UNTOLD = {
     "glm4",  # turns neighboring coordinates
     *("zamba", "zamba2"),  # no rotary embedding; attention behind a layer with its own arguments
-    *("zaya", "inkling_text"),  # a key is made of several tokens
+    *("zaya", "inkling_text", "inkling2_text"),  # a key is made of several tokens
     *("deepseek_v3", "minicpm3"),  # a latent, then a part that turns
 }
 

@@ -13,6 +13,7 @@ from kvindex.core.protocol import (
     CapturesStep,
     DecodesStep,
     ExpandsBatch,
+    JoinsBatch,
     ObservesQueries,
     TellsCoverage,
     TellsRowBytes,
@@ -43,7 +44,7 @@ ONLY_ITS_OWN = {
 """What a wrapper does whatever the inner index does."""
 NOT_PASSED_ON = {
     # a step of the inner index is not its own search
-    *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
+    *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep, JoinsBatch)),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
     ("recall", ExpandsBatch),  # what a view finds would not be counted
     ("reuse", ExpandsBatch),  # a step may find what the one before found
@@ -69,6 +70,12 @@ class Able(Exact):
         pass
 
     def captured_step(self):
+        pass
+
+    def new_batch(self):
+        pass
+
+    def batch_row(self):
         pass
 
     def reserve(self):

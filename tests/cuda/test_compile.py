@@ -35,7 +35,7 @@ MORE = 8
 KERNEL = re.compile(rf"__global__\s+void\s+{BOUNDS}(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
-VOTES = STEP | dict(CENTERED=1, PLANES=6, DRAWN=0)
+VOTES = STEP | dict(CENTERED=1, PLANES=6, DRAWN=0, RAGGED=0)
 PREPARE = VOTES | dict(TOGETHER=0)
 RERANK = VOTES | dict(BITS=3, SOFTCAP=0)
 AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, DRAWN=0)
@@ -62,6 +62,7 @@ DEFINES = {
         PREPARE | dict(DRAWN=1, TOGETHER=1),
         PREPARE | dict(DRAWN=1, TOGETHER=1, D=64, GROUP=8, DTYPE=0),
         PREPARE | dict(DRAWN=1, TOGETHER=1, D=256, GROUP=16),
+        PREPARE | dict(DRAWN=1, TOGETHER=1, RAGGED=1),
     ],
     "step/attend.cu": [
         ATTEND,
@@ -90,9 +91,13 @@ DEFINES = {
         COARSE | dict(WIDE=1, FACTORS=2, TABLES=2),
         COARSE | dict(D=256, WIDE=1, FACTORS=1, TABLES=2),
     ],
-    "step/candidates.cu": [dict(GROUP=4), dict(GROUP=16)],
+    "step/candidates.cu": [dict(GROUP=4, RAGGED=0), dict(GROUP=16, RAGGED=1)],
     "ops/codes.cu": [{}],
-    "step/vote.cu": [COUNT, dict(D=256, GROUP=12), dict(D=64, GROUP=3)],
+    "step/vote.cu": [
+        COUNT | dict(RAGGED=0),
+        dict(D=256, GROUP=12, RAGGED=0),
+        dict(D=64, GROUP=3, RAGGED=1),
+    ],
     "ops/sampling.cu": [{}],
     "append/encode.cu": [
         ENCODE,
@@ -123,6 +128,7 @@ DEFINES = {
         RERANK | dict(D=256, GROUP=1),
         RERANK | dict(DRAWN=1),
         RERANK | dict(DRAWN=1, D=256, GROUP=8),
+        RERANK | dict(DRAWN=1, RAGGED=1),
     ],
     "step/scan.cu": [
         VOTES,
@@ -132,6 +138,8 @@ DEFINES = {
         VOTES | dict(D=256),
         VOTES | dict(DRAWN=1),
         VOTES | dict(DRAWN=1, GROUP=16, PLANES=4),
+        VOTES | dict(RAGGED=1),
+        VOTES | dict(DRAWN=1, RAGGED=1),
     ],
     "ops/select.cu": [dict(VOTES=0), dict(VOTES=1)],
     "step/query_table.cu": [STEP, STEP | dict(GROUP=8, DTYPE=1), dict(D=256, GROUP=12, DTYPE=0)],

@@ -101,6 +101,8 @@ def _attend(
     padding = None if mask is None else cache.padding.of_mask(mask)
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
     if rows is None:
+        if bias is not None:
+            raise UnsupportedError("position_bias: got one of a layer that shares keys of another")
         plain = partial(layer.attend_shared, query, **terms)
     else:
         given = query, *rows, padding

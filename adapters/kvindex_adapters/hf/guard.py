@@ -88,7 +88,10 @@ def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
 
     Of a prompt without padding they may read the tokens alone whose logits are wanted.
     """
-    mask = kwargs.get("attention_mask")
-    if not attachment.sharing or not isinstance(mask, Tensor) or bool(mask.all()):
+    if not attachment.sharing or "logits_to_keep" not in kwargs:
         return kwargs
-    return {**kwargs, "logits_to_keep": None} if "logits_to_keep" in kwargs else kwargs
+    masks = kwargs.get("attention_mask")
+    for mask in masks.values() if isinstance(masks, dict) else [masks]:  # by type of layer, or one
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+            return {**kwargs, "logits_to_keep": None}
+    return kwargs

@@ -26,13 +26,11 @@ UNKNOWN_TERMS = (
 )
 """Arguments of a model's attention call that change its result and that no index knows."""
 
-TERMS = {
-    "lambda_q1": "the difference of two softmaxes over the same keys",
-}
-"""Attributes of attention modules -> what they add to the softmax over rows."""
-
 OWN_CACHES = ("minimax",)
 """Types of models that take no cache but one of a class of their own."""
+
+SINKS = ("s_aux", "sinks")
+"""Arguments of a model's attention call that hold the logits of learned sinks."""
 
 INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
 """Layers of transformers' cache, not all of which every version has."""
@@ -77,15 +75,14 @@ def check_model(model: PreTrainedModel) -> Any:
         )
     if any(_values(config, "num_kv_shared_layers")) and not sharing_of(config):
         raise UnsupportedError(
-            f"model: got {name}, whose layers share keys and values that its configuration does "
-            "not say the layers of"
+            f"model: got {name}, whose layers attend to keys and values of layers that its "
+            "configuration does not name"
         )
-    for term, words in TERMS.items():
-        if any(getattr(module, term, None) is not None for module in model.modules()):
-            raise UnsupportedError(
-                f"model: got {name}, whose attention has {words}; the index's attention does not "
-                "know it"
-            )
+    if any(getattr(module, "lambda_q1", None) is not None for module in model.modules()):
+        raise UnsupportedError(
+            f"model: got {name}, whose layers attend twice for each update of the cache, with half "
+            "of the values each (differential attention)"
+        )
     if any(_values(config, "cross_attention_layers")):
         raise UnsupportedError(f"model: got {name}, which has cross-attention layers")
     if True in _values(config, "output_attentions"):
@@ -172,10 +169,6 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
 def layer_number(module: nn.Module) -> int:
     """Which layer of the model's an attention module is of; -1 where it does not say."""
     return int(getattr(module, "layer_idx", -1))
-
-
-SINKS = ("s_aux", "sinks")
-"""Arguments of a model's attention call that hold the logits of learned sinks."""
 
 
 def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:

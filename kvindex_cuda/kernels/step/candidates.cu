@@ -4,7 +4,7 @@
 // those at it the first; a key that any head takes is a candidate.
 // Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads, writes 8 per candidate. The
 // bound is the bytes.
-// Compile-time: GROUP.
+// Compile-time: GROUP, RAGGED (each row of the batch has a length).
 #include "common/tier_votes.cuh"
 
 constexpr int SETS = (GROUP + 3) / 4;
@@ -16,7 +16,7 @@ struct Arguments {
     const int* totals;
     const int* pieces;
     const u32* valid;        // [B, row, 8]: a bit per token
-    const i64* length;       // [1]
+    const i64* length;       // [1], or RAGGED: [B]
     const int* wanted;       // [B]: C of each head
     const int* counted;      // [B]: valid keys
     u64* candidates;         // [BG, capacity]: entries, in any order
@@ -30,7 +30,7 @@ candidates(const __grid_constant__ Arguments args) {
     u64* kept = args.candidates;
     i64 capacity = args.capacity;
     __shared__ int cuts[GROUP], ranks[GROUP], before[GROUP][PIECES], ties[8][GROUP];
-    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length)), capacity);
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length + RAGGED * batch)), capacity);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 piece = piece_of(tokens), count = (tokens + piece - 1) / piece;
     int target = min(args.wanted[batch], args.counted[batch]);

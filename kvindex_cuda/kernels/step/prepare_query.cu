@@ -18,7 +18,7 @@
 // else, in the registers of a product with all heads' operands, D/16 matrix instructions to four heads; then two
 // warps round a head. 2 D² bytes more of a group, from L2 to each of its blocks: 32 KiB at D = 128, some 0.3 µs
 // that pass beside the first reads, so that exchange, product and another barrier are left, predicted 0.3 µs.
-// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER.
+// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER, RAGGED (each row of the batch has a length).
 #include "common/votes.cuh"
 
 constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
@@ -94,7 +94,7 @@ struct Arguments {
     const u16* regression;      // Aᵀ, float16 [BG, D, D], aligned to 16 bytes, or null
     const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
     const u32* valid;           // [B, row, 8]: a bit per token
-    const i64* length;          // [1]
+    const i64* length;          // [1], or RAGGED: [B]
     const int* wanted;          // [B]: C
     const int* counted;         // [B]: valid keys
     const int* factors;         // [256]: of ops.codes.log_factors
@@ -219,7 +219,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     Group group;
     load_queries(group, queries);
     float share = float(args.wanted[batch]), all = float(args.counted[batch]);
-    tokens = *args.length, blocks = (tokens + TOKENS - 1) / TOKENS;
+    tokens = args.length[RAGGED * batch], blocks = (tokens + TOKENS - 1) / TOKENS;
     int first = blockIdx.x * 8 + warp;
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;

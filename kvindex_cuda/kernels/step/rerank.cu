@@ -12,7 +12,8 @@
 // longer: the others' sectors come from memory, too.)
 // Where candidates are drawn (DRAWN), all of the bins that `threshold` of ops.priority takes are candidates, none
 // lies on an edge, and each stands for others in the sums.
-// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, and DTYPE, PLANES, DRAWN of votes.cuh.
+// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, and DTYPE, PLANES, DRAWN of votes.cuh,
+// RAGGED (each row of the batch has a length).
 #include "common/exact.cuh"
 #include "common/product.cuh"
 #include "common/shares.cuh"
@@ -318,7 +319,8 @@ rerank(const __grid_constant__ Arguments args) {
 #endif
     if (alone) {
         Voters voters = {args.codes + batch * args.row, args.head_bytes, bg, args.kv_heads, args.planes, args.sums,
-                         args.queries, args.units, args.factors, args.valid + batch * args.row * 8, *args.length,
+                         args.queries, args.units, args.factors, args.valid + batch * args.row * 8,
+                         args.length[RAGGED * batch],
                          shifts_of(args.weight_scale[bg]), {args.scales, args.seeds}};
         u64 least = 0;
 #if DRAWN

@@ -1,5 +1,5 @@
 // Coarse stage: which keys' votes are high (votes.cuh; paper, B.2.1).
-// Compile-time: D, GROUP, DTYPE (of queries), CENTERED, PLANES, DRAWN.
+// Compile-time: D, GROUP, DTYPE (of queries), CENTERED, PLANES, DRAWN, RAGGED (each row of the batch has a length).
 #include "common/votes.cuh"
 
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;       // bytes
@@ -41,7 +41,7 @@ struct Arguments {
     const float* weight_scale;  // [BG]
     const int* factors;       // [256]
     const u32* valid;         // [B, row, 8]: a bit per token
-    const i64* length;        // [1]
+    const i64* length;        // [1], or RAGGED: [B]
     const int* thresholds;
     const int* bases;
     const int* shifts;
@@ -74,15 +74,25 @@ scan(const __grid_constant__ Arguments args) {
     Shared stages = shared_place(memory) + warp * (STAGES * STAGE), factor_places = shared_place(factors);
     Shared barrier = shared_place(barriers[warp]), buffer = shared_place(&buffers[warp][0][lane]);
     int factor = threadIdx.x < 256 ? args.factors[threadIdx.x] : 0;
-    i64 tokens = __ldcg(args.length);
+    i64 tokens = __ldcg(args.length);  // RAGGED: of the group that a warp is at, as are blocks
     u32 blocks = u32((tokens + TOKENS - 1) / TOKENS), warps = gridDim.x * WARPS;
     // warps in as many teams as there are groups; in a team every warp takes each so-many-th block,
     // for keys with high votes lie together
     u32 teams = min(u32(args.groups), warps), team = (blockIdx.x * WARPS + warp) * teams / warps;
     u32 low = first_of(team, teams, warps), members = warps_of(team, teams, warps);
     u32 own = blockIdx.x * WARPS + warp - low, home = blockIdx.x * WARPS * teams / warps;
+#if RAGGED
+    auto tokens_of = [&](u32 bg) { return i64(__ldcg(args.length + bg / u32(args.kv_heads))); };
+    auto each_of = [&](u32 bg) {  // blocks of a group that are the warp's
+        u32 blocks = u32((tokens_of(bg) + TOKENS - 1) / TOKENS);
+        return blocks > own ? (blocks - own + members - 1) / members : 0;
+    };
+    u32 work = 0;
+    for (u32 bg = team; bg < u32(args.groups); bg += teams) work += each_of(bg);
+#else
     u32 each = blocks > own ? (blocks - own + members - 1) / members : 0;  // blocks of a group
     u32 work = each * ((u32(args.groups) - team + teams - 1) / teams);
+#endif
 
     if (lane == 0)
         for (int i = 0; i < STAGES; i++) begin_barrier(barrier + 8 * i);
@@ -97,7 +107,13 @@ scan(const __grid_constant__ Arguments args) {
         if (next >= work) return;
         int at = next % 32, stage = next % STAGES;
         if (at == 0 && next + lane < work) {
+#if RAGGED
+            u32 bg = team, rest = next + lane;
+            for (u32 each; rest >= (each = each_of(bg)); bg += teams) rest -= each;
+            u32 s = own + rest * members;
+#else
             u32 bg = team + (next + lane) / each * teams, s = own + (next + lane) % each * members;
+#endif
             i64 entry = i64(bg / u32(args.kv_heads)) * args.row + s;
             place = u32(entry);
             source = u64(__ldcg(args.codes + entry)) + bg % u32(args.kv_heads) * args.head_bytes;
@@ -127,6 +143,10 @@ scan(const __grid_constant__ Arguments args) {
 #endif
     Shared tail = buffer;  // where the lane's next entry goes
     auto enter = [&]() {
+#if RAGGED
+        while (!each_of(bg)) bg += teams;  // there is work left
+        tokens = tokens_of(bg), blocks = u32((tokens + TOKENS - 1) / TOKENS);
+#endif
         load(group, args.queries, args.planes, args.sums, args.units, {args.scales, args.seeds}, bg);
         shifts = shifts_of(args.weight_scale[bg]);
 #if DRAWN

@@ -9,7 +9,7 @@
 // counts.
 // Limited by shared memory: M look-ups per key, random banks, some 3.5 cycles for a warp's 32: 65 µs
 // for 1M keys of 8 KV heads at D = 128 (by count).
-// Compile-time: D, GROUP.
+// Compile-time: D, GROUP, RAGGED (each row of the batch has a length).
 #include "common/tier_votes.cuh"
 
 constexpr int M = D / 8;
@@ -36,7 +36,7 @@ struct Arguments {
     const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
     const uint4* query_table;   // [BG, SETS, M, 256] words, of query_table.cu
     const u32* valid;           // [B, row, 8]: a bit per token
-    const i64* length;          // [1]
+    const i64* length;          // [1], or RAGGED: [B]
     u32* votes;                 // [BG, SETS, capacity]: of four heads
     int* totals;                // [BG, GROUP, POINTS]: keys by votes, cleared before
     int* pieces;                // [BG, GROUP, PIECES, POINTS]: the same of each piece
@@ -51,7 +51,7 @@ vote(const __grid_constant__ Arguments args) {
     DYNAMIC_SHARED(memory);  // 1 KB · M
     __shared__ int bins[4 * POINTS];
     u32* entries = reinterpret_cast<u32*>(memory);
-    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length)), args.capacity);
+    i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length + RAGGED * batch)), args.capacity);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     table += batch * args.row;
     valid += batch * args.row * 8;

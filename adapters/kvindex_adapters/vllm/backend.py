@@ -1,0 +1,178 @@
+"""`SearchingBackend`: vLLM's attention on a CPU, whose full-attention layers search.
+
+Registered in the place of vLLM's own CPU backend, which it is unless the engine asks for kvindex.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from kvindex.core.geometry import Geometry
+from kvindex_adapters.vllm import pages
+from kvindex_adapters.vllm.attention import PagedAttention, Sequence
+from kvindex_adapters.vllm.engine import CodesLayer
+from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.unsupported import (
+    check_engine,
+    check_layer,
+    check_sliding,
+    refuse_dense_model,
+)
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
+
+
+def options_of(config: VllmConfig) -> Options | None:
+    """What an engine is asked for, None for nothing of ours. Raises ValueError."""
+    given = config.additional_config
+    if not isinstance(given, dict) or "kvindex" not in given:
+        return None
+    return Options.of(given["kvindex"])
+
+
+class SearchingBackend(CPUAttentionBackend):
+    """vLLM's own; layers search where `additional_config` has "kvindex"."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """As the base."""
+        if options_of(get_current_vllm_config()) is None:
+            return CPUAttentionBackendImpl
+        return SearchingAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """As the base."""
+        return SearchingBuilder
+
+
+class SearchingBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's own, which looks whether any layer searches."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        if options_of(vllm_config) and not any(isinstance(part, CodesLayer) for part in layers):
+            refuse_dense_model()
+
+
+class SearchingAttention(CPUAttentionBackendImpl):
+    """One layer: a sliding one as vLLM's own, a full one over rows and codes in plain torch."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
+        config = get_current_vllm_config()
+        check_engine(config)
+        if sliding_window is not None:
+            check_sliding(config)
+            return
+        dtype = config.model_config.dtype
+        check_layer(
+            attn_type=attn_type,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            kv_cache_dtype=kv_cache_dtype,
+            dtype=dtype,
+        )
+        options = options_of(config)
+        assert options is not None  # or vLLM's own class would be here
+        geometry = Geometry.of(
+            q_heads=num_heads,
+            kv_heads=num_kv_heads,
+            head_dim=head_size,
+            scale=scale,
+            softcap=logits_soft_cap,
+            dtype=dtype,
+        )
+        self.paged = PagedAttention.of(options, geometry)
+        self.codes = CodesLayer(config, num_kv_heads, self.paged.layout.head_bytes)
+        logger.info_once("kvindex: %s", self.paged.explain())
+
+    @property
+    def searches(self) -> bool:
+        """Whether this is a full-attention layer."""
+        return self.sliding_window == -1
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write keys and values `[T, G, D]`, and the codes of the blocks that they fill."""
+        if not self.searches:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        slots = slot_mapping.long()
+        pages.write_rows(kv_cache, slots, key[: len(slots)], value[: len(slots)])
+        self.paged.encode(kv_cache, self.codes.records, slots)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As the base: attention of queries `[T, H, D]` of all sequences, one after the other."""
+        if attn_metadata is None or not self.searches or output_scale is not None:
+            given = layer, query, key, value, kv_cache, attn_metadata, output
+            return super().forward(*given, output_scale, output_block_scale)
+        if attn_metadata.causal is not True:
+            raise ValueError("kvindex: attention: got one that is not causal, allowed is causal")
+        starts: list[int] = attn_metadata.query_start_loc.tolist()
+        lengths: list[int] = attn_metadata.seq_lens.tolist()
+        records = self.codes.records
+        for number, length in enumerate(lengths):
+            own = slice(starts[number], starts[number + 1])
+            if own.start == own.stop:
+                continue
+            sequence = Sequence(kv_cache, records, attn_metadata.block_table[number], length)
+            output[own] = self.paged.attend(query[own], sequence)
+        return output

@@ -1,0 +1,77 @@
+"""`Options`: what `additional_config={"kvindex": {…}}` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import kvindex
+from kvindex.core import check
+from kvindex.core.config import make_config, parse_spec, unknown
+from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout
+from kvindex.pariskv.config import ParisKVConfig
+
+INDEX = "pariskv"
+"""The index whose codes are a function of their block, which alone an engine can share."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a layer searches with.
+
+    index: a line such as "pariskv:preset=paper"; k: rows per KV head that a decoded token
+    retrieves; sink, local_window: tokens at either end of a sequence that are always attended to
+    (with up to 255 more, as whole blocks are searched); dense_below: a shorter sequence is attended
+    to whole. Raises ValueError.
+    """
+
+    index: str = INDEX
+    k: int = 100
+    sink: int = 64
+    local_window: int = 256
+    dense_below: int = 2048
+
+    def __post_init__(self) -> None:
+        check.wanted_rows(self.k)
+        check.at_least("sink", self.sink, 0)
+        check.at_least("local_window", self.local_window, 0)
+        check.at_least("dense_below", self.dense_below, 0)
+        self.layout(8)
+
+    @staticmethod
+    def of(given: object) -> Options:
+        """Of a mapping. Raises ValueError, for unknown names with near matches."""
+        if not isinstance(given, Mapping):
+            raise ValueError(f"kvindex: got {given!r}, allowed is a mapping from name to value")
+        known = [field.name for field in fields(Options)]
+        for name in given:
+            if name not in known:
+                raise ValueError(unknown("option", name, known))
+        return Options(**given)
+
+    @property
+    def config(self) -> ParisKVConfig:
+        """Of the index. Raises ValueError."""
+        name, given = parse_spec(self.index)
+        if name != INDEX:
+            raise ValueError(
+                f"index: got {self.index!r}, allowed is {INDEX!r} with its options: pages are "
+                "shared, and its codes alone are a function of their own block"
+            )
+        preset = given.pop("preset", None)
+        config: ParisKVConfig = make_config(kvindex.get(INDEX), preset, given)
+        return config
+
+    def layout(self, head_dim: int) -> Layout:
+        """How codes lie in their pages. Raises ValueError for codes that no layout knows."""
+        config = self.config
+        kind = config.block, config.weights, config.center
+        if kind in (("key", "log", BLOCK), ("key", "log", 0)) and config.weight_bits == 16:
+            return Layout(head_dim, config.magnitude_bits)
+        if kind == ("subspace", "bfloat16", 0):
+            return SubspaceLayout(head_dim, config.magnitude_bits)
+        raise ValueError(
+            f"index: got {self.index!r}, allowed are options whose codes fill blocks of {BLOCK} "
+            "tokens: block='key' with weights='log' of 16 bits and a center of 256 or 0, or "
+            "preset='paper'"
+        )

@@ -1,0 +1,107 @@
+"""What the plug-in refuses, in words and before the first token, rather than serve it wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvindex.ops.block_layout import BLOCK
+
+
+def check_engine(config: Any) -> None:
+    """Raises ValueError for a `VllmConfig` with something that was not tried."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    block, sizes = cache.block_size, f"a multiple of {BLOCK} (block_size={BLOCK})"
+    _refuse(
+        ("block_size", block, block % BLOCK == 0, sizes),
+        *(
+            (name, value, value == 1, "1: no other was tried")
+            for name, value in (
+                ("tensor_parallel_size", parallel.tensor_parallel_size),
+                ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+                ("decode_context_parallel_size", parallel.decode_context_parallel_size),
+                ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
+            )
+        ),
+        *(
+            (name, value, value is None, "None: it was not tried")
+            for name, value in (
+                ("speculative_config", config.speculative_config),
+                ("kv_transfer_config", config.kv_transfer_config),
+                ("attention_chunk_size of the model", model.attention_chunk_size),
+            )
+        ),
+        (
+            "model",
+            "state of linear attention beside the KV cache",
+            not model.is_hybrid,
+            "one that has none: they would lie in pages of one size",
+        ),
+    )
+
+
+def check_layer(
+    *,
+    attn_type: str,
+    alibi_slopes: object,
+    sinks: object,
+    kv_sharing_target_layer_name: str | None,
+    kv_cache_dtype: str,
+    dtype: torch.dtype,
+) -> None:
+    """Raises ValueError for a full-attention layer that needs more than the softmax over its rows.
+
+    kv_cache_dtype: of its rows, in vLLM's words; dtype: the model's.
+    """
+    plain = kv_cache_dtype in ("auto", str(dtype).removeprefix("torch."))
+    _refuse(
+        ("attention", attn_type, attn_type == "decoder", "'decoder'"),
+        ("alibi_slopes", alibi_slopes, alibi_slopes is None, "None: scores know no positions"),
+        ("sinks", "learned sinks in the softmax", sinks is None, "None"),
+        (
+            "kv_sharing_target_layer_name",
+            kv_sharing_target_layer_name,
+            kv_sharing_target_layer_name is None,
+            "None: a layer with rows of its own",
+        ),
+        ("kv_cache_dtype", kv_cache_dtype, plain, f"{dtype}, the model's, or auto"),
+    )
+
+
+def check_sliding(config: Any) -> None:
+    """Raises ValueError where sliding layers would get a block table of their own."""
+    disabled = config.scheduler_config.disable_hybrid_kv_cache_manager
+    _refuse(
+        (
+            "disable_hybrid_kv_cache_manager",
+            disabled,
+            bool(disabled),
+            "True for a model with sliding layers: pages of rows and of codes differ in size, and "
+            "vLLM's hybrid manager would make them alike",
+        )
+    )
+
+
+def refuse_latent(name: str) -> None:
+    """Raises ValueError for multi-head latent attention."""
+    _refuse(
+        (
+            "model",
+            f"multi-head latent attention ({name})",
+            False,
+            "one whose cache holds keys that an index can search",
+        )
+    )
+
+
+def refuse_dense_model() -> None:
+    """Raises ValueError for a model in which nothing searches."""
+    _refuse(("model", "no full-attention layer", False, "one with at least one of them to index"))
+
+
+def _refuse(*limits: tuple[str, object, bool, str]) -> None:
+    """Raises ValueError for the first that does not fit, of `(name, got, fits, allowed)`."""
+    for name, got, fits, allowed in limits:
+        if not fits:
+            raise ValueError(f"kvindex: {name}: got {got}, allowed is {allowed}")

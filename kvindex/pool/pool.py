@@ -1,0 +1,177 @@
+"""Pool: an index of many sequences, with lengths of their own, searched and attended together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core.capability import capability, required
+from kvindex.core.protocol import (
+    UNUSED,
+    Attended,
+    Attends,
+    Explains,
+    Hits,
+    JoinsBatch,
+    KVIndex,
+    Rows,
+)
+from kvindex.core.resident import ResidentRows
+from kvindex.layer.retrieval import bias_of, rows_to_ask
+from kvindex.ops import attention
+from kvindex.pool.report import Report
+from kvindex.pool.sequences import Sequences, all_or_nothing, check_queries, check_tokens
+from kvindex.registry import create
+
+
+class Pool(Sequences[KVIndex]):
+    """Sequences of one attention layer, each an index of a batch of 1; calls take any list of them.
+
+    The protocol's names with a list of sequences before the arguments, which are as of a batch of
+    so many: row `i` is that of `sequences[i]`. index, options: as `kvindex.create` takes them, or
+    an empty index. It knows no sink and no window: whoever has rows beside merges attention over
+    them by `Attended.lse` (`kvindex.ops.attention.merge`); `LayerPool` has whole layers.
+    """
+
+    def __init__(self, index: str | KVIndex, **options: Any) -> None:
+        super().__init__(create(index, **options) if isinstance(index, str) else index)
+        self.geometry = self._like.geometry
+        joins = capability(self._like, JoinsBatch)
+        self._batch = None if joins is None else joins.new_batch()
+        self._none = ResidentRows(self.geometry, 1, 1)  # there are no resident rows
+
+    def append(self, sequences: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Add `T` tokens to each: keys `[n, G, T, D]`, values `[n, G, T, Dv]`.
+
+        Raises as `KVIndex.append`, and ValueError for sequences that are not open or come twice;
+        then all are as they were.
+        """
+        some = self._several(sequences)
+        check_tokens(keys, values, len(some), self.geometry)
+        with all_or_nothing(some):
+            for i, index in enumerate(some):
+                index.append(keys[i : i + 1], values[i : i + 1])
+
+    def search(
+        self, sequences: Sequence[int], queries: Tensor, *, k: int, coverage: float | None = None
+    ) -> Hits:
+        """The `k` rows per KV head of each that its query, of `[n, H, D]`, should attend to.
+
+        As `KVIndex.search`; of an empty sequence all slots are unused.
+        """
+        some = self._several(sequences)
+        check_queries(queries, len(some), self.geometry, None)
+        check.wanted_rows(k)
+        if self._batch is not None and coverage is None and (rows := _rows(some, queries, k)):
+            most = min(k, max(map(len, some)))
+            return self._batch.search(rows, queries.detach(), k=most).widened(k)
+        with all_or_nothing(some):  # some remember what they found
+            found = [
+                index.search(queries[i : i + 1], k=k, coverage=coverage)
+                for i, index in enumerate(some)
+            ]
+        return _together(found, self.geometry.group_size)
+
+    def fetch(self, sequences: Sequence[int], hits: Hits) -> Rows:
+        """Full-precision rows of hits `[n, G, K]`, on the compute device; as `KVIndex.fetch`."""
+        some = self._several(sequences)
+        shape = {"n": len(some), "G": self.geometry.kv_heads, "K": None}
+        check.tensor("hits.ids", hits.ids, shape, torch.int64, self.geometry.device)
+        rows = [index.fetch(_of(hits, i)) for i, index in enumerate(some)]
+        return Rows(torch.cat([r.keys for r in rows]), torch.cat([r.values for r in rows]))
+
+    def attend(self, sequences: Sequence[int], queries: Tensor, *, k: int) -> Attended:
+        """Attention of queries `[n, H, D]`, each over the best `k` rows of its own sequence.
+
+        Of an empty sequence output is zeros, `lse` is `-inf`. Raises as `search`.
+        """
+        some = self._several(sequences)
+        check_queries(queries, len(some), self.geometry, None)
+        check.wanted_rows(k)
+        if self._batch is not None and (rows := _rows(some, queries, k)):
+            if self._none.batch != len(some):
+                self._none = ResidentRows(self.geometry, len(some), 1)
+            most = min(k, max(map(len, some)))
+            return self._batch.attend(rows, queries.detach(), self._none, k=most)
+        with all_or_nothing(some):
+            each = [self._attend(index, queries[i : i + 1], k) for i, index in enumerate(some)]
+        return Attended(
+            torch.cat([attended.output for attended in each]),
+            torch.cat([attended.lse for attended in each]),
+            torch.cat([attended.found for attended in each]),
+        )
+
+    def report(self) -> Report:
+        """What all sequences hold together, and what of it they share."""
+        return Report.of(self._open.values(), sum(map(len, self._open.values())))
+
+    def explain(self) -> str:
+        """How a list of sequences is stepped, and how each index runs, a line each."""
+        how = "one after the other"
+        if self._batch is not None:
+            how = f"together, by kernels (with coverage, or where one is empty: {how})"
+        explains = capability(self._like, Explains)
+        return f"sequences: {how}" + ("" if explains is None else f"\n{explains.explain()}")
+
+    def _attend(self, index: KVIndex, queries: Tensor, k: int) -> Attended:
+        """Of one query `[1, H, D]`."""
+        attends, rows = capability(index, Attends), rows_to_ask(index, k)
+        if attends is not None and len(index):
+            return attends.attend(queries, self._none, k=rows)
+        return _attend_to(index, queries, index.search(queries, k=max(rows, 1)))
+
+
+def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
+    """What a batch reads of each; none where there is but one, or one is empty."""
+    if len(indexes) == 1 or not all(map(len, indexes)):
+        return []
+    pairs = zip(indexes, queries[:, None], strict=True)
+    return [required(index, JoinsBatch).batch_row(query, k=k) for index, query in pairs]
+
+
+def _attend_to(index: KVIndex, queries: Tensor, hits: Hits) -> Attended:
+    """Attention of queries `[B, H, D]` over the rows of hits, which are fetched."""
+    g, rows, used = index.geometry, index.fetch(hits), hits.ids != UNUSED
+    bias = bias_of(used).repeat_interleave(g.group_size, dim=1)
+    if hits.log_weight is not None:
+        bias = bias + hits.log_weight
+    output, lse = attention.attend(
+        queries,
+        rows.keys,
+        rows.values,
+        scale=g.scale,
+        softcap=g.softcap,
+        bias=bias,
+        return_lse=True,
+    )
+    return Attended(output, lse, used.sum(-1, dtype=torch.int32))
+
+
+def _together(found: list[Hits], group_size: int) -> Hits:
+    """Hits of several sequences as those of a batch."""
+    ids, scores = torch.cat([hits.ids for hits in found]), torch.cat([h.scores for h in found])
+    weights = [hits.log_weight for hits in found]
+    if any(weight is not None for weight in weights):  # of an empty sequence there is none
+        weights = [_weight(hits, group_size) for hits in found]
+    shares = [hits.coverage for hits in found]
+    return Hits(ids, scores, _cat(weights), _cat(shares))
+
+
+def _weight(hits: Hits, group_size: int) -> Tensor:
+    if hits.log_weight is not None:
+        return hits.log_weight
+    return bias_of(hits.ids != UNUSED).repeat_interleave(group_size, dim=1)
+
+
+def _cat(parts: list[Tensor | None]) -> Tensor | None:
+    some = [part for part in parts if part is not None]
+    return torch.cat(some) if some else None
+
+
+def _of(hits: Hits, row: int) -> Hits:
+    """Those of one row of the batch."""
+    return Hits(hits.ids[row : row + 1], hits.scores[row : row + 1])

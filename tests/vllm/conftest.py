@@ -1,0 +1,117 @@
+"""Small models and engines for the plug-in's tests with vLLM, which `make test-vllm` brings."""
+
+import os
+
+import pytest
+import torch
+
+SMALL = dict(
+    vocab_size=128,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=2048,
+    initializer_range=0.15,  # large: attention is far from uniform
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+# before vLLM is imported: the engine in this process, where a test can look into it
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+EVERY = {"k": 2048, "dense_below": 0, "sink": 4, "local_window": 16}
+"""As many rows as there are: full attention, by search."""
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Makes a model of random weights: its folder."""
+    transformers = pytest.importorskip("transformers")
+
+    def save(family="Llama", **config):
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{family}Config")(**{**SMALL, **config})
+        folder = tmp_path_factory.mktemp("model")
+        getattr(transformers, f"{family}ForCausalLM")(made).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def settings(folder, asked=None, **options):
+    """The options of an engine with few blocks, so that sequences are preempted and chunked."""
+    settings = dict(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=256,
+        max_model_len=2048,
+        max_num_batched_tokens=512,
+        max_num_seqs=8,
+        num_gpu_blocks_override=12,
+    )
+    if asked is not None:
+        settings["additional_config"] = {"kvindex": asked}
+    return settings | options
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """Makes an engine of vLLM, which searches as it is asked, or not.
+
+    All stay until the end: the first that goes would take the process's groups along.
+    """
+    vllm, made = pytest.importorskip("vllm"), []
+
+    def make(folder, asked=None, **options):
+        made.append(vllm.LLM(**settings(folder, asked, **options)))
+        return made[-1]
+
+    yield make
+    made.clear()
+
+
+@pytest.fixture(scope="session")
+def model(saved):
+    return saved()
+
+
+@pytest.fixture(scope="session")
+def stock(engine, model):
+    return engine(model)
+
+
+@pytest.fixture(scope="session")
+def searching(engine, model):
+    return engine(model, EVERY)
+
+
+def prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, SMALL["vocab_size"], (length,), generator=generator).tolist()
+
+
+def answers(llm, prompts, count=16, **options):
+    """The requests' outcomes: greedy, unless options say otherwise."""
+    from vllm import SamplingParams
+
+    options = dict(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False) | options
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    return llm.generate(given, SamplingParams(**options), use_tqdm=False)
+
+
+def tokens(llm, prompts, count=16, **options):
+    """Of each request its outputs' tokens."""
+    outcomes = answers(llm, prompts, count, **options)
+    return [[list(output.token_ids) for output in outcome.outputs] for outcome in outcomes]

@@ -1,0 +1,135 @@
+"""The plug-in in vLLM's engine on a CPU: with as many rows as there are, full attention's tokens.
+
+Float32, so that a rounding does not decide a token.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvindex_adapters.vllm import pages, register
+from kvindex_adapters.vllm.attention import PagedAttention
+from tests.vllm.conftest import EVERY, SMALL, answers, prompt, tokens
+
+pytest.importorskip("vllm")
+
+LENGTHS = 700, 300, 20, 1000
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Steps that searched: where. At each the codes are held to those of the keys by themselves.
+
+    computed: tokens of all steps and layers.
+    """
+    seen, attend = SimpleNamespace(steps=[], computed=0), PagedAttention.attend
+
+    def watch(self, queries, sequence):
+        seen.computed += len(queries)
+        indexed = self.searched(sequence.length)
+        if len(queries) == 1 and indexed:
+            keys = pages.read_rows(sequence.rows, sequence.table, 0, indexed).keys
+            alone = dict(self.encoding.encode(keys, None))
+            codes = self.codes(sequence, indexed)
+            assert alone.keys() == codes.keys()
+            assert all(torch.equal(alone[name], codes[name]) for name in codes)
+            seen.steps.append(sequence)
+        return attend(self, queries, sequence)
+
+    monkeypatch.setattr(PagedAttention, "attend", watch)
+    return seen
+
+
+def test_mixed_lengths_in_chunks(stock, searching, watched):
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    assert tokens(searching, prompts) == tokens(stock, prompts)
+    assert watched.steps
+
+
+def test_few_rows_give_other_tokens(engine, model, stock):
+    few = engine(model, {"k": 1, "dense_below": 0, "sink": 0, "local_window": 0})
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    found, exact = tokens(few, prompts), tokens(stock, prompts)
+    assert found[2] == exact[2]  # shorter than a block
+    assert found != exact
+
+
+def test_a_prefix_that_is_shared(stock, searching, watched):
+    start = prompt(600, seed=10)
+    prompts = [start + prompt(length, seed=11 + length) for length in (5, 150, 400)]
+    expected = [tokens(stock, [ids])[0] for ids in prompts]
+    for number, ids in enumerate(prompts):
+        (outcome,) = answers(searching, [ids])
+        assert [list(outcome.outputs[0].token_ids)] == expected[number]
+        assert outcome.num_cached_tokens == (512 if number else 0)
+    tables = {tuple(sequence.table[:2].tolist()) for sequence in watched.steps}
+    assert len(tables) == 1  # the same two blocks, written once
+
+
+def test_sequences_that_are_preempted(stock, searching, watched):
+    lengths = 1010, 1000, 750  # 11 blocks, which are all, and then one more for each
+    prompts = [prompt(length, seed=20 + length) for length in lengths]
+    expected = [tokens(stock, [ids], count=40)[0] for ids in prompts]
+    assert tokens(searching, prompts, count=40) == expected
+    once = (sum(lengths) + 3 * 39) * SMALL["num_hidden_layers"]
+    assert watched.computed > once  # some again
+
+
+def test_a_request_that_is_aborted(stock, searching, watched):
+    from vllm import SamplingParams
+
+    gone, stays = prompt(900, seed=30), prompt(600, seed=31)
+    expected = tokens(stock, [stays])[0][0]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    core = searching.llm_engine
+    core.add_request("gone", {"prompt_token_ids": gone}, params)
+    core.add_request("stays", {"prompt_token_ids": stays}, params)
+    found, steps = [], 0
+    while core.has_unfinished_requests():
+        found += [one for one in core.step() if one.finished]
+        steps += 1
+        if steps == 6:
+            core.abort_request(["gone"])
+    (outcome,) = (one for one in found if one.outputs[0].finish_reason == "length")
+    assert list(outcome.outputs[0].token_ids) == expected
+    assert tokens(searching, [gone]) == tokens(stock, [gone])
+
+
+def test_several_answers_to_a_prompt(stock, searching, watched):
+    """Of a prompt that is there: vLLM draws by a seed on a CPU only where a prompt is not cut."""
+    ids, options = [prompt(300, seed=40)], dict(n=3, temperature=1.0, seed=5)
+    for llm in (searching, stock):
+        tokens(llm, ids)
+    found = tokens(searching, ids, **options)
+    assert found == tokens(stock, ids, **options)
+    assert len({tuple(one) for one in found[0]}) > 1
+
+
+def test_two_models_in_turn_and_blocks_of_512(engine, saved, stock, searching, watched):
+    other = saved(num_hidden_layers=3, num_key_value_heads=1, head_dim=64)
+    mine = engine(other, {**EVERY, "index": "pariskv:preset=paper"}, block_size=512)
+    theirs = engine(other, block_size=512)
+    for seed in (50, 51):
+        ids = [prompt(600 + seed, seed)]
+        assert tokens(mine, ids) == tokens(theirs, ids)
+        assert tokens(searching, ids) == tokens(stock, ids)
+
+
+def test_sliding_layers_keep_their_own_and_softcaps_are_served(engine, saved, watched):
+    family = dict(sliding_window=64, query_pre_attn_scalar=32, attn_logit_softcapping=5.0)
+    folder = saved("Gemma2", **family)
+    options = dict(disable_hybrid_kv_cache_manager=True)
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    expected = tokens(engine(folder, **options), prompts)
+    assert tokens(engine(folder, EVERY, **options), prompts) == expected
+    assert watched.steps
+
+
+def test_registering_again_changes_nothing(stock):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    before = AttentionBackendEnum.CPU_ATTN.get_path()
+    register()
+    assert AttentionBackendEnum.CPU_ATTN.get_path() == before
+    assert before.startswith("kvindex_adapters.vllm")
