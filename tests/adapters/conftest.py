@@ -1,9 +1,13 @@
-"""The real model of the adapter's tests, loaded once."""
+"""What tests of the adapter share: the real model, loaded once; kernels, and graphs."""
 
 import numpy as np
 import pytest
 
+from kvindex.core import graphs as capturing
+from kvindex.indexes.pariskv import ParisKV
 from kvindex_adapters.hf.load_model import load, smollm2
+from tests.cuda.devices import DEVICES, on
+from tests.cuda.graphs import WholeGraph, kept
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +25,41 @@ def smollm2_model():
 def in_memory(path, mode="r", dtype=np.uint8):
     """A file as an array: of a memory map each of a million small slices costs twice as much."""
     return np.fromfile(path, dtype)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """Where the model is; on a CPU the kernels are emulated, and have to be asked for."""
+    if request.param == "cpu":  # as on a GPU, whose host must not ask
+        monkeypatch.setattr(ParisKV, "_defers", True)
+        monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
+    with on(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def graphs(device):
+    """Counts graphs and replays."""
+    if device == "cpu":
+        with kept(WholeGraph) as counting:
+            yield counting
+        return
+    real = capturing.GRAPHS["cuda"]
+
+    class Counting(real):
+        made, replays = 0, 0
+
+        def __init__(self, *given):
+            type(self).made += 1
+            super().__init__(*given)
+            replay = self.replay
+
+            def counted():
+                type(self).replays += 1
+                replay()
+
+            self.replay = counted
+
+    capturing.GRAPHS["cuda"] = Counting
+    yield Counting
+    capturing.GRAPHS["cuda"] = real

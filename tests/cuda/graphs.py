@@ -37,13 +37,13 @@ class KeptGraph:
     def __init__(self, device: torch.device, work: Callable[[], object]) -> None:
         type(self).made += 1
         self._launches: list[Callable[[], None]] = []
-        load = launching.LOADERS[device.type]
-        launching.LOADERS[device.type] = partial(self._kept, load)
+        loaders = dict(launching.LOADERS)
+        launching.LOADERS.update({at: partial(self._kept, load) for at, load in loaders.items()})
         try:
             with self._while_kept():
                 work()
         finally:
-            launching.LOADERS[device.type] = load
+            launching.LOADERS.update(loaders)
 
     def _while_kept(self) -> TorchDispatchMode:
         return NoWork()
@@ -88,6 +88,8 @@ class NotYet(TorchDispatchMode):
             self._kept.append(call)
             return written[0] if len(written) == 1 else tuple(written)
         result = call()
+        if function in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default):
+            result.zero_()  # what is written there comes later, and may be an index
         self._kept.append(partial(again, call, result))
         return result
 

@@ -30,7 +30,7 @@ class Request:
     index: a line, or None for full attention; k, regions: as `attach` takes them; chat: whether to
     use the chat template; max_new_tokens: of an answer; options: passed to `model.generate`;
     save_cache: a new folder for what was read before the first answer; load_cache: one that was
-    saved so, of which nothing is read again.
+    saved so, of which nothing is read again; token_graph: as `attach` takes it.
     """
 
     index: str | None
@@ -41,6 +41,12 @@ class Request:
     options: dict[str, Any]
     save_cache: Path | None = None
     load_cache: Path | None = None
+    token_graph: bool = False
+
+    @property
+    def attach_options(self) -> dict[str, Any]:
+        """Of transformers' engine; the decoder's tokens are graphs by themselves."""
+        return {**self.regions, "token_graph": self.token_graph}
 
     @property
     def keeps_cache(self) -> bool:
@@ -71,7 +77,8 @@ def answer(
         ids = _ids(tokenizer, text, request)
         options = _index(request)
         if request.index is not None:
-            options["attach_options"] = request.regions
+            own = engine.name == "decoder"
+            options["attach_options"] = request.regions if own else request.attach_options
         generation = _answer_one(engine, tokenizer, ids, request, progress, **options)
         return [(None, generation)]
 
@@ -146,7 +153,7 @@ def _answer_all(
             )
             for question, ids in numbered
         ]
-    options, shared = punctuated(request.index, tokenizer, request.regions), prompts
+    options, shared = punctuated(request.index, tokenizer, request.attach_options), prompts
     if questions and request.save_cache:  # what other questions share with these
         shared = [*prompts, _ids(tokenizer, f"{text}\n\n", request)]
     length, used = shared_length(shared), "branch" if questions else "continue"

@@ -67,6 +67,9 @@ def generate(
         str | None,
         typer.Option(help="decoder or transformers; unless given, the decoder on a GPU."),
     ] = None,
+    token_graph: Annotated[
+        bool, typer.Option(help="On a GPU, run a token in transformers as one graph, if it can be.")
+    ] = False,
     weights: Annotated[
         str, typer.Option(help="plain, or fp8: the decoder's matrices take a byte a number.")
     ] = "plain",
@@ -104,6 +107,7 @@ def generate(
         max_new_tokens=common.check_size("max_new_tokens", max_new_tokens, 1),
         save_cache=save_cache,
         load_cache=load_cache,
+        token_graph=token_graph,
         options=common.sampling(
             sample,
             temperature=temperature,
@@ -119,6 +123,8 @@ def generate(
     asked: Any = dict(keeps_cache=request.keeps_cache, weights=weights)
     engine = engines.check_engine(engine, questions, **asked)
     common.check_folders(request.index, save_cache, load_cache)
+    if token_graph and index == "none":
+        raise ValueError("token_graph: got True with index 'none', allowed is False")
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))

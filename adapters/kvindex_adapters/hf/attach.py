@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvindex.core import check
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import claimed
 from kvindex_adapters.hf.attention import NAME
@@ -39,6 +40,7 @@ def attach(
     layer_options: Mapping[int, Mapping[str, Any]] | None = None,
     layer: type[AttentionLayer] = AttentionLayer,
     graphs: bool = True,
+    token_graph: bool = False,
 ) -> Iterator[IndexCache]:
     """A cache for `past_key_values`; inside the context the model attends through it, or through
     deep copies of it (`copy.deepcopy`).
@@ -53,7 +55,9 @@ def attach(
     the model decides; layer_options: the same for single layers, by number. An index by name runs
     on the kernels where the model is on a GPU that can (`default_placement`).
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
-    steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`). Afterwards
+    steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`);
+    token_graph: so is a whole token's forward, where it can be (`token_graph.TokenGraph`;
+    `cache.report()` says why it cannot). Afterwards
     the model is as it was, and as it was changed meanwhile (hooks, options of its configuration).
 
     One thread at a time calls the model or a cache. Raises UnsupportedError (a ValueError) for a
@@ -76,10 +80,11 @@ def attach(
         layer=layer,
         graphs=graphs,
     )
+    check.flag("token_graph", token_graph)
     decoder, ropes = find_decoder(model), Ropes()
     with claimed(model) as attachment:
-        attachment.sharing = sharing_of(config)
-        cache = IndexCache(config, partial(options.make, ropes), dense_layers, attachment)
+        attachment.sharing, make = sharing_of(config), partial(options.make, ropes)
+        cache = IndexCache(config, make, dense_layers, attachment, token_graph)
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # bad arguments raise here, not in the first forward
         for made in options.probe(ropes, partial(layer_geometry, config)):

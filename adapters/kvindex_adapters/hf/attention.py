@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,8 +103,14 @@ def _attend(
     if rows is None:
         if bias is not None:
             raise UnsupportedError("position_bias: got one of a layer that shares keys of another")
-        return layer.attend_shared(query, **terms)
-    return layer.attend(query, *rows, padding, tokens=cache.tokens, bias=bias, ids=ids, **terms)
+        plain = partial(layer.attend_shared, query, **terms)
+    else:
+        given = query, *rows, padding
+        more: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, **terms)
+        plain = partial(layer.attend, *given, **more)
+    if cache.attends is not None:
+        return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)
+    return plain()
 
 
 _attend_without_gradient = torch.no_grad()(_attend)

@@ -5,13 +5,16 @@ queries. They meet through the cache: `update()` marks the layer as pending and 
 tokens alone; the attention function that runs next takes the pending layer and appends the keys
 and values that reach it, whatever the model's class did to them in between
 (`cache_layer.IndexedLayer.attend`).
+Longer than most files: what changes a cache, each for all layers or for none.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,6 +32,7 @@ from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.parallel import check_whole
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache
+from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
 
 
@@ -47,6 +51,7 @@ class IndexCache(DynamicCache):
         make: LayerFactory,
         dense_layers: Sequence[int],
         attachment: Attachment,
+        token_graph: bool = False,
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
@@ -61,6 +66,10 @@ class IndexCache(DynamicCache):
         """Ids int64 `[N]` of all tokens in the cache, if `read` and `generate` put them there."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
+        self.token_graph = TokenGraph() if token_graph else None
+        """What runs single tokens as a graph, if `attach` was asked for it."""
+        self.attends: Callable[..., Tensor] | None = None
+        """In place of `IndexedLayer.attend`, while a token is traced or captured."""
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
@@ -112,7 +121,8 @@ class IndexCache(DynamicCache):
         others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
         rows = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
         other = sum(tensor.nbytes for tensor in rows if tensor is not None) if others else None
-        return sum_up(self.attention_layers(), len(self._indexed()), other)
+        report = sum_up(self.attention_layers(), len(self._indexed()), other)
+        return replace(report, graph=None if self.token_graph is None else self.token_graph.report)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0.
@@ -141,6 +151,8 @@ class IndexCache(DynamicCache):
             self.layers = self._empty_layers()
             self.attachment.take_pending()
             self.ids = self._broken = None
+            if self.token_graph is not None:
+                self.token_graph.forget()
 
     def lengths(self) -> list[int]:
         """Token count of each indexed layer."""
@@ -156,14 +168,14 @@ class IndexCache(DynamicCache):
     def rollback(self, checkpoint: list[Any]) -> None:
         """Restore the state of `checkpoint`, or stay unusable until `reset()`."""
         self.attachment.take_pending()
+        self._look_again()
         self._broken = "a step failed half way and could not be undone"
         for layer, before in zip(self.layers, checkpoint, strict=True):
             if isinstance(layer, IndexedLayer):
                 layer.rollback(before)
             else:
                 vars(layer).update(before)
-        # all layers make new tensors, but linear attention overwrites its state
-        if not any(hasattr(layer, "recurrent_states") for layer in self.layers):
+        if not self._overwrites():
             self._broken = None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -177,7 +189,7 @@ class IndexCache(DynamicCache):
         check.at_least("len(cache)", self.get_seq_length(), 1)
         check_whole(self._decoder())
         with self.attachment.exclusive():
-            save_cache(folder, self.layers, self.ids, self._decoder(), self._config)
+            save_cache(folder, self.layers, self.ids, self.decoder, self._config)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Hold what the cache held that was saved: of the same model, with the same indexes.
@@ -195,12 +207,49 @@ class IndexCache(DynamicCache):
             )
         with self.attachment.exclusive():
             layers = self._empty_layers()
-            self.ids = load_cache(folder, layers, self._decoder(), self._config)
+            self.ids = load_cache(folder, layers, self.decoder, self._config)
             self.layers = layers
+            self._look_again()
 
-    def _decoder(self) -> nn.Module:
+    @contextmanager
+    def attending_by(self, attend: Callable[..., Tensor]) -> Iterator[None]:
+        """While it lasts, layers attend by this function, from real tokens."""
+        self.attends, self.padding.all_real = attend, True
+        try:
+            yield
+        finally:
+            self.attends = None
+            self.padding.forget()
+
+    def count_replay(self, replay: Callable[[], None]) -> None:
+        """A token more in all layers, by a graph; where that fails, in none."""
+        before, self.ids = self.get_seq_length(), None
+        self._broken = "a token failed half way and could not be undone"
+        try:
+            replay()
+            for layer in self.attention_layers():
+                layer.count_replay()
+        except BaseException:
+            for layer in self.attention_layers():
+                layer.truncate(before)
+            if not self._overwrites():
+                self._broken = None
+            raise
+        self._broken = None
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module whose calls are steps of this cache."""
         assert self.attachment.decoder is not None
         return self.attachment.decoder
+
+    def _overwrites(self) -> bool:
+        """Whether a layer has linear attention: the others make new tensors, or can go back."""
+        return any(hasattr(layer, "recurrent_states") for layer in self.layers)
+
+    def _look_again(self) -> None:
+        if self.token_graph is not None:
+            self.token_graph.look_again()
 
     def _change_all(self, change: Callable[[Any], None]) -> None:
         """Apply `change` to every layer, or to none if a layer refuses it or it is interrupted."""
@@ -210,6 +259,7 @@ class IndexCache(DynamicCache):
             with self.attachment.exclusive():
                 before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
                 self.ids = None
+                self._look_again()
                 # those without an index first: they may refuse, and make new tensors
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
                     change(layer)
@@ -245,6 +295,8 @@ class IndexCache(DynamicCache):
         memo[id(self.attachment)] = self.attachment
         memo[id(self._config)] = self._config
         memo[id(self._make)] = self._make
+        if self.token_graph is not None:  # a graph reads the layers of one cache
+            memo[id(self.token_graph)] = TokenGraph()
         for layer in self.layers:
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # they never write to them
                 memo |= {id(rows): rows for rows in (layer.keys, layer.values)}

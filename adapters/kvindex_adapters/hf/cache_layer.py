@@ -110,6 +110,22 @@ class IndexedLayer(CacheLayerMixin):
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 
+    def attend_captured(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """As `attend` of one real token for each row, for a graph: the layer's `captured_step`."""
+        assert self.attention is not None
+        self._check_same(keys.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        queries, values = queries.to(keys.dtype), values.to(keys.dtype)
+        return self.attention.captured_step(queries, keys, values, sink_logits=sink_logits)
+
     def attend_shared(
         self,
         queries: Tensor,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +51,12 @@ def _step(
         )
     with attachment.exclusive():
         cache.check_usable()
+        graph = cache.token_graph
+        if graph is not None:
+            args, kwargs = (), _by_name(cache.decoder, args, kwargs)
+            if graph.takes(forward, cache, kwargs):
+                return graph.replay(cache)
+            forward = partial(graph.run, forward, cache)
         before = cache.checkpoint()
         ids = args[0] if args else kwargs.get("input_ids")
         cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
@@ -65,6 +73,14 @@ def _step(
             cache.tokens = attachment.running = None
             cache.padding.forget()
     return output
+
+
+def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a decoder's call by name."""
+    if not args:
+        return kwargs
+    names = list(inspect.signature(decoder.forward).parameters)
+    return {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
 
 
 def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ class Padding:
 
     def forget(self) -> None:
         """Forget the mask at the end of its step."""
+        self.all_real = False
+        """Whether all new tokens of this step are known to be real, whatever its mask."""
         self._mask: Tensor | None = None
         self._length = 0
         self._new: Tensor | None = None
@@ -40,7 +42,7 @@ class Padding:
         mask: bool `[B, N + count]`, or None for no padding. Raises UnsupportedError where it
         changes the padding of past tokens, ValueError for padding that is not on the left.
         """
-        if mask is None and layer.valid is None:
+        if self.all_real or (mask is None and layer.valid is None):
             return None
         if mask is not None and mask is self._mask and len(layer) == self._length:
             return self._new

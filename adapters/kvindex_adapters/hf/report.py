@@ -28,7 +28,9 @@ class Report:
     of all these layers are, and what the cache of rows had, or None where they are in one place
     that nobody caches (`kvindex.core.protocol.Placement`); rank, ranks: which of how many processes
     this is. Each has its share of the heads, whose bytes fetched are its own, or of the tokens,
-    where rows and bytes are those of all; nbytes and placement are its own in any case.
+    where rows and bytes are those of all; nbytes and placement are its own in any case; graph: how
+    many single tokens were replays of a CUDA graph, and why others were not, or None where
+    `attach` was not asked for one.
     """
 
     tokens: int
@@ -44,6 +46,7 @@ class Report:
     placement: Placement | None = None
     rank: int = 0
     ranks: int = 1
+    graph: str | None = None
 
     @property
     def rows_read_fraction(self) -> float:
@@ -70,6 +73,7 @@ class Report:
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
             f"memory{of_rank}: {tiers or 'none'}"
             + (f"; k {self.k}, rows: {self.placement}" if self.placement else "")
+            + (f"; {self.graph}" if self.graph else "")
         )
 
 

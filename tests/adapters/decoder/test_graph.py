@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvindex.core import graphs as capturing
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import Decoder, Sampling, dense
 from kvindex_adapters.decoder import graph as graph_file
@@ -18,51 +17,11 @@ from kvindex_adapters.decoder.session import Session
 from kvindex_cuda.pariskv import executor
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.test_generation import Words
-from tests.cuda.devices import DEVICES, on
-from tests.cuda.graphs import WholeGraph, kept
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
 SMALL = dict(num_hidden_layers=2, head_dim=64)  # heads for which other tests compile kernels, too
 EAGER = 1 + graph_file.WARM
 """Tokens after the first that are launched op by op: one ends the prompt, others warm up."""
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    """Where the model is; on a CPU the kernels are emulated, and have to be asked for."""
-    if request.param == "cpu":  # as on a GPU, whose host must not ask
-        monkeypatch.setattr(ParisKV, "_defers", True)
-        monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
-    with on(request.param):
-        yield request.param
-
-
-@pytest.fixture
-def graphs(device):
-    """Counts graphs and replays."""
-    if device == "cpu":
-        with kept(WholeGraph) as counting:
-            yield counting
-        return
-    real = capturing.GRAPHS["cuda"]
-
-    class Counting(real):
-        made, replays = 0, 0
-
-        def __init__(self, *given):
-            type(self).made += 1
-            super().__init__(*given)
-            replay = self.replay
-
-            def counted():
-                type(self).replays += 1
-                replay()
-
-            self.replay = counted
-
-    capturing.GRAPHS["cuda"] = Counting
-    yield Counting
-    capturing.GRAPHS["cuda"] = real
 
 
 def decoder_of(device, name="llama", dtype=torch.float32):

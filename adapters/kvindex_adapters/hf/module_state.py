@@ -1,0 +1,73 @@
+"""`ModuleState`: whether weights, modules and hooks are still those of a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig as Config
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Attributes of a module that hold what is called around its forward."""
+
+READ = ("_parameters", "_buffers", "_modules", *HOOKS)
+"""Attributes of torch, all mappings, that a forward reads."""
+
+OF_TORCH = vars(nn.Module()).keys() - {"training"}
+"""Attributes that every module has, and that only torch reads."""
+
+WEIGHTS_ALONE = (nn.Linear, nn.Embedding)
+"""Modules whose other attributes say what their weights say."""
+
+
+class ModuleState:
+    """What the forward of a module reads: attributes of all its modules and their configurations,
+    and where tensors lie.
+
+    Of a mapping that is an attribute it sees the values, of other objects that they are the same.
+    It is asked before each token, so it makes few calls of Python for each module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        mappings = [vars(part)[name] for part in parts for name in READ]
+        self._own: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
+        for part in parts:
+            if type(part) not in WEIGHTS_ALONE:
+                names = [name for name in vars(part) if name not in OF_TORCH]
+                mappings += [one for name in names if isinstance(one := vars(part)[name], dict)]
+                get = itemgetter("training", *names)  # of two names at least: a tuple
+                self._own.append((get, vars(part)))
+        configs = [
+            config for part in parts if isinstance(config := vars(part).get("config"), Config)
+        ]
+        mappings += {id(config): vars(config) for config in configs}.values()
+        self._sized = [*map(vars, parts), *mappings]
+        self._mappings = [one for one in mappings if one]
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._before = self._addresses(), self._sizes(), list(self._values())
+        self.hooked: str | None = None
+        """A module with a hook, which no replay would call; None where there is none."""
+        for part in parts:
+            if any(vars(part)[name] for name in HOOKS):
+                self.hooked = type(part).__name__
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all of it is as it was."""
+        addresses, sizes, values = self._before
+        same = self._addresses() == addresses and self._sizes() == sizes
+        return same and all(map(is_, self._values(), values))
+
+    def _addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors]
+
+    def _sizes(self) -> list[int]:
+        return list(map(len, self._sized))
+
+    def _values(self) -> Iterator[Any]:
+        own = [get(part) for get, part in self._own]
+        return chain.from_iterable([*map(dict.values, self._mappings), *own])

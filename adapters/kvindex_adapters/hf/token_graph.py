@@ -1,0 +1,266 @@
+"""`TokenGraph`: the forward of one token of a transformers model as one CUDA graph.
+
+A forward can be captured if two tokens in a row do the same: some are traced, operation by
+operation (`trace.Trace`). From then on tokens are replays, as long as what the graph reads lies
+where it lay: weights, modules, layers of the cache, and what the indexes say. Any other token runs
+as ever.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from kvindex.core.graphs import GRAPHS, Graph
+from kvindex_adapters.hf.cache_layer import IndexedLayer
+from kvindex_adapters.hf.module_state import ModuleState
+from kvindex_adapters.hf.token_inputs import MASK, TokenInputs, is_one_token, refusal
+from kvindex_adapters.hf.trace import Trace, difference
+
+if TYPE_CHECKING:
+    from kvindex_adapters.hf.cache import IndexCache
+
+TRACES = 4
+"""Tokens that are traced for a graph, at most: the first ones may make what later ones read."""
+
+SHORT, SHORT_GRAPHS = 8, 3
+"""Replays that a graph is worth; after so many graphs in a row of fewer no more are captured."""
+
+CACHE = object()
+"""Stands for the cache in a graph's output."""
+
+Forward = Callable[..., Any]
+Held = dict[tuple[int, str, object], object]
+
+
+class TokenGraph:
+    """The single tokens of one cache: replays where they can be.
+
+    It holds no cache, so that one that nobody holds is gone at once.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._replays = 0
+        self._reason = ""
+        self.forget()
+
+    @property
+    def report(self) -> str:
+        """How many single tokens were replays, and why the last one was not."""
+        said = f"{self._replays} of {self._tokens} tokens were replays"
+        return f"{said}; the last was not: {self._reason}" if self._reason else said
+
+    def forget(self) -> None:
+        """Hold nothing of the tokens so far."""
+        self._inputs = TokenInputs()
+        self._begin()
+
+    def look_again(self) -> None:
+        """The cache has changed: other tokens may be padded."""
+        self._inputs.look_again()
+
+    def _begin(self) -> None:
+        self._refused = ""
+        self._short = 0  # graphs in a row that were hardly replayed
+        self._since = SHORT  # replays of the last graph
+        self._compare_anew(traces=0)
+
+    def _compare_anew(self, traces: int) -> None:
+        """Tokens are traced until two of them are alike; traces: that there were since a graph."""
+        self._traces, self._alike = traces, False
+        self._module: ModuleState | None = None
+        self._held: Held = {}
+        self._last: Trace | None = None
+        self._drop()
+
+    def _drop(self) -> None:
+        self._graph: Graph | None = None
+        self._reads: list[object] = []
+        self._output: tuple[list[Any], TreeSpec] | None = None
+
+    # One call of the decoder
+
+    def takes(self, forward: Forward, cache: IndexCache, given: Mapping[str, Any]) -> bool:
+        """Whether a call, by its arguments, is a token that `replay` gives: it is captured by now.
+
+        forward: what is called, with all arguments by name.
+        """
+        self._comparing = False
+        if not is_one_token(given):
+            return False
+        self._tokens += 1
+        self._reason = refusal(cache, given) or self._inputs.mask_refusal(
+            given.get(MASK), cache.attention_layers()[0]
+        )
+        if self._reason:
+            return False
+        if not self._inputs.take(given):
+            self._begin()
+        if self._refused:
+            self._reason = self._refused
+            return False
+        if self._alike and not self._unchanged(cache):
+            self._compare_anew(self._traces)
+        if not self._alike:
+            self._comparing, self._reason = True, "it was compared with the next"
+            return False
+        self._reason = self._ready(forward, cache)
+        return not self._reason
+
+    def replay(self, cache: IndexCache) -> Any:
+        """What the decoder gives for the token that was taken."""
+        assert self._graph is not None
+        assert self._output is not None
+        cache.count_replay(self._graph.replay)
+        self._replays += 1
+        self._since += 1
+        leaves, structure = self._output
+        return tree_unflatten([_given_back(leaf, cache) for leaf in leaves], structure)
+
+    def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
+        """What the decoder gives for a call that is no replay, operation by operation."""
+        if not self._comparing:
+            return forward(**given)
+        if self._module is None or not self._module.unchanged:
+            self._module, self._last = ModuleState(cache.decoder), None
+        before, trace = _held(cache.layers), Trace(_device(cache))
+        with cache.attending_by(partial(_attend_traced, trace)), trace:
+            output = forward(**self._inputs.arguments(cache))
+        self._compare(trace, before, _held(cache.layers))
+        return output
+
+    # Whether tokens are alike
+
+    def _compare(self, trace: Trace, before: Held, after: Held) -> None:
+        """Compare a token with the one before it, and what layers of the cache held around it."""
+        module, last = self._module, self._last
+        assert module is not None
+        why = _moved(before, after) or (last and difference(last, trace))
+        if module.hooked:
+            why = f"{module.hooked}: got a hook, which no replay would call"
+        self._traces, self._last = self._traces + 1, trace
+        if last is not None and not why:
+            self._alike, self._held, self._last = True, after, None
+        elif self._traces >= TRACES:
+            self._refused, self._last = why or "model: got other weights all the time", None
+
+    def _unchanged(self, cache: IndexCache) -> bool:
+        """Whether model and layers hold what they held when tokens were alike."""
+        module, held = self._module, _held(cache.layers)
+        same = held.keys() == self._held.keys() and all(
+            map(is_, held.values(), self._held.values())
+        )
+        return same and module is not None and module.unchanged
+
+    # The graph
+
+    def _ready(self, forward: Forward, cache: IndexCache) -> str:
+        """Why there is no graph to replay now; "" where there is one."""
+        reads = [layer.prepare_replay() for layer in cache.attention_layers()]
+        if self._graph is not None and all(map(is_, reads, self._reads)):
+            return ""
+        self._short = self._short + 1 if self._since < SHORT else 0
+        self._drop()
+        if self._short >= SHORT_GRAPHS:
+            self._refused = f"what it reads moved {self._short} times within {SHORT} tokens"
+        else:
+            self._capture(forward, cache)
+        self._reads = reads
+        return self._refused
+
+    def _capture(self, forward: Forward, cache: IndexCache) -> None:
+        """The graph of a token; a driver that refuses is not asked again."""
+        outputs: list[Any] = []
+
+        def work() -> None:
+            outputs.append(forward(**self._inputs.arguments(cache)))
+
+        device = _device(cache)
+        try:
+            with cache.attending_by(_attend_captured):
+                self._graph = GRAPHS[device.type](device, work)
+        except RuntimeError as error:
+            self._refused = f"the driver refuses to capture it ({error})"
+            warnings.warn(
+                f"token_graph: {self._refused}, so that tokens run operation by operation",
+                stacklevel=2,
+            )
+            return
+        finally:
+            cache.attachment.take_pending()
+        leaves, structure = tree_flatten(outputs[0])
+        self._output = [CACHE if leaf is cache else leaf for leaf in leaves], structure
+        self._traces = self._since = 0
+
+
+def _attend_traced(
+    trace: Trace,
+    plain: Callable[[], Tensor],
+    layer: IndexedLayer,
+    queries: Tensor,
+    rows: tuple[Tensor, Tensor] | None,
+    *,
+    bias: Tensor | None,
+    ids: Tensor | None,
+    **terms: Any,
+) -> Tensor:
+    """A layer's step, as one operation."""
+    given = {
+        "a layer without keys of its own": rows is None,
+        "a bias of the logits": bias is not None,
+    }
+    given["rows that the model chose"] = ids is not None
+    for name in (name for name, there in given.items() if there):
+        trace.refuse(f"attention: got {name}")
+    return trace.whole("attention", plain, queries, rows, list(terms.values()))
+
+
+def _attend_captured(
+    plain: Callable[[], Tensor],
+    layer: IndexedLayer,
+    queries: Tensor,
+    rows: tuple[Tensor, Tensor],
+    *,
+    bias: None,
+    ids: None,
+    **terms: Any,
+) -> Tensor:
+    """A layer's step in a graph: of a token that is real, and that no index is told of."""
+    return layer.attend_captured(queries, *rows, **terms)
+
+
+def _device(cache: IndexCache) -> torch.device:
+    return cache.attention_layers()[0].index.geometry.device
+
+
+def _given_back(leaf: Any, cache: IndexCache) -> Any:
+    """A part of a graph's output that the next replay leaves alone."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return cache if leaf is CACHE else leaf
+
+
+def _held(layers: list[Any]) -> Held:
+    """What layers of a cache hold, those mappings as what is in them."""
+    held: Held = {}
+    for number, layer in enumerate(layers):
+        for name, value in vars(layer).items():
+            inner = value if isinstance(value, dict) else {None: value}
+            held |= {(number, name, key): one for key, one in inner.items()}
+    return held
+
+
+def _moved(before: Held, after: Held) -> str:
+    """Which layer of a cache counts on the host, or makes a new tensor for each token; "": none."""
+    for key in before | after:
+        if before.get(key) is not after.get(key):
+            number, name, _ = key
+            return f"layer {number}: its cache has another {name} after each token"
+    return ""
