@@ -36,11 +36,7 @@ def attend_densely(
     """
     g, indexed = index.geometry, len(index) if indexed is None else indexed
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
-    if (
-        g.softcap is None
-        and bias is None
-        and indexed * queries.shape[0] * width <= GATHERED_BYTES
-    ):
+    if g.softcap is None and bias is None and indexed * queries.shape[0] * width <= GATHERED_BYTES:
         return _gathered(index, window, indexed, queries, valid)
     return attend_by_block(index, window, queries, valid, bias, indexed=indexed)[0]
 

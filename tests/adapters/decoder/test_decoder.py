@@ -244,7 +244,9 @@ def test_tokens_and_progress_are_told_as_generate_tells_them(model, decoder):
         )
     assert told[0].put_ids == told[1].put_ids == [*ids_of(50).tolist(), *answer.answer_ids.tolist()]
     assert told[0].ended
-    assert progress[0] == progress[1]
+    layers = [("prefill", 50 * done // LAYERS, 50) for done in range(1, LAYERS)]
+    assert progress[0] == layers + progress[1][-7:]  # layer by layer, then token by token
+    assert progress[1][-7] == ("prefill", 50, 50)
 
 
 def test_what_a_caller_sets_changes_no_token(decoder):
