@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from kvindex.core.protocol import Attended
 
@@ -176,6 +175,8 @@ def attend_causal(
         return _past_and_own(queries, keys, values, scale)
     mask: Tensor | None = None
     if valid is None and N > T > 1 and queries.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # imports triton
+
         mask = causal_lower_right(T, N)  # a kernel's own order, of which no tensor is made
     elif valid is not None or (N > T > 1):
         rows = torch.arange(N, device=queries.device)

@@ -89,7 +89,11 @@ class Session:
         """
         batch, N = ids.shape
         expect([layer.index for layer in self._indexed()], room, batch)
+        for layer in self._dense():
+            layer.reserve(room)
         stop = max(N - chunk, 0)
+        if self.length and stop == 1:  # one token would be a step that searches
+            stop = 0
         pieces = [*chunks(stop, chunk), (stop, N)]
         if not self.length:
             logits = self._read_by_layer(ids, pieces, report)
@@ -161,10 +165,13 @@ class Session:
 
     def report(self) -> Report:
         """Rows and bytes that the searching steps have read so far, and memory of the layers."""
-        dense = [layer for layer in self._attentions if isinstance(layer, DenseAttention)]
+        dense = self._dense()
         other = sum(layer.nbytes for layer in dense) if dense else None
         indexed = self._indexed()
         return sum_up([layer for layer in indexed if len(layer)], len(indexed), other)
+
+    def _dense(self) -> list[DenseAttention]:
+        return [layer for layer in self._attentions if isinstance(layer, DenseAttention)]
 
     def _indexed(self) -> list[AttentionLayer]:
         return [layer for layer in self._attentions if isinstance(layer, AttentionLayer)]
