@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvindex.core import check
+from kvindex_adapters.cli.documents import CacheDocument, Document, SessionDocument
 from kvindex_adapters.cli.progress import console
 from kvindex_adapters.decoder import Decoder, sampling_like
 from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
@@ -16,51 +17,31 @@ ENGINES = ("decoder", "transformers")
 
 
 class Engine(NamedTuple):
-    """What answers: its name, and a function of a prompt and the options of `kvhf.generate`."""
+    """What answers: its name, and a function of a prompt and the options of `kvhf.generate`.
+
+    opened: gives an empty document, from whether prompts are branches of it, index, k and regions.
+    """
 
     name: str
     generate: Callable[..., Generation]
-
-
-def check_engine(
-    engine: str | None, questions: Sequence[str], *, keeps_cache: bool = False
-) -> None:
-    """Raises ValueError for an engine that there is not, or that does not do what is asked.
-
-    keeps_cache: whether a cache is saved or loaded.
-    """
-    if engine is not None:
-        check.one_of("engine", engine, ENGINES)
-    if engine == "decoder" and questions:
-        raise ValueError(
-            "engine: got 'decoder' with --ask, allowed is 'transformers': the decoder does not "
-            "read a text once for several questions"
-        )
-    if engine == "decoder" and keeps_cache:
-        raise ValueError(
-            "engine: got 'decoder' with --save-cache or --load-cache, allowed is 'transformers': "
-            "the decoder does not save what it has read"
-        )
+    opened: Callable[..., AbstractContextManager[Document]]
 
 
 def choose(
     engine: str | None,
     model: Any,
     tokenizer: Any,
-    questions: Sequence[str],
     options: Mapping[str, Any],
     seed: int,
-    *,
-    keeps_cache: bool = False,
 ) -> Engine:
     """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
 
-    options: as of `model.generate`; questions, keeps_cache: as of `check_engine`. Raises ValueError
-    where the decoder was asked for and cannot.
+    options: as of `model.generate`. Raises ValueError where the decoder was asked for and cannot.
     """
-    other = Engine("transformers", partial(generate, model, tokenizer, **options))
+    opened = partial(CacheDocument.opened, model, tokenizer)
+    other = Engine("transformers", partial(generate, model, tokenizer, **options), opened)
     usual = "decoder" if model.device.type == "cuda" else "transformers"
-    if questions or keeps_cache or (engine or usual) == "transformers":
+    if (engine or usual) == "transformers":
         return other
     try:
         given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}
@@ -71,4 +52,5 @@ def choose(
             raise ValueError(f"engine: got 'decoder', which does not do it: {error}") from None
         console.print(f"transformers runs the model, not the decoder: {error}", markup=False)
         return other
-    return Engine("decoder", partial(decoder.generate, sampling=sampling))
+    opened = partial(SessionDocument.opened, decoder)
+    return Engine("decoder", partial(decoder.generate, sampling=sampling), opened)

@@ -108,15 +108,15 @@ def generate(
     check.seed(seed)
     check_output("json", json_file)
     questions = common.check_questions(ask)
-    keeps = dict(keeps_cache=request.keeps_cache)
-    engines.check_engine(engine, questions, **keeps)
+    if engine is not None:
+        check.one_of("engine", engine, engines.ENGINES)
     common.check_folders(request.index, save_cache, load_cache)
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     loaded, tokenizer = load_model.load(model, gguf_file=gguf_file, dtype=number, device=device)
     torch.manual_seed(seed)
-    chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed, **keeps)
-    result = answers.answer(loaded, tokenizer, text, questions, request, chosen)
+    chosen = engines.choose(engine, loaded, tokenizer, request.options, seed)
+    result = answers.answer(tokenizer, text, questions, request, chosen)
     if json_file:
         write_json(
             json_file, answers.to_json(result, request, model, device, chosen.name), indent=2

@@ -154,9 +154,9 @@ def test_a_session_goes_on_without_tokens_that_were_launched_ahead(device, graph
     decoder, options, made = decoder_of(device), given(device, 20), []
     kept = {name: options[name] for name in ("k", "attach_options")}
     end = decoder.generate(ids_of(60), **options).answer_ids.tolist()[9]
-    for on in (True, False):
+    for captured in (True, False):
         session = decoder.session(**kept)
-        more = dict(graphs=on, stop={end}, max_new_tokens=20)
+        more = dict(graphs=captured, stop={end}, max_new_tokens=20)
         first = decoder.generate(ids_of(60), session=session, **more)
         assert session.length == 60 + len(first.answer_ids) == len(session.ids)
         forks = [session.fork(), session]
