@@ -39,8 +39,8 @@ CHANGES = frozenset(
     {
         *("append", "start_append", "_finish_append", "truncate", "reorder", "reset"),
         "load_state_dict",
-        *("end_prompt", "observe_queries", "mark_boundary", "observe_tokens", "step", "_settle"),
-        "_update_replayed",
+        *("end_prompt", "observe_queries", "mark_boundary", "observe_tokens", "step", "settle"),
+        *("read_piece", "_update_replayed"),
     }
 )
 """Calls that are undone where they fail."""

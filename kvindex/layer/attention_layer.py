@@ -240,6 +240,26 @@ class AttentionLayer(Guarded):
             outputs.append(self._retrieve(queries[:, :, t], None, own, newer=T - 1 - t))
         return torch.stack(outputs, dim=2)
 
+    def read_piece(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
+        """As `step` of a piece of a prompt, whose caller holds the rows of all tokens.
+
+        queries `[B, H, T, D]`: of the newest tokens; rows `[B, G, N + T, D]`: theirs, after those
+        of the `N` tokens before; valid bool `[B, T]`, as of `step`. Queries attend to these rows,
+        not to the index's, however few they are. An index that can (`protocol.AppendsAsync`)
+        appends beside what comes next, until the next piece or `settle`. Raises as `step`.
+        """
+        before, T = len(self), queries.shape[2]
+        self._check_rows(rows, before + T)
+        new = rows.keys[:, :, before:], rows.values[:, :, before:]
+        keys, values, valid = self._checked(queries, *new, valid)
+        self.settle()
+        self._regions.append(len(self.index), keys, values, valid)
+        self._observe(queries)
+        output = attend_densely(self.index, rows, queries, self._regions.valid, indexed=0)
+        if self._regions.buffer >= self.update_every:
+            self._begin_update(capability(self.index, AppendsAsync))
+        return output
+
     # Steps of a caller's graph
 
     def capture_refusal(self) -> str | None:
@@ -332,7 +352,7 @@ class AttentionLayer(Guarded):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer that goes on from here by itself; what is on its way into the index arrives."""
-        self._settle()
+        self.settle()
         twin = super().__deepcopy__(memo)
         if not isinstance(self.index, Restorable):
             twin.index = deepcopy(self.index, memo)
@@ -344,7 +364,7 @@ class AttentionLayer(Guarded):
         What is on its way into the index arrives before; `traffic` is no state. Raises ValueError
         for an index that does not offer `protocol.KeepsState`.
         """
-        self._settle()
+        self.settle()
         state = above("index", self._stateful().state_dict()) | self._regions.packed()
         return signed(self._whose(), {**state, "sealed": torch.tensor(self._sealed)})
 
@@ -556,10 +576,14 @@ class AttentionLayer(Guarded):
             self._finish()
         if regions.buffer < (self.update_every if beside is None else self._most) and not turn:
             return
-        leaving = regions.oldest(len(self.index))
+        self._begin_update(beside)
+
+    def _begin_update(self, beside: AppendsAsync | None) -> None:
+        """All but the newest `local` tokens begin to leave; without `beside` they are gone, too."""
+        leaving = self._regions.oldest(len(self.index))
         if leaving.count:
             self._move = AsyncAppend(self.index, leaving, beside=beside)
-        regions.begin(leaving.count)
+        self._regions.begin(leaving.count)
         if beside is None:
             self._finish()
 
@@ -587,8 +611,8 @@ class AttentionLayer(Guarded):
         move.end()
         self._regions.end(rest, move.leaving.sink)
 
-    def _settle(self) -> None:
-        """As `_finish`, as a call of its own, after an update that is due."""
+    def settle(self) -> None:
+        """What is on its way into the index arrives, after an update that is due."""
         self._update_due()
         self._finish()
 
@@ -645,6 +669,14 @@ class AttentionLayer(Guarded):
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
         return keys, values, valid
+
+    def _check_rows(self, rows: Rows, length: int) -> None:
+        """Raises ValueError or TypeError for rows that are not those of so many tokens."""
+        g = self.index.geometry
+        shape = {"B": self.batch_size or None, "G": g.kv_heads, "N": length}
+        check.tensor("rows.keys", rows.keys, {**shape, "D": g.head_dim}, g.dtype, g.device)
+        shape["B"] = len(rows.keys)
+        check.tensor("rows.values", rows.values, {**shape, "D": g.value_dim}, g.dtype, g.device)
 
     def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""

@@ -26,24 +26,24 @@ def attend_densely(
     valid: Tensor | None,
     bias: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    *,
+    indexed: int | None = None,
 ) -> Tensor:
     """Attention of queries `[B, H, T, D]`, those of the newest tokens, to all: `[B, H, T, Dv]`.
 
-    window: rows `[B, G, W, D]` of the tokens after those in the index, the newest ones last;
-    valid: bool `[B, N]`, which of all tokens are real, or None where all are; bias: a term of the
-    logits `[B, H, T, N]`, or None; sink_logits: logits of learned sinks `[B, H, T]`, or None.
+    window: rows `[B, G, W, D]` of the tokens after the first `indexed` ones of the index (None: all
+    that it holds), the newest ones last; valid: bool `[B, N]`, which of all tokens are real, or
+    None where all are; bias: a term of the logits `[B, H, T, N]`, or None; sink_logits: logits of
+    learned sinks `[B, H, T]`, or None.
     """
-    g = index.geometry
+    g, indexed = index.geometry, len(index) if indexed is None else indexed
     if sink_logits is not None:
-        return with_sink_logits(*attend_by_block(index, window, queries, valid, bias), sink_logits)
+        found = attend_by_block(index, window, queries, valid, bias, indexed=indexed)
+        return with_sink_logits(*found, sink_logits)
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
-    if (
-        g.softcap is None
-        and bias is None
-        and len(index) * queries.shape[0] * width <= GATHERED_BYTES
-    ):
-        return _gathered(index, window, queries, valid)
-    return attend_by_block(index, window, queries, valid, bias)[0]
+    if g.softcap is None and bias is None and indexed * queries.shape[0] * width <= GATHERED_BYTES:
+        return _gathered(index, window, indexed, queries, valid)
+    return attend_by_block(index, window, queries, valid, bias, indexed=indexed)[0]
 
 
 def attend_by_block(
@@ -52,25 +52,30 @@ def attend_by_block(
     queries: Tensor,
     valid: Tensor | None,
     bias: Tensor | None = None,
+    *,
+    indexed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend_densely`, and the logarithms of the sums of exponentials, float32 `[B, H, T]`.
 
     Never more than a block's logits are held; a query at a padded token may see nothing (`-inf`).
     """
-    g, parts = index.geometry, []
-    N, T = len(index) + window.keys.shape[2], queries.shape[2]
+    g, parts, indexed = index.geometry, [], len(index) if indexed is None else indexed
+    N, T = indexed + window.keys.shape[2], queries.shape[2]
     for start in range(0, T, BLOCK):
         some = queries[:, :, start : start + BLOCK]
         more = None if bias is None else bias[:, :, start : start + BLOCK]
-        blocks = _causal_blocks(index, window, valid, N - T + start, some.shape[2], more)
+        places = N - T + start, some.shape[2]
+        blocks = _causal_blocks(index, window, indexed, valid, *places, more)
         parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap, return_lse=True))
     outputs, sums = zip(*parts, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
 
 
-def _gathered(index: KVIndex, window: Rows, queries: Tensor, valid: Tensor | None) -> Tensor:
+def _gathered(
+    index: KVIndex, window: Rows, indexed: int, queries: Tensor, valid: Tensor | None
+) -> Tensor:
     """The same with all rows in one piece, where that fits."""
-    rows, scale = _all_rows(index, window), index.geometry.scale
+    rows, scale = _all_rows(index, window, indexed), index.geometry.scale
     if valid is None:
         return attend_causal(queries, rows.keys, rows.values, scale=scale)
     N, T, parts = rows.keys.shape[2], queries.shape[2], []
@@ -82,11 +87,11 @@ def _gathered(index: KVIndex, window: Rows, queries: Tensor, valid: Tensor | Non
     return torch.cat(parts, dim=2)
 
 
-def _all_rows(index: KVIndex, window: Rows) -> Rows:
+def _all_rows(index: KVIndex, window: Rows, indexed: int) -> Rows:
     """Rows of all tokens, in order."""
-    if not len(index):
+    if not indexed:
         return window
-    blocks = [rows for _, rows in _blocks(index, window, len(index) + window.keys.shape[2])]
+    blocks = [rows for _, rows in _blocks(index, window, indexed, indexed + window.keys.shape[2])]
     keys = torch.cat([rows.keys for rows in blocks], dim=2)
     return Rows(keys, torch.cat([rows.values for rows in blocks], dim=2))
 
@@ -94,6 +99,7 @@ def _all_rows(index: KVIndex, window: Rows) -> Rows:
 def _causal_blocks(
     index: KVIndex,
     window: Rows,
+    indexed: int,
     valid: Tensor | None,
     first: int,
     count: int,
@@ -104,7 +110,7 @@ def _causal_blocks(
     more: a term of the logits of these queries, `[B, H, count, N]`.
     """
     positions = torch.arange(first, first + count, device=window.keys.device)
-    for start, rows in _blocks(index, window, first + count):
+    for start, rows in _blocks(index, window, indexed, first + count):
         stop = start + rows.keys.shape[2]
         bias = None
         if stop > first + 1:
@@ -119,9 +125,9 @@ def _causal_blocks(
         yield rows.keys, rows.values, bias
 
 
-def _blocks(index: KVIndex, window: Rows, end: int) -> Iterator[tuple[int, Rows]]:
+def _blocks(index: KVIndex, window: Rows, indexed: int, end: int) -> Iterator[tuple[int, Rows]]:
     """The rows before position `end`, in order: (position of the first, rows)."""
-    indexed, keys, values = len(index), window.keys, window.values
+    keys, values = window.keys, window.values
     for start in range(0, min(indexed, end), BLOCK):
         ids = torch.arange(start, min(start + BLOCK, indexed, end), device=keys.device)
         ids = ids.expand(*keys.shape[:2], -1)

@@ -184,8 +184,12 @@ def attend_causal(
     T, N = queries.shape[2], keys.shape[2]
     if valid is None and 1 < T < N and _serves(queries, keys, values):
         return _past_and_own(queries, keys, values, scale)
-    mask = None
-    if valid is not None or (N > T > 1):
+    mask: Tensor | None = None
+    if valid is None and N > T > 1 and queries.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # imports triton
+
+        mask = causal_lower_right(T, N)  # a kernel's own order, of which no tensor is made
+    elif valid is not None or (N > T > 1):
         rows = torch.arange(N, device=queries.device)
         mask = (rows <= torch.arange(N - T, N, device=queries.device)[:, None])[None, None]
         if valid is not None:

@@ -140,10 +140,6 @@ def test_indexes_lists_all():
         (("--prompt", "Hi", "--load-cache", "nowhere"), "folder: got 'nowhere', which has no man"),
         (("--prompt", "Hi", "--save-cache", "x", "--index", "none"), "one with --index none, all"),
         (("--prompt", "Hi", "--token-graph", "--index", "none"), "token_graph: got True with i"),
-        (
-            ("--prompt", "Hi", "--save-cache", "x", "--engine", "decoder"),
-            "engine: got 'decoder' with --save-cache or --load-cache, allowed is 'transformers'",
-        ),
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(

@@ -12,15 +12,12 @@ from typing import Any
 from torch import Tensor
 from transformers import TextStreamer
 
+from kvindex_adapters.cli.documents import Document
 from kvindex_adapters.cli.engine import Engine
 from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.machine import describe
-from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.conversation import check_follows
 from kvindex_adapters.hf.generate import Generation
-from kvindex_adapters.hf.prefill import Progress, encode_prompt, read
-from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.prefill import Progress, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,6 @@ class Request:
     token_graph: bool = False
 
     @property
-    def attach_options(self) -> dict[str, Any]:
-        """Of transformers' engine; the decoder's tokens are graphs by themselves."""
-        return {**self.regions, "token_graph": self.token_graph}
-
-    @property
     def keeps_cache(self) -> bool:
         """Whether the cache is saved or loaded."""
         return self.save_cache is not None or self.load_cache is not None
@@ -63,7 +55,6 @@ Answers = list[tuple[str | None, Generation]]
 
 
 def answer(
-    model: Any,
     tokenizer: Any,
     text: str,
     questions: Sequence[str],
@@ -73,14 +64,19 @@ def answer(
     """The answer to a text, or to each question about it; tokens are printed as they come."""
     with bars() as progress:
         if questions or request.keeps_cache:
-            return _answer_all(model, tokenizer, text, questions, request, engine, progress)
+            return _answer_all(tokenizer, text, questions, request, engine, progress)
         ids = _ids(tokenizer, text, request)
         options = _index(request)
         if request.index is not None:
-            own = engine.name == "decoder"
-            options["attach_options"] = request.regions if own else request.attach_options
+            options["attach_options"] = _attach_options(engine, request)
         generation = _answer_one(engine, tokenizer, ids, request, progress, **options)
         return [(None, generation)]
+
+
+def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
+    """As `attach` takes them; tokens of the decoder are graphs without being asked to be."""
+    own = engine.name == "decoder"
+    return dict(request.regions) if own else {**request.regions, "token_graph": request.token_graph}
 
 
 def common_length(prompts: Sequence[Tensor]) -> int:
@@ -129,7 +125,6 @@ def _entry(question: str | None, generation: Generation) -> dict[str, Any]:
 
 
 def _answer_all(
-    model: Any,
     tokenizer: Any,
     text: str,
     questions: Sequence[str],
@@ -145,7 +140,7 @@ def _answer_all(
     texts = [text if one is None else f"{text}\n\n{one[1]}" for one in asked]
     prompts = [_ids(tokenizer, each, request) for each in texts]
     numbered = list(zip(asked, prompts, strict=True))
-    if request.index is None:  # transformers' own cache has no way back: the text is read anew
+    if request.index is None:  # full attention has no way back: the text is read anew
         return [
             (
                 None if question is None else question[1],
@@ -153,40 +148,38 @@ def _answer_all(
             )
             for question, ids in numbered
         ]
-    options, shared = punctuated(request.index, tokenizer, request.attach_options), prompts
+    shared, branch = prompts, bool(questions)
     if questions and request.save_cache:  # what other questions share with these
         shared = [*prompts, _ids(tokenizer, f"{text}\n\n", request)]
-    length, used = shared_length(shared), "branch" if questions else "continue"
-    answers: Answers = []
-    with attach(model, **_index(request), **options) as cache:
-        check_follows(cache, used)
-        held = _loaded(cache, request.load_cache, prompts[0][:length])
+    length, answers = shared_length(shared), Answers()
+    options = _attach_options(engine, request)
+    with engine.opened(branch, **_index(request), attach_options=options) as document:
+        held = _loaded(document, request.load_cache, prompts[0][:length])
         if length - held > 1:
-            callback, more = _callback(progress, "the prompt"), prompts[0][held:length]
-            read(model, tokenizer, more, cache=cache, used="continue", on_progress=callback)
+            document.read(prompts[0][held:length], _callback(progress, "the prompt"))
             held = length
         if request.save_cache:
-            cache.save(request.save_cache)
+            document.save(request.save_cache)
             console.print(f"saved {held} tokens in {str(request.save_cache)!r}", markup=False)
         for question, ids in numbered:
-            branch: Any = dict(cache=cache, used=used)
+            options = document.options(branch=branch)
             generation = _answer_one(
-                engine, tokenizer, ids[held:], request, progress, question, **branch
+                engine, tokenizer, ids[held:], request, progress, question, **options
             )
             answers.append((None if question is None else question[1], generation))
     return answers
 
 
-def _loaded(cache: IndexCache, folder: Path | None, prompt: Tensor) -> int:
-    """Tokens of a prompt `[N]` that a cache holds, loaded from a folder if there is one.
+def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
+    """Tokens of a prompt `[N]` that a document holds, loaded from a folder if there is one.
 
     Raises ValueError for a prompt that does not begin with them, but for the last `BORDER`.
     """
     if folder is None:
         return 0
     start = time.perf_counter()
-    cache.load(folder)
-    ids, took = cache.ids, time.perf_counter() - start
+    document.load(folder)
+    ids, took = document.ids, time.perf_counter() - start
     if ids is None:
         raise ValueError(
             f"load-cache: got {str(folder)!r}, which does not know its tokens; allowed is a cache "
@@ -200,8 +193,7 @@ def _loaded(cache: IndexCache, folder: Path | None, prompt: Tensor) -> int:
             f"{BORDER}): the same text, and chat template"
         )
     if held < len(ids):
-        cache.crop(held - len(ids))
-        cache.ids = ids[:held]
+        document.crop(held)
     console.print(f"loaded {held} tokens in {took:.1f} s", markup=False)
     return held
 

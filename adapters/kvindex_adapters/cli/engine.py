@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvindex.core import check
+from kvindex_adapters.cli.documents import CacheDocument, Document, SessionDocument
 from kvindex_adapters.cli.progress import console
 from kvindex_adapters.decoder import Decoder, sampling_like
 from kvindex_adapters.decoder.quantized import PLAIN, check_weights
@@ -17,63 +19,55 @@ ENGINES = ("decoder", "transformers")
 
 
 class Engine(NamedTuple):
-    """What answers: its name, and a function of a prompt and the options of `kvhf.generate`."""
+    """What answers: its name, and a function of a prompt and the options of `kvhf.generate`.
+
+    opened: gives an empty document, from whether prompts are branches of it, index, k and
+    the options of `attach`.
+    """
 
     name: str
     generate: Callable[..., Generation]
+    opened: Callable[..., AbstractContextManager[Document]]
 
 
 def check_engine(
-    engine: str | None,
-    questions: Sequence[str],
-    *,
-    keeps_cache: bool = False,
-    weights: str = PLAIN,
+    engine: str | None, weights: str = PLAIN, *, keeps_cache: bool = False
 ) -> str | None:
     """The engine, which the weights may decide: of others than plain ones it is the decoder.
 
-    keeps_cache: whether a cache is saved or loaded; weights: as of `Decoder.of`. Raises ValueError
-    for an engine that there is not, or that does not do what is asked.
+    weights: as of `Decoder.of`; keeps_cache: whether one is saved or loaded. Raises ValueError for
+    an engine that there is not, or that does not do what is asked.
     """
     if engine is not None:
         check.one_of("engine", engine, ENGINES)
     check_weights(weights)
     if weights != PLAIN and engine == "transformers":
         raise ValueError(f"weights: got {weights!r} with transformers, allowed is {PLAIN!r}")
-    if weights != PLAIN:
-        engine = "decoder"
-    if engine == "decoder" and questions:
+    if weights != PLAIN and keeps_cache:
         raise ValueError(
-            "engine: got 'decoder' with --ask, allowed is 'transformers': the decoder does not "
-            "read a text once for several questions"
+            f"weights: got {weights!r} with --save-cache or --load-cache, allowed is {PLAIN!r}: "
+            "rows of other weights are of another model"
         )
-    if engine == "decoder" and keeps_cache:
-        raise ValueError(
-            "engine: got 'decoder' with --save-cache or --load-cache, allowed is 'transformers': "
-            "the decoder does not save what it has read"
-        )
-    return engine
+    return "decoder" if weights != PLAIN else engine
 
 
 def choose(
     engine: str | None,
     model: Any,
     tokenizer: Any,
-    questions: Sequence[str],
     options: Mapping[str, Any],
     seed: int,
-    *,
-    keeps_cache: bool = False,
     weights: str = PLAIN,
 ) -> Engine:
     """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
 
-    options: as of `model.generate`; questions, keeps_cache, weights: as of `check_engine`. Raises
-    ValueError where the decoder was asked for and cannot.
+    options: as of `model.generate`; weights: as of `check_engine`. Raises ValueError where the
+    decoder was asked for and cannot.
     """
-    other = Engine("transformers", partial(generate, model, tokenizer, **options))
+    opened = partial(CacheDocument.opened, model, tokenizer)
+    other = Engine("transformers", partial(generate, model, tokenizer, **options), opened)
     usual = "decoder" if model.device.type == "cuda" else "transformers"
-    if questions or keeps_cache or (engine or usual) == "transformers":
+    if (engine or usual) == "transformers":
         return other
     try:
         given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}
@@ -84,4 +78,5 @@ def choose(
             raise ValueError(f"engine: got 'decoder', which does not do it: {error}") from None
         console.print(f"transformers runs the model, not the decoder: {error}", markup=False)
         return other
-    return Engine("decoder", partial(decoder.generate, sampling=sampling))
+    opened = partial(SessionDocument.opened, decoder)
+    return Engine("decoder", partial(decoder.generate, sampling=sampling), opened)

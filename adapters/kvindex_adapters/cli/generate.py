@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -120,8 +120,7 @@ def generate(
     check.seed(seed)
     check_output("json", json_file)
     questions = common.check_questions(ask)
-    asked: Any = dict(keeps_cache=request.keeps_cache, weights=weights)
-    engine = engines.check_engine(engine, questions, **asked)
+    engine = engines.check_engine(engine, weights, keeps_cache=request.keeps_cache)
     common.check_folders(request.index, save_cache, load_cache)
     if token_graph and index == "none":
         raise ValueError("token_graph: got True with index 'none', allowed is False")
@@ -132,10 +131,10 @@ def generate(
         model, gguf_file=gguf_file, dtype=number, device=device, heads=heads
     )
     torch.manual_seed(seed)
-    chosen = engines.choose(engine, loaded, tokenizer, questions, request.options, seed, **asked)
+    chosen = engines.choose(engine, loaded, tokenizer, request.options, seed, weights)
     if weights != "plain":
         loaded = None  # so that the matrices that were quantized are freed
-    result = answers.answer(loaded, tokenizer, text, questions, request, chosen)
+    result = answers.answer(tokenizer, text, questions, request, chosen)
     if json_file and parallel.rank()[0] == 0:
         told = answers.to_json(result, request, model, device, chosen.name)
         write_json(json_file, {**told, "weights": weights}, indent=2)

@@ -9,6 +9,7 @@ Read `layers.py` first, then `session.py`, then `decoder.py`.
 
 from kvindex_adapters.decoder.config import supports
 from kvindex_adapters.decoder.decoder import Decoder
+from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.sampling import Sampling, sampling_like
 
-__all__ = ["Decoder", "Sampling", "sampling_like", "supports"]
+__all__ = ["Decoder", "OpenSession", "Sampling", "sampling_like", "supports"]

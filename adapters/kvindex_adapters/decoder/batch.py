@@ -33,15 +33,20 @@ def prompts_of(prompt: Prompt | Prompts) -> list[Any]:
     return [prompt] if is_one(prompt) else list(prompt)
 
 
-def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> list[Tensor]:
-    """Ids int64 `[N]` of each prompt. Raises ValueError for one that is empty, or for none."""
+def encode(
+    tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig, **how: bool
+) -> list[Tensor]:
+    """Ids int64 `[N]` of each prompt. Raises ValueError for one that is empty, or for none.
+
+    how: options of `encode_prompt`.
+    """
     if not len(prompts):
         raise ValueError("prompts: got none, allowed is at least one")
     if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
         kinds = sorted({type(prompt).__name__ for prompt in prompts})
         raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")
     last = config.vocabulary - 1
-    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, prompt, **how) for prompt in prompts]
     for row in rows:
         check_prompt(row)
         wrong = row[(row < 0) | (row > last)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,17 +16,20 @@ from transformers.generation.streamers import BaseStreamer
 from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder.attentions import make_attentions
 from kvindex_adapters.decoder.batch import Prompts, encode, is_one, left_padded, prompts_of
 from kvindex_adapters.decoder.config import DecoderConfig, check_model
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.fused import Fused
 from kvindex_adapters.decoder.fused import refusal as fused_refusal
+from kvindex_adapters.decoder.open_session import OpenSession
+from kvindex_adapters.decoder.options import GREEDY, Options
 from kvindex_adapters.decoder.quantized import PLAIN, check_weights, quantize
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
-from kvindex_adapters.decoder.session import Attention, Session
+from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.decoder.weights import Weights, read_weights
-from kvindex_adapters.hf.cache import check_dense
 from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.load_model import load
@@ -33,32 +37,6 @@ from kvindex_adapters.hf.prefill import Progress, Prompt
 from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
-
-GREEDY = Sampling()
-"""The likeliest token each time."""
-
-
-class Options(TypedDict, total=False):
-    """Options of `Decoder.generate` and `Decoder.stream`."""
-
-    index: str | IndexFactory | None
-    """A name, a line or a factory as `kvhf.attach` takes it ("pariskv"), or None: no index."""
-    k: int
-    """Rows per KV head that a step retrieves (100)."""
-    attach_options: Mapping[str, Any] | None
-    """More keywords of `kvhf.attach`; an index that reads punctuation gets the tokenizer's."""
-    max_new_tokens: int
-    """Longest answer, in tokens (256)."""
-    sampling: Sampling
-    """How tokens are chosen (the likeliest)."""
-    stop: Collection[int] | None
-    """Tokens that end an answer (None: the end tokens of the model's generation configuration)."""
-    chunk: int
-    """Tokens of the prompt that are read at a time (1024)."""
-    graphs: bool
-    """Whether a token may be one CUDA graph (True); without any, results are the same."""
-    fused: bool
-    """Whether a token's products run as Triton kernels on a GPU (True); else as torch's."""
 
 
 class Decoder:
@@ -73,13 +51,14 @@ class Decoder:
         weights: Weights,
         config: DecoderConfig,
         ropes: Ropes,
+        model: PreTrainedModel | None,
         tokenizer: Any,
         ends: Collection[int],
     ) -> None:
         self.weights, self.config, self.tokenizer = weights, config, tokenizer
         self.ends = frozenset(ends)
         """Tokens that end an answer, unless a call names others."""
-        self._ropes = ropes
+        self._ropes, self._model = ropes, model
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: Any = None, *, weights: str = PLAIN) -> Self:
@@ -98,8 +77,9 @@ class Decoder:
         end = model.generation_config.eos_token_id
         ends = [] if end is None else [end] if isinstance(end, int) else list(end)
         read = read_weights(model)
-        made = read if weights == PLAIN else quantize(read)
-        return cls(made, config, ropes, tokenizer, ends)
+        plain = weights == PLAIN
+        made, own = (read, model) if plain else (quantize(read), None)
+        return cls(made, config, ropes, own, tokenizer, ends)
 
     @classmethod
     def from_pretrained(
@@ -132,6 +112,7 @@ class Decoder:
         self,
         prompt: Prompt,
         *,
+        session: OpenSession | None = None,
         streamer: BaseStreamer | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[Options],
@@ -142,6 +123,7 @@ class Decoder:
         self,
         prompt: Prompts,
         *,
+        session: None = None,
         streamer: None = None,
         on_progress: Progress | None = None,
         **options: Unpack[Options],
@@ -151,6 +133,7 @@ class Decoder:
         self,
         prompt: Prompt | Prompts,
         *,
+        session: OpenSession | None = None,
         streamer: BaseStreamer | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[Options],
@@ -160,6 +143,9 @@ class Decoder:
         prompt: text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`;
         streamer: one of transformers, which gets the tokens of one prompt as they come;
         on_progress: called with a phase, tokens done and tokens in all (of the longest prompt);
+        session: one of this decoder's, in place of `index`, `k` and `attach_options`, which the
+        prompt follows and which gets prompt and answer (a `fork` of it leaves it as it is; a call
+        that fails does, too);
         options: `Options`. An answer ends with its stop token, if it has one. Times and the report
         are those of the whole batch.
 
@@ -169,20 +155,64 @@ class Decoder:
         Raises ValueError for an empty prompt, sizes out of range or options that do not fit,
         TypeError for an option that does not exist.
         """
-        rows = encode(self.tokenizer, prompts_of(prompt), self.config)
-        if streamer is not None and len(rows) > 1:
-            raise ValueError(f"streamer: got one for {len(rows)} prompts, allowed is one prompt")
-        run = self._begin(rows, **options)
+        past = 0 if session is None else session.length
+        rows = encode(self.tokenizer, prompts_of(prompt), self.config, follows=past > 0)
+        for name, given in {"streamer": streamer, "session": session}.items():
+            if given is not None and len(rows) > 1:
+                raise ValueError(f"{name}: got one for {len(rows)} prompts, allowed is one prompt")
+        run = self._begin(rows, session, **options)
         timer = TokenTimer(streamer, on_progress, run.ids[0], run.max_new_tokens)
-        timer.put(run.ids[:1])
-        tokens = []
-        for token in run.tokens(on_progress):
-            tokens.append(token)
-            timer.put(token[:1])
-        timer.end()
-        pairs = zip(rows, run.cut(tokens), strict=True)
+        with nullcontext() if session is None else session.undone():
+            timer.put(run.ids[:1])
+            tokens = []
+            for token in run.tokens(on_progress):
+                tokens.append(token)
+                timer.put(token[:1])
+            timer.end()
+            answers = run.cut(tokens)
+            if session is not None:
+                session.complete(past, torch.cat([run.ids[0], answers[0]]))
+        pairs = zip(rows, answers, strict=True)
         made = [self._generation(ids, answer, timer, run.session) for ids, answer in pairs]
         return made[0] if is_one(prompt) else made
+
+    def session(
+        self,
+        *,
+        index: str | IndexFactory | None = INDEX,
+        k: int = K,
+        attach_options: Mapping[str, Any] | None = None,
+        graphs: bool = True,
+        fused: bool = True,
+    ) -> OpenSession:
+        """A sequence without tokens, for `read` and `generate`; options: as of `generate`."""
+        layers = self._attentions(index, k, attach_options, graphs)
+        kernels = self._fused_for(1, fused)
+        return OpenSession(self._model, self.weights, self.config, layers, kernels)
+
+    def read(
+        self,
+        prompt: Prompt,
+        session: OpenSession,
+        *,
+        chunk: int = 1024,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Read a prompt into a session, after what it holds, without answering.
+
+        prompt, chunk, on_progress: as of `generate`, but messages get no cue to answer. A call
+        that fails leaves the session as it was. Raises as `generate`.
+        """
+        check.at_least("chunk", chunk, 2)
+        session.check_model(self.weights)
+        past = session.length
+        (ids,) = encode(self.tokenizer, [prompt], self.config, follows=past > 0, cue=False)
+        ids = ids.to(self.device)
+        with session.undone():
+            session.read_prompt(ids[None], chunk, past + len(ids), on_progress)
+            session.complete(past, ids)
+            if on_progress:
+                on_progress("prefill", len(ids), len(ids))
 
     def stream(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Iterator[Tensor]:
         """Tokens int64 `[B]` on the CPU as they come, one of each prompt at a time.
@@ -212,6 +242,7 @@ class Decoder:
     def _begin(
         self,
         rows: list[Tensor],
+        session: OpenSession | None = None,
         *,
         index: str | IndexFactory | None = INDEX,
         k: int = K,
@@ -229,18 +260,23 @@ class Decoder:
         check.flag("graphs", graphs)
         check.flag("fused", fused)
         ids, padding = left_padded(rows, self.device)
-        room = ids.shape[1] + max_new_tokens
-        if index is None:
-            layers = self._dense_layers(room)
-        else:
-            check_attach_options(attach_options)
-            given = {"graphs": graphs, **punctuated(index, self.tokenizer, attach_options)}
-            layers = self._indexed_layers(LayerOptions(index=index, k=k, **given), room)
-        serves = fused and fused_refusal(self.weights, len(ids)) is None
-        kernels = self._kernels if serves else None
-        session = Session(self.weights, self.config, layers, padding, kernels)
+        if session is not None:
+            session.check_model(self.weights)
+            passed = {"index": index != INDEX, "k": k != K}
+            passed["attach_options"] = attach_options is not None
+            for name in (name for name, changed in passed.items() if changed):
+                raise ValueError(
+                    f"{name}: got a value, allowed is none with session=, which has it"
+                )
+        given: Session = session or Session(
+            self.weights,
+            self.config,
+            self._attentions(index, k, attach_options, graphs),
+            padding,
+            self._fused_for(len(ids), fused),
+        )
         return Run(
-            session,
+            given,
             ids,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
@@ -249,32 +285,28 @@ class Decoder:
             graphs=graphs,
         )
 
+    def _attentions(
+        self,
+        index: str | IndexFactory | None,
+        k: int,
+        attach_options: Mapping[str, Any] | None,
+        graphs: bool,
+    ) -> list[AttentionLayer | DenseAttention]:
+        """Attention of each layer, without tokens."""
+        options = None
+        if index is not None:
+            check_attach_options(attach_options)
+            given = {"graphs": graphs, **punctuated(index, self.tokenizer, attach_options)}
+            options = LayerOptions(index=index, k=k, **given)
+        return make_attentions(self.config, self._ropes, self.weights.embedding, options)
+
+    def _fused_for(self, batch: int, fused: bool) -> Fused | None:
+        """What runs single tokens of so many sequences, or None for torch."""
+        return self._kernels if fused and fused_refusal(self.weights, batch) is None else None
+
     @cached_property
     def _kernels(self) -> Fused:
         return Fused(self.weights)
-
-    def _dense_layers(self, capacity: int) -> list[Attention]:
-        return [DenseAttention(self.config.scale, capacity) for _ in range(self.config.layers)]
-
-    def _indexed_layers(self, options: LayerOptions, capacity: int) -> list[Attention]:
-        """The attention of each layer: of `dense_layers` without an index."""
-        numbers = list(range(self.config.layers))
-        check_dense(options.dense_layers, len(numbers), numbers, {})
-        ropes = {i: rope for i, rope in self._ropes.items() if i not in options.dense_layers}
-        options.probe(ropes, lambda number: self._geometry())
-        return [
-            options.make(ropes, i, **self._geometry())
-            if i in ropes
-            else DenseAttention(self.config.scale, capacity)
-            for i in numbers
-        ]
-
-    def _geometry(self) -> dict[str, Any]:
-        """What an index of one layer is told of the model."""
-        config, width = self.config, self.config.head_dim
-        sizes = dict(q_heads=config.q_heads, kv_heads=config.kv_heads)
-        where = dict(dtype=self.weights.embedding.dtype, device=self.device)
-        return {**sizes, "head_dim": width, "value_dim": width, "scale": config.scale, **where}
 
     def _generation(
         self, ids: Tensor, answer: Tensor, timer: TokenTimer, session: Session

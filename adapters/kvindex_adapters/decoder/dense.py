@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvindex.core.protocol import Rows
 from kvindex.ops.attention import attend_causal
 
 STEP = 256
@@ -35,6 +36,16 @@ class DenseAttention:
     def __len__(self) -> int:
         """Tokens seen, `N`."""
         return self._length
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, `B`; 0 before the first token."""
+        return len(self._keys) if self._length else 0
+
+    @property
+    def rows(self) -> Rows:
+        """Keys and values of all tokens, `[B, G, N, D]`, where they lie; there must be some."""
+        return Rows(self._keys[:, :, : self._length], self._values[:, :, : self._length])
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +81,25 @@ class DenseAttention:
         self._values[:, :, start:end] = values
         self._mark(start, end, valid)
         self._length = end
+
+    def reserve(self, tokens: int) -> None:
+        """Make buffers for so many tokens, once there are any: those that are there stay."""
+        if not self._length:
+            self._capacity = max(self._capacity, tokens)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on."""
+        self._length = min(self._length, length)
+        if self._valid is not None:
+            self._valid[:, self._length :] = True
+
+    def checkpoint(self) -> int:
+        """What it holds now, for `rollback`: tokens are written behind one another."""
+        return self._length
+
+    def rollback(self, checkpoint: int) -> None:
+        """Be again what `checkpoint` says."""
+        self.truncate(checkpoint)
 
     # Steps of a graph: kernels read on the device how many tokens there are
 

@@ -41,10 +41,27 @@ def forward(
     hidden = functional.embedding(ids, weights.embedding)
     angles = weights.rotary.at(positions, hidden.dtype)
     for layer, attention in zip(weights.layers, attentions, strict=True):
-        normed = normalize(hidden, layer.attention_norm)
-        hidden = hidden + attend(normed, layer, attention, angles, head_dim, valid)
-        hidden = hidden + perceptron(normalize(hidden, layer.mlp_norm), layer)
-    return linear(normalize(hidden[:, -1], weights.norm), weights.head)
+        hidden = block(hidden, layer, attention, angles, head_dim, valid)
+    return logits(hidden[:, -1], weights)
+
+
+def block(
+    hidden: Tensor,
+    layer: LayerWeights,
+    attention: Attention,
+    angles: tuple[Tensor, Tensor],
+    head_dim: int,
+    valid: Tensor | None,
+) -> Tensor:
+    """One layer: attention, then the perceptron, each added to hidden `[B, T, hidden]`."""
+    normed = normalize(hidden, layer.attention_norm)
+    hidden = hidden + attend(normed, layer, attention, angles, head_dim, valid)
+    return hidden + perceptron(normalize(hidden, layer.mlp_norm), layer)
+
+
+def logits(hidden: Tensor, weights: Weights) -> Tensor:
+    """Logits `[B, V]` of hidden `[B, hidden]` after the last layer."""
+    return linear(normalize(hidden, weights.norm), weights.head)
 
 
 def attend(

@@ -16,7 +16,7 @@ from kvindex_adapters.hf.prefill import Progress
 
 @dataclass(frozen=True)
 class Run:
-    """A session without tokens, and what shall be made in it.
+    """A session, and what shall be made in it.
 
     ids: the prompts int64 `[B, N]`; chunk: tokens of them that are read at a time; stops: tokens
     that end an answer; graphs: whether a token may be one CUDA graph.
@@ -36,7 +36,7 @@ class Run:
         Where tokens are replayed, some are computed ahead, a few past the last stop token, too.
         """
         sampler, running = Sampler(self.sampling, self.ids.device), set(range(len(self.ids)))
-        room = self.ids.shape[1] + self.max_new_tokens
+        room = self.session.length + self.ids.shape[1] + self.max_new_tokens
         logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress)
         token, ring = self.session.token, TokenRing(len(self.ids), self.ids.device)
         token.copy_(sampler.choose(logits)[:, None])

@@ -17,6 +17,7 @@ from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.fused import Fused, refusal
+from kvindex_adapters.decoder.prefill import read_by_layer
 from kvindex_adapters.decoder.weights import Weights
 from kvindex_adapters.hf.placement import expect, make_room
 from kvindex_adapters.hf.prefill import Progress, chunks
@@ -83,15 +84,24 @@ class Session:
     def read_prompt(
         self, ids: Tensor, chunk: int, room: int, report: Progress | None = None
     ) -> Tensor:
-        """Logits `[B, V]` after ids int64 `[B, N]`, read about `chunk` at a time.
+        """Logits `[B, V]` after ids int64 `[B, N]`, of which about `chunk` are computed at a time.
 
-        room: tokens for which memory is got beside the pieces, and taken before the last one. That
-        one has several tokens, so that its attention is exact.
+        A first prompt is read layer by layer (`prefill`), one that follows tokens piece by piece.
+        room: tokens in all for which memory is got beside that. A layer's attention is exact.
         """
         batch, N = ids.shape
         expect([layer.index for layer in self._indexed()], room, batch)
+        for layer in self._dense():
+            layer.reserve(room)
         stop = max(N - chunk, 0)
-        for start, end in chunks(stop, chunk):
+        if self.length and stop == 1:  # one token would be a step that searches
+            stop = 0
+        pieces = [*chunks(stop, chunk), (stop, N)]
+        if not self.length:
+            logits = self._read_by_layer(ids, pieces, report)
+            make_room(self.indexes(), room)
+            return logits
+        for start, end in pieces[:-1]:
             self._read(ids[:, start:end])
             self._tell(ids[:, start:end])
             if report:
@@ -157,7 +167,7 @@ class Session:
 
     def report(self) -> Report:
         """Rows and bytes that the searching steps have read so far, and memory of the layers."""
-        dense = [layer for layer in self._attentions if isinstance(layer, DenseAttention)]
+        dense = self._dense()
         other = sum(layer.nbytes for layer in dense) if dense else None
         indexed = self._indexed()
         return sum_up([layer for layer in indexed if len(layer)], len(indexed), other)
@@ -188,6 +198,9 @@ class Session:
             return f"device: got {device}, allowed is one of {sorted(GRAPHS)}"
         return self.capture_refusal()
 
+    def _dense(self) -> list[DenseAttention]:
+        return [layer for layer in self._attentions if isinstance(layer, DenseAttention)]
+
     def _indexed(self) -> list[AttentionLayer]:
         return [layer for layer in self._attentions if isinstance(layer, AttentionLayer)]
 
@@ -197,6 +210,28 @@ class Session:
         if self.fused is not None:
             return self.fused.forward(*given)
         return layers.forward(self._weights, *given)
+
+    @in_plain_torch
+    @torch.no_grad()
+    def _read_by_layer(
+        self, ids: Tensor, pieces: Sequence[tuple[int, int]], report: Progress | None
+    ) -> Tensor:
+        """Logits `[B, V]` after the first ids of all layers, int64 `[B, N]`."""
+        N, count, done = ids.shape[1], len(self._attentions), 0
+
+        def told(layer: layers.Attention, start: int, end: int) -> None:
+            nonlocal done
+            if isinstance(layer, AttentionLayer):
+                layer.index.observe_tokens(ids[:, start:end], first=start)
+            done += end - start
+            if report and end == N and done < N * count:
+                report("prefill", done // count, N)
+
+        given = self._weights, self._config, ids, -self._position, self._longest, pieces
+        logits = read_by_layer(*given, self._attentions, told)
+        self._position += N
+        self.length = N
+        return logits
 
     @in_plain_torch
     @torch.no_grad()

@@ -187,7 +187,7 @@ class IndexCache(DynamicCache):
         self.check_usable()
         self.check_attended()
         check.at_least("len(cache)", self.get_seq_length(), 1)
-        check_whole(self._decoder())
+        check_whole(self.decoder)
         with self.attachment.exclusive():
             save_cache(folder, self.layers, self.ids, self.decoder, self._config)
 
@@ -200,7 +200,7 @@ class IndexCache(DynamicCache):
         was.
         """
         self.check_usable()
-        check_whole(self._decoder())
+        check_whole(self.decoder)
         if length := self.get_seq_length():
             raise ValueError(
                 f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"

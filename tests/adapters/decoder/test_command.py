@@ -36,6 +36,33 @@ def test_weights_in_fp8_are_the_decoders(tiny, tmp_path):
     assert made["answer"] == decoder.generate(words(50), index=None, max_new_tokens=6).text
 
 
+@pytest.mark.parametrize("index", ["exact", "none"])
+def test_questions_about_a_text_are_answered_alike(tiny, tmp_path, index):
+    given = ("--prompt", words(50), "--ask", words(9, 1), "--ask", words(7, 2), "--index", index)
+    ours, _ = generated(tmp_path, *given, "--engine", "decoder")
+    theirs, _ = generated(tmp_path, *given, "--engine", "transformers")
+    for mine, other in zip(ours["answers"], theirs["answers"], strict=True):
+        assert mine["answer"] == other["answer"]
+        assert mine.get("rows_read_fraction") == other.get("rows_read_fraction")
+
+
+@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+def test_what_an_engine_saved_both_answer_from(tiny, tmp_path, engine):
+    folder, document, question = tmp_path / "saved", words(50), words(9, 1)
+    given = ("--prompt", document, "--engine", engine)
+    generated(tmp_path, *given, "--ask", words(7, 2), "--save-cache", folder)
+    want, _ = generated(tmp_path, "--prompt", f"{document} {question}")
+    for other in ("decoder", "transformers"):
+        asked = ("--prompt", document, "--engine", other, "--ask", question)
+        told, result = generated(tmp_path, *asked, "--load-cache", folder)
+        assert told["answers"][0]["answer"] == want["answer"]
+        assert "loaded 48 tokens" in result.output
+    shorter = (*given[:1], words(30), *given[2:], "--load-cache", folder)
+    assert "of which the prompt begins with" in str(
+        generated(tmp_path, *shorter, status=1)[1].exception
+    )
+
+
 def test_a_seed_draws_the_same_answer(tiny, tmp_path):
     given = ("--prompt", words(50), "--engine", "decoder", "--temperature", 5)
     made = [generated(tmp_path, *given, "--seed", seed)[0]["answer"] for seed in (3, 3, 4)]
@@ -46,14 +73,13 @@ def test_a_seed_draws_the_same_answer(tiny, tmp_path):
     ("more", "said"),
     [
         (("--engine", "vllm"), "engine: got 'vllm', allowed is one of"),
-        (("--engine", "decoder", "--ask", "7 8"), "engine: got 'decoder' with --ask, allowed is"),
         (
             ("--engine", "decoder", "--repetition-penalty", 1.1),
             "engine: got 'decoder', which does not do it: repetition_penalty: got 1.1, allowed",
         ),
         (("--engine", "decoder", "--min-p", 0.1), "min_p: got 0.1, allowed in the decoder is None"),
         (("--weights", "int4"), "weights: got 'int4', allowed is one of"),
-        (("--weights", "fp8", "--ask", "7 8"), "engine: got 'decoder' with --ask, allowed is"),
+        (("--weights", "fp8", "--save-cache", "x"), "weights: got 'fp8' with --save-cache or"),
         (
             ("--weights", "fp8", "--engine", "transformers"),
             "weights: got 'fp8' with transformers, allowed is 'plain'",
@@ -88,15 +114,14 @@ def test_on_a_gpu_the_decoder_is_the_default_where_it_can(monkeypatch, capsys):
         engines.Decoder, "of", lambda *given, **more: made.append(given) or Answers()
     )
     model = OnGpu(model_of("llama"))
-    chosen = engines.choose(None, model, None, [], {"do_sample": False}, 5)
+    chosen = engines.choose(None, model, None, {"do_sample": False}, 5)
     assert chosen.name == "decoder"
     assert chosen.generate("x") == ("x", Sampling(seed=5))
-    assert engines.choose("transformers", model, None, [], {}, 0).name == "transformers"
-    assert engines.choose(None, model, None, ["why"], {}, 0).name == "transformers"
+    assert engines.choose("transformers", model, None, {}, 0).name == "transformers"
     assert capsys.readouterr().err == ""
     model.generation_config.num_beams = 4  # one answer is made whatever it says
-    assert engines.choose(None, model, None, [], {}, 0).name == "decoder"
-    assert engines.choose(None, model, None, [], {"min_p": 0.1, "do_sample": True}, 0).name == (
+    assert engines.choose(None, model, None, {}, 0).name == "decoder"
+    assert engines.choose(None, model, None, {"min_p": 0.1, "do_sample": True}, 0).name == (
         "transformers"
     )
     assert "transformers runs the model, not the decoder" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
+from kvindex.ops.attention import attend_causal
 from kvindex_adapters.decoder import Decoder, Sampling
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.test_generation import Words
@@ -54,3 +55,43 @@ def test_a_seed_gives_the_same_tokens_and_prompts_go_together(device):
         for _ in range(2)
     )
     assert first == second
+
+
+@pytest.mark.gpu
+def test_one_layers_rows_are_on_the_device_at_a_time():
+    """Beside what a short prompt takes, hidden states, codes, and rows of one layer."""
+    layers, chunk, length = 8, 512, 32_768
+    sizes = dict(num_hidden_layers=layers, head_dim=64, max_position_embeddings=2 * length)
+    decoder = Decoder.of(model_of("llama", **sizes).to("cuda", torch.bfloat16))
+    found = []
+    for tokens in (2 * chunk, 2 * chunk, length):  # the first compiles
+        run = decoder.start(ids_of(50).repeat(tokens // 50 + 1)[:tokens], k=20, chunk=chunk)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run.session.read_prompt(run.ids, chunk, tokens)
+        most, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        found.append((most - before, held - before))
+        del run
+    (short, short_held), (most, held) = found[1:]
+    config, width = decoder.config, decoder.weights.embedding.shape[1]
+    rows = 2 * length * 2 * config.kv_heads * config.head_dim
+    hidden = 2 * length * width
+    assert held < 0.5 * layers * rows  # those are on the host
+    assert most <= 1.1 * (short + hidden + rows + held - short_held)
+
+
+@pytest.mark.gpu
+def test_a_piece_of_a_prompt_attends_to_those_before_without_a_mask():
+    torch.manual_seed(0)
+    queries = torch.randn(2, 8, 300, 64, device="cuda", dtype=torch.bfloat16)
+    keys, values = torch.randn(2, 2, 2, 20_000, 64, device="cuda", dtype=torch.bfloat16)
+    rows = torch.arange(20_000, device="cuda")
+    mask = rows <= rows[-300:, None]
+    wide = [part.double().repeat_interleave(4, dim=1) for part in (keys, values)]
+    logits = 0.125 * queries.double() @ wide[0].mT
+    want = logits.masked_fill(~mask, float("-inf")).softmax(-1) @ wide[1]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = attend_causal(queries, keys, values, scale=0.125)
+    assert torch.cuda.max_memory_allocated() - before < queries.shape[2] * 20_000  # of logits
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)

@@ -14,7 +14,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import Decoder, Sampling, dense
 from kvindex_adapters.decoder import graph as graph_file
 from kvindex_adapters.decoder.session import Session
-from kvindex_cuda.pariskv import executor
+from kvindex_cuda.pariskv import shared_step
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.test_generation import Words
 
@@ -118,6 +118,22 @@ def test_a_stop_token_is_seen_late_and_what_comes_after_is_cut(device, graphs):
     assert 0 < computed <= graph_file.AHEAD
 
 
+def test_a_session_goes_on_without_tokens_that_were_launched_ahead(device, graphs):
+    decoder, options, made = decoder_of(device), given(device, 20), []
+    kept = {name: options[name] for name in ("k", "attach_options")}
+    end = decoder.generate(ids_of(60), **options).answer_ids.tolist()[9]
+    for captured in (True, False):
+        session = decoder.session(**kept)
+        more = dict(graphs=captured, stop={end}, max_new_tokens=20)
+        first = decoder.generate(ids_of(60), session=session, **more)
+        assert session.length == 60 + len(first.answer_ids) == len(session.ids)
+        forks = [session.fork(), session]
+        second = [decoder.generate(ids_of(20, seed=3), session=one, **more) for one in forks]
+        made.append([one.answer_ids.tolist() for one in (first, *second)])
+    assert made[0] == made[1]
+    assert made[0][1] == made[0][2]
+
+
 def test_a_second_prompt_and_two_models_in_turn(device, graphs):
     decoders, options = [decoder_of(device), decoder_of(device, "qwen3")], given(device, 14)
     want = [one.generate(ids_of(60), graphs=False, **options).answer_ids.cpu() for one in decoders]
@@ -153,7 +169,7 @@ def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypat
 
 
 def test_candidates_that_outgrow_their_buffers_are_another_graph(device, graphs, monkeypatch):
-    monkeypatch.setattr(executor, "HEADROOM", 2)
+    monkeypatch.setattr(shared_step, "HEADROOM", 2)
     options = given(device, 60, index_options=dict(beta=0.5))
     mine, theirs = both(decoder_of(device), ids_of(60), **options)
     assert torch.equal(mine.answer_ids, theirs.answer_ids)

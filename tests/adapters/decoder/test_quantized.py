@@ -111,3 +111,14 @@ def test_other_weights_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^weights: got 'fp8', allowed without Triton installed"):
         Decoder.from_pretrained("nowhere", weights="fp8")
+
+
+def test_a_session_of_copies_is_not_saved(tmp_path):
+    decoder = Decoder.of(model_of("llama"), weights="fp8")
+    session = decoder.session(index="exact")
+    decoder.read(ids_of(9), session)
+    for work in (session.save, decoder.session(index="exact").load):
+        with pytest.raises(ValueError, match="weights: got 'fp8', allowed is 'plain' to save or"):
+            work(tmp_path / "folder")
+    assert session.length == 9
+    assert not any(tmp_path.iterdir())

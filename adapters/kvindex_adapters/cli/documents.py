@@ -1,0 +1,136 @@
+"""What an engine of `kvindex generate` has read of a text, to answer several questions from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvindex_adapters.decoder import Decoder, OpenSession
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.conversation import check_follows
+from kvindex_adapters.hf.prefill import Progress, read
+from kvindex_adapters.hf.tokenizer import punctuated
+
+
+class Document(Protocol):
+    """Tokens that an index holds, to which a prompt is appended."""
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Ids int64 `[N]` of its tokens, if they are known."""
+        ...
+
+    def read(self, ids: Tensor, report: Progress) -> None:
+        """Append ids int64 `[N]`."""
+        ...
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from position `length` on, whose ids are known."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write it to a new folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Be what was saved."""
+        ...
+
+    def options(self, *, branch: bool) -> dict[str, Any]:
+        """Options of the engine's `generate`: of a prompt that follows.
+
+        branch: it leaves the document as it is.
+        """
+        ...
+
+
+class CacheDocument:
+    """A cache of `attach`."""
+
+    def __init__(self, model: Any, tokenizer: Any, cache: IndexCache) -> None:
+        self._model, self._tokenizer, self._cache = model, tokenizer, cache
+
+    @staticmethod
+    @contextmanager
+    def opened(
+        model: Any, tokenizer: Any, branch: bool, index: str, k: int, attach_options: dict[str, Any]
+    ) -> Iterator[Document]:
+        """An empty one. Raises as `attach`, and for a model whose caches have no way back."""
+        options = punctuated(index, tokenizer, attach_options)
+        with attach(model, index=index, k=k, **options) as cache:
+            check_follows(cache, "branch" if branch else "continue")
+            yield CacheDocument(model, tokenizer, cache)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """As `Document.ids`."""
+        return self._cache.ids
+
+    def read(self, ids: Tensor, report: Progress) -> None:
+        """As `Document.read`."""
+        given = self._model, self._tokenizer, ids
+        read(*given, cache=self._cache, used="continue", on_progress=report)
+
+    def crop(self, length: int) -> None:
+        """As `Document.crop`."""
+        if (ids := self._cache.ids) is not None:
+            self._cache.crop(length - len(ids))
+            self._cache.ids = ids[:length]
+
+    def save(self, folder: Path) -> None:
+        """As `Document.save`."""
+        self._cache.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """As `Document.load`."""
+        self._cache.load(folder)
+
+    def options(self, *, branch: bool) -> dict[str, Any]:
+        """As `Document.options`."""
+        return {"cache": self._cache, "used": "branch" if branch else "continue"}
+
+
+class SessionDocument:
+    """A session of the decoder."""
+
+    def __init__(self, decoder: Decoder, session: OpenSession) -> None:
+        self._decoder, self._session = decoder, session
+
+    @staticmethod
+    @contextmanager
+    def opened(
+        decoder: Decoder, branch: bool, index: str, k: int, attach_options: dict[str, Any]
+    ) -> Iterator[Document]:
+        """An empty one. Raises as `Decoder.session`."""
+        session = decoder.session(index=index, k=k, attach_options=attach_options)
+        yield SessionDocument(decoder, session)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """As `Document.ids`."""
+        return self._session.ids
+
+    def read(self, ids: Tensor, report: Progress) -> None:
+        """As `Document.read`."""
+        self._decoder.read(ids, self._session, on_progress=report)
+
+    def crop(self, length: int) -> None:
+        """As `Document.crop`."""
+        self._session.truncate(length)
+
+    def save(self, folder: Path) -> None:
+        """As `Document.save`."""
+        self._session.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """As `Document.load`."""
+        self._session.load(folder)
+
+    def options(self, *, branch: bool) -> dict[str, Any]:
+        """As `Document.options`."""
+        return {"session": self._session.fork() if branch else self._session}

@@ -1,0 +1,40 @@
+"""What each layer attends through: an index by the options of `attach`, or all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder.config import DecoderConfig
+from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.hf.cache import check_dense
+from kvindex_adapters.hf.layer_options import LayerOptions, Ropes
+
+
+def make_attentions(
+    config: DecoderConfig, ropes: Ropes, like: Tensor, options: LayerOptions | None
+) -> list[AttentionLayer | DenseAttention]:
+    """Attention of each layer, without tokens, for keys and values `like` a weight.
+
+    options: None for no index. Raises for bad ones.
+    """
+    numbers = list(range(config.layers))
+    if options is None:
+        return [DenseAttention(config.scale) for _ in numbers]
+    check_dense(options.dense_layers, len(numbers), numbers, {})
+    indexed = {i: rope for i, rope in ropes.items() if i not in options.dense_layers}
+    geometry = _geometry(config, like)
+    options.probe(indexed, lambda number: geometry)
+    return [
+        options.make(indexed, i, **geometry) if i in indexed else DenseAttention(config.scale)
+        for i in numbers
+    ]
+
+
+def _geometry(config: DecoderConfig, like: Tensor) -> dict[str, Any]:
+    """What an index of one layer is told of the model."""
+    sizes = dict(q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim)
+    where = dict(dtype=like.dtype, device=like.device)
+    return {**sizes, "value_dim": config.head_dim, "scale": config.scale, **where}

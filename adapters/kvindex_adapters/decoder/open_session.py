@@ -1,0 +1,134 @@
+"""`OpenSession`: one sequence that takes more prompts, is forked, and goes to a folder and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvindex.core import check
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder.config import DecoderConfig
+from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.fused import Fused
+from kvindex_adapters.decoder.saving import load_session, save_session
+from kvindex_adapters.decoder.session import Session
+from kvindex_adapters.decoder.weights import Weights
+
+
+class OpenSession(Session):
+    """What `Decoder.session` gives: `Decoder.read` and `Decoder.generate` append to it.
+
+    model: of which the weights are, or None where they are copies, as in FP8; attentions, fused: as
+    of `Session`.
+    """
+
+    _attentions: Sequence[AttentionLayer | DenseAttention]
+
+    def __init__(
+        self,
+        model: PreTrainedModel | None,
+        weights: Weights,
+        config: DecoderConfig,
+        attentions: Sequence[AttentionLayer | DenseAttention],
+        fused: Fused | None,
+    ) -> None:
+        super().__init__(weights, config, attentions, [0], fused)
+        self._model = model
+        self.ids: Tensor | None = torch.zeros(0, dtype=torch.int64)
+        """Ids int64 `[N]` of its tokens, on the CPU; None where a loaded folder does not tell."""
+
+    def check_model(self, weights: Weights) -> None:
+        """Raises ValueError unless it is of these weights."""
+        if weights is not self._weights:
+            raise ValueError("session: got one of another decoder, allowed is one of this one")
+
+    def fork(self) -> OpenSession:
+        """A session that goes on from here by itself.
+
+        It shares rows and codes of indexes as `copy.deepcopy` of an index does, and copies the
+        rows of layers without an index.
+        """
+        twin = copy(self)
+        twin._attentions = deepcopy(self._attentions)
+        twin._position, twin.token = self._position.clone(), self.token.clone()
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on. Raises ValueError below 0."""
+        check.at_least("length", length, 0)
+        if length >= self.length:
+            return
+        for layer in self._attentions:
+            layer.truncate(length)
+        self._position -= self.length - length
+        self.length = length
+        self.ids = None if self.ids is None else self.ids[:length]
+
+    def complete(self, start: int, ids: Tensor) -> None:
+        """Hold ids int64 `[N]` after the first `start` tokens, and no more.
+
+        Of them it holds all but the last, or all, or some that came after them.
+        """
+        known = None if self.ids is None else torch.cat([self.ids, ids.cpu()])
+        end = start + len(ids)
+        self.truncate(end)
+        if self.length < end:
+            self.step(ids[-1:])
+        self.ids = known
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Be again what it was where what is inside raises."""
+        position, length, ids = self._position.clone(), self.length, self.ids
+        before: list[Any] = [layer.checkpoint() for layer in self._attentions]
+        try:
+            yield
+        except BaseException:
+            for layer, checkpoint in zip(self._attentions, before, strict=True):
+                layer.rollback(checkpoint)
+            self._position.copy_(position)
+            self.length, self.ids = length, ids
+            raise
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write all layers, the ids of the tokens if known, and which model they are of.
+
+        To a new folder, which is whole or not there; `load` reads it, and so does a cache of
+        `kvhf.attach`. Raises OSError for a folder that is there already or cannot be written,
+        ValueError for a session without tokens, or of a decoder in FP8.
+        """
+        check.at_least("session.length", self.length, 1)
+        save_session(folder, self._attentions, self.ids, self._saved_model())
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Hold what a session, or a cache of `kvhf.attach`, held that was saved.
+
+        Of the same model, with the same indexes; `k`, `coverage`, `dense_below`, device, store and
+        backend may be others. Raises FileNotFoundError or ValueError, in words, for a folder that
+        is not as it was saved, another model, other indexes or sizes of regions, several sequences,
+        or where this session holds tokens or is of a decoder in FP8; it stays as it was.
+        """
+        if self.length:
+            raise ValueError(
+                f"session: got one that holds {self.length} tokens, allowed is an empty one"
+            )
+        with self.undone():
+            self.ids = load_session(folder, self._attentions, self._saved_model())
+            self.length = len(self._attentions[0])
+            self._position += self.length
+
+    def _saved_model(self) -> PreTrainedModel:
+        """The model that a folder names. Raises ValueError where weights are copies."""
+        if self._model is None:
+            raise ValueError(
+                "weights: got 'fp8', allowed is 'plain' to save or load a session: rows of other "
+                "weights are of another model"
+            )
+        return self._model

@@ -1,0 +1,66 @@
+"""A session in a folder of the form that `attach`'s caches have: each reads the other's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.hf.cache_layer import IndexedLayer
+from kvindex_adapters.hf.model_info import find_decoder
+from kvindex_adapters.hf.padding import Padding
+from kvindex_adapters.hf.saving import load_cache, save_cache
+
+
+def save_session(
+    folder: str | os.PathLike[str],
+    attentions: Sequence[AttentionLayer | DenseAttention],
+    ids: Tensor | None,
+    model: PreTrainedModel,
+) -> None:
+    """Write layers that hold tokens of one sequence to a new folder, and their ids, if known.
+
+    Raises as `kvindex_adapters.hf.saving.save_cache`.
+    """
+    layers = [_cache_layer(attention) for attention in attentions]
+    save_cache(folder, layers, ids, find_decoder(model), model.config)
+
+
+def load_session(
+    folder: str | os.PathLike[str],
+    attentions: Sequence[AttentionLayer | DenseAttention],
+    model: PreTrainedModel,
+) -> Tensor | None:
+    """Fill layers without tokens; gives ids int64 `[N]` of the tokens, if they are known.
+
+    Raises as `kvindex_adapters.hf.saving.load_cache`; the layers may then hold some.
+    """
+    layers = [_cache_layer(attention) for attention in attentions]
+    ids = load_cache(folder, layers, find_decoder(model), model.config)
+    for attention, layer in zip(attentions, layers, strict=True):
+        if isinstance(attention, DenseAttention) and isinstance(layer, DynamicLayer):
+            attention.append(layer.keys, layer.values)
+        if attention.batch_size != 1:
+            raise ValueError(
+                f"folder: got {str(folder)!r} of {attention.batch_size} sequences, allowed is one"
+            )
+    return ids
+
+
+def _cache_layer(attention: AttentionLayer | DenseAttention) -> IndexedLayer | DynamicLayer:
+    """The layer of a transformers cache that holds what this one holds, without a copy."""
+    if isinstance(attention, AttentionLayer):
+        indexed = IndexedLayer(lambda **_: attention, Padding())
+        indexed.attention = attention if len(attention) else None
+        return indexed
+    dense = DynamicLayer()
+    if len(attention):
+        rows = attention.rows
+        dense.lazy_initialization(rows.keys, rows.values)
+        dense.keys, dense.values = rows.keys, rows.values
+    return dense

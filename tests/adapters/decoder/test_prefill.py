@@ -1,0 +1,151 @@
+"""Prefill layer by layer: what chunks through all layers give, with one layer's rows at hand."""
+
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvindex.indexes.exact import Exact
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.hf.prefill import chunks
+from tests.adapters.decoder.families import ids_of, model_of
+from tests.adapters.tiny import LAYERS
+from tests.support.beside import Beside
+
+REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
+CHUNK = 16
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder.of(model_of("qwen3", num_hidden_layers=2, layer_types=["full_attention"] * 2))
+
+
+def started(decoder, prompts, index="pariskv", **regions):
+    options = None if index is None else {**REGIONS, **regions}
+    return decoder.start(prompts, index=index, k=10, chunk=CHUNK, attach_options=options)
+
+
+def by_layer(run):
+    return run.session.read_prompt(run.ids, CHUNK, run.ids.shape[1] + 8)
+
+
+def by_chunk(run):
+    """As a prompt that follows tokens is read: each chunk through all layers."""
+    stop = max(run.ids.shape[1] - CHUNK, 0)
+    for start, end in [*chunks(stop, CHUNK), (stop, run.ids.shape[1])]:
+        logits = run.session._read(run.ids[:, start:end])
+        run.session._tell(run.ids[:, start:end])
+    return logits
+
+
+PROMPTS = {"one": [60], "a token and a chunk": [17], "short": [3], "padded": [60, 41, 1]}
+
+
+@pytest.mark.parametrize("index", [None, "pariskv", "quest", Beside])
+@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
+def test_logits_and_state_are_those_of_chunks_to_the_bit(decoder, index, lengths):
+    prompts = [ids_of(length) for length in lengths]
+    mine, theirs = (started(decoder, prompts, index) for _ in range(2))
+    assert torch.equal(by_layer(mine), by_chunk(theirs))
+    for ours, other in zip(mine.session._attentions, theirs.session._attentions, strict=True):
+        if index is not None:
+            other.settle()
+            first, second = (one.state_dict() for one in (ours, other))
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[name], second[name]) for name in first)
+    for token in range(4):
+        tokens = torch.full((len(prompts),), token)
+        assert torch.equal(mine.session.step(tokens), theirs.session.step(tokens))
+
+
+def test_dense_layers_beside_those_with_an_index(decoder):
+    mine, theirs = (started(decoder, [ids_of(60)], dense_layers=(1,)) for _ in range(2))
+    assert torch.equal(by_layer(mine), by_chunk(theirs))
+
+
+class Last(AttentionLayer):
+    """A layer whose step is its own."""
+
+    def step(self, queries, keys, values, **options):
+        return super().step(queries, keys, values, **options)[:, :, :] * 2
+
+
+def test_a_layer_with_steps_of_its_own_reads_by_them(decoder):
+    mine, theirs = (started(decoder, [ids_of(60)], layer=Last) for _ in range(2))
+    assert torch.equal(by_layer(mine), by_chunk(theirs))
+
+
+class Live(TorchDispatchMode):
+    """Counts bytes of the storages that operations give, while they live, and the most of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.most = 0
+        self._live = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {one.untyped_storage()._cdata for one in self._tensors((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for tensor in self._tensors(made):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and not self._live[storage._cdata]:
+                self._add(storage)
+        return made
+
+    def _tensors(self, tree):
+        return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+
+    def _add(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        self._live[key] = 1
+        self.bytes += size
+        self.most = max(self.most, self.bytes)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key, size):
+        self._live[key] = 0
+        self.bytes -= size
+
+
+class Elsewhere(Exact):
+    """An index whose rows are no memory of the device: it has none."""
+
+    def start_append(self, keys, values, *, valid=None):
+        batch, count = keys.shape[0], keys.shape[2]
+
+        def end():
+            self._length += count
+            self._batch = batch
+            self._counts = torch.full((batch,), self._length)
+
+        return end
+
+
+def peak(decoder, length, read):
+    """Most bytes at once, beside the weights and the ids."""
+    run = started(decoder, [ids_of(length)], Elsewhere)
+    gc.collect()
+    with Live() as live:
+        read(run)
+    return live.most
+
+
+def test_one_layers_rows_are_there_at_a_time():
+    """The peak is that of a chunk, and what hidden states and one layer's rows of the rest take."""
+    decoder = Decoder.of(model_of("llama"))
+    config, width = decoder.config, decoder.weights.embedding.shape[1]
+    rest = 40 * CHUNK
+    hidden = 4 * rest * width
+    rows = 4 * rest * 2 * config.kv_heads * config.head_dim
+    weights = sum(weight.nbytes for weight in model_of("llama").parameters())
+    allowed = weights + peak(decoder, 2 * CHUNK, by_layer) + hidden + rows
+    most = weights + peak(decoder, 2 * CHUNK + rest, by_layer)
+    assert most <= 1.1 * allowed
+    assert most - weights >= hidden + rows
+    assert LAYERS > 1
