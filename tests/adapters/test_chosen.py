@@ -49,6 +49,14 @@ def test_logits_are_those_of_the_models_own_attention(model):
     assert max(float((a - b).abs().max()) for a, b in zip(coarse, want, strict=True)) > 1e-3
 
 
+def test_padding_of_blocks_is_refused(model):
+    inputs = prompt(2, 20, padded=True)
+    with kvhf.attach(model, **REGIONS, dense_layers=(0, 2)) as cache, torch.no_grad():
+        with pytest.raises(kvhf.UnsupportedError, match="attention_mask: got padding of Mini"):
+            model(**inputs, past_key_values=cache)
+        assert cache.lengths() == [0, 0]
+
+
 def test_cuts_orders_copies_and_failures(model):
     inputs = prompt(2, 50)
     ids, options = inputs["input_ids"], dict(dense_layers=(0, 2))

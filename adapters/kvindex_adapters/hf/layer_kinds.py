@@ -129,9 +129,15 @@ def chosen_ids(
     """Ids int64 `[B, G, T, K]` of the rows that a model has chosen for `T` tokens.
 
     heads: `G`; before: tokens that came earlier; mask: bool `[B, 1, T, N]`; or blocks: numbers of
-    blocks `[B, G, T, K]`, -1 for none. Raises UnsupportedError for neither.
+    blocks `[B, G, T, K]`, -1 for none. Raises UnsupportedError for neither, and for blocks of
+    sequences with padding, which an indexer chooses, too.
     """
     if blocks is not None:
+        if mask is not None:
+            raise UnsupportedError(
+                f"attention_mask: got padding of {type(module).__name__}, whose indexer chooses "
+                "blocks of rows; allowed are sequences of one length"
+            )
         size: int = module.indexer.block_size  # type: ignore[assignment, union-attr]
         ids = (blocks[..., None] * size + torch.arange(size, device=blocks.device)).flatten(3)
         own = torch.arange(before, before + ids.shape[2], device=ids.device)[:, None]
