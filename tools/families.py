@@ -4,13 +4,16 @@
 
 Each family of transformers' mapping of causal language models reads a prompt and decodes a few
 tokens twice: with its own attention, and inside `attach` with an index that returns every row.
-Logits must agree. Writes `docs/adapters/families.md` and `benchmarks/results/families.json`
-(`--check`: neither). Exit status 1 where a family that was equal is not, or any is different.
+Logits must agree. Where they do, a third time with `token_graph`, to say whether a token could be
+one graph, whatever the index. Writes `docs/adapters/families.md` and
+`benchmarks/results/families.json` (`--check`: neither). Exit status 1 where a family that was
+equal is not, or any is different.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import multiprocessing
 import re
@@ -29,6 +32,8 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 import kvindex_adapters.hf as kvhf
+from kvindex.core.graphs import GRAPHS, Graph
+from kvindex.layer import AttentionLayer
 from kvindex_adapters.evaluate.machine import describe
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +43,7 @@ PROMPT, STEPS = 40, 12  # the prompt outlasts sliding windows, the steps cross u
 REGIONS = dict(sink=2, local_window=4, update_every=4, dense_below=0)
 EVERY_ROW = 500
 TOLERANCE = 1e-4  # of the largest logit: float32 through 4 layers, sums in another order
+CAPTURED = "it would be captured"
 LIMIT_S, LIMIT_BYTES = 120, 8 << 30
 
 NAMED = re.compile(r"^model: got \w+, ")
@@ -51,13 +57,36 @@ MEANING = {
 }
 
 
-def decode(model: Any, ids: Tensor, cache: Any = None) -> list[Tensor]:
-    """Logits `[1, T, V]` of the prompt and of each later token of ids int64 `[1, N]`."""
+class Captured(AttentionLayer):
+    """A layer around an index that is taken to have a step for a graph."""
+
+    def capture_refusal(self) -> str | None:
+        """None: what else is in the way is asked."""
+        return None
+
+    def prepare_replay(self) -> object | None:
+        """Always the same."""
+        return self
+
+
+def captured(device: torch.device, work: object) -> Graph:
+    """In place of a capture."""
+    raise RuntimeError(CAPTURED)
+
+
+def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> list[Tensor]:
+    """Logits `[1, T, V]` of the prompt and of each later token of ids int64 `[1, N]`.
+
+    placed: positions are passed, as `generate` does, to a model that takes them.
+    """
     logits, start = [], 0
+    placed = placed and "position_ids" in inspect.signature(model.forward).parameters
     with torch.no_grad():
         for stop in range(PROMPT, ids.shape[1] + 1):
             mask = torch.ones_like(ids[:, :stop])
-            told = dict(attention_mask=mask, past_key_values=cache, use_cache=True)
+            told: dict[str, Any] = dict(attention_mask=mask, past_key_values=cache, use_cache=True)
+            if placed:
+                told["position_ids"] = torch.arange(start, stop)[None]
             output = model(input_ids=ids[:, start:stop], **told)
             cache, start = getattr(output, "past_key_values", cache), stop
             logits.append(output.logits.float())
@@ -70,6 +99,18 @@ def served(model: Any, ids: Tensor, k: int, codec: str = "plain") -> tuple[list[
         logits = decode(model, ids, cache)
         searched = sum(layer.traffic.steps > 0 for layer in cache.attention_layers())
     return logits, f"{searched} of {len(cache.layers)} layers"
+
+
+def one_graph(model: Any, ids: Tensor) -> str:
+    """ "yes" where a token could be one graph, else why not."""
+    how = dict(index="exact", k=EVERY_ROW, layer=Captured, token_graph=True, **REGIONS)
+    try:
+        with kvhf.attach(model, **how) as cache:
+            decode(model, ids, cache, placed=True)
+            said = str(cache.report().graph)
+    except Exception as error:
+        return spoken(error)
+    return "yes" if CAPTURED in said else said.partition("the last was not: ")[2]
 
 
 def difference(some: list[Tensor], others: list[Tensor]) -> float:
@@ -117,7 +158,7 @@ def compare(
     others = (1, "plain"), (EVERY_ROW, "int8")  # k says nothing where the model chooses rows
     if all(difference(served(model, ids, *how)[0], expected) <= TOLERANCE for how in others):
         return {"outcome": NONE, "words": f"{words}, but its logits do not show what was read"}
-    return {"outcome": EQUAL, **found}
+    return {"outcome": EQUAL, **found, "graph": one_graph(model, ids)}
 
 
 def is_refusal(error: Exception) -> bool:
@@ -136,6 +177,7 @@ def _child(family: str, answer: Any) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    GRAPHS["cpu"] = captured
     answer.send(outcome(family))
 
 
@@ -184,13 +226,15 @@ def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
         f"Equal means within {TOLERANCE:g} of the largest logit, that one row instead of all gives "
         "other logits (or rows as int8, where the model chooses which), and that the model is as "
         "it was afterwards; beside it, the layers that searched, or attended to rows that the "
-        "model chose. Other words are those of the exception.",
+        "model chose. Other words are those of the exception. One graph says whether a token can "
+        "be captured whole ([how it is asked](transformers.md#a-token-as-one-graph)), by an index "
+        f"that can: {sum(one.get('graph') == 'yes' for one in families.values())} can.",
         "",
-        *("| family | outcome | words |", "|---|---|---|"),
+        *("| family | outcome | words | one graph |", "|---|---|---|---|"),
     ]
     for family, one in sorted(families.items()):
         words = NAMED.sub("", " ".join(one["words"].split())).replace("|", "\\|")
-        lines.append(f"| {family} | {one['outcome']} | {words} |")
+        lines.append(f"| {family} | {one['outcome']} | {words} | {one.get('graph', '')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -204,7 +248,8 @@ def main() -> int:
     start, found = time.perf_counter(), {}
     for family in options.only or FAMILIES:
         found[family] = ask(family)
-        print(f"{family}: {found[family]['outcome']}: {found[family]['words']}", flush=True)
+        one = found[family]
+        print(f"{family}: {one['outcome']}: {one['words']}; {one.get('graph')}", flush=True)
     wrong = list(faults(found, stored))
     print(dict(Counter(one["outcome"] for one in found.values())), end=" ")
     print(f"in {time.perf_counter() - start:.0f} s")
