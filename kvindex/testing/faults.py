@@ -7,6 +7,8 @@ compare what is left with an object that never saw the call.
 
 from __future__ import annotations
 
+import dis
+import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,14 @@ def _finalizes(frame: FrameType | None) -> bool:
     return False
 
 
+def _releases(frame: FrameType) -> bool:
+    """Whether what comes next leaves a `with` block: Python lets no signal in before `__exit__`."""
+    code, at = frame.f_code, frame.f_lasti
+    if dis.opname[code.co_code[at]] not in ("LOAD_CONST", "SWAP"):  # entering begins with a name
+        return False
+    return linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+
+
 def _traced(call: Call, at: int | None, package: Path) -> int:
     """Lines that a call ran; interrupted before line number `at`."""
     inside, count, before = f"{package}/", 0, sys.gettrace()
@@ -101,7 +111,7 @@ def _traced(call: Call, at: int | None, package: Path) -> int:
         mine = frame.f_code.co_filename.startswith(inside)
         if event == "call" and (not mine or _finalizes(frame)):
             return None
-        if event == "line":
+        if event == "line" and not _releases(frame):
             count += 1
             if at == count - 1:
                 sys.settrace(before)

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +172,21 @@ def test_an_interrupt_changes_no_layer(name, spec):
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_each_line_changes_no_layer(name, spec):
     hold_to(CALLS[name], lines_of, interrupt_at, spec, 100_000)
+
+
+def test_an_interrupt_leaves_no_lock_held():
+    """Nor does Python's own: no signal is handled between a block's end and `__exit__`."""
+    lock, here = threading.Lock(), Path(__file__).parent
+
+    def work():
+        with lock:
+            number = 1
+        with lock:
+            return number + 1
+
+    for line in range(lines_of(work, here)):
+        assert interrupt_at(work, line, here)
+        assert not lock.locked()
 
 
 def test_the_check_of_layers_can_fail(monkeypatch):
