@@ -228,7 +228,8 @@ def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
         "it was afterwards; beside it, the layers that searched, or attended to rows that the "
         "model chose. Other words are those of the exception. One graph says whether a token can "
         "be captured whole ([how it is asked](transformers.md#a-token-as-one-graph)), by an index "
-        f"that can: {sum(one.get('graph') == 'yes' for one in families.values())} can.",
+        f"that can: {sum(one.get('graph') == 'yes' for one in families.values())} of "
+        f"{sum('graph' in one for one in families.values())} that were asked.",
         "",
         *("| family | outcome | words | one graph |", "|---|---|---|---|"),
     ]

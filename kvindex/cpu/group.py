@@ -10,9 +10,9 @@ from kvindex.cpu import threads, views
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels import groups
 from kvindex.ops import group as reference
-from kvindex.ops.group import POLICIES, fold
+from kvindex.ops.group import POLICIES, fold, together
 
-__all__ = ["POLICIES", "agree", "fold"]
+__all__ = ["POLICIES", "agree", "fold", "together"]
 
 COMPILED = "mean_share", "max_share"
 
