@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from kvindex.core import graphs as capturing
 from kvindex.indexes.pariskv import ParisKV
 from kvindex_adapters.hf.load_model import load, smollm2
 from tests.cuda.devices import DEVICES, on
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, counted
 
 
 @pytest.fixture(scope="session")
@@ -40,26 +39,5 @@ def device(request, monkeypatch):
 @pytest.fixture
 def graphs(device):
     """Counts graphs and replays."""
-    if device == "cpu":
-        with kept(WholeGraph) as counting:
-            yield counting
-        return
-    real = capturing.GRAPHS["cuda"]
-
-    class Counting(real):
-        made, replays = 0, 0
-
-        def __init__(self, *given):
-            type(self).made += 1
-            super().__init__(*given)
-            replay = self.replay
-
-            def counted():
-                type(self).replays += 1
-                replay()
-
-            self.replay = counted
-
-    capturing.GRAPHS["cuda"] = Counting
-    yield Counting
-    capturing.GRAPHS["cuda"] = real
+    with counted(device, WholeGraph) as counting:
+        yield counting

@@ -118,3 +118,31 @@ def kept(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
         yield counting
     finally:
         del GRAPHS["cpu"]
+
+
+@contextmanager
+def counted(device, *kind):
+    """Counts graphs and replays of a device: real ones of a GPU, else those of `kept`."""
+    if device == "cpu":
+        with kept(*kind) as counting:
+            yield counting
+        return
+    real = GRAPHS["cuda"]
+
+    class Counting(real):
+        made, replays = 0, 0
+
+        def __init__(self, *given):
+            type(self).made += 1
+            super().__init__(*given)
+            replay = self.replay
+
+            def counted_replay():
+                type(self).replays += 1
+                replay()
+
+            self.replay = counted_replay
+
+    GRAPHS["cuda"] = Counting
+    yield Counting
+    GRAPHS["cuda"] = real

@@ -16,7 +16,7 @@ from kvindex.core import graphs as replaying
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex_cuda.pariskv.graph import WARM
-from tests.cuda.graphs import kept
+from tests.cuda.graphs import counted
 from tests.cuda.launches import Launches
 from tests.support.helpers import Case, Operations
 from tests.support.sequences import Sequence
@@ -30,29 +30,8 @@ PROMPT = 60
 @pytest.fixture
 def graphs(device):
     """Counts graphs and replays."""
-    if device == "cpu":
-        with kept() as counting:
-            yield counting
-        return
-    real = replaying.GRAPHS["cuda"]
-
-    class Counting(real):
-        made, replays = 0, 0
-
-        def __init__(self, *given):
-            type(self).made += 1
-            super().__init__(*given)
-            replay = self.replay
-
-            def counted():
-                type(self).replays += 1
-                replay()
-
-            self.replay = counted
-
-    replaying.GRAPHS["cuda"] = Counting
-    yield Counting
-    replaying.GRAPHS["cuda"] = real
+    with counted(device) as counting:
+        yield counting
 
 
 def layer_of(device, case=CASE, graphs=True, **options):
