@@ -253,8 +253,11 @@ class BlockStore(Restorable):
             for at in range(first, last, AT_ONCE):
                 some = rows[:, :, at - start : min(last, at + AT_ONCE) - start]
                 some = some.to(self._geometry.device).contiguous()
-                whole = not some.shape[2] % BLOCK
-                self.append({"blocks": _in_blocks(some).contiguous()} if whole else {"rows": some})
+                few = self._launched and some.shape[2] <= FEW
+                if few or some.shape[2] % BLOCK:
+                    self.append({"rows": some})
+                else:
+                    self.append({"blocks": _in_blocks(some).contiguous()})
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""

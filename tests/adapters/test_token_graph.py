@@ -382,9 +382,10 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(graphs, monkeypatch
     def refuse(*_):
         raise RuntimeError("out of graphs")
 
-    monkeypatch.setitem(capturing.GRAPHS, "cpu", refuse)
-    with pytest.warns(UserWarning, match=r"refuses to capture it \(out of graphs\)") as said:
-        (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 12)
+    with monkeypatch.context() as patch:
+        patch.setitem(capturing.GRAPHS, "cpu", refuse)
+        with pytest.warns(UserWarning, match=r"refuses to capture it \(out of graphs\)") as said:
+            (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 12)
     assert torch.equal(mine, theirs)
     assert len(said) == 1
     assert "out of graphs" in report.graph

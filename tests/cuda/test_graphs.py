@@ -336,13 +336,14 @@ def test_a_driver_that_refuses_is_said_once_and_steps_go_on(device, graphs, monk
     def refuse(*given):
         raise RuntimeError("out of graphs")
 
-    monkeypatch.setitem(replaying.GRAPHS, device, refuse)
-    pair = Two(device)
-    pair.feed(PROMPT)
-    pair.feed(times=WARM)
-    with pytest.warns(UserWarning, match=r"graphs: .* refuses to capture a step \(out of graphs\)"):
-        pair.feed()
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
+        patch.setitem(replaying.GRAPHS, device, refuse)
+        pair = Two(device)
+        pair.feed(PROMPT)
+        pair.feed(times=WARM)
+        said = r"graphs: .* refuses to capture a step \(out of graphs\)"
+        with pytest.warns(UserWarning, match=said):
+            pair.feed()
         patch.setattr("warnings.warn", lambda *_, **__: 1 / 0)
         pair.feed(times=2)
 

@@ -112,7 +112,7 @@ def test_any_interleaving_equals_separate_indexes(device):
             gc.collect()
             assert_all_free(self.pool._like)
 
-    Machine.options = dict(backend="cuda", store="host")
+    Machine.options = dict(backend="cuda", store="host", check=True)  # errors come at once
     examples, steps = (3, 9) if device == "cpu" else (30, 60)
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))

@@ -39,9 +39,10 @@ def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, row_c
         assert torch.equal(tensor.cpu(), last[name].cpu()), name
 
 
-def test_what_is_saved_on_kernels_is_loaded_there_and_elsewhere(tmp_path, device):
+@pytest.mark.parametrize("count", [256, 600])
+def test_what_is_saved_on_kernels_is_loaded_there_and_elsewhere(count, tmp_path, device):
     mine, _ = pair("pariskv", device, store="host")
-    mine.append(*moved(CASE.tokens(600), device))
+    mine.append(*moved(CASE.tokens(count), device))
     mine.save(tmp_path / "saved")
     other = kvindex.load(tmp_path / "saved", device=device, backend="cuda", store="host")
     queries = CASE.queries().to(device)
