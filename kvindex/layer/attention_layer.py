@@ -4,31 +4,26 @@ A token's id in the index is its position in the sequence. New tokens wait in th
 then buffer); when the buffer is full the newest `local` tokens stay and the older ones move to
 the index. A row's sink is its first real tokens among those that moved: they are always attended
 to, and marked invalid in the index so that it never returns them (docs/pipeline/regions.md).
-Longer than most files: what a step does, in order.
+How they move is in `updates.py`, what a step refuses in `arguments.py`.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
-from copy import deepcopy
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability, required
-from kvindex.core.guard import Guarded
 from kvindex.core.protocol import (
     AppendsAsync,
     Attended,
     Attends,
     CapturesStep,
     DecodesStep,
-    EncodesBlocks,
-    KeepsState,
     KVIndex,
     ObservesQueries,
     Rows,
@@ -37,10 +32,16 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
-from kvindex.layer.async_append import AsyncAppend
+from kvindex.layer.arguments import (
+    check_bias,
+    check_queries,
+    check_rows,
+    check_tokens,
+    check_valid,
+    checked_sinks,
+)
 from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.dense import attend_densely
-from kvindex.layer.regions import Regions
 from kvindex.layer.retrieval import (
     Retrieved,
     attend_resident,
@@ -50,17 +51,13 @@ from kvindex.layer.retrieval import (
     rows_to_ask,
     search_and_attend,
 )
-from kvindex.layer.stats import Counts, Tally, Traffic
+from kvindex.layer.stats import Counts, Traffic
+from kvindex.layer.updates import WindowUpdates
 from kvindex.storage.recipe import Recipe, class_name
 from kvindex.storage.saved import save_folder
-from kvindex.storage.state import State, above, below, check_signed, signed
-
-LAG = 4
-"""Tokens that come while an update runs beside the steps, so that none waits for it
-(`benchmarks/append.py`); each of them is a row more in the window."""
 
 
-class AttentionLayer(Guarded):
+class AttentionLayer(WindowUpdates):
     """Attention over an index: append, attend, and let old tokens go into the index.
 
     index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer hold this
@@ -95,45 +92,21 @@ class AttentionLayer(Guarded):
     ) -> None:
         self.k = check.wanted_rows(k)
         self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
-        self.sink = check.at_least("sink", sink, 0)
-        self.local_window = check.at_least("local_window", local_window, 0)
-        self.update_every = check.at_least("update_every", update_every, 1)
         self.dense_below = check.at_least("dense_below", dense_below, 0)
-        self.search_up_to = check.at_least("search_up_to", search_up_to, 1)
-        if update_phase is not None and not 0 <= update_phase < 1:
-            raise ValueError(
-                f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
-            )
+        self.graphs = check.flag("graphs", graphs)
         tells = capability(index, TellsCoverage)
         if coverage is not None and tells is not None:
             tells.check_coverage(coverage)
-        if len(index):
-            raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
-        self.index = index
-        self.graphs = check.flag("graphs", graphs)
-        self.update_phase = update_phase
-        self._turn = None if update_phase is None else int(update_phase * update_every)
-        self._lag = min(LAG, update_every)
-        unit = self._unit()
-        turns = self._turn is not None and capability(index, AppendsAsync) is not None
-        # of the buffer: a block that is full waits for the layer's turn, and tokens come
-        self._most = 2 * update_every if turns and unit > 1 else update_every
-        room = local_window + self._most + self._lag + search_up_to - 1
-        sizes = dict(sink_size=sink, local_size=local_window, room=room)
-        self._regions = Regions(index.geometry, unit=unit, **sizes)
-        self._move: AsyncAppend | None = None  # of the rows that are leaving
-        self._sealed = False
-        self._looked: int | None = None  # length up to which updates were made, if one may be due
-        self._searched = 0  # tokens of the last step, if it searched
-        self._tally, self._row_bytes = Tally(), row_bytes(index)
+        super().__init__(
+            index,
+            sink=sink,
+            local_window=local_window,
+            update_every=update_every,
+            search_up_to=search_up_to,
+            update_phase=update_phase,
+        )
+        self._row_bytes = row_bytes(index)
         self._usual: object = None  # kinds of tensors that were checked last
-
-    def _unit(self) -> int:
-        """Tokens that go into the index together."""
-        blocks = capability(self.index, EncodesBlocks)
-        if blocks is None or self.update_every % blocks.block_tokens:
-            return 1
-        return blocks.block_tokens
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
@@ -184,13 +157,15 @@ class AttentionLayer(Guarded):
         CUDA device later), or a padded token after a real one; the layer stays as it was.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
-        self._update_due()
+        if self._looked is not None:
+            self._update_due()
         before, T = len(self), queries.shape[2]
         decoded = before > 0 and self.search_up_to >= T
         if decoded and not self._sealed:
             self.index.end_prompt()
             self._sealed = True
-        self._check_bias(bias, queries, before + T)
+        if bias is not None:
+            check_bias(bias, queries, before + T)
         sinks = self._sinks(sink_logits, queries)
         if ids is not None:
             if bias is not None:
@@ -209,10 +184,164 @@ class AttentionLayer(Guarded):
             output = attend_densely(self.index, window, queries, real, bias, sinks)
         if decoded and T > 1:
             self._looked = before
-        else:
-            self._update(1 if T == 1 else 0)
+        elif self._is_due(single := int(T == 1)):
+            self._update(single)
         self._searched = T if searches else 0
         return output
+
+    # What a step does, in order
+
+    def _checked(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values with padded tokens as zeros, and `valid`, None where none is padded.
+
+        Or an error, and nothing changed.
+        """
+        self._check_shapes(queries, keys, values)
+        if valid is not None:
+            check_valid(valid, keys)
+            valid = self._regions.padding(len(self), valid)
+        if valid is not None:
+            padded = ~valid[:, None, :, None]
+            keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
+        self._check_finite("keys", keys)
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        return keys, values, valid
+
+    def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
+        kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
+        if kinds == self._usual:
+            return
+        check_tokens(self.index.geometry, self.batch_size, queries, keys, values)
+        self._usual = kinds
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        """As `check.finite`, where that does not wait for a device."""
+        if self.index.geometry.device.type != "cuda":
+            check.finite(name, tensor)
+
+    def _sinks(self, sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
+        """Logits of learned sinks as float32 `[B, H, T]`, or None."""
+        return None if sink_logits is None else checked_sinks(sink_logits, queries)
+
+    def _observe(self, queries: Tensor, new: int = 0) -> None:
+        """Show queries `[B, H, T, D]` to an index that looks at them.
+
+        new: how many of their tokens are still to come into the window.
+        """
+        observer = capability(self.index, ObservesQueries)
+        if observer is not None:
+            length, T = len(self) + new, queries.shape[2]
+            positions = torch.arange(length - T, length, device=queries.device)
+            observer.observe_queries(queries, positions)
+
+    def _search(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Append `T` tokens one by one, each of which searches: `[B, H, T, Dv]`."""
+        before, T = len(self), queries.shape[2]
+        if T == 1:
+            return self._search_one(queries, keys, values, valid, bias, sinks)
+        outputs = []
+        for t in range(T):
+            one = slice(t, t + 1)
+            real = None if valid is None else valid[:, one]
+            term = None if bias is None else bias[:, :, one, : before + t + 1]
+            parts = queries[:, :, one], keys[:, :, one], values[:, :, one]
+            own = None if sinks is None else sinks[..., one]
+            outputs.append(self._search_one(*parts, real, term, own))
+        return torch.cat(outputs, dim=2)
+
+    def _search_one(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `_search`, of one token."""
+        index, regions, indexed = self.index, self._regions, len(self.index)
+        sinks = None if sinks is None else sinks[..., 0]
+        plain = valid is None and bias is None and self.coverage is None
+        decodes = capability(index, DecodesStep) if plain else None
+        if decodes is None or capability(index, ObservesQueries) is not None:
+            self._check_finite("queries", queries)  # as the index would, but before it is too late
+        if decodes is None:
+            regions.append(indexed, keys, values, valid)
+            self._observe(queries)
+            some = None if bias is None else bias[:, :, 0]
+            return self._retrieve(queries[:, :, 0], some, sinks)[:, :, None]
+        self._observe(queries, new=1)
+        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
+        read = decode_step(decodes, one, token, regions, indexed, k, self.graphs)
+        return output_of(self._counted(read, len(self)), sinks).unsqueeze(2)
+
+    def _retrieve(
+        self, queries: Tensor, bias: Tensor | None, sinks: Tensor | None, newer: int = 0
+    ) -> Tensor:
+        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
+
+        bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: newest tokens that are not seen.
+        """
+        index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
+        plain = bias is None and self.coverage is None and not newer
+        attends = capability(index, Attends) if plain else None
+        if attends is not None:
+            read = attend_resident(attends, regions, len(index), queries, k=k)
+            return output_of(self._counted(read, len(self)), sinks)
+        length = len(self) - newer
+        options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks, newer=newer)
+        read = search_and_attend(index, regions, queries, **options)
+        return output_of(self._counted(read, length), sinks)
+
+    def _counted(self, read: Retrieved, length: int) -> Attended:
+        """What a step attended to, which `traffic` counts. length: tokens of the sequence."""
+        padded, found = self._regions.padded, read.attended.found
+        size = self._row_bytes
+        step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
+        self._tally.count(step)
+        return read.attended
+
+    def _attend_chosen(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        sinks: Tensor | None,
+        ids: Tensor,
+        counts: bool,
+    ) -> Tensor:
+        """Append tokens that attend to the rows `ids`. counts: whether `traffic` counts them."""
+        self._regions.append(len(self.index), keys, values, valid)
+        self._observe(queries)
+        read = attend_chosen(self.index, self._regions, queries, ids)
+        newer, outputs = len(read), []
+        for t, one in enumerate(read):
+            own = None if sinks is None else sinks[..., t]
+            attended = self._counted(one, len(self) - newer + t + 1) if counts else one.attended
+            outputs.append(output_of(attended, own))
+        return torch.stack(outputs, dim=2)
+
+    def _is_due(self, decoded: int) -> bool:
+        """Whether an update may begin or end, with so many tokens: no more than a few numbers."""
+        if self._turn is not None and self._has_turn(decoded):
+            return True
+        enough = self.update_every if self._move is None else self._lag if decoded else 0
+        return self._regions.buffer >= enough
+
+    # Other steps
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
         """Attend again from the newest `T` tokens, with queries of another layer that shares these
@@ -223,12 +352,9 @@ class AttentionLayer(Guarded):
         Raises ValueError or TypeError for a wrong tensor, or for more tokens than there are, or
         than the last step had that searched.
         """
-        g, most = self.index.geometry, self._searched or len(self)
-        shape = {"B": self.batch_size or None, "H": g.q_heads, "T": None, "D": g.head_dim}
-        check.tensor("queries", queries, shape, g.dtype, g.device)
+        most = self._searched or len(self)
+        check_queries(self.index.geometry, self.batch_size, queries, most)
         T = queries.shape[2]
-        if not 1 <= T <= most:
-            raise ValueError(f"queries.shape[2] (tokens): got {T}, allowed is 1 to {most}")
         sinks = self._sinks(sink_logits, queries)
         if not self._searched:
             window, real = self._regions.window, self._regions.valid
@@ -249,7 +375,7 @@ class AttentionLayer(Guarded):
         appends beside what comes next, until the next piece or `settle`. Raises as `step`.
         """
         before, T = len(self), queries.shape[2]
-        self._check_rows(rows, before + T)
+        check_rows(self.index.geometry, self.batch_size, rows, before + T)
         new = rows.keys[:, :, before:], rows.values[:, :, before:]
         keys, values, valid = self._checked(queries, *new, valid)
         self.settle()
@@ -350,37 +476,6 @@ class AttentionLayer(Guarded):
         else:
             cut_back(self.index, before)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A layer that goes on from here by itself; what is on its way into the index arrives."""
-        self.settle()
-        twin = super().__deepcopy__(memo)
-        if not isinstance(self.index, Restorable):
-            twin.index = deepcopy(self.index, memo)
-        return twin
-
-    def state_dict(self) -> State:
-        """The index's state, with names below `index`, and that of window and sink.
-
-        What is on its way into the index arrives before; `traffic` is no state. Raises ValueError
-        for an index that does not offer `protocol.KeepsState`.
-        """
-        self.settle()
-        state = above("index", self._stateful().state_dict()) | self._regions.packed()
-        return signed(self._whose(), {**state, "sealed": torch.tensor(self._sealed)})
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Become what a layer of the same sizes was, around an index of the same configuration.
-
-        Raises TypeError or ValueError for anything else, and for a layer that holds tokens; it
-        stays as it was.
-        """
-        check_signed(self._whose(), state)
-        if len(self):
-            raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
-        self._stateful().load_state_dict(below("index", state))
-        self._regions.unpack(state)
-        self._sealed, self._broken = bool(state["sealed"]), None
-
     def recipe(self) -> Recipe:
         """The layer's options, and how its index is made, which None stands for if unknown."""
         index, names = capability(self.index, TellsRecipe), inspect.signature(AttentionLayer)
@@ -395,305 +490,3 @@ class AttentionLayer(Guarded):
         be written, and as `state_dict`.
         """
         save_folder(folder, "layer", self.recipe(), {"state": self.state_dict})
-
-    def _stateful(self) -> KeepsState:
-        index = capability(self.index, KeepsState)
-        if index is None:
-            name = type(self.index).__name__
-            raise ValueError(f"index: got {name}, allowed is one that offers KeepsState")
-        return index
-
-    def _whose(self) -> dict[str, Any]:
-        sizes = dict(sink=self.sink, local_window=self.local_window, update_every=self.update_every)
-        return {"layer": sizes}
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on. Raises ValueError below 0."""
-        check.at_least("length", length, 0)
-        self._searched = 0
-        regions, indexed = self._regions, len(self.index)
-        if self._move is not None and length < indexed + self._move.leaving.count:
-            self._give_up()
-        sink = regions.sink
-        if length < indexed:
-            sink = None if sink is None else sink.before(length)
-            self.index.truncate(length)
-        regions.truncate(indexed, length, sink)
-
-    def reorder(self, batch_indices: Tensor) -> None:
-        """Row `b` of the batch becomes what row `batch_indices[b]` was; int64 `[B']`."""
-        check.rows("batch_indices", batch_indices, self.batch_size or None)
-        if not self.batch_size:
-            return
-        self._finish()
-        regions = self._regions.reordered(batch_indices)
-        self.index.reorder(batch_indices)
-        self._regions = regions
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._give_up()
-        self.index.reset()
-        self._regions.reset()
-        self._sealed, self._looked, self._searched, self._broken = False, None, 0, None
-        self._tally = Tally()
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: the index's, and `window` (sink, local, buffer)."""
-        return {**self.index.nbytes(), "window": self._regions.nbytes()}
-
-    # Attention
-
-    def _search(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid: Tensor | None,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Append `T` tokens one by one, each of which searches: `[B, H, T, Dv]`."""
-        before, T = len(self), queries.shape[2]
-        if T == 1:
-            return self._search_one(queries, keys, values, valid, bias, sinks)
-        outputs = []
-        for t in range(T):
-            one = slice(t, t + 1)
-            real = None if valid is None else valid[:, one]
-            term = None if bias is None else bias[:, :, one, : before + t + 1]
-            parts = queries[:, :, one], keys[:, :, one], values[:, :, one]
-            own = None if sinks is None else sinks[..., one]
-            outputs.append(self._search_one(*parts, real, term, own))
-        return torch.cat(outputs, dim=2)
-
-    def _search_one(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid: Tensor | None,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """As `_search`, of one token."""
-        index, regions, indexed = self.index, self._regions, len(self.index)
-        sinks = None if sinks is None else sinks[..., 0]
-        plain = valid is None and bias is None and self.coverage is None
-        decodes = capability(index, DecodesStep) if plain else None
-        if decodes is None or capability(index, ObservesQueries) is not None:
-            self._check_finite("queries", queries)  # as the index would, but before it is too late
-        if decodes is None:
-            regions.append(indexed, keys, values, valid)
-            self._observe(queries)
-            some = None if bias is None else bias[:, :, 0]
-            return self._retrieve(queries[:, :, 0], some, sinks)[:, :, None]
-        self._observe(queries, new=1)
-        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
-        read = decode_step(decodes, one, token, regions, indexed, k, self.graphs)
-        return output_of(self._counted(read, len(self)), sinks).unsqueeze(2)
-
-    def _attend_chosen(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid: Tensor | None,
-        sinks: Tensor | None,
-        ids: Tensor,
-        counts: bool,
-    ) -> Tensor:
-        """Append tokens that attend to the rows `ids`. counts: whether `traffic` counts them."""
-        self._regions.append(len(self.index), keys, values, valid)
-        self._observe(queries)
-        read = attend_chosen(self.index, self._regions, queries, ids)
-        newer, outputs = len(read), []
-        for t, one in enumerate(read):
-            own = None if sinks is None else sinks[..., t]
-            attended = self._counted(one, len(self) - newer + t + 1) if counts else one.attended
-            outputs.append(output_of(attended, own))
-        return torch.stack(outputs, dim=2)
-
-    def _observe(self, queries: Tensor, new: int = 0) -> None:
-        """Show queries `[B, H, T, D]` to an index that looks at them.
-
-        new: how many of their tokens are still to come into the window.
-        """
-        observer = capability(self.index, ObservesQueries)
-        if observer is not None:
-            length, T = len(self) + new, queries.shape[2]
-            positions = torch.arange(length - T, length, device=queries.device)
-            observer.observe_queries(queries, positions)
-
-    def _retrieve(
-        self, queries: Tensor, bias: Tensor | None, sinks: Tensor | None, newer: int = 0
-    ) -> Tensor:
-        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
-
-        bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: newest tokens that are not seen.
-        """
-        index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
-        plain = bias is None and self.coverage is None and not newer
-        attends = capability(index, Attends) if plain else None
-        if attends is not None:
-            read = attend_resident(attends, regions, len(index), queries, k=k)
-            return output_of(self._counted(read, len(self)), sinks)
-        length = len(self) - newer
-        options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks, newer=newer)
-        read = search_and_attend(index, regions, queries, **options)
-        return output_of(self._counted(read, length), sinks)
-
-    def _counted(self, read: Retrieved, length: int) -> Attended:
-        """What a step attended to, which `traffic` counts. length: tokens of the sequence."""
-        padded, found = self._regions.padded, read.attended.found
-        size = self._row_bytes
-        step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
-        self._tally.count(step)
-        return read.attended
-
-    # Updates
-
-    def _update_due(self) -> None:
-        """The update that waits since a step of several tokens, if one is due for what is left."""
-        looked, self._looked = self._looked, None
-        if looked is not None and len(self) > looked:
-            self._update(len(self) - looked)
-
-    def _update(self, decoded: int = 0) -> None:
-        """When the buffer is full, all but the newest `local` tokens go into the index.
-
-        decoded: so many tokens have come, and are no piece of a prompt; the index, if it can,
-        appends while the next steps run, which attend to them where they are.
-        """
-        if not self._is_due(decoded):
-            return
-        regions, turn = self._regions, self._has_turn(decoded)
-        beside = capability(self.index, AppendsAsync) if decoded else None
-        turn = turn and beside is not None
-        if self._move is not None:
-            if beside is not None and not turn and regions.buffer < self._lag:
-                return
-            self._finish()
-        if regions.buffer < (self.update_every if beside is None else self._most) and not turn:
-            return
-        self._begin_update(beside)
-
-    def _begin_update(self, beside: AppendsAsync | None) -> None:
-        """All but the newest `local` tokens begin to leave; without `beside` they are gone, too."""
-        leaving = self._regions.oldest(len(self.index))
-        if leaving.count:
-            self._move = AsyncAppend(self.index, leaving, beside=beside)
-        self._regions.begin(leaving.count)
-        if beside is None:
-            self._finish()
-
-    def _update_replayed(self) -> None:
-        """As `_update` after a token, as a call of its own."""
-        self._update(1)
-
-    def _has_turn(self, decoded: int) -> bool:
-        """Whether the layer's turn has come with one of so many tokens."""
-        if self._turn is None:
-            return False
-        return (len(self) - self._turn) % self.update_every < decoded
-
-    def _is_due(self, decoded: int) -> bool:
-        """Whether an update may begin or end, with so many tokens: no more than a few numbers."""
-        enough = self.update_every if self._move is None else self._lag if decoded else 0
-        return self._has_turn(decoded) or self._regions.buffer >= enough
-
-    def _finish(self) -> None:
-        """What is leaving is in the index."""
-        move, self._move = self._move, None
-        if move is None:
-            return
-        rest = self._regions.without(move.leaving.count)
-        move.end()
-        self._regions.end(rest, move.leaving.sink)
-
-    def settle(self) -> None:
-        """What is on its way into the index arrives, after an update that is due."""
-        self._update_due()
-        self._finish()
-
-    def _give_up(self) -> None:
-        """What is leaving stays."""
-        if self._move is not None:
-            self._move.wait()  # the index writes to the same places again
-            self._move = None
-            self._regions.stay()
-
-    # Arguments
-
-    def _check_bias(self, bias: Tensor | None, queries: Tensor, length: int) -> None:
-        """Raises ValueError or TypeError for a bias that is not of these queries."""
-        if bias is None:
-            return
-        shape = {"B": queries.shape[0], "H": queries.shape[1], "T": queries.shape[2], "N": length}
-        check.tensor("bias", bias, dict(shape), device=queries.device)
-        if not bias.is_floating_point():
-            raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
-
-    def _sinks(self, sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
-        """As float32 `[B, H, T]`, or None. Raises ValueError or TypeError for others."""
-        if sink_logits is None:
-            return None
-        B, H, T, _ = queries.shape
-        alone = isinstance(sink_logits, Tensor) and sink_logits.ndim == 1
-        shape: dict[str, int | None] = {"H": H} if alone else {"B": B, "H": H, "T": T}
-        check.tensor("sink_logits", sink_logits, shape, device=queries.device)
-        if not sink_logits.is_floating_point():
-            raise ValueError(
-                f"sink_logits: got dtype {sink_logits.dtype}, allowed is one of floats"
-            )
-        sinks = sink_logits.detach().float()
-        return sinks[None, :, None].expand(B, H, T) if alone else sinks
-
-    def _checked(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values with padded tokens as zeros, and `valid`, None where none is padded.
-
-        Or an error, and nothing changed.
-        """
-        g = self.index.geometry
-        self._check_shapes(queries, keys, values)
-        if valid is not None:
-            sizes: dict[str, int | None] = {"B": keys.shape[0], "T": keys.shape[2]}
-            check.tensor("valid", valid, sizes, torch.bool, g.device)
-            valid = self._regions.padding(len(self), valid)
-        if valid is not None:
-            padded = ~valid[:, None, :, None]
-            keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
-        self._check_finite("keys", keys)
-        if keys.requires_grad or values.requires_grad:
-            keys, values = keys.detach(), values.detach()
-        return keys, values, valid
-
-    def _check_rows(self, rows: Rows, length: int) -> None:
-        """Raises ValueError or TypeError for rows that are not those of so many tokens."""
-        g = self.index.geometry
-        shape = {"B": self.batch_size or None, "G": g.kv_heads, "N": length}
-        check.tensor("rows.keys", rows.keys, {**shape, "D": g.head_dim}, g.dtype, g.device)
-        shape["B"] = len(rows.keys)
-        check.tensor("rows.values", rows.values, {**shape, "D": g.value_dim}, g.dtype, g.device)
-
-    def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
-        kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
-        if kinds == self._usual:
-            return
-        g = self.index.geometry
-        shape = {"B": self.batch_size or None, "G": g.kv_heads, "T": None, "D": g.head_dim}
-        check.tensor("keys", keys, shape, g.dtype, g.device)
-        shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
-        check.tensor("values", values, {**shape, "D": g.value_dim}, g.dtype, g.device)
-        shape = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2], "D": g.head_dim}
-        check.tensor("queries", queries, shape, g.dtype, g.device)
-        check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
-        self._usual = kinds
-
-    def _check_finite(self, name: str, tensor: Tensor) -> None:
-        """As `check.finite`, where that does not wait for a device."""
-        if self.index.geometry.device.type != "cuda":
-            check.finite(name, tensor)

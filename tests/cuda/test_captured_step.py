@@ -191,7 +191,7 @@ def test_an_update_that_fails_leaves_the_token_and_comes_again(device, monkeypat
         pair.feed()
     parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
     with monkeypatch.context() as patch:
-        patch.setattr("kvindex.layer.attention_layer.AsyncAppend", _no_memory)
+        patch.setattr("kvindex.layer.updates.AsyncAppend", _no_memory)
         patch.setattr(pair.layers[1], "_update", lambda _: None)
         with pytest.raises(MemoryError):
             pair._replay(parts)

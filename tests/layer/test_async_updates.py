@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvindex.layer.attention_layer import LAG
+from kvindex.layer.updates import LAG
 from kvindex.wrappers import MeasureRecall, Wrapper
 from tests.support.beside import CASES, beside, feed, leaving, singles
 from tests.support.helpers import Case, all_rows, sampled

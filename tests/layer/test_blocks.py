@@ -5,7 +5,7 @@ import torch
 
 from kvindex.core.protocol import EncodesBlocks
 from kvindex.layer import AttentionLayer
-from kvindex.layer.attention_layer import LAG
+from kvindex.layer.updates import LAG
 from tests.support.beside import Beside, beside, feed, singles
 from tests.support.helpers import Case
 from tests.support.sequences import Sequence, steps_of

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kvindex.layer.attention_layer import LAG
+from kvindex.layer.updates import LAG
 from tests.support.beside import CASES, beside, feed, leaving, singles
 from tests.support.helpers import Case
 from tests.support.sequences import Sequence, layer_of
@@ -153,7 +153,7 @@ def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
         elif done == "fail" and length:
             for layer in layers:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(layer, "_update", lambda _: 1 / 0)
+                    patch.setattr(layer, "_is_due", lambda _: 1 / 0)
                     with pytest.raises(ZeroDivisionError):
                         tokens.feed(layer, length, length + 1)
         else:

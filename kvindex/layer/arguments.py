@@ -1,0 +1,66 @@
+"""Checks of what a step is given: shapes, dtypes and devices of queries, keys, values and terms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Rows
+
+
+def check_tokens(g: Geometry, batch: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raises TypeError or ValueError for others than queries `[B, H, T, D]`, keys `[B, G, T, D]`,
+    values `[B, G, T, Dv]`. batch: `B`, or 0 where any is allowed.
+    """
+    shape = {"B": batch or None, "G": g.kv_heads, "T": None, "D": g.head_dim}
+    check.tensor("keys", keys, shape, g.dtype, g.device)
+    shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
+    check.tensor("values", values, {**shape, "D": g.value_dim}, g.dtype, g.device)
+    shape = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2], "D": g.head_dim}
+    check.tensor("queries", queries, shape, g.dtype, g.device)
+    check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
+
+
+def check_valid(valid: Tensor, keys: Tensor) -> None:
+    """Raises TypeError or ValueError for other flags than bool `[B, T]` of these keys."""
+    sizes: dict[str, int | None] = {"B": keys.shape[0], "T": keys.shape[2]}
+    check.tensor("valid", valid, sizes, torch.bool, keys.device)
+
+
+def check_queries(g: Geometry, batch: int, queries: Tensor, most: int) -> None:
+    """Raises TypeError or ValueError for others than `[B, H, T, D]` of 1 to `most` tokens."""
+    shape = {"B": batch or None, "H": g.q_heads, "T": None, "D": g.head_dim}
+    check.tensor("queries", queries, shape, g.dtype, g.device)
+    T = queries.shape[2]
+    if not 1 <= T <= most:
+        raise ValueError(f"queries.shape[2] (tokens): got {T}, allowed is 1 to {most}")
+
+
+def check_rows(g: Geometry, batch: int, rows: Rows, length: int) -> None:
+    """Raises TypeError or ValueError for rows that are not those of so many tokens."""
+    shape = {"B": batch or None, "G": g.kv_heads, "N": length}
+    check.tensor("rows.keys", rows.keys, {**shape, "D": g.head_dim}, g.dtype, g.device)
+    shape["B"] = len(rows.keys)
+    check.tensor("rows.values", rows.values, {**shape, "D": g.value_dim}, g.dtype, g.device)
+
+
+def check_bias(bias: Tensor, queries: Tensor, length: int) -> None:
+    """Raises TypeError or ValueError for a bias that is not `[B, H, T, N]` of these queries."""
+    shape = {"B": queries.shape[0], "H": queries.shape[1], "T": queries.shape[2], "N": length}
+    check.tensor("bias", bias, dict(shape), device=queries.device)
+    if not bias.is_floating_point():
+        raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
+
+
+def checked_sinks(sink_logits: Tensor, queries: Tensor) -> Tensor:
+    """As float32 `[B, H, T]`, from `[H]` or that. Raises TypeError or ValueError for others."""
+    B, H, T, _ = queries.shape
+    alone = isinstance(sink_logits, Tensor) and sink_logits.ndim == 1
+    shape: dict[str, int | None] = {"H": H} if alone else {"B": B, "H": H, "T": T}
+    check.tensor("sink_logits", sink_logits, shape, device=queries.device)
+    if not sink_logits.is_floating_point():
+        raise ValueError(f"sink_logits: got dtype {sink_logits.dtype}, allowed is one of floats")
+    sinks = sink_logits.detach().float()
+    return sinks[None, :, None].expand(B, H, T) if alone else sinks

@@ -1,0 +1,226 @@
+"""Updates of the window: old tokens move into the index; what a layer holds comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core.capability import capability
+from kvindex.core.guard import Guarded
+from kvindex.core.protocol import AppendsAsync, EncodesBlocks, KeepsState, KVIndex
+from kvindex.core.restore import Restorable
+from kvindex.layer.async_append import AsyncAppend
+from kvindex.layer.regions import Regions
+from kvindex.layer.stats import Tally
+from kvindex.storage.state import State, above, below, check_signed, signed
+
+LAG = 4
+"""Tokens that come while an update runs beside the steps, so that none waits for it
+(`benchmarks/append.py`); each of them is a row more in the window."""
+
+
+class WindowUpdates(Guarded):
+    """An index, the window of the tokens after its own, and what is on its way from one to the
+    other: all that a layer holds, and how it changes but for new tokens.
+
+    Base of `AttentionLayer`, which says what the sizes mean, and when an update is due.
+    """
+
+    def __init__(
+        self,
+        index: KVIndex,
+        *,
+        sink: int,
+        local_window: int,
+        update_every: int,
+        search_up_to: int,
+        update_phase: float | None,
+    ) -> None:
+        self.sink = check.at_least("sink", sink, 0)
+        self.local_window = check.at_least("local_window", local_window, 0)
+        self.update_every = check.at_least("update_every", update_every, 1)
+        self.search_up_to = check.at_least("search_up_to", search_up_to, 1)
+        if update_phase is not None and not 0 <= update_phase < 1:
+            raise ValueError(
+                f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
+            )
+        if len(index):
+            raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
+        self.index, self.update_phase = index, update_phase
+        self._turn = None if update_phase is None else int(update_phase * update_every)
+        self._lag = min(LAG, update_every)
+        unit = self._unit()
+        turns = self._turn is not None and capability(index, AppendsAsync) is not None
+        # of the buffer: a block that is full waits for the layer's turn, and tokens come
+        self._most = 2 * update_every if turns and unit > 1 else update_every
+        room = local_window + self._most + self._lag + search_up_to - 1
+        sizes = dict(sink_size=sink, local_size=local_window, room=room)
+        self._regions = Regions(index.geometry, unit=unit, **sizes)
+        self._move: AsyncAppend | None = None  # of the rows that are leaving
+        self._sealed = False
+        self._looked: int | None = None  # length up to which updates were made, if one may be due
+        self._searched = 0  # tokens of the last step, if it searched
+        self._tally = Tally()
+
+    def __len__(self) -> int:
+        """Tokens seen, `N`: those in the index and those in the window."""
+        raise NotImplementedError
+
+    def _unit(self) -> int:
+        """Tokens that go into the index together."""
+        blocks = capability(self.index, EncodesBlocks)
+        if blocks is None or self.update_every % blocks.block_tokens:
+            return 1
+        return blocks.block_tokens
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per tier: the index's, and `window` (sink, local, buffer)."""
+        return {**self.index.nbytes(), "window": self._regions.nbytes()}
+
+    # Updates
+
+    def _update_due(self) -> None:
+        """The update that waits since a step of several tokens, if one is due for what is left."""
+        looked, self._looked = self._looked, None
+        if looked is not None and len(self) > looked:
+            self._update(len(self) - looked)
+
+    def _update(self, decoded: int = 0) -> None:
+        """When the buffer is full, all but the newest `local` tokens go into the index.
+
+        decoded: so many tokens have come, and are no piece of a prompt; the index, if it can,
+        appends while the next steps run, which attend to them where they are.
+        """
+        regions, turn = self._regions, self._has_turn(decoded)
+        beside = capability(self.index, AppendsAsync) if decoded else None
+        turn = turn and beside is not None
+        if self._move is not None:
+            if beside is not None and not turn and regions.buffer < self._lag:
+                return
+            self._finish()
+        if regions.buffer < (self.update_every if beside is None else self._most) and not turn:
+            return
+        self._begin_update(beside)
+
+    def _begin_update(self, beside: AppendsAsync | None) -> None:
+        """All but the newest `local` tokens begin to leave; without `beside` they are gone, too."""
+        leaving = self._regions.oldest(len(self.index))
+        if leaving.count:
+            self._move = AsyncAppend(self.index, leaving, beside=beside)
+        self._regions.begin(leaving.count)
+        if beside is None:
+            self._finish()
+
+    def _update_replayed(self) -> None:
+        """As `_update` after a token, as a call of its own."""
+        self._update(1)
+
+    def _has_turn(self, decoded: int) -> bool:
+        """Whether the layer's turn has come with one of so many tokens."""
+        if self._turn is None:
+            return False
+        return (len(self) - self._turn) % self.update_every < decoded
+
+    def _finish(self) -> None:
+        """What is leaving is in the index."""
+        move, self._move = self._move, None
+        if move is None:
+            return
+        rest = self._regions.without(move.leaving.count)
+        move.end()
+        self._regions.end(rest, move.leaving.sink)
+
+    def settle(self) -> None:
+        """What is on its way into the index arrives, after an update that is due."""
+        self._update_due()
+        self._finish()
+
+    def _give_up(self) -> None:
+        """What is leaving stays."""
+        if self._move is not None:
+            self._move.wait()  # the index writes to the same places again
+            self._move = None
+            self._regions.stay()
+
+    # Tokens go, and rows of the batch move
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on. Raises ValueError below 0."""
+        check.at_least("length", length, 0)
+        self._searched = 0
+        regions, indexed = self._regions, len(self.index)
+        if self._move is not None and length < indexed + self._move.leaving.count:
+            self._give_up()
+        sink = regions.sink
+        if length < indexed:
+            sink = None if sink is None else sink.before(length)
+            self.index.truncate(length)
+        regions.truncate(indexed, length, sink)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Row `b` of the batch becomes what row `batch_indices[b]` was; int64 `[B']`."""
+        batch = self._regions.batch_size
+        check.rows("batch_indices", batch_indices, batch or None)
+        if not batch:
+            return
+        self._finish()
+        regions = self._regions.reordered(batch_indices)
+        self.index.reorder(batch_indices)
+        self._regions = regions
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._give_up()
+        self.index.reset()
+        self._regions.reset()
+        self._sealed, self._looked, self._searched, self._broken = False, None, 0, None
+        self._tally = Tally()
+
+    # Copies and state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A layer that goes on from here by itself; what is on its way into the index arrives."""
+        self.settle()
+        twin = super().__deepcopy__(memo)
+        if not isinstance(self.index, Restorable):
+            twin.index = deepcopy(self.index, memo)
+        return twin
+
+    def state_dict(self) -> State:
+        """The index's state, with names below `index`, and that of window and sink.
+
+        What is on its way into the index arrives before; `traffic` is no state. Raises ValueError
+        for an index that does not offer `protocol.KeepsState`.
+        """
+        self.settle()
+        state = above("index", self._stateful().state_dict()) | self._regions.packed()
+        return signed(self._whose(), {**state, "sealed": torch.tensor(self._sealed)})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Become what a layer of the same sizes was, around an index of the same configuration.
+
+        Raises TypeError or ValueError for anything else, and for a layer that holds tokens; it
+        stays as it was.
+        """
+        check_signed(self._whose(), state)
+        if len(self):
+            raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
+        self._stateful().load_state_dict(below("index", state))
+        self._regions.unpack(state)
+        self._sealed, self._broken = bool(state["sealed"]), None
+
+    def _stateful(self) -> KeepsState:
+        index = capability(self.index, KeepsState)
+        if index is None:
+            name = type(self.index).__name__
+            raise ValueError(f"index: got {name}, allowed is one that offers KeepsState")
+        return index
+
+    def _whose(self) -> dict[str, Any]:
+        sizes = dict(sink=self.sink, local_window=self.local_window, update_every=self.update_every)
+        return {"layer": sizes}
