@@ -28,9 +28,9 @@ of them in device memory (where it fits; `dense`: torch's kernel over just so ma
 the decoder's own, which the device tells how many there are), and through the index, where
 attention is so sharp that `--hit-rate` of the rows wanted from the host lie in the cache of rows
 (`cached`), and where that is emptied before each token (`uncached`). Inputs are new each time;
-`tokens_per_s` is of all sequences together. Milliseconds of the device (`device_ms`) and between two tokens that the host reads
-(`token_ms`), updates of the windows among them; `ratio`: to `dense`, or to `weights`; `floor_ms`:
-the weights' bytes at the rate at which a sum reads memory.
+`tokens_per_s` is of all sequences together. Milliseconds of the device (`device_ms`) and between
+two tokens that the host reads (`token_ms`), updates of the windows among them; `ratio`: to `dense`,
+or to `weights`; `floor_ms`: the weights' bytes at the rate at which a sum reads memory.
 Before that the tokens of two layers by graphs must be those by steps; else nothing is timed.
 
 `--through transformers` (key `transformers`): a model of transformers of that shape, with random
@@ -42,11 +42,11 @@ a graph for each layer's step (`layer_graphs`), beside the `decoder` with the sa
 (`indexed`) and without one (`full`, where all rows fit), the last token's logits alone: seconds of
 the `first` reading and of warm ones, the device's memory at most (`peak_bytes`), and that over the
 bytes of the weights, one layer's keys and values, and a chunk's activations (`memory`).
-
 Each part is a run, and a file, of its own.
+
 Figures are medians with quartiles (`_low`, `_high`) and each round's (`_rounds`); `ratio`: of a
-plan's time to that with graphs in the same round, unless said. No turn begins before all memory that is pinned
-ahead is pinned, no round after `--seconds`; `left_out` says how many were not begun.
+plan's time to that with graphs in the same round, unless said. No turn begins before all memory
+that is pinned ahead is pinned, no round after `--seconds`; `left_out` says how many were not begun.
 """
 
 from __future__ import annotations
