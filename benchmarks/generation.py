@@ -4,7 +4,11 @@
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
         [--dtype …] [--device …] [--without-graphs] --json OUT
     python -m benchmarks.generation --decoder SHAPE [--context N] [--index SPEC] [--written T]
-        [--turn T] [--hit-rate R] [--weights fp8] [--torch-products] [--device …] --json OUT
+        [--turn T] [--batch B] [--hit-rate R] [--weights fp8] [--torch-products] [--device …]
+        --json OUT
+    python -m benchmarks.generation --decoder SHAPE --through transformers [--context N] …
+        --json OUT
+    python -m benchmarks.generation --decoder SHAPE --prefill N [--weights fp8] … --json OUT
 
 What is compared is measured in turns, round after round, a few tokens of each plan at a time
 (`--turn`), so that what slows a host for a while slows them all. `layers`: L attention layers
@@ -18,19 +22,31 @@ token of a turn, between its first and its last one, and seconds that all of the
 chunk took. `--without-graphs`, for a CPU: the `model` alone, `dense` and through the index.
 
 `--decoder`: tokens of the minimal decoder, each one CUDA graph, with random weights of a model's
-shape (`common/token.py`), every layer over N synthetic tokens: without attention (`weights`), with
-full attention over all of them in device memory (where it fits; `dense`: torch's kernel over just
-so many rows; `growing`: the decoder's own, which the device tells how many there are), and through
-the index, where attention is so sharp that `--hit-rate` of the rows wanted from the host lie in
-the cache of rows (`cached`), and where that is emptied before each token (`uncached`). Inputs are
-new each time. Milliseconds of the device (`device_ms`) and between two tokens that the host reads
-(`token_ms`), updates of the windows among them; `ratio`: to `dense`, or to `weights`; `floor_ms`:
-the weights' bytes at the rate at which a sum reads memory.
+shape (`common/token.py`), every layer over N synthetic tokens of each of B sequences (Triton's
+products take 8 at most, torch's more): without attention (`weights`), with full attention over all
+of them in device memory (where it fits; `dense`: torch's kernel over just so many rows; `growing`:
+the decoder's own, which the device tells how many there are), and through the index, where
+attention is so sharp that `--hit-rate` of the rows wanted from the host lie in the cache of rows
+(`cached`), and where that is emptied before each token (`uncached`). Inputs are new each time;
+`tokens_per_s` is of all sequences together. Milliseconds of the device (`device_ms`) and between
+two tokens that the host reads (`token_ms`), updates of the windows among them; `ratio`: to `dense`,
+or to `weights`; `floor_ms`: the weights' bytes at the rate at which a sum reads memory.
 Before that the tokens of two layers by graphs must be those by steps; else nothing is timed.
 
+`--through transformers` (key `transformers`): a model of transformers of that shape, with random
+weights, writes tokens drawn at random through `attach`, whole tokens as graphs (`token_graph`) or
+a graph for each layer's step (`layer_graphs`), beside the `decoder` with the same weights, which
+`ratio` is to; each holds N tokens a layer, in an index of its own. `token_ms` alone.
+
+`--prefill N` (key `prefill`): the decoder reads N random tokens layer by layer, into an index
+(`indexed`) and without one (`full`, where all rows fit), the last token's logits alone: seconds of
+the `first` reading and of warm ones, the device's memory at most (`peak_bytes`), and that over the
+bytes of the weights, one layer's keys and values, and a chunk's activations (`memory`).
+Each part is a run, and a file, of its own.
+
 Figures are medians with quartiles (`_low`, `_high`) and each round's (`_rounds`); `ratio`: of a
-plan's time to that with graphs in the same round. No turn begins before all memory that is pinned
-ahead is pinned, no round after `--seconds`; `left_out` says how many were not begun.
+plan's time to that with graphs in the same round, unless said. No turn begins before all memory
+that is pinned ahead is pinned, no round after `--seconds`; `left_out` says how many were not begun.
 """
 
 from __future__ import annotations
@@ -38,9 +54,8 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -49,11 +64,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.common import token, workload
+from benchmarks.common import attached, decoder, prompt
+from benchmarks.common.attached import Marks
 from benchmarks.common.decoding import LOCAL, Decoding
 from benchmarks.common.reading import add_model, described, loaded, write
+from benchmarks.common.shapes import SHAPES
 from benchmarks.common.timing import Figures, in_turns
 from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
@@ -62,6 +78,9 @@ from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.prefill import prefill
+
+OF_DECODER = {"decoder": decoder, "transformers": attached, "prefill": prompt}
+"""What is measured and shown of a decoder, by part."""
 
 SHAPE = dict(q_heads=H, kv_heads=G, head_dim=D)
 PLANS = {"dense": "transformers, dense attention", "eager": "graphs off", "graphs": "graphs on"}
@@ -77,7 +96,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """What the command was told; exits with words where it cannot be done."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--decoder", choices=token.SHAPES, help="shape of its random weights")
+    parser.add_argument("--decoder", choices=SHAPES, help="shape of its random weights")
+    parser.add_argument("--through", choices=("transformers",), help="beside the decoder")
+    parser.add_argument("--prefill", type=int, metavar="N", help="tokens that the decoder reads")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of the decoder")
     parser.add_argument("--torch-products", action="store_true", help="of the decoder: no Triton")
     parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="of the decoder")
     parser.add_argument("--hit-rate", type=float, default=0.93, help="of the decoder's rows")
@@ -93,12 +115,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     add_model(parser)
     found = parser.parse_args(given)
-    least = dict(tokens=1, turn=2, layers=1, context=LOCAL + 256)
+    least = dict(batch=1, tokens=1, turn=2, layers=1, context=LOCAL + 256)
     least |= dict(written=found.turn, steps=found.turn)
     least |= dict(turn=8) if found.decoder else {}
+    least |= {} if found.prefill is None else dict(prefill=2)
     for name, low in least.items():
         if getattr(found, name) < low:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
+    part = found.through or found.prefill
+    if (part and not found.decoder) or (found.through and found.prefill):
+        parser.error("through, prefill: got one without --decoder or both, allowed is one with it")
+    if found.batch > 1 and (part or not found.decoder):
+        parser.error(f"batch: got {found.batch}, allowed is 1 but for --decoder's own tokens")
+    if found.through and found.weights != PLAIN:
+        parser.error(f"weights: got {found.weights}, allowed is {PLAIN} through transformers")
     if not found.decoder and (found.text is None or not found.text.is_file()):
         parser.error(f"text: got {found.text}, allowed is a file that exists")
     return found
@@ -133,20 +163,6 @@ def measured_layers(given: argparse.Namespace, end: float) -> Iterator[dict[str,
         yield about | found
 
 
-class _Marks(BaseStreamer):
-    """When tokens come; the prompt is the first."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        """One more."""
-        self.at.append(time.perf_counter())
-
-    def end(self) -> None:
-        """No more come."""
-
-
 class Writer:
     """A model that has read a prompt, ids int64 `[N]`, and writes on by a plan until `until`.
 
@@ -165,7 +181,7 @@ class Writer:
 
     def turn(self, count: int) -> Figures:
         """Milliseconds per token of `count` more, from the first to the last."""
-        marks, options = _Marks(), dict(max_new_tokens=count, min_new_tokens=count)
+        marks, options = Marks(), dict(max_new_tokens=count, min_new_tokens=count)
         self.ids = self._model.generate(
             input_ids=self.ids,
             attention_mask=torch.ones_like(self.ids),
@@ -201,79 +217,6 @@ def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, 
             yield about | found | {"written": given.turn * found["rounds"], "same_text": same}
 
 
-def measured_decoder(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """The decoder's tokens, after each round."""
-    shape, device = token.SHAPES[given.decoder], given.device
-    g = shape.geometry(getattr(torch, given.dtype), device)
-    token.check(shape, g, given.index, fused=not given.torch_products, kind=given.weights)
-    rate = token.read_rate(g.device)
-    weights = token.weights_of(shape, g, given.weights)
-    read = token.bytes_read(weights)
-    about = dict(shape=shape._asdict(), context=given.context, k=token.K, sink=token.SINK)
-    about |= dict(window=token.LOCAL, update_every=token.UPDATE, weights_bytes=read)
-    about |= dict(products="torch" if given.torch_products else "triton", kind=given.weights)
-    about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
-    plan = partial(token.Plan, shape, g, weights, fused=not given.torch_products)
-    layers = token.indexed(g, given.index, given.context, shape.layers, 4 * given.written)
-    through = plan(layers)
-    through.turn(token.WARM)
-    about["sharpness"] = token.sharpen_for(weights, through, given.hit_rate)
-    hits, caches = token.Hits(), token.caches()
-
-    def emptied() -> None:
-        for cache in caches:
-            cache.forget()
-
-    def turn(name: str, before: Callable[[], None] | None) -> Figures:
-        through.turn(token.WARM)
-        hits.rate()
-        found = through.turn(given.turn, before)
-        about["hit_rates"][name].append(hits.rate())
-        written[name] += found["token_ms"]
-        return found
-
-    befores = {"cached": None, "uncached": emptied}
-    about["hit_rates"] = {name: [] for name in befores}
-    written: dict[str, list[float]] = {name: [] for name in befores}
-    turns: dict[str, Any] = {name: partial(turn, name, before) for name, before in befores.items()}
-    turns["weights"] = partial(plan([token.Nothing()] * shape.layers).turn, given.turn)
-    if token.fits(g, given.context, shape.layers):
-        dense = [token.Everything(g, given.context) for _ in range(shape.layers)]
-        turns["dense"] = partial(plan(dense).turn, given.turn)
-    if token.fits(g, given.context, shape.layers):
-        growing = token.dense(shape, g, given.context, 4 * given.written)
-        turns["growing"] = partial(plan(growing).turn, given.turn)
-    for warm in turns.values():
-        warm()
-    workload.free()
-    for name in befores:
-        about["hit_rates"][name], written[name] = [], []
-    over = "dense" if "dense" in turns else "weights"
-    for found in in_turns(turns, given.written // given.turn, end, over):
-        worst = {name: max(ms) / statistics.median(ms) for name, ms in written.items() if ms}
-        yield about | found | {"over": over, "worst_over_median": worst}
-
-
-def shown(found: dict[str, Any]) -> Iterator[str]:
-    """What was measured of the decoder, a line for each plan."""
-    if not found["rounds"]:
-        return
-    floor, rates = found["floor_ms"], found["hit_rates"]
-    yield f"floor {floor:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"
-    for plan in ("weights", "dense", "growing", "cached", "uncached"):
-        if plan not in found:
-            continue
-        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
-        line = f"{plan:8} {ms:6.2f} ms ({low:.2f} to {high:.2f}), {ms / floor:.2f} of the floor"
-        line += f", host {found[plan]['token_ms']:.2f} ms"
-        if plan in found["ratio"]:
-            line += f", {found['ratio'][plan]['device_ms']:.3f} of {found['over']}"
-        if plan in rates:
-            line += f", hits {statistics.median(rates[plan]):.2f}"
-            line += f", worst {found['worst_over_median'][plan]:.2f} of the median"
-        yield line
-
-
 def main() -> None:
     """Check, measure, print and write, after each round what there is."""
     given = arguments()
@@ -287,12 +230,15 @@ def main() -> None:
     if given.without_graphs:
         del parts["layers"]
     if given.decoder:
-        parts = {"decoder": measured_decoder}
+        name = given.through or ("prefill" if given.prefill else "decoder")
+        parts = {name: OF_DECODER[name].measured}
     with torch.no_grad():
         for part, measured in parts.items():
             for result[part] in measured(given, end):
                 write(result, given.json)
-            lines = [*shown(result[part])] if part == "decoder" else [{part: result[part]}]
+            lines: Any = [{part: result[part]}]
+            if given.decoder:
+                lines = OF_DECODER[part].shown(result[part])
             print(*lines, sep="\n", flush=True)
             gc.collect()  # its memory is unpinned now, not in what comes next
 

@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,17 @@ import pytest
 import torch
 
 from benchmarks import answers, append, generation, latency, quality, report
-from benchmarks.common import correctness, decoding, reading, token, workload
+from benchmarks.common import (
+    attached,
+    correctness,
+    decoder,
+    decoding,
+    prompt,
+    reading,
+    shapes,
+    token,
+    workload,
+)
 from benchmarks.comparing import fidelity, field
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
@@ -27,6 +38,7 @@ from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FULL, Key, Records
 from kvindex_adapters.evaluate.compare.summary import summarize
 from kvindex_adapters.evaluate.output_files import write_json
+from kvindex_adapters.hf import layer_options
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 from tests.cuda.graphs import WholeGraph, kept
@@ -315,32 +327,79 @@ def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
         generation.main()
 
 
-def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(small, tmp_path, monkeypatch):
-    pytest.importorskip("triton")  # rounds to FP8
+@pytest.fixture
+def tiny_decoder(small, tmp_path, monkeypatch):
+    """Arguments of a shape of one layer, whose steps are captured as on a GPU."""
     monkeypatch.setattr(ParisKV, "_defers", True)  # as on a GPU, whose host must not ask
     monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
-    monkeypatch.setattr(token, "default_placement", lambda *_: {"backend": "cuda"})
+    for module in (token, layer_options):
+        monkeypatch.setattr(module, "default_placement", lambda *_: {"backend": "cuda"})
     monkeypatch.setattr(token, "sharpen_for", partial(token.sharpen_for, count=1))
-    shape = token.Shape(1, 64, 96, 2, 1, 64, 101, normed=True)
-    for name, value in dict(SHAPES={"tiny": shape}, WARM=3, SINK=4, LOCAL=16, UPDATE=8).items():
+    for name, value in dict(WARM=3, SINK=4, LOCAL=16, UPDATE=8).items():
         monkeypatch.setattr(token, name, value)
+    shape = shapes.Shape(1, 64, 96, 2, 1, 64, 101, normed=True)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shape)
     given = ["--decoder", "tiny", "--context", 520, "--written", 16, "--turn", 8]
-    given += ["--dtype", "float32", "--weights", "fp8", "--json", tmp_path / "out.json"]
+    return [*given, "--dtype", "float32", "--json", tmp_path / "out.json"]
+
+
+def test_tokens_of_transformers_are_timed_beside_the_decoders(tiny_decoder, monkeypatch):
+    given = ["--through", "transformers", *tiny_decoder]
+    given[given.index("--turn") + 1] = 16
+    with kept(WholeGraph) as graphs:
+        found = ran(generation.main, given, monkeypatch)["transformers"]
+    assert found["rounds"] == 1
+    assert found["ratio"].keys() == {"token_graph", "layer_graphs"}
+    replays, tokens = map(int, re.findall(r"\d+", found["replays"])[:2])
+    assert replays > tokens // 2
+    assert graphs.replays > replays  # the decoder's too
+    assert len([*attached.shown(found)]) == 4
+
+
+def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch):
+    found = ran(generation.main, ["--prefill", 700, *tiny_decoder], monkeypatch)["prefill"]
+    assert (found["rounds"], found["ratio"].keys()) == (3, {"indexed"})
+    assert found["needed_bytes"]["layer"] == 2 * 700 * 64 * 4
+    assert found["over_bytes"] == sum(found["needed_bytes"].values()) - 700 * 64 * 4
+    assert len([*prompt.shown(found)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--prefill", "9"], "through, prefill: got one without --decoder"),
+        (["--decoder", "qwen3-8b", "--prefill", "9", "--batch", "2"], "batch: got 2, allowed is 1"),
+        (["--decoder", "qwen3-8b", "--batch", "0"], "batch: got 0, allowed is at least 1"),
+        (
+            ["--decoder", "qwen3-8b", "--through", "transformers", "--weights", "fp8"],
+            "weights: got fp8, allowed is plain",
+        ),
+    ],
+)
+def test_parts_of_a_decoder_that_do_not_fit_are_refused(given, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        generation.arguments([*given, "--json", str(tmp_path / "out.json")])
+    assert message in capsys.readouterr().err
+
+
+def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
+    pytest.importorskip("triton")  # rounds to FP8
+    given = ["--weights", "fp8", "--batch", 2, *tiny_decoder]
     with kept(WholeGraph) as graphs:
         result = ran(generation.main, given, monkeypatch)
     found = result["decoder"]
     monkeypatch.setattr("benchmarks.reporting.tokens.stored_beside", lambda name, one: [one])
     page = report.TABLES["decoder_tokens"](result)
-    assert (
-        f"| tiny, weights in FP8, 520 | no attention | {found['weights']['device_ms']:.2f} ("
-        in page
-    )
-    assert graphs.replays > 60
+    name = "tiny, weights in FP8, 520, 2 sequences"
+    assert f"| {name} | no attention | {found['weights']['device_ms']:.2f} (" in page
+    assert graphs.replays > 110  # more than all tokens that search nothing
     assert (found["rounds"], found["over"]) == (2, "dense")
     assert found["ratio"].keys() == {"weights", "growing", "cached", "uncached"}
-    assert len([*generation.shown(found)]) == 6
+    per_s = found["tokens_per_s"]["dense"]
+    assert per_s == pytest.approx(1e3 * 2 / found["dense"]["token_ms"])
+    assert len([*decoder.shown(found)]) == 6
     choose = Sampler.choose
-    monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, torch.rand(1, 101)))
+    monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, torch.rand(2, 101)))
     with kept(WholeGraph), pytest.raises(SystemExit, match="tokens by graphs are"):
         generation.main()
 

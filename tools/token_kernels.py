@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import token
+from benchmarks.common.shapes import SHAPES, weights_of
 from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 
 REPLAYS = 8
@@ -43,7 +44,7 @@ def lines(plan: token.Plan, rows: int) -> Iterator[str]:
 def main() -> None:
     """Make the decoder, replay, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--decoder", choices=token.SHAPES, default="qwen3-8b")
+    parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--index", default="pariskv")
     parser.add_argument("--without-attention", action="store_true")
@@ -53,10 +54,10 @@ def main() -> None:
     parser.add_argument("--ahead", action="store_true", help="bring a matrix into L2 ahead")
     parser.add_argument("--rows", type=int, default=24, help="kernels that are shown")
     given = parser.parse_args()
-    shape = token.SHAPES[given.decoder]
+    shape = SHAPES[given.decoder]
     g = shape.geometry(torch.bfloat16, "cuda")
     with torch.no_grad():
-        weights = token.weights_of(shape, g, given.weights)
+        weights = weights_of(shape, g, given.weights)
         layers = [token.Nothing()] * shape.layers
         if not given.without_attention:
             layers = token.indexed(g, given.index, given.context, shape.layers, 1024)

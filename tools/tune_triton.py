@@ -3,7 +3,7 @@
     PYTHONPATH=.:adapters python tools/tune_triton.py [--decoder SHAPE …] [--batch B …]
         [--weights plain fp8] [--json OUT]
 
-Shapes are those of `benchmarks/common/token.py`. A time is the median of chains of launches over
+Shapes are those of `benchmarks/common/shapes.py`. A time is the median of chains of launches over
 different matrices, larger together than L2, in a captured graph; launches overlap where the
 decoder's do. Each line goes into `TILES` of `kvindex_cuda/triton/tiles.py`; beside it stand
 microseconds, the default's, and the weights' bytes over time as a share of the rate of a kernel
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.common.token import SHAPES, Shape
+from benchmarks.common.shapes import SHAPES, Shape
 from kvindex_adapters.decoder.fused import OVERLAPS
 from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 from kvindex_adapters.evaluate.machine import describe

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import kvindex
 from benchmarks.common import workload
+from benchmarks.common.shapes import Shape, sharpen, weights_of
 from benchmarks.common.timing import Figures, settled
 from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
@@ -28,11 +28,10 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.fused import Fused, refusal
 from kvindex_adapters.decoder.graph import TokenGraph, TokenRing
-from kvindex_adapters.decoder.quantized import PLAIN, quantize
-from kvindex_adapters.decoder.rotary import Rotary
+from kvindex_adapters.decoder.quantized import PLAIN
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Attention, Session
-from kvindex_adapters.decoder.weights import LayerWeights, Linear, Norm, Weights
+from kvindex_adapters.decoder.weights import Weights
 from kvindex_adapters.hf.placement import default_placement
 from kvindex_cuda.memory.row_cache import RowCache
 
@@ -44,107 +43,15 @@ WARM = 24
 """Tokens before any is timed, whenever something has changed."""
 
 
-class Shape(NamedTuple):
-    """Sizes of a model. normed: norms of queries and keys; tied: the head is the embedding."""
-
-    layers: int
-    hidden: int
-    inner: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    normed: bool = False
-    tied: bool = False
-
-    def geometry(self, dtype: torch.dtype, device: str) -> Geometry:
-        """Of a layer."""
-        sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        return Geometry.of(**sizes, dtype=dtype, device=device)
-
-
-SHAPES = {
-    "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, normed=True),
-    "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256),
-    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, tied=True),
-}
-
-
-def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
-    """Random weights that keep the variance of what they multiply; kind: as of `Decoder.of`."""
-    draw = torch.Generator(g.device).manual_seed(1)
-    size = shape.vocabulary, shape.hidden
-    embedding = torch.empty(size, dtype=g.dtype, device=g.device).normal_(generator=draw)
-
-    def linear(outputs: int, inputs: int) -> Linear:
-        weight = torch.empty((outputs, inputs), dtype=g.dtype, device=g.device)
-        return Linear(weight.normal_(std=inputs**-0.5, generator=draw), None)
-
-    def norm(size: int) -> Norm:
-        return Norm(torch.ones(size, dtype=g.dtype, device=g.device), 1e-6)
-
-    def together(*outputs: int) -> list[Linear]:
-        whole = linear(sum(outputs), shape.hidden).weight
-        return [Linear(part, None) for part in whole.split(outputs)]
-
-    def layer() -> LayerWeights:
-        hidden, inner, D = shape.hidden, shape.inner, shape.head_dim
-        query, key, value = together(*(n * D for n in (shape.q_heads, *2 * (shape.kv_heads,))))
-        gate, up = together(inner, inner)
-        return LayerWeights(
-            attention_norm=norm(hidden),
-            query=query,
-            key=key,
-            value=value,
-            query_norm=norm(D) if shape.normed else None,
-            key_norm=norm(D) if shape.normed else None,
-            output=linear(hidden, shape.q_heads * D),
-            mlp_norm=norm(hidden),
-            gate=gate,
-            up=up,
-            down=linear(hidden, inner),
-        )
-
-    made = Weights(
-        embedding=embedding,
-        rotary=Rotary(torch.zeros(shape.head_dim // 2, device=g.device), 1.0),
-        layers=tuple(layer() for _ in range(shape.layers)),
-        norm=norm(shape.hidden),
-        head=Linear(embedding, None) if shape.tied else linear(shape.vocabulary, shape.hidden),
-    )
-    return made if kind == PLAIN else quantize(made)
-
-
-def sharpen(weights: Weights, factor: float) -> None:
-    """Multiply the logits of attention."""
-    for layer in weights.layers:
-        (weight, _, scale), norm = layer.query, layer.query_norm
-        if norm is not None:
-            weight, scale = norm.weight, None
-        (weight if scale is None else scale).mul_(factor)
-
-
-def bytes_read(weights: Weights) -> int:
-    """Bytes of weights that a token reads: all but the embedding's other rows."""
-    parts: list[Tensor] = [weights.head.weight]
-    for layer in weights.layers:
-        names = "query", "key", "value", "output", "gate", "up", "down"
-        parts += [vars(layer)[name].weight for name in names]
-    return sum(part.nbytes for part in parts)
-
-
-# What layers attend through
-
-
 class Everything:
     """Full attention over exactly `N` rows, the token's own the last, by torch's fused kernel.
 
     The least that full attention takes in a graph: nothing is masked, and nothing grows.
     """
 
-    def __init__(self, g: Geometry, tokens: int) -> None:
+    def __init__(self, g: Geometry, tokens: int, batch: int = 1) -> None:
         self._scale = g.scale
-        shape = (2, 1, g.kv_heads, tokens, g.head_dim)
+        shape = (2, batch, g.kv_heads, tokens, g.head_dim)
         self._keys, self._values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
 
     def capture_refusal(self) -> str | None:
@@ -171,12 +78,14 @@ class Everything:
         """As `AttentionLayer`."""
 
 
-def dense(shape: Shape, g: Geometry, tokens: int, room: int) -> list[DenseAttention]:
-    """The decoder's own layers of full attention, which hold so many tokens."""
+def dense(
+    shape: Shape, g: Geometry, tokens: int, room: int, batch: int = 1
+) -> list[DenseAttention]:
+    """The decoder's own layers of full attention, which hold so many tokens a row."""
     made = []
     for number in range(shape.layers):
         layer = DenseAttention(g.scale, tokens + room)
-        for keys, values in workload.tokens_of(g, number, 1, tokens):
+        for keys, values in workload.tokens_of(g, number, batch, tokens):
             layer.append(keys, values)
         made.append(layer)
     return made
@@ -193,31 +102,38 @@ class Nothing(Everything):
         return queries
 
 
-def indexed(g: Geometry, spec: str, tokens: int, layers: int, room: int) -> list[AttentionLayer]:
-    """Layers that hold so many tokens each, in an index, a sink and a window; memory for more."""
+def indexed(
+    g: Geometry, spec: str, tokens: int, layers: int, room: int, batch: int = 1
+) -> list[AttentionLayer]:
+    """Layers that hold so many tokens a row, in an index, a sink and a window; memory for more."""
     made = []
     for number in range(layers):
         index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
         options = dict(sink=SINK, local_window=LOCAL, update_every=UPDATE, dense_below=0, k=K)
         layer = AttentionLayer(index, update_phase=number / layers, **options)
-        left = tokens
-        for keys, values in workload.tokens_of(g, number, 1, tokens):
-            if left == tokens:  # the first of them go by the layer, and leave it a sink
-                first = SINK + LOCAL
-                some = keys[:, :, :first], values[:, :, :first]
-                layer.step(some[0].repeat_interleave(g.group_size, dim=1), *some)
-                keys, values = keys[:, :, first:], values[:, :, first:]
-                left -= first
-            index.append(keys, values)
-            left -= keys.shape[2]
-        required(index, Reserves).reserve(tokens + room)
+        keys, values = next(workload.tokens_of(g, number, batch, SINK + LOCAL))
+        layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)
+        fill(layer, number, tokens, room)
         made.append(layer)
     settled()
     return made
 
 
+def fill(layer: AttentionLayer, number: int, tokens: int, room: int) -> None:
+    """Let a layer of this number hold so many tokens a row; memory for more.
+
+    It has read the first `SINK + LOCAL` of them, which leave it a sink; the others go straight to
+    its index.
+    """
+    index, read = layer.index, len(layer)
+    for keys, values in workload.tokens_of(index.geometry, number, layer.batch_size, tokens):
+        index.append(keys[:, :, read:], values[:, :, read:])
+        read = 0
+    required(index, Reserves).reserve(tokens + room)
+
+
 def fits(g: Geometry, tokens: int, layers: int, share: float = 0.9) -> bool:
-    """Whether the device has room for all keys and values."""
+    """Whether the device has room for all keys and values, of all rows of a batch."""
     need = 2 * layers * tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
     return g.device.type != "cuda" or need < share * torch.cuda.mem_get_info(g.device)[0]
 
@@ -232,6 +148,7 @@ class Plan:
         weights: Weights,
         layers: Sequence[Attention],
         *,
+        batch: int = 1,
         graphs: bool = True,
         fused: bool = True,
         **how: bool | None,
@@ -239,18 +156,18 @@ class Plan:
         config = DecoderConfig(
             shape.layers, shape.q_heads, shape.kv_heads, shape.head_dim, shape.vocabulary, g.scale
         )
-        kernels = Fused(weights, **how) if fused and refusal(weights, 1) is None else None
-        self._session = Session(weights, config, layers, [0], kernels)
+        kernels = Fused(weights, **how) if fused and refusal(weights, batch) is None else None
+        self._session = Session(weights, config, layers, [0] * batch, kernels)
         self._graph = TokenGraph(self._session, Sampler(Sampling(), g.device), graphs=graphs)
         self._ids = torch.randperm(shape.vocabulary, device=g.device)
         self._written = 0
 
-    def tokens(self, count: int) -> list[int]:
-        """So many tokens, each after the one before."""
+    def tokens(self, count: int) -> list[list[int]]:
+        """So many tokens of each row, each after the one before."""
         made = []
         for _ in range(count):
             self._graph.step()
-            made.append(int(self._session.token))
+            made.append(self._session.token[:, 0].tolist())
         return made
 
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
@@ -258,12 +175,14 @@ class Plan:
 
         before: called before each token, and not among the device's.
         """
-        token, ring = self._session.token, TokenRing(1, self._session.token.device)
+        token = self._session.token
+        batch, ring = len(token), TokenRing(len(token), token.device)
         marks, at = [], []
         for _ in range(count):
-            # in place of the token that was chosen, one that surely was not there before
-            token.copy_(self._ids[self._written % len(self._ids)].view(1, 1))
-            self._written += 1
+            # in place of the tokens that were chosen, some that surely were not there before
+            first = self._written % (len(self._ids) - batch)
+            token.copy_(self._ids[first : first + batch, None])
+            self._written += batch
             if before is not None:
                 before()
             start = Mark(token.device)
@@ -303,14 +222,16 @@ def check(
     count: int = 20,
     fused: bool = True,
     kind: str = PLAIN,
+    batch: int = 1,
 ) -> None:
     """Raises SystemExit where two layers do not give the same tokens by graphs and by steps."""
     few = shape._replace(layers=2)
     weights = weights_of(few, g, kind)
     made = []
     for graphs in (True, False):
-        layers = indexed(g, spec, tokens, few.layers, count)
-        made.append(Plan(few, g, weights, layers, graphs=graphs, fused=fused).tokens(count))
+        layers = indexed(g, spec, tokens, few.layers, count, batch)
+        how = dict(batch=batch, graphs=graphs, fused=fused)
+        made.append(Plan(few, g, weights, layers, **how).tokens(count))
     if made[0] != made[1]:
         raise SystemExit(f"tokens by graphs are {made[0]}, by steps {made[1]}; nothing is timed")
 

@@ -21,8 +21,8 @@ def decoder_tokens(result: Result) -> str:
     head = (*head, "rows in the cache", "worst token over the median")
     found = result["decoder"]
     about = (
-        f"Random weights, {result['dtype']}, one sequence, every token one CUDA graph; k = "
-        f"{found['k']}, sink {found['sink']}, window {found['window']}, updates every "
+        f"Random weights, {result['dtype']}, one sequence unless said, every token one CUDA graph; "
+        f"k = {found['k']}, sink {found['sink']}, window {found['window']}, updates every "
         f"{found['update_every']} tokens among them. Medians (quartiles). The floor: the bytes of "
         "weights at the rate at which a sum reads memory in the same run."
     )
@@ -31,6 +31,7 @@ def decoder_tokens(result: Result) -> str:
 
 def _rows(result: Result) -> list[tuple[str, ...]]:
     found, rows = result["decoder"], []
+    batch = f", {found['batch']} sequences" if found.get("batch", 1) > 1 else ""
     kind = ", weights in FP8" if found.get("kind") == "fp8" else ""
     for plan, words in PLANS.items():
         if plan not in found:
@@ -40,7 +41,7 @@ def _rows(result: Result) -> list[tuple[str, ...]]:
         hits, worst = found["hit_rates"].get(plan), found["worst_over_median"].get(plan)
         rows.append(
             (
-                f"{result['model']}{kind}, {found['context']:,}",
+                f"{result['model']}{kind}, {found['context']:,}{batch}",
                 words.format(index=result["index"]),
                 f"{ms:.2f} ({low:.2f} to {high:.2f})",
                 f"{ms / found['floor_ms']:.2f}",

@@ -1,0 +1,98 @@
+"""Timing of a decoder's tokens: every attention in turns, and lines that say what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.common import token, workload
+from benchmarks.common.shapes import SHAPES, bytes_read, weights_of
+from benchmarks.common.timing import Figures, in_turns
+from kvindex_adapters.decoder.fused import refusal
+
+
+def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
+    """The decoder's tokens, after each round."""
+    shape, device = SHAPES[given.decoder], given.device
+    g = shape.geometry(getattr(torch, given.dtype), device)
+    how: dict[str, Any] = dict(batch=given.batch, fused=not given.torch_products)
+    token.check(shape, g, given.index, kind=given.weights, **how)
+    rate = token.read_rate(g.device)
+    weights = weights_of(shape, g, given.weights)
+    read = bytes_read(weights)
+    about = dict(shape=shape._asdict(), context=given.context, batch=given.batch)
+    about |= dict(k=token.K, sink=token.SINK, window=token.LOCAL, update_every=token.UPDATE)
+    by_torch = given.torch_products or refusal(weights, given.batch) is not None
+    about |= dict(products="torch" if by_torch else "triton", kind=given.weights)
+    about["weights_bytes"] = read
+    about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
+    plan = partial(token.Plan, shape, g, weights, **how)
+    room, rows = 4 * given.written, given.context * given.batch
+    layers = token.indexed(g, given.index, given.context, shape.layers, room, given.batch)
+    through = plan(layers)
+    through.turn(token.WARM)
+    about["sharpness"] = token.sharpen_for(weights, through, given.hit_rate)
+    hits, caches = token.Hits(), token.caches()
+
+    def emptied() -> None:
+        for cache in caches:
+            cache.forget()
+
+    def turn(name: str, before: Callable[[], None] | None) -> Figures:
+        through.turn(token.WARM)
+        hits.rate()
+        found = through.turn(given.turn, before)
+        about["hit_rates"][name].append(hits.rate())
+        written[name] += found["token_ms"]
+        return found
+
+    befores = {"cached": None, "uncached": emptied}
+    about["hit_rates"] = {name: [] for name in befores}
+    written: dict[str, list[float]] = {name: [] for name in befores}
+    turns: dict[str, Any] = {name: partial(turn, name, before) for name, before in befores.items()}
+    turns["weights"] = partial(plan([token.Nothing()] * shape.layers).turn, given.turn)
+    if token.fits(g, rows, shape.layers):
+        dense = [token.Everything(g, given.context, given.batch) for _ in range(shape.layers)]
+        turns["dense"] = partial(plan(dense).turn, given.turn)
+    if token.fits(g, rows, shape.layers):
+        growing = token.dense(shape, g, given.context, room, given.batch)
+        turns["growing"] = partial(plan(growing).turn, given.turn)
+    for warm in turns.values():
+        warm()
+    workload.free()
+    for name in befores:
+        about["hit_rates"][name], written[name] = [], []
+    over = "dense" if "dense" in turns else "weights"
+    for found in in_turns(turns, given.written // given.turn, end, over):
+        worst = {name: max(ms) / statistics.median(ms) for name, ms in written.items() if ms}
+        found |= {"over": over, "worst_over_median": worst}
+        if found["rounds"]:
+            per_s = {name: 1e3 * given.batch / found[name]["token_ms"] for name in turns}
+            found["tokens_per_s"] = per_s
+        yield about | found
+
+
+def shown(found: dict[str, Any]) -> Iterator[str]:
+    """What was measured of the decoder, a line for each plan."""
+    if not found["rounds"]:
+        return
+    floor, rates = found["floor_ms"], found["hit_rates"]
+    yield f"floor {floor:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"
+    for plan in ("weights", "dense", "growing", "cached", "uncached"):
+        if plan not in found:
+            continue
+        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
+        line = f"{plan:8} {ms:6.2f} ms ({low:.2f} to {high:.2f}), {ms / floor:.2f} of the floor"
+        line += f", host {found[plan]['token_ms']:.2f} ms"
+        line += f", {found['tokens_per_s'][plan]:.1f} tokens/s"
+        if plan in found["ratio"]:
+            line += f", {found['ratio'][plan]['device_ms']:.3f} of {found['over']}"
+        if plan in rates:
+            line += f", hits {statistics.median(rates[plan]):.2f}"
+            line += f", worst {found['worst_over_median'][plan]:.2f} of the median"
+        yield line

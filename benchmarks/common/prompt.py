@@ -1,0 +1,95 @@
+"""Timing and memory of prefill by the minimal decoder: through an index, and without one."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import token, workload
+from benchmarks.common.shapes import SHAPES, Shape, bytes_read, model_of
+from benchmarks.common.timing import Figures, in_turns, settled
+from kvindex_adapters.decoder.decoder import Decoder
+
+ROUNDS, CHUNK = 3, 1024
+"""Warm readings of each plan; tokens that are computed at a time."""
+
+
+def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
+    """Seconds until the device is done, and bytes of it at most, of reading ids int64 `[N]`.
+
+    The bytes are those that torch gave out at once, all weights among them; on a GPU alone.
+    """
+    on_gpu = decoder.device.type == "cuda"
+    session = decoder.session(index=index)
+    gc.collect()
+    settled()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+    start = time.perf_counter()
+    decoder.read(ids, session, chunk=CHUNK)
+    if on_gpu:
+        torch.cuda.synchronize(decoder.device)
+    found: Figures = {"seconds": [time.perf_counter() - start]}
+    if on_gpu:
+        found["peak_bytes"] = [torch.cuda.max_memory_allocated(decoder.device)]
+    return found
+
+
+def least(shape: Shape, itemsize: int, tokens: int) -> dict[str, int]:
+    """Bytes that reading so many tokens needs beside the weights.
+
+    layer: one layer's keys and values; chunk: queries, keys, values and output of its attention,
+    the gate, what it multiplies and their product, and what a layer adds to; states: hidden states
+    of the whole prompt.
+    """
+    rows = 2 * shape.kv_heads * shape.head_dim
+    each = rows + 2 * shape.q_heads * shape.head_dim + 3 * shape.inner + 2 * shape.hidden
+    chunk = min(CHUNK, tokens) * each
+    parts = dict(layer=tokens * rows, chunk=chunk, states=tokens * shape.hidden)
+    return {name: itemsize * count for name, count in parts.items()}
+
+
+def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
+    """Reading of random tokens, after each round; full attention where its rows fit."""
+    shape, tokens = SHAPES[given.decoder], given.prefill
+    g = shape.geometry(getattr(torch, given.dtype), given.device)
+    decoder = Decoder.of(model_of(shape, g, tokens), weights=given.weights)
+    workload.free()
+    embedding = 0 if shape.tied else decoder.weights.embedding.nbytes
+    needed = {"weights": bytes_read(decoder.weights) + embedding}
+    needed |= least(shape, g.dtype.itemsize, tokens)
+    over = sum(needed[name] for name in ("weights", "layer", "chunk"))
+    ids = torch.randint(shape.vocabulary, (tokens,))
+    indexes: dict[str, str | None] = {"indexed": given.index}
+    if token.fits(g, tokens, shape.layers):
+        indexes["full"] = None
+    turns = {plan: partial(read, decoder, ids, index) for plan, index in indexes.items()}
+    first = {plan: turn() for plan, turn in turns.items()}
+    about = dict(shape=shape._asdict(), tokens=tokens, chunk=CHUNK, kind=given.weights)
+    about |= dict(first=first, needed_bytes=needed, over_bytes=over)
+    for found in in_turns(turns, ROUNDS, end, [*turns][-1]):
+        peaks = {plan: found[plan].get("peak_bytes") for plan in turns if found["rounds"]}
+        yield about | found | {"memory": {p: peak / over for p, peak in peaks.items() if peak}}
+
+
+def shown(found: dict[str, Any]) -> Iterator[str]:
+    """What was measured, a line for each plan."""
+    for plan, first in found["first"].items():
+        line = f"{plan:8} first {first['seconds'][0]:.2f} s"
+        if found["rounds"]:
+            line += f", then {found[plan]['seconds']:.2f} s"
+        if plan in found.get("ratio", {}):
+            line += f", {found['ratio'][plan]['seconds']:.3f} of full attention's"
+        if plan in found["memory"]:
+            line += f"; {found[plan]['peak_bytes'] / 1e9:.2f} GB at most"
+            line += f", {found['memory'][plan]:.3f} of weights, a layer's rows and a chunk"
+        yield line
+    needed = found["needed_bytes"].items()
+    yield ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in needed)
