@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import kvindex
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.layer_kinds import ChosenLayer, chosen_ids
 from tests.adapters.tiny import EXPERTS, LATENT, SMALL, build, dense_steps, prompt, steps
@@ -119,6 +120,30 @@ def test_rows_of_latents_that_an_indexer_chose(family, options):
     with kvhf.attach(model, **REGIONS, **coarse) as cache:  # rows are those of the index
         other = steps(model, cache, inputs, SIZES)
     assert max(float((a - b).abs().max()) for a, b in zip(other, want, strict=True)) > 1e-3
+
+
+def test_dsa_made_of_an_indexers_projections_chooses_its_rows():
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
+
+    model, heads = build("deepseek_v32", **{**LATENTS, "index_n_heads": 16}), 16
+    indexer = model.model.layers[1].self_attn.indexer
+    states, residue = torch.randn(2, 30, 64), torch.randn(2, 30, 16)
+    cos, sin = model.model.rotary_emb(states, torch.arange(30)[None])
+    causal = torch.ones(2, 30, 30, dtype=torch.bool).tril()
+    with torch.no_grad():
+        want = indexer(states, residue, (cos, sin), causal, None)
+        queries = indexer.wq_b(residue).unflatten(-1, (heads, 16)).transpose(1, 2)
+        keys = indexer.k_norm(indexer.wk(states))[:, None]
+        weights = indexer.weights_proj(states).mT
+        pair = apply_rotary_pos_emb(queries[..., :8], keys[..., :8], cos, sin)
+        queries = torch.cat([pair[0], queries[..., 8:]], dim=-1)
+        keys = torch.cat([pair[1], keys[..., 8:]], dim=-1)
+        index = kvindex.create("dsa:key_codec=plain", q_heads=heads, kv_heads=1, head_dim=16)
+        index.append(keys, keys)
+        ids = index.choose(queries, weights, k=8)
+    full = slice(8, None)  # the tokens before see fewer than 8
+    assert torch.equal(ids[:, 0, full].sort(-1).values, want[:, full].long().sort(-1).values)
+    assert (ids[:, 0, 0] == torch.tensor([0] + [-1] * 7)).all()
 
 
 def test_generation_goes_on_after_a_cut_and_a_fork():
