@@ -130,7 +130,9 @@ class Scaled:
         return _in_pieces(self._row, keys, values, self.row_bytes)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
-        (key_codes, key_scale), (value_codes, value_scale) = map(self._quantized, (keys, values))
+        (key_codes, key_scale), (value_codes, value_scale) = (
+            scaled(part, self.codes) for part in (keys, values)
+        )
         codes = torch.cat([key_codes, value_codes], dim=-1)
         scales = torch.cat([key_scale, value_scale], dim=-1).view(torch.uint8)
         return torch.cat([pad(codes, (0, self.scales_at - codes.shape[-1])), scales], dim=-1)
@@ -143,18 +145,6 @@ class Scaled:
         scales = rows[..., self.scales_at : self.scales_at + 8].view(torch.float32)
         keys, values = codes[..., :D] * scales[..., :1], codes[..., D:] * scales[..., 1:]
         return Rows(keys.to(self.geometry.dtype), values.to(self.geometry.dtype))
-
-    def _quantized(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes uint8 `[B, G, N, D]` and scales float32 `[B, G, N, 1]`."""
-        dtype, largest = CODES[self.codes]
-        part = part.float()
-        scale = part.abs().amax(dim=-1, keepdim=True) / largest
-        # float32's largest number / largest may round up: the product must stay finite
-        scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
-        scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
-        scaled = torch.where(scale > 0, part / scale, 0)
-        codes = scaled.round() if dtype == torch.int8 else scaled
-        return codes.to(dtype).view(torch.uint8), scale
 
 
 @dataclass(frozen=True)
@@ -212,6 +202,22 @@ class Grouped:
     def _of_dtype(self, part: Tensor) -> Tensor:
         largest = torch.finfo(self.geometry.dtype).max  # which half a step may be above
         return part.clamp(-largest, largest).to(self.geometry.dtype)
+
+
+def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
+    """Codes uint8 `[..., D]` of finite vectors, and a scale for each, float32 `[..., 1]`.
+
+    codes: "int8" or "fp8", as of `Scaled`, which says what they stand for.
+    """
+    dtype, largest = CODES[codes]
+    vectors = vectors.float()
+    scale = vectors.abs().amax(dim=-1, keepdim=True) / largest
+    # float32's largest number / largest may round up: the product must stay finite
+    scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
+    scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
+    numbers = torch.where(scale > 0, vectors / scale, 0)
+    numbers = numbers.round() if dtype == torch.int8 else numbers
+    return numbers.to(dtype).view(torch.uint8), scale
 
 
 def rotated(vectors: Tensor) -> Tensor:

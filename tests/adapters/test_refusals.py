@@ -10,13 +10,12 @@ from transformers import (
     GenerationConfig,
     StaticCache,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.attention import attention as attention_function
 from kvindex_adapters.hf.unsupported import UNKNOWN_TERMS, UnsupportedError, check_attention
-from tests.adapters.tiny import LATENT, SMALL, build, prompt
+from tests.adapters.tiny import SMALL, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
@@ -52,14 +51,6 @@ def refused(model, match, **options):
 )
 def test_models_that_are_not_served(family, options, match):
     refused(build(family, **options), match)
-
-
-@pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="came after transformers 5.17")
-def test_latent_attention_with_an_indexer():
-    """A configuration that has no value for all layers raises RuntimeError when asked for it."""
-    options = dict(num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    model = build("dots3_note_text", **LATENT, **options, index_n_heads=2)
-    refused(model, "rows by an indexer of its own")
 
 
 def test_latents_of_a_projection_that_is_no_matrix():

@@ -57,15 +57,17 @@ def attention(
             "is one call for each update of the cache that attach() gave"
         )
     (cache, layer, states), ids = pending, None
+    latent = isinstance(layer, IndexedLayer) and not shares and is_latent(module)
+    latent = latent and states[0] is not key  # else the cache has what the latents project to
     if isinstance(layer, ChosenLayer):
-        blocks, known = kwargs.pop("block_indices", None), layer.get_seq_length()
-        ids = chosen_ids(module, key.shape[1], known, attention_mask, blocks)
-        attention_mask = None if blocks is None else attention_mask
+        chosen = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+        heads, known = 1 if latent else key.shape[1], layer.get_seq_length()
+        ids = chosen_ids(module, heads, known, attention_mask, *chosen)
+        attention_mask = None  # what it hides is not among them
     check_attention(name, module, query.shape[2], dropout, kwargs)
     gradients = torch.is_grad_enabled()
     attend = _attend_without_gradient if gradients else _attend
     terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs), ids
-    latent = isinstance(layer, IndexedLayer) and not shares and is_latent(module)
     if latent:
         query, key, value = absorbed(module, query, *states)
     rows = None if shares and isinstance(layer, IndexedLayer) else (key, value)

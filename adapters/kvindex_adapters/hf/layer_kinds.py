@@ -66,6 +66,7 @@ class ChosenLayer(IndexedLayer):
     def __init__(self, make: LayerFactory, padding: Padding, chooser: Any) -> None:
         super().__init__(make, padding)
         self.chooser = chooser
+        chooser.keys = chooser.values = torch.empty(0, 0)  # which transformers 5.17 crops
 
     def update_index(self, keys: Tensor) -> Tensor:
         """All keys of the indexer, with new ones (minimax_m3)."""
@@ -124,13 +125,19 @@ def indexed_layer(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLa
 
 
 def chosen_ids(
-    module: nn.Module, heads: int, before: int, mask: Tensor | None, blocks: Tensor | None
+    module: nn.Module,
+    heads: int,
+    before: int,
+    mask: Tensor | None,
+    rows: Tensor | None,
+    blocks: Tensor | None,
 ) -> Tensor:
     """Ids int64 `[B, G, T, K]` of the rows that a model has chosen for `T` tokens.
 
-    heads: `G`; before: tokens that came earlier; mask: bool `[B, 1, T, N]`; or blocks: numbers of
-    blocks `[B, G, T, K]`, -1 for none. Raises UnsupportedError for neither, and for blocks of
-    sequences with padding, which an indexer chooses, too.
+    heads: `G`; before: tokens that came earlier; mask: bool `[B, 1, T, N]`, the rows, or those
+    that may be among `rows`, positions `[B, T, K]` (DeepSeek-V3.2); or blocks: numbers of blocks
+    `[B, G, T, K]`, -1 for none. Raises UnsupportedError for neither, and for blocks of sequences
+    with padding, which an indexer chooses, too.
     """
     if blocks is not None:
         if mask is not None:
@@ -147,4 +154,8 @@ def chosen_ids(
             f"{type(module).__name__}: got a trained indexer without the rows or blocks that it "
             "has chosen, allowed are a bool mask [B, 1, T, N] or block_indices"
         )
-    return compact(mask[:, 0])[:, None].expand(-1, heads, -1, -1)
+    if rows is None:
+        ids = compact(mask[:, 0])
+    else:  # as many as ever, even where fewer are to be seen
+        ids = rows.long().masked_fill(~mask[:, 0].gather(-1, rows.long()), -1)
+    return ids[:, None].expand(-1, heads, -1, -1)

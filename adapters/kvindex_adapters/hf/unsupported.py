@@ -64,10 +64,15 @@ def check_model(model: PreTrainedModel) -> Any:
         raise UnsupportedError(
             f"model: got {name}, which attends in both directions; allowed is causal"
         )
-    if _values(config, "kv_lora_rank") and (chosen := _values(config, "index_topk")):
+    if pools := _values(config, "index_kpool"):
         raise UnsupportedError(
-            f"model: got {name}, whose latent attention chooses {chosen[0]} rows by an indexer "
-            "of its own"
+            f"model: got {name}, whose indexer chooses pools of {pools[0]} rows and counts them by "
+            "what the cache holds after the update, which an index does not before attention"
+        )
+    if _values(config, "kv_lora_rank") and sharing_of(config):
+        raise UnsupportedError(
+            f"model: got {name}, whose layers attend to latents of other layers, each by a "
+            "projection of its own"
         )
     if config.model_type in OWN_CACHES:
         raise UnsupportedError(
