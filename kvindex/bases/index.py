@@ -148,10 +148,10 @@ class BaseIndex(ReadingIndex):
             checks.tensor("valid", valid, {"B": batch, "N": count}, torch.bool, g.device)
         if keys.numel() == 0:
             return lambda: None
-        if g.value_in_key:
-            self._check_in_keys(keys, values)
         length, held, known = self._length, self._codes, self._learned
         learned, codes = self._prepared(keys.detach(), valid)
+        if g.value_in_key:
+            self._check_in_keys(keys, values)
         rows = self._store.join(keys, values)
         counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
         self._codes.reserve(codes)
