@@ -48,6 +48,15 @@ class DeferredChecks(Guarded):
         else:
             check.finite(name, value)
 
+    def _check_in_keys(self, keys: Tensor, values: Tensor) -> None:
+        """Of a geometry with `value_in_key`: that values are what keys begin with."""
+        if self._check is False:
+            return
+        if self._defers:
+            self._defer("values", check.not_in_keys(values, keys).any(), check.ALLOWED_IN_KEYS)
+        else:
+            check.in_keys(values, keys)
+
     @property
     def _defers(self) -> bool:
         """Whether errors in values wait for the next call that stops the device anyway."""

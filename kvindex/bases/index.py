@@ -57,6 +57,7 @@ class BaseIndex(ReadingIndex):
         rope: Any = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        value_in_key: bool = False,
         backend: str | None = None,
         store: str | RowStore = "device",
         row_codec: str = "plain",
@@ -75,6 +76,7 @@ class BaseIndex(ReadingIndex):
             rope=rope,
             dtype=dtype,
             device=device,
+            value_in_key=value_in_key,
         )
         super().__init__(geometry, check)
         self.config: Any = make_config(type(self), preset, options)
@@ -123,7 +125,8 @@ class BaseIndex(ReadingIndex):
         An invalid token (left padding) keeps its id and its row, is never returned by `search`
         and counts in no statistic.
         Raises ValueError or TypeError for wrong shapes, dtypes, devices, a changed batch size,
-        NaN or infinity in valid keys; the index stays as it was.
+        NaN or infinity in valid keys, values that are not in the keys where `value_in_key` says
+        so; the index stays as it was.
         """
         self.start_append(keys, values, valid=valid)()
 
@@ -147,6 +150,8 @@ class BaseIndex(ReadingIndex):
             return lambda: None
         length, held, known = self._length, self._codes, self._learned
         learned, codes = self._prepared(keys.detach(), valid)
+        if g.value_in_key:
+            self._check_in_keys(keys, values)
         rows = self._store.join(keys, values)
         counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
         self._codes.reserve(codes)

@@ -163,6 +163,26 @@ def finite(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: got {wrong}, allowed is {ALLOWED_NUMBER}")
 
 
+def in_keys(values: Tensor, keys: Tensor) -> None:
+    """Raises ValueError if `not_in_keys` finds a number (on a GPU this waits for the device)."""
+    wrong = not_in_keys(values, keys)
+    if bool(wrong.any()):
+        raise ValueError(f"values: got {values[wrong][0].item()}, allowed is {ALLOWED_IN_KEYS}")
+
+
+ALLOWED_IN_KEYS = "the beginning of its key, as value_in_key says"
+"""What a value may be where a geometry says so."""
+
+
+def not_in_keys(values: Tensor, keys: Tensor) -> Tensor:
+    """Which numbers of values `[…, Dv]` are not those that keys `[…, D]` begin with; bool.
+
+    What is not a number in a key, as an invalid token's may not be, is like anything.
+    """
+    own = keys[..., : values.shape[-1]]
+    return (values != own) & ~own.isnan()
+
+
 def _pattern(shape: dict[str, int | None]) -> str:
     parts = [letter if size is None else f"{letter}={size}" for letter, size in shape.items()]
     return "[" + ", ".join(parts) + "]"

@@ -26,6 +26,8 @@ class Geometry:
     rope: inverse frequencies of the keys' rotary embedding, float `[F]` (`core/rope.py`), or None.
     dtype: of keys, values and queries: float32, float16 or bfloat16.
     device: where codes live and searches run.
+    value_in_key: whether a value is the first `Dv` coordinates of its key, as that of a latent;
+      stores keep the key alone.
     """
 
     q_heads: int
@@ -37,10 +39,16 @@ class Geometry:
     rope: Tensor | None
     dtype: torch.dtype
     device: torch.device
+    value_in_key: bool
 
     def options(self) -> dict[str, Any]:
-        """The keywords of an index for such a layer."""
-        return {part.name: getattr(self, part.name) for part in fields(self)}
+        """The keywords of an index for such a layer; `value_in_key` only where it is so, as what
+        was saved before there was any has none.
+        """
+        options = {part.name: getattr(self, part.name) for part in fields(self)}
+        if not self.value_in_key:
+            options.pop("value_in_key")
+        return options
 
     @staticmethod
     def of(
@@ -54,6 +62,7 @@ class Geometry:
         rope: Any = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        value_in_key: bool = False,
     ) -> Geometry:
         """Validate and fill in defaults.
 
@@ -69,6 +78,11 @@ class Geometry:
             )
         if head_dim % 8:
             raise ValueError(f"head_dim: got {head_dim}, allowed is a multiple of 8")
+        if value_in_key and value_dim >= head_dim:
+            raise ValueError(
+                f"value_in_key: got {value_in_key} with value_dim = {value_dim}, allowed is one "
+                f"below head_dim = {head_dim}"
+            )
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype}, allowed is one of {list(DTYPES)}")
         scale = head_dim**-0.5 if scale is None else check.positive("scale", scale)
@@ -82,7 +96,13 @@ class Geometry:
                 f"device: got {device!r}, allowed is one that this torch has ({reason})"
             ) from error
         rope = rotary.checked(rope, head_dim, place)
-        return Geometry(q_heads, kv_heads, head_dim, value_dim, scale, softcap, rope, dtype, place)
+        sized = q_heads, kv_heads, head_dim, value_dim, scale, softcap, rope, dtype, place
+        return Geometry(*sized, value_in_key)
+
+    @property
+    def value_start(self) -> int:
+        """Where the value begins among a row's numbers: after the key, or where the key does."""
+        return 0 if self.value_in_key else self.head_dim
 
     @property
     def group_size(self) -> int:

@@ -52,11 +52,12 @@ def attending(
         array("logits", np.float32, parts, heads, fours),
     )
     room[2][:, -1], room[3][:, -1] = 0, 0
+    value_bytes = g.value_start * g.dtype.itemsize  # of a resident row, too: it has the key whole
     output = np.empty((groups, heads, g.value_dim), np.float32)
     lse = np.empty((groups, heads), np.float32)
 
     def part(i: int, parts: int) -> None:
-        policy = KINDS[g.dtype], g.scale, g.softcap or 0.0
+        policy = KINDS[g.dtype], value_bytes, g.scale, g.softcap or 0.0
         attend_groups(i, parts, queries, ids, *held, *others, *policy, *room, output, lse)
 
     return output, lse, part

@@ -1,14 +1,15 @@
 """Row codecs: bytes of a cached row, a token's key and value (plain, int8, fp8, int4, int2).
 
 A row is a multiple of 16 bytes, so that every row of an aligned block can be read 16 bytes at a
-time; padding is zero. A row of zero bytes is a key and a value of zeros.
+time; padding is zero. A row of zero bytes is a key and a value of zeros. Where a geometry says that
+the value is in the key (`value_in_key`), a row is the key alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -61,14 +62,20 @@ class RowCodec(Protocol):
 def codec(name: str, geometry: Geometry) -> RowCodec:
     """The codec `name`, one of `NAMES`. Raises ValueError for another."""
     check.one_of("row_codec", name, NAMES)
-    if name in BITS:
-        return Grouped(geometry, BITS[name])
-    return Plain(geometry) if name == "plain" else Scaled(geometry, name)
+    if name == "plain":
+        return Plain(geometry)
+    if not geometry.value_in_key:
+        return Grouped(geometry, BITS[name]) if name in BITS else Scaled(geometry, name)
+    D, Dv = geometry.head_dim, geometry.value_dim
+    parts = replace(geometry, head_dim=Dv, value_dim=D - Dv, value_in_key=False)
+    return InKey(
+        geometry, Grouped(parts, BITS[name], True) if name in BITS else Scaled(parts, name)
+    )
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Keys and values bit for bit: `D` elements, then `Dv`."""
+    """Keys and values bit for bit: `D` elements, then `Dv`, but for those in the key."""
 
     geometry: Geometry
 
@@ -79,7 +86,8 @@ class Plain:
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
         """Uint8 `[..., row_bytes]`."""
-        rows = torch.cat(_in_words(keys.detach(), values.detach()), dim=-1).view(torch.uint8)
+        parts = [keys.detach(), *([] if self.geometry.value_in_key else [values.detach()])]
+        rows = torch.cat(_in_words(*parts), dim=-1).view(torch.uint8)
         padding = self.row_bytes - self._used
         return pad(rows, (0, padding)) if padding else rows  # `pad` by 0 copies
 
@@ -87,18 +95,19 @@ class Plain:
         """As `encode`, into uint8 `[..., row_bytes]`: keys and values are copied once."""
         held = self.decode(rows)
         held.keys.copy_(keys)
-        held.values.copy_(values)
+        if not self.geometry.value_in_key:
+            held.values.copy_(values)
         rows[..., self._used :] = 0
 
     def decode(self, rows: Tensor) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""
-        both = rows[..., : self._used].view(self.geometry.dtype)
-        D = self.geometry.head_dim
-        return Rows(both[..., :D], both[..., D:])
+        g, both = self.geometry, rows[..., : self._used].view(self.geometry.dtype)
+        return Rows(both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim])
 
     @property
     def _used(self) -> int:
-        return (self.geometry.head_dim + self.geometry.value_dim) * self.geometry.dtype.itemsize
+        g = self.geometry
+        return max(g.head_dim, g.value_start + g.value_dim) * g.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -156,11 +165,12 @@ class Grouped:
     that no channel's outliers set the step of 31 others; values have none (KIVI, arXiv 2402.02750,
     whose keys are quantized along a channel instead, which ties rows to each other).
 
-    bits: 4 or 2.
+    bits: 4 or 2; rotates_values: whether values are rotated, too, which parts of keys are.
     """
 
     geometry: Geometry
     bits: int
+    rotates_values: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -181,7 +191,7 @@ class Grouped:
         return _in_pieces(self._row, keys, values, self.row_bytes)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
-        parts = rotated(keys.float()), values
+        parts = rotated(keys.float()), rotated(values.float()) if self.rotates_values else values
         codes, scales = zip(*(quantize(part, self.bits) for part in parts), strict=True)
         _, both, first, *_ = self._ends
         of_scales = [part.flatten(-2).view(torch.uint8) for part in scales]
@@ -192,6 +202,7 @@ class Grouped:
         keys, both, first, middle, last = self._ends
         key = self._part(rows[..., :keys], rows[..., first:middle], self.geometry.head_dim)
         value = self._part(rows[..., keys:both], rows[..., middle:last], self.geometry.value_dim)
+        value = rotated(value) if self.rotates_values else value
         return Rows(self._of_dtype(rotated(key)), self._of_dtype(value))
 
     def _part(self, codes: Tensor, scales: Tensor, count: int) -> Tensor:
@@ -218,6 +229,33 @@ def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
     numbers = torch.where(scale > 0, vectors / scale, 0)
     numbers = numbers.round() if dtype == torch.int8 else numbers
     return numbers.to(dtype).view(torch.uint8), scale
+
+
+@dataclass(frozen=True)
+class InKey:
+    """A key whose beginning is the value, stored once: that by another codec, and the rest.
+
+    What they call a key are the first `Dv` coordinates, what they call a value the other `D - Dv`:
+    a latent and a rotated key differ in magnitude, and have scales of their own.
+    """
+
+    geometry: Geometry
+    parts: Scaled | Grouped
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        return self.parts.row_bytes
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Uint8 `[..., row_bytes]`; the values are not read."""
+        return self.parts.encode(*keys.tensor_split([self.geometry.value_dim], dim=-1))
+
+    def decode(self, rows: Tensor) -> Rows:
+        """Keys `[B, G, N, D]` and their beginnings `[B, G, N, Dv]`, a view."""
+        parts = self.parts.decode(rows)
+        keys = torch.cat([parts.keys, parts.values], dim=-1)
+        return Rows(keys, keys[..., : self.geometry.value_dim])
 
 
 def rotated(vectors: Tensor) -> Tensor:

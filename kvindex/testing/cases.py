@@ -29,13 +29,15 @@ class Case:
     softcap: float | None = None
     device: str = "cpu"
     batch: int = 1
+    value_in_key: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         shape = f"H{self.q_heads}-G{self.kv_heads}-D{self.head_dim}-Dv{self.value_dim}"
         cap = "" if self.softcap is None else "-softcap"
         device = "" if self.device == "cpu" else f"-{self.device}"
-        return f"{dtype}-B{self.batch}-{shape}{cap}{device}"
+        in_key = "-value_in_key" if self.value_in_key else ""
+        return f"{dtype}-B{self.batch}-{shape}{cap}{in_key}{device}"
 
     def geometry(self) -> dict[str, Any]:
         """The keywords of an index for such a layer, `rope` apart."""
@@ -64,7 +66,11 @@ class Case:
         batch = self.batch if batch is None else batch
         keys = self.tensor(2 * seed, batch, self.kv_heads, count, self.head_dim)
         values = self.tensor(2 * seed + 1, batch, self.kv_heads, count, self.value_dim)
-        return keys, values
+        return self.of_keys(keys, values)
+
+    def of_keys(self, keys: Tensor, values: Tensor) -> Tokens:
+        """Tokens of these keys, and of these values or those that are in the keys."""
+        return keys, keys[..., : self.value_dim].clone() if self.value_in_key else values
 
     def queries(self, seed: int = 0, batch: int | None = None) -> Tensor:
         """Queries `[B, H, D]`."""
@@ -78,6 +84,7 @@ CASES = (
     Case(q_heads=8, kv_heads=2, head_dim=80, value_dim=80, dtype=torch.float16, batch=2),
     Case(q_heads=3, kv_heads=3, head_dim=96, value_dim=128, dtype=torch.bfloat16, batch=2),
     Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, softcap=1.0, batch=2),
+    Case(q_heads=4, kv_heads=1, head_dim=24, value_dim=16, batch=2, value_in_key=True),
 )
 """What `check_index` runs every check in."""
 

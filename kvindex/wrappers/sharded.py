@@ -142,6 +142,8 @@ class Sharded(Wrapper):
         if g.device.type != "cuda":  # there each rank looks at its own, and tells later
             known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
             check.finite("keys", known)
+            if g.value_in_key:
+                check.in_keys(values, keys)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """As the inner index does, of its newest token up to each position."""

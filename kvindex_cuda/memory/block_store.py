@@ -148,7 +148,8 @@ class BlockStore(Restorable):
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         if self._launched and N <= FEW:
-            if self.row_codec == "plain" and fits(keys) and fits(values):
+            as_they_are = self.row_codec == "plain" and not self._geometry.value_in_key
+            if as_they_are and fits(keys) and fits(values):
                 return {"keys": keys, "values": values}
             return {"rows": encode(keys, values)}
         joined: dict[str, Tensor] = {}

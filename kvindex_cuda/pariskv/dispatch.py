@@ -77,6 +77,8 @@ def unreadable(rows: object, geometry: Geometry) -> str | None:
     They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements of two bytes
     or one.
     """
+    if geometry.value_in_key:
+        return _said("value_in_key", True, "False: a row's key, then its value")
     if geometry.value_dim % 8:
         return _said("value_dim", geometry.value_dim, "a multiple of 8")
     if not isinstance(rows, AddressedRows):

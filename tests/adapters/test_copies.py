@@ -30,9 +30,11 @@ def go_on(model, cache, ids, start):
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next", "deepseek_v3"]
+)
 def test_a_prefix_is_reused_and_no_copy_shows_in_another(family):
-    """Of models with sliding windows, linear attention and both in one layer, too."""
+    """Of models with sliding windows, linear attention, both in one layer, and latents, too."""
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
     model = build(family, **(linear if family == "qwen3_next" else {}))
     texts = prompt(2, 60)["input_ids"]

@@ -31,10 +31,14 @@ def folder(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next", "inkling_text"]
+    "family",
+    [
+        *("llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next"),
+        *("inkling_text", "deepseek_v3"),
+    ],
 )
 def test_another_cache_goes_on_as_the_one_that_was_saved(tmp_path, family):
-    """Of models with sliding windows, linear attention and both in one layer, too."""
+    """Of models with sliding windows, linear attention, both in one layer, and latents, too."""
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
     model, other = (build(family, **(linear if family == "qwen3_next" else {})) for _ in range(2))
     text = prompt(2, 60, padded=family == "llama")

@@ -71,7 +71,7 @@ def attention(
     if latent:
         query, key, value = absorbed(module, query, *states)
     rows = None if shares and isinstance(layer, IndexedLayer) else (key, value)
-    output = attend(cache, layer, query, rows, attention_mask, scaling, softcap, *terms)
+    output = attend(cache, layer, query, rows, attention_mask, scaling, softcap, *terms, latent)
     if latent:
         output = projected(module, output)
     if output.dtype is not query.dtype:
@@ -94,6 +94,7 @@ def _attend(
     bias: Tensor | None,
     sinks: Tensor | None,
     ids: Tensor | None,
+    value_in_key: bool,
 ) -> Tensor:
     """Attention `[B, H, T, Dv]` by an index or densely. rows: None for those the index has."""
     if not isinstance(layer, IndexedLayer):
@@ -109,6 +110,7 @@ def _attend(
     else:
         given = query, *rows, padding
         more: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, **terms)
+        more |= dict(value_in_key=value_in_key)
         plain = partial(layer.attend, *given, **more)
     if cache.attends is not None:
         return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)

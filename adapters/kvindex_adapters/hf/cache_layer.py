@@ -79,11 +79,12 @@ class IndexedLayer(CacheLayerMixin):
         bias: Tensor | None = None,
         sink_logits: Tensor | None = None,
         ids: Tensor | None = None,
+        value_in_key: bool = False,
     ) -> Tensor:
         """Append tokens and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
 
         tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown;
-        bias, sink_logits, ids: as of `AttentionLayer.step`.
+        bias, sink_logits, ids: as of `AttentionLayer.step`; value_in_key: as of `Geometry`.
         Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
         and what `AttentionLayer.step` raises.
         """
@@ -97,6 +98,7 @@ class IndexedLayer(CacheLayerMixin):
                 softcap=softcap,
                 dtype=keys.dtype,
                 device=keys.device,
+                value_in_key=value_in_key,
             )
         batch, _, T, D = keys.shape
         self._check_same(D**-0.5 if scale is None else scale, softcap)

@@ -3,7 +3,8 @@
 A token leaves a latent `c [r]`, from which each head's key and value are projected (`kv_b_proj`),
 and a rotated key `[Dr]` that all heads share. The projections go to the other side instead
 (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): the index holds keys `[c, rotated]` and values `c`;
-queries are projected into the space of latents, and the output out of it.
+queries are projected into the space of latents, and the output out of it. The value is in the key
+(`Geometry.value_in_key`): a store keeps a latent once.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def layer_geometry(config: Any, number: int) -> dict[str, Any]:
     rank = getattr(config, "kv_lora_rank", None)
     if rank is not None:  # `hf.latent`: the index holds latents
         width = rank + config.qk_rope_head_dim
-        return {"q_heads": heads, "kv_heads": 1, "head_dim": width, "value_dim": rank}
+        latent = {"head_dim": width, "value_dim": rank, "value_in_key": True}
+        return {"q_heads": heads, "kv_heads": 1, **latent}
     per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         "q_heads": heads,

@@ -106,6 +106,7 @@ def attend(
     row_bytes: int,
     weights: np.ndarray,
     kind: int,
+    value_bytes: int,
     scale: float,
     softcap: float,
     places: np.ndarray,
@@ -117,17 +118,17 @@ def attend(
 ) -> None:
     """As `ops.attention.attend`, of queries float32 `[g, D]`.
 
-    rows: addresses int64 `[R]` of a key and then its value, numbers of a `kind`; 0: none. weights:
-    float32 `[g, R']`, added to the first logits. places int64 `[R]`, logits float32 `[g, R]`, R of
-    them up to the next multiple of 4, keys and values as for `put_places`: room. Writes output
-    float32 `[g, Dv]` and lse float32 `[g]`.
+    rows: addresses int64 `[R]` of a key, numbers of a `kind`; 0: none; value_bytes: from there to
+    its value. weights: float32 `[g, R']`, added to the first logits. places int64 `[R]`, logits
+    float32 `[g, R]`, R of them up to the next multiple of 4, keys and values as for `put_places`:
+    room. Writes output float32 `[g, Dv]` and lse float32 `[g]`.
     """
     (g, D), Dv = queries.shape, output.shape[1]
     put_places(rows, 0, D, kind, keys, places)
     put_dots(queries.ctypes.data, g, D, places, row_bytes, logits)
     for h in range(g):
         lse[h] = put_shares(rows, weights[h], scale, softcap, logits[h])
-    put_places(rows, D * (4 if kind == FLOAT32 else 2), Dv, kind, values, places)
+    put_places(rows, value_bytes, Dv, kind, values, places)
     output[:] = 0
     add_rows(logits, places, g, Dv, output.ctypes.data)
 

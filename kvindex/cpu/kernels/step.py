@@ -95,6 +95,7 @@ def attend_groups(
     mask: np.ndarray,
     count: int,
     kind: int,
+    value_bytes: int,
     scale: float,
     softcap: float,
     addresses: np.ndarray,
@@ -108,7 +109,8 @@ def attend_groups(
     """Attention of a part of the groups over rows of ids int64 `[B·G, K]` and the resident ones.
 
     queries: float32 `[B·G, g, D]`; bases, resident, mask: addresses int64 `[B·G]` of the store's
-    rows, the resident ones and their mask; weights: float32 `[B·G, g, K]` or of no rows. addresses
+    rows, the resident ones and their mask; weights: float32 `[B·G, g, K]` or of no rows;
+    value_bytes: as of `attend`. addresses
     int64 `[parts, K + W]`, places, keys, values and logits as for `attend`, of each part: room.
     Writes output float32 `[B·G, g, Dv]` and lse float32 `[B·G, g]`.
     """
@@ -124,6 +126,7 @@ def attend_groups(
             row_bytes,
             weights[group],
             kind,
+            value_bytes,
             scale,
             softcap,
             places[part],

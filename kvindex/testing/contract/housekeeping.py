@@ -104,7 +104,8 @@ def check_nbytes_counts_rows_and_grows(make: Make, case: Case) -> None:
     for start in range(0, N, 8):
         index.append(*part(tokens, start, start + 8))
         sizes.append(index.nbytes())
-    row = case.batch * case.kv_heads * (case.head_dim + case.value_dim) * tokens[0].element_size()
+    numbers = case.head_dim + (0 if case.value_in_key else case.value_dim)
+    row = case.batch * case.kv_heads * numbers * tokens[0].element_size()
     assert [size["rows"] for size in sizes] == [8 * step * row for step in range(6)]
     codes = [size["codes"] for size in sizes]
     assert codes == sorted(codes)

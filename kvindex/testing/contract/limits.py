@@ -20,7 +20,7 @@ def check_the_largest_numbers_give_scores(make: Make, case: Case) -> None:
     keys, values = case.tokens(N)
     signs, queries = keys.sign() * largest, case.queries().sign() * largest
     signs[:, :, ::3] = keys[:, :, ::3]
-    index = filled(make, (signs, values))
+    index = filled(make, case.of_keys(signs, values))
     index.observe_queries(queries[:, :, None], torch.tensor([N - 1], device=case.device))
     index.end_prompt()
     index.append(*case.tokens(5, seed=1))

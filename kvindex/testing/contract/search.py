@@ -28,7 +28,7 @@ def check_a_needle_is_found(make: Make, case: Case) -> None:
     keys[:, :, 17] = queries[:, :, 0]
     if unit > 1:
         keys[:, :, -unit:] -= queries[:, :, :1] / 2  # a unit that the opposite prefers
-    index = filled(make, (keys, values))
+    index = filled(make, case.of_keys(keys, values))
     same = queries[:, :, :1].expand_as(queries).flatten(1, 2)
     hits = index.search(same, k=k)
     drawn = hits.log_weight is not None and bool((hits.log_weight > 0).any())
@@ -42,9 +42,9 @@ def check_a_needle_is_found(make: Make, case: Case) -> None:
 def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
     """Of equal scores the lower id comes first; equal keys have equal ones, unless drawn by lot."""
     keys, values = case.tokens(N)
-    index = filled(make, (keys[:, :, :1].expand_as(keys), values))
+    index = filled(make, case.of_keys(keys[:, :, :1].expand_as(keys), values))
     searched(index, case)
-    zeros = filled(make, (torch.zeros_like(keys), values))
+    zeros = filled(make, case.of_keys(torch.zeros_like(keys), values))
     hits = zeros.search(case.queries(), k=K)
     used = hits.ids >= 0
     lowest = hits.scores.masked_fill(~used, float("inf")).amin(-1)
@@ -60,7 +60,8 @@ def check_searches_are_deterministic(make: Make, case: Case) -> None:
     """The same tokens and queries give the same hits, to the bit."""
     tokens = case.tokens(N)
     keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key twice
-    first, second = filled(make, (keys, tokens[1])), filled(make, (keys, tokens[1]))
+    tokens = case.of_keys(keys, tokens[1])
+    first, second = filled(make, tokens), filled(make, tokens)
     hits = searched(first, case)
     assert_same_hits(searched(first, case), hits)
     assert_same_hits(searched(second, case), hits)
@@ -71,7 +72,7 @@ def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
     keys, values = case.tokens(N)
     keys[:, :, ::3] = 0
     keys[:, :, 1::3, :8] = 0
-    index = filled(make, (keys, values))
+    index = filled(make, case.of_keys(keys, values))
     searched(index, case)
     hits = index.search(torch.zeros_like(case.queries()), k=K)
     assert_well_formed(hits, index, case.batch, K)
