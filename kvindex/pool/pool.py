@@ -44,17 +44,29 @@ class Pool(Sequences[KVIndex]):
         self._batch = None if joins is None else joins.new_batch()
         self._none = ResidentRows(self.geometry, 1, 1)  # there are no resident rows
 
-    def append(self, sequences: Sequence[int], keys: Tensor, values: Tensor) -> None:
-        """Add `T` tokens to each: keys `[n, G, T, D]`, values `[n, G, T, Dv]`.
+    def append(
+        self,
+        sequences: Sequence[int],
+        keys: Tensor,
+        values: Tensor,
+        *,
+        valid: Tensor | None = None,
+    ) -> None:
+        """Add `T` tokens to each: keys `[n, G, T, D]`, values `[n, G, T, Dv]`, valid bool `[n, T]`.
 
         Raises as `KVIndex.append`, and ValueError for sequences that are not open or come twice;
         then all are as they were.
         """
         some = self._several(sequences)
         check_tokens(keys, values, len(some), self.geometry)
+        if valid is not None:
+            shape = {"n": len(some), "T": keys.shape[2]}
+            check.tensor("valid", valid, shape, torch.bool, self.geometry.device)
         with all_or_nothing(some):
             for i, index in enumerate(some):
-                index.append(keys[i : i + 1], values[i : i + 1])
+                own = slice(i, i + 1)
+                given = keys[own], values[own]
+                index.append(*given, valid=None if valid is None else valid[own])
 
     def search(
         self, sequences: Sequence[int], queries: Tensor, *, k: int, coverage: float | None = None

@@ -7,6 +7,7 @@ print(cache.report())
 """
 
 from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.batching import Batching, attach_batch
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generate import Generation, generate
 from kvindex_adapters.hf.prefill import read
@@ -15,11 +16,13 @@ from kvindex_adapters.hf.tokenizer import sentence_ends
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
 __all__ = [
+    "Batching",
     "Generation",
     "IndexCache",
     "Report",
     "UnsupportedError",
     "attach",
+    "attach_batch",
     "generate",
     "read",
     "sentence_ends",

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from kvindex_adapters.hf.batching import Batching
     from kvindex_adapters.hf.cache import IndexCache
 
 
@@ -26,6 +27,8 @@ class Attachment:
         """Number of a layer without keys of its own -> of the layer whose keys it attends to."""
         self.running: IndexCache | None = None
         """The cache of the step that runs."""
+        self.batching: Batching | None = None
+        """Of `attach_batch`, which has no cache: requests and their indexes."""
         self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
         self._lock = threading.RLock()
 
