@@ -6,7 +6,6 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.hf.paged_layer import PagedLayer
 from tests.adapters.tiny import VOCABULARY, build
 
 REGIONS = dict(sink=2, local_window=4, update_every=8, dense_below=0)
