@@ -184,8 +184,8 @@ class AttentionLayer(WindowUpdates):
             output = attend_densely(self.index, window, queries, real, bias, sinks)
         if decoded and T > 1:
             self._looked = before
-        elif self._is_due(single := int(T == 1)):
-            self._update(single)
+        else:
+            self._update(int(T == 1))
         self._searched = T if searches else 0
         return output
 
@@ -334,6 +334,11 @@ class AttentionLayer(WindowUpdates):
             outputs.append(output_of(attended, own))
         return torch.stack(outputs, dim=2)
 
+    def _update(self, decoded: int) -> None:
+        """Let an update begin or end, with so many tokens that are no piece of a prompt."""
+        if self._is_due(decoded):
+            self._update_window(decoded)
+
     def _is_due(self, decoded: int) -> bool:
         """Whether an update may begin or end, with so many tokens: no more than a few numbers."""
         if self._turn is not None and self._has_turn(decoded):
@@ -451,6 +456,10 @@ class AttentionLayer(WindowUpdates):
         self._tally.count(Counts(None, *sizes, self._row_bytes))
         if self._is_due(1):
             self._update_replayed()
+
+    def _update_replayed(self) -> None:
+        """As `_update` after a token, as a call of its own."""
+        self._update(1)
 
     def checkpoint(self) -> Any:
         """What the layer is now, for `rollback`: it asks the device for nothing."""

@@ -88,9 +88,9 @@ class WindowUpdates(Guarded):
         """The update that waits since a step of several tokens, if one is due for what is left."""
         looked, self._looked = self._looked, None
         if looked is not None and len(self) > looked:
-            self._update(len(self) - looked)
+            self._update_window(len(self) - looked)
 
-    def _update(self, decoded: int = 0) -> None:
+    def _update_window(self, decoded: int = 0) -> None:
         """When the buffer is full, all but the newest `local` tokens go into the index.
 
         decoded: so many tokens have come, and are no piece of a prompt; the index, if it can,
@@ -115,10 +115,6 @@ class WindowUpdates(Guarded):
         self._regions.begin(leaving.count)
         if beside is None:
             self._finish()
-
-    def _update_replayed(self) -> None:
-        """As `_update` after a token, as a call of its own."""
-        self._update(1)
 
     def _has_turn(self, decoded: int) -> bool:
         """Whether the layer's turn has come with one of so many tokens."""

@@ -26,7 +26,17 @@ class Case(NamedTuple):
     one: bool
 
 
-TILES: dict[Case, Tile] = {}
+TILES: dict[Case, Tile] = {
+    Case("norm_linear", 8192, 4096, 2, True): Tile(16, 512, 8, 3),
+    Case("linear_residual", 4096, 4096, 2, True): Tile(8, 512, 4, 4),
+    Case("norm_linear", 32768, 4096, 2, True): Tile(8, 512, 4, 4),
+    Case("swiglu_linear", 4096, 16384, 2, True): Tile(16, 256, 4, 5),
+    Case("norm_linear", 65536, 4096, 2, True): Tile(16, 512, 8, 3),
+    Case("norm_linear", 8192, 4096, 1, True): Tile(8, 512, 4, 4),
+    Case("linear_residual", 4096, 4096, 1, True): Tile(8, 512, 4, 4),
+    Case("norm_linear", 32768, 4096, 1, True): Tile(16, 256, 4, 5),
+    Case("swiglu_linear", 4096, 16384, 1, True): Tile(8, 512, 4, 4),
+}
 """Lines that `tools/tune_triton.py` prints; what is not here takes the default."""
 
 

@@ -153,7 +153,7 @@ def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
         elif done == "fail" and length:
             for layer in layers:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(layer, "_is_due", lambda _: 1 / 0)
+                    patch.setattr(layer, "_update", lambda _: 1 / 0)
                     with pytest.raises(ZeroDivisionError):
                         tokens.feed(layer, length, length + 1)
         else:

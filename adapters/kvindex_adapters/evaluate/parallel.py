@@ -101,7 +101,7 @@ class ParallelLayer(AttentionLayer):
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])
-        self._update()
+        self._update_window()
         return output.transpose(0, 1)[None]
 
     def _expanding(self) -> ExpandsBatch:
