@@ -60,7 +60,7 @@ class Pool(Sequences[KVIndex]):
         some = self._several(sequences)
         check_tokens(keys, values, len(some), self.geometry)
         if valid is not None:
-            shape = {"n": len(some), "T": keys.shape[2]}
+            shape: dict[str, int | None] = {"n": len(some), "T": keys.shape[2]}
             check.tensor("valid", valid, shape, torch.bool, self.geometry.device)
         with all_or_nothing(some):
             for i, index in enumerate(some):

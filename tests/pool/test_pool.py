@@ -86,6 +86,7 @@ def test_what_is_wrong_is_refused_in_words_and_changes_nothing():
         (lambda: pool.append([one], keys, values), r"keys: got shape \[2, 2, 3, 16\], allowed is"),
         (lambda: pool.append([one, other], keys, values[:1]), "values: got shape"),
         (lambda: pool.append([one, other], keys.half(), values), "keys: got dtype"),
+        (lambda: pool.append([one, other], keys, values, valid=keys[:, 0] > 0), "valid: got sh"),
         (lambda: pool.search([one], queries, k=5), "queries: got shape"),
         (lambda: pool.search([one, other], queries, k=0), "k: got 0"),
         (lambda: pool.attend([one, other], queries, k=0), "k: got 0"),
@@ -99,6 +100,17 @@ def test_what_is_wrong_is_refused_in_words_and_changes_nothing():
         with pytest.raises(ValueError, match=says):
             call()
     assert pool.report() == before
+
+
+def test_tokens_that_are_not_valid_are_never_found():
+    pool, both = filled("exact", 0)
+    valid = torch.arange(20) >= torch.tensor([[4], [7]])
+    pool.append(both, *CASE.tokens(20, batch=2), valid=valid)
+    ids = pool.search(both, CASE.queries(batch=2), k=20).ids
+    assert [sorted(row[row >= 0].tolist()) for row in ids[:, 0]] == [
+        [*range(4, 20)],
+        [*range(7, 20)],
+    ]
 
 
 def test_the_index_that_a_pool_was_made_of_stays_its_owners():

@@ -106,7 +106,10 @@ class Batching:
         how = "one query of a long request: through the index; all else: transformers' attention"
         pools = {number: layer.pool for number, layer in self.layers.items()}
         return "\n".join(
-            [how, *(f"layer {n}: {pool.explain()}" for n, pool in pools.items() if pool)]
+            [
+                how,
+                *(f"layer {n}: {pool.explain()}" for n, pool in pools.items() if pool is not None),
+            ]
         )
 
     def _processor(self, cache: object) -> Any:

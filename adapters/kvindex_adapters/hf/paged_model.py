@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -24,6 +24,9 @@ from kvindex_adapters.hf.unsupported import (
     sharing_of,
 )
 
+if TYPE_CHECKING:
+    from kvindex_adapters.hf.batching import Batching
+
 NOT_TRIED = (
     *("use_cuda_graph", "q_padding_interval_size", "kv_padding_interval_size"),
     *("varlen_compile_config", "decode_compile_config", "default_compile_level"),
@@ -40,20 +43,21 @@ class BatchedModel(nn.Module):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Make the model's own manager, after checks."""
         parent: Any = super()
-        if self not in attached:
+        batching = _batching(self)
+        if batching is None:
             return parent.init_continuous_batching(*args, **kwargs)
         signature = inspect.signature(parent.init_continuous_batching)
         check_batching(signature.bind(*args, **kwargs).arguments)
         manager = parent.init_continuous_batching(*args, **kwargs)
-        attached[self].batching.managers.add(manager)
+        batching.managers.add(manager)
         return manager
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own, and raise here what was refused in its thread."""
         parent: Any = super()
-        if self not in attached:
+        batching = _batching(self)
+        if batching is None:
             return parent.generate_batch(*args, **kwargs)
-        batching = attached[self].batching
         try:
             results = parent.generate_batch(*args, **kwargs)
         finally:
@@ -64,10 +68,17 @@ class BatchedModel(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own call, as a step."""
         parent: Any = super()
-        if self not in attached:
+        batching = _batching(self)
+        if batching is None:
             return parent.__call__(*args, **kwargs)
-        with attached[self].exclusive(), attached[self].batching.running(kwargs.get("cache")):
+        with attached[self].exclusive(), batching.running(kwargs.get("cache")):
             return parent.__call__(*args, **kwargs)
+
+
+def _batching(model: nn.Module) -> Batching | None:
+    """Of the `attach_batch` whose context lasts."""
+    attachment = attached.get(model)
+    return None if attachment is None else attachment.batching
 
 
 @contextmanager
