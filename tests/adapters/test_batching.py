@@ -49,11 +49,14 @@ def model():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"allow_block_sharing": False}, {"max_batch_tokens": 24}, {"num_blocks": 12}],
-    ids=["shared", "unshared", "chunks", "few blocks"],
+    ("index", "options"),
+    [
+        ("exact", {}),
+        ("pariskv", {"allow_block_sharing": False}),
+        ("quest", {"max_batch_tokens": 24}),  # prompts come in chunks
+        ("pariskv", {"num_blocks": 12}),  # requests are preempted
+    ],
 )
-@pytest.mark.parametrize("index", ["exact", "pariskv", "quest"])
 def test_tokens_with_all_rows_are_those_of_plain_attention(model, index, options):
     shared = prompts(32, seed=9)[0]
     inputs = prompts(1, 7, 30, 61, 90) + prompts(5, 9, seed=4, prefix=shared)
@@ -215,6 +218,7 @@ def test_calls_are_refused(model):
                 batch(model, prompts(9), **option)
         with pytest.raises(ValueError, match="attached already"), kvhf.attach(model):
             pass
+        batch(model, prompts(9))
 
 
 def test_what_a_step_refuses_is_raised_by_generate_batch(model):

@@ -168,6 +168,23 @@ def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
     check(b, c)
 
 
+def test_a_step_finds_no_token_that_is_not_valid(device):
+    case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
+    pool = kvindex.Pool("pariskv", **case.geometry(), backend="cuda", store="device")
+    some, sink = [pool.open(), pool.open()], 60
+    for seed, (sequence, count) in enumerate(zip(some, (300, 70), strict=True)):
+        valid = torch.arange(count, device=device)[None] >= sink
+        pool.append([sequence], *case.tokens(count, seed), valid=valid)
+    queries = case.queries(5, 2)
+    ids, found = pool.search(some, queries, k=20).ids, pool.attend(some, queries, k=20)
+    assert ids[ids >= 0].min() >= sink
+    assert ((ids >= 0).sum(-1)[:, 0]).tolist() == [20, 10]
+    for i, sequence in enumerate(some):
+        want = pool.attend([sequence], queries[i : i + 1], k=20)
+        torch.testing.assert_close(found.output[i], want.output[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.lse[i], want.lse[0], rtol=1e-5, atol=1e-5)
+
+
 def test_steps_that_are_alike_are_replayed_as_sequences_grow(device):
     case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
     with counted(device) as graphs:

@@ -39,8 +39,9 @@ class Batching:
         """The one that runs."""
         self.attended: set[int] = set()
         """Layers that have attended in it."""
+        self.refused: UnsupportedError | None = None
+        """What the last step that failed was refused for."""
         self._config, self._longest = config, 0
-        self._refused: UnsupportedError | None = None
 
     def plain_attention(self) -> Callable[..., Any]:
         """The attention function that the model has without indexes."""
@@ -65,7 +66,7 @@ class Batching:
             self._longest = max(self._longest, *(part.length for part in self.step.parts))
         except BaseException as error:
             self.forget()
-            self._refused = error if isinstance(error, UnsupportedError) else None
+            self.refused = error if isinstance(error, UnsupportedError) else None
             raise
         finally:
             self.step, self.attended = None, set()
@@ -74,12 +75,6 @@ class Batching:
         """Give up the indexes of all requests."""
         for layer in self.layers.values():
             layer.keep(())
-
-    def raise_refused(self) -> None:
-        """Raises UnsupportedError, once, if a step was refused."""
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            raise refused
 
     def report(self) -> Report:
         """What searching steps have read so far; bytes of the indexes of requests that are open.

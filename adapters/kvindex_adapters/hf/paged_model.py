@@ -58,11 +58,13 @@ class BatchedModel(nn.Module):
         batching = _batching(self)
         if batching is None:
             return parent.generate_batch(*args, **kwargs)
+        batching.refused = None
         try:
             results = parent.generate_batch(*args, **kwargs)
         finally:
             batching.forget()
-        batching.raise_refused()
+        if batching.refused is not None:
+            raise batching.refused
         return results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
