@@ -3,11 +3,13 @@
     python -m benchmarks.quality recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
     python -m benchmarks.quality kl --text FILE… [--tokens N …] [--steps T] [--index SPEC …]
     python -m benchmarks.quality fidelity [--index SPEC …]
+    python -m benchmarks.quality scales --text FILE… [--tokens N]
     python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
 
 `recall`: share of each query head's own true rows, of attention coverage, and bytes, by preset and
 share of candidates. `kl`: KL from full attention beside exact search with as many rows. `fidelity`:
-KL, agreement and recall, a token at a time on a fixed text. `field`: all indexes under one
+KL, agreement and recall, a token at a time on a fixed text. `scales`: what keys of few bits do to
+the output, with a scale for each token and for each channel. `field`: all indexes under one
 protocol. Each takes --json OUT, and `--model … --gguf-file … --lora … --device …`; without
 --model: SmolLM2-135M-Instruct. More: `python -m benchmarks.quality recall --help`.
 """
@@ -19,9 +21,9 @@ import argparse
 import torch
 
 from benchmarks.common.reading import add_model
-from benchmarks.comparing import fidelity, field, kl, recall
+from benchmarks.comparing import fidelity, field, kl, recall, scales
 
-COMMANDS = {"recall": recall, "kl": kl, "fidelity": fidelity, "field": field}
+COMMANDS = {"recall": recall, "kl": kl, "fidelity": fidelity, "scales": scales, "field": field}
 
 
 def main(told: list[str] | None = None) -> None:

@@ -37,6 +37,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "divergence": quality.divergence,
     "divergence_drawn": quality.drawn,
     "recall": quality.recall,
+    "row_scales": quality.row_scales,
     "recall_lengths": quality.lengths,
     "field": field.field,
     "answers_field": answers.field,

@@ -447,6 +447,18 @@ def test_recall_is_measured(tiny, monkeypatch):
         ran(quality.main, [*given[:5], 9000, *given[6:]], monkeypatch)
 
 
+def test_scales_of_keys_are_measured(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["scales", *texts, "--tokens", 192, "--written", 4, *model]
+    cells = ran(quality.main, given, monkeypatch)["cells"]
+    assert [cell["bits"] for cell in cells] == 2 * [*[4] * 4, *[2] * 4]
+    assert all(
+        0 < few["error"] < fewer["error"] for few, fewer in zip(cells, cells[4:8], strict=False)
+    )
+    with pytest.raises(ValueError, match="tokens: got 200, allowed is a multiple of 32"):
+        ran(quality.main, [*given[:5], 200, *given[6:]], monkeypatch)
+
+
 def test_kl_of_exact_is_its_own_and_that_of_fewer_candidates_is_larger(tiny, monkeypatch):
     texts, model = tiny
     index = "pariskv:preset=scan", "streaming:budget=8", "exact:group=union"

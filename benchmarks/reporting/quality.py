@@ -57,6 +57,25 @@ def fidelity(result: Result) -> str:
     )
 
 
+def row_scales(result: Result) -> str:
+    """The output's error by what the groups of a key's codes are of."""
+    parts = ("error", "error_90", "error_worst_layer")
+    rows = [
+        (
+            *(str(cell[name]) for name in ("text", "bits", "groups", "key_bytes")),
+            *(f"{cell[part]:.1%}" for part in parts),
+        )
+        for cell in result["cells"]
+    ]
+    head = ("text", "bits", "32 numbers of a", "bytes of a key", "mean", "90% below", "worst layer")
+    return (
+        f"{result['model']}, {result['tokens']} tokens of each text, then "
+        f"{result['queries_per_head']} sampled ones, whose queries ask. Errors are ‖õ − o‖ / ‖o‖ "
+        "of a head's output, full attention over coded keys beside keys as they are, values as "
+        "they are.\n\n" + table(head, rows) + f"\n\n{machine(result)}"
+    )
+
+
 def divergence(result: Result) -> str:
     """KL over that of exact search with as many rows; longer texts from files beside it."""
     parts = [("to 6K", result)]

@@ -22,13 +22,15 @@ from kvindex_adapters.hf.prefill import Progress, prefill
 class Captured:
     """A captured full-attention layer: keys `[G, N, D]`, queries `[H, T, D]` of the newest `T`.
 
-    scale, softcap: of the layer's logits. As attention sees them, after rotary embedding.
+    values: `[G, N, Dv]`; scale, softcap: of the layer's logits. As attention sees them, after
+    rotary embedding.
     """
 
     keys: Tensor
     queries: Tensor
     scale: float
     softcap: float | None
+    values: Tensor
 
 
 class _Recorder(Wrapper):
@@ -49,7 +51,8 @@ class _Recorder(Wrapper):
         g = self.geometry
         ids = torch.arange(len(self), device=g.device).expand(1, g.kv_heads, -1)
         rows = self.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
-        return Captured(rows.keys[0], torch.cat(self.queries, 1), g.scale, g.softcap)
+        queries = torch.cat(self.queries, 1)
+        return Captured(rows.keys[0], queries, g.scale, g.softcap, rows.values[0])
 
 
 def capture(
