@@ -54,6 +54,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "append_layers": gpu.append_layers,
     "generate_speed": gpu.generate_speed,
     "decoder_tokens": tokens.decoder_tokens,
+    "prefill_decoder": tokens.prefill,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,
     "cpu_steps": cpu.steps,

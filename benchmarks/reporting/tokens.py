@@ -1,4 +1,4 @@
-"""Table of a decoder's tokens: each plan's time beside full attention's and the weights' floor."""
+"""Tables of a decoder: tokens beside full attention's and the weights' floor, and a prompt."""
 
 from __future__ import annotations
 
@@ -27,6 +27,25 @@ def decoder_tokens(result: Result) -> str:
         "weights at the rate at which a sum reads memory in the same run."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def prefill(result: Result) -> str:
+    """Seconds and device memory of a prompt, through the index and without one."""
+    found, rows = result["prefill"], []
+    for plan, words in {"indexed": f"`{result['index']}`", "full": "full attention"}.items():
+        warm, low, high = (found[plan][f"seconds{part}"] for part in ("", "_low", "_high"))
+        first = found["first"][plan]["seconds"][0]
+        peak = f"{found[plan]['peak_bytes'] / 1e9:.2f}"
+        share = f"{found['memory'][plan]:.3f}"
+        rows.append((words, f"{first:.2f}", f"{warm:.2f} ({low:.2f} to {high:.2f})", peak, share))
+    head = ("attention", "first time, s", "then, s", "device at most, GB")
+    about = (
+        f"{result['model']}, {found['tokens']:,} random tokens, random weights, {result['dtype']}, "
+        f"{found['chunk']:,} computed at a time, the last one's logits alone. Medians (quartiles) "
+        f"of {found['rounds']} rounds; by the index {found['ratio']['indexed']['seconds']:.2f} "
+        "of the time without. Needed: weights, one layer's keys and values, a chunk's activations."
+    )
+    return f"{about}\n\n{table((*head, 'of what is needed'), rows)}\n\n{machine(result)}"
 
 
 def _rows(result: Result) -> list[tuple[str, ...]]:
