@@ -108,10 +108,6 @@ class AttentionLayer(WindowUpdates):
         self._row_bytes = row_bytes(index)
         self._usual: object = None  # kinds of tensors that were checked last
 
-    def __len__(self) -> int:
-        """Tokens seen, `N`: those in the index and those in the window."""
-        return len(self.index) + len(self._regions)
-
     @property
     def valid(self) -> Tensor | None:
         """Which tokens are real, bool `[B, N]`, or None where all are."""

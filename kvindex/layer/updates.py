@@ -69,7 +69,7 @@ class WindowUpdates(Guarded):
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
-        raise NotImplementedError
+        return len(self.index) + len(self._regions)
 
     def _unit(self) -> int:
         """Tokens that go into the index together."""

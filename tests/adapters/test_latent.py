@@ -29,7 +29,11 @@ def test_a_factory_of_indexes_is_told():
     from kvindex.indexes.exact import Exact
 
     told, model = [], build("deepseek_v3", num_hidden_layers=2)
-    make = lambda **geometry: told.append(geometry) or Exact(**geometry)  # noqa: E731
+
+    def make(**geometry):
+        told.append(geometry)
+        return Exact(**geometry)
+
     with kvhf.attach(model, index=make, **REGIONS) as cache:
         steps(model, cache, prompt(1, 20), [20])
     assert [geometry["value_in_key"] for geometry in told] == [True] * 3  # a probe, and two layers
