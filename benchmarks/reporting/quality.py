@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import geometric_mean
 
-from benchmarks.reporting.parts import Result, machine, mean, some, stored, table, values
+from benchmarks.reporting.parts import Result, machine, mean, named, some, stored, table, values
 
 POOL = 4
 """Candidates past the paper are at least `POOL · k`."""
@@ -104,10 +104,11 @@ def divergence(result: Result) -> str:
 
 
 def drawn(result: Result) -> str:
-    """KL over that of exact search by length, of results with other numbers of rows, too."""
-    more = stored("divergence_drawn_256")
-    parts, rows = [result, *([more] if more else [])], []
-    lengths = values(result["indexes"]["exact"]["cells"], "tokens")
+    """KL over that of exact search by length: of other models, and of other numbers of rows."""
+    names = ("256", "qwen", "qwen_256")
+    parts = [result, *(found for name in names if (found := stored(f"divergence_drawn_{name}")))]
+    lengths = values([c for part in parts for c in part["indexes"]["exact"]["cells"]], "tokens")
+    rows = []
     for part in parts:
         for index, found in part["indexes"].items():
             if index == "exact":
@@ -118,11 +119,14 @@ def drawn(result: Result) -> str:
                 ratios = [cell["kl_mean"] / cell["kl_exact"] for cell in cells]
                 means.append(f"{geometric_mean(ratios):.3f}" if ratios else "–")
             whole = "{:.3f} ({:.3f} to {:.3f})".format(found["ratio"], *found["ratio_95"])
-            rows.append((f"`{index}`", str(part["k"]), *means, whole))
-    head = ("index", "rows", *(f"{tokens:,} tokens" for tokens in lengths), "all (95%)")
+            rows.append(
+                (named(part["model"], part["lora"]), f"`{index}`", str(part["k"]), *means, whole)
+            )
+    head = ("model", "index", "rows", *(f"{tokens:,} tokens" for tokens in lengths), "all (95%)")
     texts = len(values(result["indexes"]["exact"]["cells"], "text"))
     about = f"{texts} texts, {result['steps']} steps with given tokens after each prompt."
-    return f"{table(head, rows)}\n\n{about} {machine(result)}"
+    machines = dict.fromkeys(machine(part) for part in parts)
+    return f"{table(head, rows)}\n\n{about} {' '.join(machines)}"
 
 
 # Recall
