@@ -22,7 +22,7 @@ from kvindex_adapters.evaluate.output_files import write_text
 ROOT = Path(__file__).parents[1]
 
 SOURCES = {
-    "summary": "decode_step",
+    "tokens_summary": "decoder_tokens",
     "answers_summary": "answers_lengths",
     "decode_presets": "decode_step_fast",
     "append_layers": "append",
@@ -46,7 +46,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "answers_depth": answers.depth,
     "answers_summary": answers.summary,
     "answers_along": along.along,
-    "summary": gpu.summary,
+    "tokens_summary": tokens.summary,
     "decode_step": gpu.decode_step,
     "decode_step_h100": gpu.steps,
     "step_drawn": gpu.beside,

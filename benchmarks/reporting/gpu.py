@@ -95,15 +95,6 @@ def beside(result: Result) -> str:
     return f"{table(head, rows)}\n\n{about} {machine(result)}"
 
 
-def summary(result: Result) -> str:
-    """Batch 1 with rows on the host, from where a step is faster than dense attention."""
-    points = [p for p in result["points"] if p["batch"] == 1 and p["tokens"] >= 2**17]
-    parts = ("dense", "step_host")
-    rows = [(f"{p['tokens']:,}", *(_median(p, part) for part in parts)) for p in points]
-    head = ("tokens", "dense attention, µs", f"`{result['index']}`, µs")
-    return f"{table(head, rows)}\n\nMeasured on {result['machine']['gpu']}."
-
-
 def presets(_: Result) -> str:
     """Steps of the presets that kernels serve, a result each, beside each other."""
     results = {name: stored(f"decode_step_{name}") for name in ("fast", "precise", "paper")}

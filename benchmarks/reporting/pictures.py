@@ -9,9 +9,11 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from benchmarks.common.shapes import SHAPES
 from benchmarks.reporting.along import along_lines, sampled
 from benchmarks.reporting.answers import DEFAULT, depth_cells
 from benchmarks.reporting.parts import Result, mean, some, stored, values
+from benchmarks.reporting.tokens import plain
 from kvindex_adapters.evaluate.compare.depths import PARTS
 from kvindex_adapters.evaluate.compare.lines import NAMED
 from kvindex_adapters.evaluate.compare.pictures import LIGHT, MARKS, picture
@@ -95,6 +97,53 @@ def _crossing(tokens: list[int], mine: list[float], theirs: list[float]) -> floa
     return None
 
 
+PUBLISHED = {
+    "ParisKV": [(2**17, 24.3), (2**20, 49)],
+    "LOCKS": [(2**17, 8.27), (2**20, 12.95)],
+    "LOCKS's dense": [(2**17, 8.74), (2**20, 26.19)],
+    "RetroInfer": [(2**17, 29.1)],
+    "ShadowKV": [(2**17, 18.8)],
+}
+"""Milliseconds a token that were published, on other machines (docs/performance.md)."""
+
+
+def decoder_tokens(result: Result) -> Any:
+    """Time per token against length, the published points in gray."""
+    plans = {"dense": "full attention", "cached": f"{result['index']}, rows on the host"}
+    styles = {model: f"{mark}-" for model, mark in zip(SHAPES, MARKS, strict=False)}
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms per token")
+    for name, points in PUBLISHED.items():
+        axes.plot(*zip(*points, strict=True), ".--", color=LIGHT.gray, linewidth=0.8)
+        axes.annotate(f" {name}", points[-1], color=LIGHT.gray, va="center", fontsize=8)
+    shown = plain(result)
+    for model in values(shown, "model"):
+        mine = some(shown, model=model)
+        lines = {
+            label: [
+                (p["context"], p[plan]["device_ms"])
+                for p in (one["decoder"] for one in mine)
+                if plan in p
+            ]
+            for plan, label in plans.items()
+        }
+        floor = [(one["decoder"]["context"], one["decoder"]["floor_ms"]) for one in mine]
+        lines["reading the weights alone"] = floor
+        for (label, line), color in zip(lines.items(), LIGHT.colors, strict=False):
+            if line:
+                axes.plot(*zip(*line, strict=True), styles[model], color=color)
+                name = f"  {label} ({model})"
+                axes.annotate(name, line[-1], color=color, va="center", fontsize=8)
+    ticks = sorted({one["decoder"]["context"] for one in shown} | {2**17, 2**20})
+    axes.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+    axes.set_xlim(right=ticks[-1] * 12)
+    axes.minorticks_off()
+    axes.set_yticks([5, 10, 20, 50], ["5", "10", "20", "50"])
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
 def recall(result: Result) -> Any:
     """Recall against β, and against bytes that a step reads per key, presets side by side."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
@@ -174,7 +223,8 @@ def answers_along(result: Result) -> Any:
 
 
 PICTURES = {
-    **dict(cpu_steps=cpu_steps, decode_step=decode_step, recall=recall),
+    **dict(cpu_steps=cpu_steps, decode_step=decode_step, decoder_tokens=decoder_tokens),
+    **dict(recall=recall),
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }

@@ -29,6 +29,28 @@ def decoder_tokens(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+def summary(result: Result) -> str:
+    """The same for a reader in a hurry: weights as they are, one sequence."""
+    rows = []
+    for one in plain(result):
+        found = one["decoder"]
+        full = f"{found['dense']['device_ms']:.1f}" if "dense" in found else "does not fit"
+        times = full, f"{found['cached']['device_ms']:.1f}", f"{found['floor_ms']:.1f}"
+        rows.append((f"{found['context']:,}", one["model"], *times))
+    own = f"`{result['index']}`, ms"
+    head = ("tokens", "shape of", "full attention, ms", own, "reading the weights alone, ms")
+    places = dict.fromkeys(one["machine"]["gpu"] for one in plain(result))
+    return f"{table(head, rows)}\n\nMeasured on {', '.join(places)}."
+
+
+def plain(result: Result) -> list[Result]:
+    """Of one sequence and weights as they are, shortest first."""
+    found = stored_beside("decoder_tokens", result)
+    found = [one for one in found if one["decoder"].get("batch", 1) == 1]
+    found = [one for one in found if one["decoder"]["kind"] == "plain"]
+    return sorted(found, key=lambda one: int(one["decoder"]["context"]))
+
+
 def prefill(result: Result) -> str:
     """Seconds and device memory of a prompt, through the index and without one."""
     found, rows = result["prefill"], []
