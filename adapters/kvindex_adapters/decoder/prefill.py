@@ -93,11 +93,12 @@ def read_by_layer(
             buffer = buffer or _buffer(config, hidden)
             reader = AtHand(attention, buffer)
         for start, end in pieces:
-            positions = torch.arange(start, end, device=ids.device) - padding
-            valid = positions >= 0 if start < longest else None
-            angles = weights.rotary.at(positions.clamp_min(0), hidden.dtype)
+            positions, valid = torch.arange(start, end, device=ids.device) - padding, None
+            if start < longest:
+                valid, positions = positions >= 0, positions.clamp_min(0)
+            angles = weights.rotary.at(positions, hidden.dtype)
             some = hidden[:, start:end]
-            some.copy_(layers.block(some, layer, reader, angles, config.head_dim, valid))
+            layers.add_block(some, layer, reader, angles, config.head_dim, valid)
             told(attention, start, end)
         if before is not None:
             before.settle()
