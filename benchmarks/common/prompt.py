@@ -16,9 +16,11 @@ from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, Shape, bytes_read, model_of
 from benchmarks.common.timing import Figures, in_turns, settled
 from kvindex_adapters.decoder.decoder import Decoder
+from kvindex_adapters.decoder.prefill import default_chunk, token_bytes
+from kvindex_adapters.decoder.weights import Weights
 
-ROUNDS, CHUNK = 3, 1024
-"""Warm readings of each plan; tokens that are computed at a time."""
+ROUNDS = 3
+"""Warm readings of each plan."""
 
 
 def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
@@ -33,7 +35,7 @@ def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(decoder.device)
     start = time.perf_counter()
-    decoder.read(ids, session, chunk=CHUNK)
+    decoder.read(ids, session)
     if on_gpu:
         torch.cuda.synchronize(decoder.device)
     found: Figures = {"seconds": [time.perf_counter() - start]}
@@ -42,18 +44,19 @@ def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
     return found
 
 
-def least(shape: Shape, itemsize: int, tokens: int) -> dict[str, int]:
-    """Bytes that reading so many tokens needs beside the weights.
+def least(shape: Shape, weights: Weights, tokens: int, chunk: int) -> dict[str, int]:
+    """Bytes that reading so many tokens needs beside the weights, `chunk` at a time.
 
-    layer: one layer's keys and values; chunk: queries, keys, values and output of its attention,
-    the gate, what it multiplies and their product, and what a layer adds to; states: hidden states
-    of the whole prompt.
+    layer: one layer's keys and values; chunk: a chunk's activations (`prefill.token_bytes`);
+    states: hidden states of the whole prompt.
     """
+    size = weights.embedding.element_size()
     rows = 2 * shape.kv_heads * shape.head_dim
-    each = rows + 2 * shape.q_heads * shape.head_dim + 3 * shape.inner + 2 * shape.hidden
-    chunk = min(CHUNK, tokens) * each
-    parts = dict(layer=tokens * rows, chunk=chunk, states=tokens * shape.hidden)
-    return {name: itemsize * count for name, count in parts.items()}
+    return {
+        "layer": tokens * rows * size,
+        "chunk": min(chunk, tokens) * token_bytes(weights),
+        "states": tokens * shape.hidden * size,
+    }
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
@@ -64,7 +67,8 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     workload.free()
     embedding = 0 if shape.tied else decoder.weights.embedding.nbytes
     needed = {"weights": bytes_read(decoder.weights) + embedding}
-    needed |= least(shape, g.dtype.itemsize, tokens)
+    chunk = default_chunk(decoder.weights, 1, decoder.device)
+    needed |= least(shape, decoder.weights, tokens, chunk)
     over = sum(needed[name] for name in ("weights", "layer", "chunk"))
     ids = torch.randint(shape.vocabulary, (tokens,))
     indexes: dict[str, str | None] = {"indexed": given.index}
@@ -72,7 +76,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         indexes["full"] = None
     turns = {plan: partial(read, decoder, ids, index) for plan, index in indexes.items()}
     first = {plan: turn() for plan, turn in turns.items()}
-    about = dict(shape=shape._asdict(), tokens=tokens, chunk=CHUNK, kind=given.weights)
+    about = dict(shape=shape._asdict(), tokens=tokens, chunk=chunk, kind=given.weights)
     about |= dict(first=first, needed_bytes=needed, over_bytes=over)
     for found in in_turns(turns, ROUNDS, end, [*turns][-1]):
         peaks = {plan: found[plan].get("peak_bytes") for plan in turns if found["rounds"]}

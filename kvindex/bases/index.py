@@ -20,6 +20,7 @@ from kvindex.core import check as checks
 from kvindex.core.config import make_config
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows, TellsMemory
+from kvindex.core.streams import to_host
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import RowStore, row_store
 
@@ -153,7 +154,7 @@ class BaseIndex(ReadingIndex):
         if g.value_in_key:
             self._check_in_keys(keys, values)
         rows = self._store.join(keys, values)
-        counts = valid.sum(1).cpu() if valid is not None else torch.tensor(count)
+        counted = partial(torch.tensor, count) if valid is None else to_host(valid.sum(1))
         self._codes.reserve(codes)
         self._store.reserve(rows)
         statistics = self._with_appended(codes, valid)
@@ -163,7 +164,7 @@ class BaseIndex(ReadingIndex):
         def end() -> None:
             if length != self._length or held is not self._codes or known is not self._learned:
                 raise ValueError("append: the index has changed between its beginning and its end")
-            flags = self._valid.reserve(self._length, keys, valid)
+            counts, flags = counted(), self._valid.reserve(self._length, keys, valid)
             self._codes.append(codes)
             self._store.append(rows)
             self._valid.append(flags, all_real=valid is None)

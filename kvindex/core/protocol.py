@@ -512,7 +512,9 @@ class Contents:
     tokens; counts: valid ones of each row of the batch, int64 `[B]` on the CPU; valid: which are,
     bool `[B, N]`, or None where all are; real_from: the token from which on all are; opened: of
     the last tokens, that fill no block, `open_keys` `[B, G, n, D]`, or, unless the executor
-    encodes, codes; statistics: named tensors.
+    encodes, codes; statistics: named tensors; regression: what signs tell together, float16
+    `[B, G, D, D]`, made when it is first asked for, the same object while it stays as it is; or
+    None.
     """
 
     codes: object
@@ -523,6 +525,7 @@ class Contents:
     real_from: int
     opened: Codes
     statistics: Codes
+    regression: Callable[[], Tensor] | None = None
 
 
 class Executor(Protocol):

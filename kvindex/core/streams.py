@@ -1,4 +1,4 @@
-"""CUDA streams: the side stream of appends, and cheap handles of the current one."""
+"""CUDA streams: the side stream of appends, cheap handles of the current one, copies to hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
@@ -24,6 +25,20 @@ def raw_device() -> int:
     """The current CUDA device where there is one in use: cheaper than torch's function."""
     number: int = torch._C._cuda_getDevice()
     return number
+
+
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Have a tensor copied to the CPU: what is given back waits for the copy, and gives it."""
+    copy = tensor.to("cpu", non_blocking=True)
+    if tensor.device.type != "cuda":
+        return lambda: copy
+    done = torch.cuda.current_stream(tensor.device.index).record_event()
+
+    def wait() -> Tensor:
+        done.synchronize()
+        return copy
+
+    return wait
 
 
 @lru_cache

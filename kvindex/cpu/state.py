@@ -117,9 +117,9 @@ class State:
 
 def regressions(contents: Contents, groups: int) -> np.ndarray:
     """`State.regression` of what an index holds."""
-    if "regression" not in contents.statistics:
+    if contents.regression is None:
         return np.empty((groups, 0, 0), np.float32)
-    return contents.statistics["regression"].float().contiguous().flatten(0, 1).numpy()
+    return contents.regression().float().contiguous().flatten(0, 1).numpy()
 
 
 def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,8 @@ statistics, an executor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +25,8 @@ from kvindex.pariskv.encoding import Encoding
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex.storage.columns import BlockColumns
 
-_Statistics = tuple[Tensor, tuple[int, Tensor] | None]
+_Fit = Callable[[], Tensor]
+_Statistics = tuple[Tensor, tuple[int, _Fit] | None]
 
 
 class ParisKV(ExecutedIndex):
@@ -42,7 +45,7 @@ class ParisKV(ExecutedIndex):
 
     _open: Codes | None  # of the open block, `[B, G, n, ...]`, once they were asked for
     _weight_scale: Tensor | None  # since the last change
-    _fitted: tuple[int, Tensor] | None = None  # of `_regressed`: to how many tokens
+    _fitted: tuple[int, _Fit] | None = None  # to how many tokens; made when it is asked for
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -212,6 +215,8 @@ class ParisKV(ExecutedIndex):
 
     def _after_copy(self) -> None:
         super()._after_copy()
+        if self._fitted is not None:  # from codes that the other may go on to change
+            self._fitted = self._fitted[0], self._fitted[1]().detach
         self._update()
 
     def _update(self) -> None:
@@ -223,8 +228,6 @@ class ParisKV(ExecutedIndex):
     def _contents(self, encodes: bool) -> Contents:
         """What the executor is told; encodes: whether it encodes keys."""
         statistics = {"histogram": self._histogram} if self.config.coarse == "tiers" else {}
-        if (matrix := self._regressed()) is not None:
-            statistics["regression"] = matrix
         return Contents(
             codes=self._codes,
             rows=self._store,
@@ -234,23 +237,27 @@ class ParisKV(ExecutedIndex):
             real_from=self._valid.all_from,
             opened=self._learned if encodes else self._opened(),
             statistics=statistics,
+            regression=self._fit(),
         )
 
     def _regressed(self) -> Tensor | None:
-        """`Encoding.fit` to the full blocks, or None where signs stand alone."""
+        fit = self._fit()
+        return None if fit is None else fit()
+
+    def _fit(self) -> _Fit | None:
+        """`Encoding.fit` to the full blocks, made when it is first asked for: a prompt's pieces do
+        not. None where signs stand alone.
+        """
         if self.config.signs == "alone" or not len(self):
             return None
         blocks = len(self._codes) // self.block_tokens
         tokens = regression.fitted_blocks(blocks) * self.block_tokens
         if self._fitted is None or self._fitted[0] != tokens:
-            self._fitted = tokens, self._fit(blocks)
+            make = partial(self.encoding.fit, self._codes.every, blocks)
+            if not blocks:
+                make = partial(regression.identity, len(self.counts), self.geometry)
+            self._fitted = tokens, cache(make)
         return self._fitted[1]
-
-    def _fit(self, blocks: int) -> Tensor:
-        """`_regressed` of so many full blocks."""
-        if not blocks:
-            return regression.identity(len(self.counts), self.geometry)
-        return self.encoding.fit(self._codes.every, blocks)
 
     # Statistics: keys per centroid, int64 [B, G, M, 256], which tiers need, and what was fitted
 
@@ -271,7 +278,7 @@ class ParisKV(ExecutedIndex):
     def _with_reordered(self, batch_indices: Tensor) -> _Statistics:
         fitted = self._fitted
         if fitted is not None:
-            fitted = fitted[0], fitted[1].index_select(0, batch_indices)
+            fitted = fitted[0], fitted[1]().index_select(0, batch_indices).detach
         if self.config.coarse != "tiers":
             return self._histogram, fitted
         return self._histogram.index_select(0, batch_indices), None

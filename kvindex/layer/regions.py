@@ -13,7 +13,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
-from kvindex.layer.sink import Sink, joined, joining
+from kvindex.layer.sink import Sink, first_of, joined, joining
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.state import NamedState, State
 
@@ -252,6 +252,11 @@ class Regions(NamedState, Restorable):
         if not count:
             return Leaving(rows, None, self.sink)
         real = self.real(indexed, indexed + count)
+        if self.sink is None and real is None and self._sink_size:  # known without a device
+            first = min(count, self._sink_size)
+            leaves = torch.arange(count, device=rows.keys.device) >= first
+            sink = first_of(first, rows, indexed)
+            return Leaving(rows, leaves.repeat(self.batch_size, 1), sink)
         new = joining(self.sink, self._sink_size, rows, real)
         if new is None:
             return Leaving(rows, real, self.sink)

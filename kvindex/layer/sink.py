@@ -64,6 +64,14 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
     return real & (real.cumsum(1) + have <= size)
 
 
+def first_of(size: int, moved: Rows, start: int) -> Sink:
+    """The first `size` of rows `[B, G, n, D]` that are all real, the first at position `start`."""
+    rows = Rows(*(part[:, :, :size].clone() for part in (moved.keys, moved.values)))
+    batch, _, count, _ = rows.keys.shape
+    ids = torch.arange(start, start + count, device=rows.keys.device)
+    return Sink(ids.repeat(batch, 1), rows, count)
+
+
 def joined(sink: Sink | None, new: Tensor, moved: Rows, start: int) -> Sink:
     """With the tokens `new`, bool `[B, n]`, of the rows `moved`, the first at position `start`."""
     ids = compact(new)

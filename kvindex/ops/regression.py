@@ -61,7 +61,10 @@ def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: 
     moments = (own.mT @ own).double(), (own.mT @ coordinates).double() / STEPS
     prior = PRIOR * torch.eye(own.shape[-1], dtype=torch.float64, device=signs.device)
     factor = torch.linalg.cholesky_ex(moments[0] + prior).L
-    return torch.cholesky_solve(moments[1] + prior, factor).half().contiguous()
+    # two solutions in place of `cholesky_solve`, which waits for a GPU
+    half = torch.linalg.solve_triangular(factor, moments[1] + prior, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return solved.half().contiguous()
 
 
 def voting(directions: Tensor, matrix: Tensor) -> Tensor:

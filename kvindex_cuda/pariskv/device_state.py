@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Codes
+from kvindex.core.protocol import Contents
 from kvindex.ops.block_layout import words_of
 from kvindex.ops.coarse import TIERS
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.pariskv.base_step import State
 
 
-def opened(geometry: Geometry, table: Tensor, statistics: Codes) -> State:
+def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
     """A state with room for all that a table of blocks of codes has room for, int64 `[B, S]`.
 
-    statistics: as `Contents` has them: a histogram for steps by tiers, a regression for signs that
-    vote together.
+    contents: whose statistics have a histogram for steps by tiers, and which has a regression for
+    signs that vote together.
     """
-    histogram, regression = (statistics.get(name) for name in ("histogram", "regression"))
+    histogram = contents.statistics.get("histogram")
+    regression = None if contents.regression is None else contents.regression()
     device, (batch, blocks) = geometry.device, table.shape
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

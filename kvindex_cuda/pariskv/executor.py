@@ -130,7 +130,7 @@ class ParisKVExecutor:
         self._state: State | None = None
         self._uses: list[_Use] = []  # of each k the newest one last
         self.cache: RowCache | None = None
-        self._regression: Tensor | None = None  # that the state has
+        self._regression: object = None  # that the state has
         self._length = self._read = 0  # tokens; blocks whose largest weight the state has
         self._replays = Replays(self._geometry.device)
         self._found_sum: Tensor | None = None  # of captured steps
@@ -414,7 +414,7 @@ class ParisKVExecutor:
     def _opened_state(self) -> State:
         """What steps read beside rows and resident ones."""
         if self._state is None:
-            self._state = opened(self._geometry, self.codes.table, self._contents.statistics)
+            self._state = opened(self._geometry, self.codes.table, self._contents)
             self._update(self._state, 0)
         return self._state
 
@@ -461,10 +461,10 @@ class ParisKVExecutor:
         update_state(state, tokens, **together)
         if valid is not None and not real:
             put_valid(state, valid, first, -(-tokens // BLOCK))
-        regression = contents.statistics.get("regression")
+        regression = contents.regression
         if state.regression is not None and regression is not None:
             if regression is not self._regression:
-                state.regression.copy_(regression)
+                state.regression.copy_(regression())
             self._regression = regression
         if "histogram" in contents.statistics:
             bounds = [self._config.tier_bounds(n) for n in counts]

@@ -223,7 +223,7 @@ def test_what_signs_tell_follows_the_tokens_to_the_device(device):
             index.append(*(piece[:, :, start:end] for piece in tokens))
         mine.search(queries, k=20)
         assert torch.equal(mine._executor._state.regression, theirs._regressed())
-    assert not torch.equal(theirs._regressed(), theirs._fit(1))
+    assert not torch.equal(theirs._regressed(), theirs.encoding.fit(theirs._codes.every, 1))
 
 
 def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):

@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 
+from kvindex.ops import regression
 from tests.support.helpers import Case, left_padding
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -28,6 +29,32 @@ def test_it_does_not_matter_how_tokens_came():
     assert not torch.equal(
         whole._regressed(), made(keys[:, :, :900], values[:, :, :900])._regressed()
     )
+
+
+def test_nothing_is_fitted_before_somebody_asks(monkeypatch):
+    calls, fit = [], regression.fit
+    monkeypatch.setattr(regression, "fit", lambda *given: calls.append(1) or fit(*given))
+    keys, values = CASE.tokens(COUNT)
+    index = CASE.index("pariskv", signs="together")
+    for start, end in ((0, 300), (300, 700), (700, COUNT)):
+        index.append(keys[:, :, start:end], values[:, :, start:end])
+    assert not calls
+    for _ in range(2):
+        index.search(CASE.queries(), k=5)
+    assert len(calls) == 1
+    index.append(keys[:, :, :100], values[:, :, :100])  # no power of two of blocks more
+    index.search(CASE.queries(), k=5)
+    assert len(calls) == 1
+
+
+def test_a_copy_that_nobody_asked_keeps_its_own():
+    keys, values = CASE.tokens(COUNT)
+    index = made(keys, values)
+    twin = deepcopy(index)
+    index.truncate(100)
+    index.append(keys.flip(2)[:, :, 100:], values[:, :, 100:])
+    assert torch.equal(twin._regressed(), made(keys, values)._regressed())
+    assert not torch.equal(twin._regressed(), index._regressed())
 
 
 def test_it_follows_truncation_reordering_views_and_copies():

@@ -5,6 +5,7 @@ import torch
 
 from kvindex.core.protocol import AppendsAsync, Rows
 from kvindex.layer import AttentionLayer, dense
+from kvindex.layer.sink import first_of, joined, joining
 from tests.layer.test_layer import CASES
 from tests.support.beside import Beside, beside
 from tests.support.helpers import Case
@@ -71,6 +72,20 @@ def test_an_index_appends_beside_until_the_next_piece_or_settle(padded):
     for start, stop in PIECES:
         sequence.feed(alone, start, stop)
     assert_same(layer, alone)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_a_sink_of_tokens_that_are_all_real_is_known_without_asking(count):
+    keys, values = torch.randn(2, 2, 3, count, 8)
+    rows, size, start = Rows(keys, values), 5, 7
+    new = joining(None, size, rows, None)
+    want, mine = joined(None, new, rows, start), first_of(min(count, size), rows, start)
+    assert torch.equal(mine.ids, want.ids)
+    assert torch.equal(mine.rows.keys, want.rows.keys)
+    assert torch.equal(mine.rows.values, want.rows.values)
+    assert mine.fewest == want.fewest
+    keys.zero_()
+    assert mine.rows.keys.abs().min() > 0  # rows of its own
 
 
 class Fails(Beside):

@@ -25,6 +25,7 @@ from kvindex_adapters.decoder.fused import Fused
 from kvindex_adapters.decoder.fused import refusal as fused_refusal
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.options import GREEDY, Options
+from kvindex_adapters.decoder.prefill import default_chunk
 from kvindex_adapters.decoder.quantized import PLAIN, check_weights, quantize
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
@@ -195,7 +196,7 @@ class Decoder:
         prompt: Prompt,
         session: OpenSession,
         *,
-        chunk: int = 1024,
+        chunk: int | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         """Read a prompt into a session, after what it holds, without answering.
@@ -203,7 +204,7 @@ class Decoder:
         prompt, chunk, on_progress: as of `generate`, but messages get no cue to answer. A call
         that fails leaves the session as it was. Raises as `generate`.
         """
-        check.at_least("chunk", chunk, 2)
+        chunk = self._chunk(chunk, batch=1)
         session.check_model(self.weights)
         past = session.length
         (ids,) = encode(self.tokenizer, [prompt], self.config, follows=past > 0, cue=False)
@@ -250,12 +251,12 @@ class Decoder:
         max_new_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop: Collection[int] | None = None,
-        chunk: int = 1024,
+        chunk: int | None = None,
         graphs: bool = True,
         fused: bool = True,
     ) -> Run:
         """A run that has not read its prompts yet. Raises for bad options."""
-        check.at_least("chunk", chunk, 2)
+        chunk = self._chunk(chunk, batch=len(rows))
         check.at_least("max_new_tokens", max_new_tokens, 1)
         check.flag("graphs", graphs)
         check.flag("fused", fused)
@@ -284,6 +285,12 @@ class Decoder:
             stops=self.ends if stop is None else frozenset(stop),
             graphs=graphs,
         )
+
+    def _chunk(self, chunk: int | None, *, batch: int) -> int:
+        """Tokens of each of so many prompts that a layer computes at a time."""
+        if chunk is None:
+            return default_chunk(self.weights, batch, self.device)
+        return check.at_least("chunk", chunk, 2)
 
     def _attentions(
         self,

@@ -27,8 +27,9 @@ class Options(TypedDict, total=False):
     """How tokens are chosen (the likeliest)."""
     stop: Collection[int] | None
     """Tokens that end an answer (None: the end tokens of the model's generation configuration)."""
-    chunk: int
-    """Tokens of the prompt that are read at a time (1024)."""
+    chunk: int | None
+    """Tokens of the prompt that a layer computes at a time (None: 1024 on a CPU; on a GPU up to
+    4096, as many as activations have room for)."""
     graphs: bool
     """Whether a token may be one CUDA graph (True); without any, results are the same."""
     fused: bool

@@ -19,6 +19,12 @@ from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.weights import Weights
 
+FEWEST, MOST = 1024, 4096
+"""Tokens of a piece: what a CPU computes at a time, and the most that a GPU does."""
+
+PIECE_BYTES = 2**29
+"""Of the activations of a piece of more than `FEWEST` tokens, in all rows of a batch."""
+
 Told = Callable[[layers.Attention, int, int], None]
 """Called when a layer has read a piece: its attention, first and end of the piece."""
 
@@ -38,6 +44,30 @@ class AtHand:
         self._buffer.values[:, :, start:end] = values
         rows = Rows(self._buffer.keys[:, :, :end], self._buffer.values[:, :, :end])
         return self._layer.read_piece(queries, rows, valid=valid)
+
+
+def default_chunk(weights: Weights, batch: int, device: torch.device) -> int:
+    """Tokens of each of so many rows that a layer computes at a time, where nobody says.
+
+    The host launches as many kernels for a piece however long it is. So on a GPU pieces are the
+    largest power of two, from 1,024 to 4,096 tokens, whose activations take at most `PIECE_BYTES`.
+    """
+    if device.type != "cuda":
+        return FEWEST
+    room = PIECE_BYTES // (batch * token_bytes(weights))
+    return min(MOST, max(FEWEST, 1 << room.bit_length() >> 1))
+
+
+def token_bytes(weights: Weights) -> int:
+    """Bytes of a token's activations in a layer.
+
+    Queries, keys, values and output of its attention, the gate, what it multiplies and their
+    product, and what a layer adds to.
+    """
+    layer, (_, width) = weights.layers[0], weights.embedding.shape
+    heads = 2 * (len(layer.query.weight) + len(layer.key.weight))
+    count = heads + 3 * len(layer.gate.weight) + 2 * width
+    return count * weights.embedding.element_size()
 
 
 def read_by_layer(
@@ -63,11 +93,12 @@ def read_by_layer(
             buffer = buffer or _buffer(config, hidden)
             reader = AtHand(attention, buffer)
         for start, end in pieces:
-            positions = torch.arange(start, end, device=ids.device) - padding
-            valid = positions >= 0 if start < longest else None
-            angles = weights.rotary.at(positions.clamp_min(0), hidden.dtype)
+            positions, valid = torch.arange(start, end, device=ids.device) - padding, None
+            if start < longest:
+                valid, positions = positions >= 0, positions.clamp_min(0)
+            angles = weights.rotary.at(positions, hidden.dtype)
             some = hidden[:, start:end]
-            some.copy_(layers.block(some, layer, reader, angles, config.head_dim, valid))
+            layers.add_block(some, layer, reader, angles, config.head_dim, valid)
             told(attention, start, end)
         if before is not None:
             before.settle()

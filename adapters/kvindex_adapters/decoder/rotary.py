@@ -21,11 +21,16 @@ class Rotary(NamedTuple):
         """Cosines and sines `[B, 1, T, D]` at positions int64 `[B, T]`."""
         angles = positions[:, None, :, None].float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = angles.cos(), angles.sin()
+        if self.factor != 1:
+            cos, sin = cos * self.factor, sin * self.factor
         return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys `[B, heads, T, D]`, rotated."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+    """Queries or keys `[B, heads, T, D]`, rotated by angles that are alike in both halves."""
+    rotated, crossed = heads * cos, heads * sin
+    first, second = rotated.chunk(2, dim=-1)
+    first -= crossed[..., first.shape[-1] :]
+    second += crossed[..., : first.shape[-1]]
+    return rotated

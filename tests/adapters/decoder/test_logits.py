@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from transformers.models.qwen3 import modeling_qwen3
 
-from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.decoder import Decoder, layers
 from kvindex_adapters.decoder.batch import left_padded
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.layers import forward
+from kvindex_adapters.decoder.rotary import Rotary, rotate
 from kvindex_adapters.decoder.sampling import keep_likeliest, keep_nucleus
-from kvindex_adapters.decoder.weights import read_weights
+from kvindex_adapters.decoder.weights import Norm, read_weights
 from tests.adapters.decoder.families import FAMILIES, ids_of, model_of
 from tests.adapters.tiny import LAYERS, VOCABULARY, prompt
 
@@ -101,3 +103,18 @@ def test_no_layer_asks_the_device_for_a_number():
         assert forward(read_weights(model), *given).shape == (2, VOCABULARY)
     logits = torch.zeros(2, VOCABULARY, device="meta")
     assert keep_nucleus(keep_likeliest(logits, 5), 0.5).shape == (2, VOCABULARY)
+
+
+def test_a_norm_and_a_rotation_are_those_of_transformers_to_the_bit():
+    torch.manual_seed(0)
+    norm = modeling_qwen3.Qwen3RMSNorm(64, eps=1e-6)
+    norm.weight.data.normal_()
+    hidden = 3 * torch.randn(2, 33, 4, 64)
+    mine = Norm(norm.weight.detach(), norm.variance_epsilon)
+    assert torch.equal(layers.normalize(hidden, mine), norm(hidden))
+    for factor in (1.0, 1.3):
+        rotary = Rotary(10_000 ** -torch.linspace(0, 1, 32), factor)
+        cos, sin = rotary.at(torch.arange(33).expand(2, -1), torch.float32)
+        heads = hidden.transpose(1, 2)
+        want, _ = modeling_qwen3.apply_rotary_pos_emb(heads, heads, cos[:, 0], sin[:, 0])
+        assert torch.equal(rotate(heads, cos, sin), want)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.decoder import Decoder, prefill
 from kvindex_adapters.hf.prefill import chunks
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.tiny import LAYERS
@@ -67,6 +68,32 @@ def test_logits_and_state_are_those_of_chunks_to_the_bit(decoder, index, lengths
 def test_dense_layers_beside_those_with_an_index(decoder):
     mine, theirs = (started(decoder, [ids_of(60)], dense_layers=(1,)) for _ in range(2))
     assert torch.equal(by_layer(mine), by_chunk(theirs))
+
+
+def test_on_a_gpu_a_chunk_is_as_long_as_activations_have_room_for():
+    """Qwen3-8B's shape and Llama 3 70B's, in bfloat16: half a GiB, from 1,024 to 4,096 tokens."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for shape, chunks_of in {
+        (4096, 4096, 1024, 12288): {1: 4096, 2: 2048, 4: 1024, 16: 1024},
+        (8192, 8192, 1024, 28672): {1: 2048, 3: 1024},
+    }.items():
+        weights = sized(*shape)
+        assert prefill.token_bytes(weights) == 2 * (
+            2 * (shape[1] + shape[2] + shape[0]) + 3 * shape[3]
+        )
+        assert prefill.default_chunk(weights, 1, cpu) == 1024
+        for batch, tokens in chunks_of.items():
+            assert prefill.default_chunk(weights, batch, gpu) == tokens
+
+
+def sized(width, queries, keys, inner):
+    """Weights of these sizes, as far as the length of a chunk depends on them."""
+    query, key, gate = (
+        SimpleNamespace(weight=torch.empty(n, 1, device="meta")) for n in (queries, keys, inner)
+    )
+    layer = SimpleNamespace(query=query, key=key, gate=gate)
+    embedding = torch.empty(10, width, dtype=torch.bfloat16, device="meta")
+    return SimpleNamespace(embedding=embedding, layers=[layer])
 
 
 class Last(AttentionLayer):
