@@ -34,6 +34,7 @@ from benchmarks.reporting import parts
 from kvindex.core.geometry import Geometry
 from kvindex.indexes.exact import Exact
 from kvindex.indexes.pariskv import ParisKV
+from kvindex.layer.updates import LAG
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FULL, Key, Records
 from kvindex_adapters.evaluate.compare.summary import summarize
@@ -380,6 +381,20 @@ def test_parts_of_a_decoder_that_do_not_fit_are_refused(given, message, tmp_path
     with pytest.raises(SystemExit):
         generation.arguments([*given, "--json", str(tmp_path / "out.json")])
     assert message in capsys.readouterr().err
+
+
+def test_a_plans_tokens_are_one_graph_over_updates_of_all_layers(tiny_decoder):
+    """Each layer has had its turn three times; the first two tokens alone are not replayed."""
+    shape = shapes.SHAPES["tiny"]._replace(layers=2)
+    g = shape.geometry(torch.float32, "cpu")
+    with emulator.emulated(), kept(WholeGraph) as graphs:
+        layers = token.indexed(g, "pariskv", 520, shape.layers, 60)
+        held = [len(layer.index) for layer in layers]
+        plan = token.Plan(shape, g, shapes.weights_of(shape, g), layers)
+        plan.turn(2 + 3 * token.UPDATE + LAG)
+    assert (graphs.made, graphs.replays) == (1, 3 * token.UPDATE + LAG)
+    grown = [len(layer.index) - had for layer, had in zip(layers, held, strict=True)]
+    assert min(grown) > 2 * token.UPDATE  # by three updates, of which the first is a part
 
 
 def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decoder, monkeypatch):

@@ -48,7 +48,7 @@ class Attached:
         self._model, self._cache, self._graph = model, cache, cache.token_graph
         size = (1, tokens + 1)  # the last is the first that is read by a step
         self._ids = torch.randint(model.config.vocab_size, size, device=model.device)
-        first = token.SINK + token.LOCAL
+        first = token.first()
         prefill(model, self._ids[0], cache, stop=first, chunk=first)
         for number, layer in enumerate(cache.attention_layers()):
             token.fill(layer, number, tokens, room)

@@ -32,7 +32,9 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     about["weights_bytes"] = read
     about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
     plan = partial(token.Plan, shape, g, weights, **how)
-    room, rows = 4 * given.written, given.context * given.batch
+    rows, rounds = given.context * given.batch, given.written // given.turn
+    # of `through`, so that no token of it waits for memory
+    room = 2 * (rounds + 1) * (given.turn + token.WARM) + token.MOST_SHARPENED + 2 * token.UPDATE
     layers = token.indexed(g, given.index, given.context, shape.layers, room, given.batch)
     through = plan(layers)
     through.turn(token.WARM)
@@ -43,17 +45,20 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         for cache in caches:
             cache.forget()
 
+    def noted(name: str, run: Callable[[], Figures]) -> Figures:
+        found = run()
+        written[name] += found["token_ms"]
+        return found
+
     def turn(name: str, before: Callable[[], None] | None) -> Figures:
         through.turn(token.WARM)
         hits.rate()
         found = through.turn(given.turn, before)
         about["hit_rates"][name].append(hits.rate())
-        written[name] += found["token_ms"]
         return found
 
     befores = {"cached": None, "uncached": emptied}
     about["hit_rates"] = {name: [] for name in befores}
-    written: dict[str, list[float]] = {name: [] for name in befores}
     turns: dict[str, Any] = {name: partial(turn, name, before) for name, before in befores.items()}
     turns["weights"] = partial(plan([token.Nothing()] * shape.layers).turn, given.turn)
     if token.fits(g, rows, shape.layers):
@@ -66,11 +71,16 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         warm()
     workload.free()
     for name in befores:
-        about["hit_rates"][name], written[name] = [], []
+        about["hit_rates"][name] = []
+    written: dict[str, list[float]] = {name: [] for name in turns}
+    if (more := 2 * token.UPDATE - given.written) > 0:  # so that each layer has updated twice
+        noted("cached", partial(through.turn, more))
+    turns = {name: partial(noted, name, run) for name, run in turns.items()}
     over = "dense" if "dense" in turns else "weights"
-    for found in in_turns(turns, given.written // given.turn, end, over):
+    for found in in_turns(turns, rounds, end, over):
         worst = {name: max(ms) / statistics.median(ms) for name, ms in written.items() if ms}
         found |= {"over": over, "worst_over_median": worst}
+        found["worst_of"] = {name: len(ms) for name, ms in written.items()}
         if found["rounds"]:
             per_s = {name: 1e3 * given.batch / found[name]["token_ms"] for name in turns}
             found["tokens_per_s"] = per_s
@@ -94,5 +104,6 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
             line += f", {found['ratio'][plan]['device_ms']:.3f} of {found['over']}"
         if plan in rates:
             line += f", hits {statistics.median(rates[plan]):.2f}"
-            line += f", worst {found['worst_over_median'][plan]:.2f} of the median"
+        of, worst = found["worst_of"][plan], found["worst_over_median"][plan]
+        line += f", worst of {of} {worst:.2f} of the median"
         yield line

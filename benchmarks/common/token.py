@@ -111,7 +111,7 @@ def indexed(
         index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
         options = dict(sink=SINK, local_window=LOCAL, update_every=UPDATE, dense_below=0, k=K)
         layer = AttentionLayer(index, update_phase=number / layers, **options)
-        keys, values = next(workload.tokens_of(g, number, batch, SINK + LOCAL))
+        keys, values = next(workload.tokens_of(g, number, batch, first()))
         layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)
         fill(layer, number, tokens, room)
         made.append(layer)
@@ -119,11 +119,15 @@ def indexed(
     return made
 
 
+def first() -> int:
+    """Tokens that a layer reads: of so many some leave its window, whole blocks of its index."""
+    return LOCAL + max(UPDATE, SINK)
+
+
 def fill(layer: AttentionLayer, number: int, tokens: int, room: int) -> None:
     """Let a layer of this number hold so many tokens a row; memory for more.
 
-    It has read the first `SINK + LOCAL` of them, which leave it a sink; the others go straight to
-    its index.
+    It has read the `first` of them, which leave it a sink; the others go straight to its index.
     """
     index, read = layer.index, len(layer)
     for keys, values in workload.tokens_of(index.geometry, number, layer.batch_size, tokens):
@@ -256,6 +260,10 @@ class Hits:
     def _counts(self) -> Tensor:
         counts = [cache.counts.sum(0).cpu() for cache in caches()]
         return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.int64)
+
+
+MOST_SHARPENED = 400
+"""Tokens that `sharpen_for` takes at most."""
 
 
 def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) -> float:

@@ -100,6 +100,13 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
         """The statistics once `codes` are appended; changes nothing."""
 
+    def _with_written(self, statistics: Any) -> Any:
+        """As `_with_appended`, which gave these, of codes that kernels have written by then.
+
+        Beside the steps, where the append is: what is left to `_commit` they wait for.
+        """
+        return statistics
+
     def _with_truncated(self, length: int) -> Any:
         """The statistics once the tokens from `length` on are gone; changes nothing."""
 
@@ -107,7 +114,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         """The statistics once the batch is reordered; changes nothing."""
 
     def _commit(self, statistics: Any) -> None:
-        """What one of the three above returned becomes the index's statistics."""
+        """What one of those above returned becomes the index's statistics."""
 
     def _held(self) -> list[Tensor]:
         """Tensors that the index keeps on the device beside the codes, for `nbytes`."""

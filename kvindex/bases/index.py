@@ -160,6 +160,7 @@ class BaseIndex(ReadingIndex):
         statistics = self._with_appended(codes, valid)
         for part, new in ((self._codes, codes), (self._store, rows)):
             part.write(new)
+        statistics = self._with_written(statistics)
 
         def end() -> None:
             if length != self._length or held is not self._codes or known is not self._learned:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class ResidentRows:
         self.batch, self.room = batch, room
         self._count = 0
         self._masked: Tensor | float = 0.0
+        self._hides = False  # whether `mask` was written to since it was all ones
 
     def __len__(self) -> int:
         """Rows held."""
@@ -41,14 +44,33 @@ class ResidentRows:
 
         mask: bool `[B, n]`, which of them are attended to; None for all.
         """
+        self._put(keys, values, mask)
+        self.count.fill_(self._count)
+
+    def replace(self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+        """Hold these rows in place of all others, in a few launches; each part as `add` takes it.
+
+        Where it raises, as far as the host knows nothing is held.
+        """
+        self._forget()
+        try:
+            for part in parts:
+                self._put(*part)
+        except BaseException:
+            self._count = 0
+            raise
+        self.count.fill_(self._count)
+
+    def _put(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """As `add`, but for `count`."""
         start = self.claim(keys.shape[2])
         some = slice(start, self._count)
         self.rows[:, :, some, : keys.shape[3]].copy_(keys)
         self.rows[:, :, some, keys.shape[3] :].copy_(values)
         if mask is not None:
+            self._hides = True
             self.mask[:, some].copy_(mask)
             self._masked = self._masked + (~mask).sum(1).float().mean()
-        self.count.fill_(self._count)
 
     def claim(self, count: int) -> int:
         """Reserve `count` visible rows for the caller to fill, who sets `self.count` then.
@@ -60,9 +82,15 @@ class ResidentRows:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self._count, self._masked = 0, 0.0
-        self.mask.fill_(1)
+        self._forget()
         self.count.zero_()
+
+    def _forget(self) -> None:
+        """As `clear`, but for `count`."""
+        self._count, self._masked = 0, 0.0
+        if self._hides:
+            self.mask.fill_(1)
+            self._hides = False
 
     def nbytes(self) -> int:
         """Bytes of the buffer."""

@@ -250,14 +250,19 @@ class ParisKV(ExecutedIndex):
         """
         if self.config.signs == "alone" or not len(self):
             return None
-        blocks = len(self._codes) // self.block_tokens
-        tokens = regression.fitted_blocks(blocks) * self.block_tokens
-        if self._fitted is None or self._fitted[0] != tokens:
-            make = partial(self.encoding.fit, self._codes.every, blocks)
-            if not blocks:
-                make = partial(regression.identity, len(self.counts), self.geometry)
-            self._fitted = tokens, cache(make)
+        self._fitted = self._fitted_to(len(self._codes))
         return self._fitted[1]
+
+    def _fitted_to(self, held: int) -> tuple[int, _Fit]:
+        """As `_fit`, of so many tokens of full blocks, and how many of them it is fitted to."""
+        blocks = held // self.block_tokens
+        tokens = regression.fitted_blocks(blocks) * self.block_tokens
+        if self._fitted is not None and self._fitted[0] == tokens:
+            return self._fitted
+        make = partial(self.encoding.fit, self._codes.every, blocks)
+        if not blocks:
+            make = partial(regression.identity, len(self.counts), self.geometry)
+        return tokens, cache(make)
 
     # Statistics: keys per centroid, int64 [B, G, M, 256], which tiers need, and what was fitted
 
@@ -266,6 +271,16 @@ class ParisKV(ExecutedIndex):
             return self._histogram, self._fitted
         added: Tensor = self.ops.coarse.histogram(codes["signs"], valid)
         return self._histogram + added if self._histogram.numel() else added, None
+
+    def _with_written(self, statistics: _Statistics) -> _Statistics:
+        """Where searches are under way they ask for a fit at the end: it is made beside them."""
+        executor, written = self._executor, self._codes.written
+        searched = executor is not None and executor.length is not None
+        if self.config.signs == "alone" or not searched or written == len(self._codes):
+            return statistics
+        fitted = self._fitted_to(written)
+        fitted[1]()
+        return statistics[0], fitted
 
     def _with_truncated(self, length: int) -> _Statistics:
         if self.config.coarse != "tiers":

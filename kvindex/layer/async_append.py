@@ -21,13 +21,16 @@ class AsyncAppend:
 
     beside: the index as one whose `start_append` is called at once, on a CUDA device by a stream
     that all layers share, so that the current one goes on with the index as it was; without it
-    `end` does it all. In between the index and the rows must stay as they are. Raises as `append`.
+    `end` does it all. In between the index and the rows must stay as they are. begun: tokens of the
+    sequence now. Raises as `append`.
     """
 
     _done: torch.cuda.Event | None = None  # until the current stream has waited for it
 
-    def __init__(self, index: KVIndex, leaving: Leaving, *, beside: AppendsAsync | None) -> None:
-        self.leaving = leaving
+    def __init__(
+        self, index: KVIndex, leaving: Leaving, *, beside: AppendsAsync | None, begun: int = 0
+    ) -> None:
+        self.leaving, self.begun = leaving, begun
         self._device: torch.device = index.geometry.device
         rows, valid = leaving.rows, leaving.retrievable
         if beside is None:

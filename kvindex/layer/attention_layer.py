@@ -335,13 +335,6 @@ class AttentionLayer(WindowUpdates):
         if self._is_due(decoded):
             self._update_window(decoded)
 
-    def _is_due(self, decoded: int) -> bool:
-        """Whether an update may begin or end, with so many tokens: no more than a few numbers."""
-        if self._turn is not None and self._has_turn(decoded):
-            return True
-        enough = self.update_every if self._move is None else self._lag if decoded else 0
-        return self._regions.buffer >= enough
-
     # Other steps
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:

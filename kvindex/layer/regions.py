@@ -312,7 +312,7 @@ class Regions(NamedState, Restorable):
 
         more: rows that it has room for beyond those.
         """
-        sink, resident, length = self.sink, self._resident, len(self)
+        resident, length = self._resident, len(self)
         held, count = self._sink_width, length + more
         if self._moved:
             self._take_staged()
@@ -320,15 +320,22 @@ class Regions(NamedState, Restorable):
             self._take_staged()
             room = max(held, self._sink_size) + max(count, self._room)
             resident = self._resident = ResidentRows(self._geometry, self.batch_size, room)
-        elif self._moved:
-            resident.clear()
-        if not len(resident) and sink is not None:
-            resident.add(sink.rows.keys, sink.rows.values, sink.mask)
-        if (new := len(resident) - held) < length:
+        if self._moved or not len(resident):
+            resident.replace(self._parts(indexed))
+        elif (new := len(resident) - held) < length:
             window, seen = self.window, self.real(indexed + new)
             resident.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
         self._moved = False
         return resident
+
+    def _parts(self, indexed: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Sink and window, as `ResidentRows.replace` takes them."""
+        sink, parts = self.sink, list[tuple[Tensor, Tensor, Tensor | None]]()
+        if sink is not None:
+            parts.append((sink.rows.keys, sink.rows.values, None if sink.whole else sink.mask))
+        if len(self):
+            parts.append((self.window.keys, self.window.values, self.real(indexed)))
+        return parts
 
     def nbytes(self) -> int:
         """Bytes in use."""

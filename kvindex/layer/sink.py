@@ -28,6 +28,11 @@ class Sink:
         return Sink(ids, rows, int((ids != UNUSED).sum(1).min()))
 
     @property
+    def whole(self) -> bool:
+        """Whether every place of every row of the batch holds a token."""
+        return self.fewest == self.ids.shape[1]
+
+    @property
     def mask(self) -> Tensor:
         """Which places hold a token, bool `[B, S]`."""
         return self.ids != UNUSED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,8 @@ class Counts(NamedTuple):
     found: rows that the index gave, int `[B, G]`, or None where the device adds them up
     (`Tally.watch`); beside: others that were attended to, and
     length: tokens of the sequence, padded ones in both; masked, padded: how many of each are
-    padded, mean over the batch; row_bytes: of a row found; coverage: of `Hits`, or None.
+    padded, mean over the batch; row_bytes: of a row found; coverage: of `Hits`, or None; steps: of
+    several captured ones that are alike, how many: `beside` and `length` are sums over them.
     """
 
     found: Tensor | None
@@ -50,6 +51,19 @@ class Counts(NamedTuple):
     padded: Tensor | float
     row_bytes: int
     coverage: Tensor | None = None
+    steps: int = 1
+
+    def joined(self, step: Counts) -> Counts | None:
+        """This and one more captured step, or None where they must be counted apart."""
+        if self.found is not None or step.found is not None or self.row_bytes != step.row_bytes:
+            return None
+        if not (_same(self.masked, step.masked) and _same(self.padded, step.padded)):
+            return None
+        return self._replace(
+            beside=self.beside + step.beside,
+            length=self.length + step.length,
+            steps=self.steps + step.steps,
+        )
 
 
 class Tally(Restorable):
@@ -67,7 +81,14 @@ class Tally(Restorable):
         self._watched = [*(old for old in self._watched if old is not found), found]
 
     def count(self, step: Counts) -> None:
-        """A step more. Its tensors must stay as they are."""
+        """A step more. Its tensors must stay as they are.
+
+        Captured ones take no operation, however many: all layers would add up at the same token.
+        """
+        together = self._new[-1].joined(step) if self._new else None
+        if together is not None:
+            self._new = [*self._new[:-1], together]
+            return
         self._new = [*self._new, step]
         if len(self._new) >= AT_ONCE:
             self._add_up()
@@ -79,16 +100,23 @@ class Tally(Restorable):
         return self._sum
 
     def checkpoint(self) -> Any:
-        """What has been counted so far, for `rollback`."""
-        if any(step.found is None for step in self._new):
-            self._add_up()
-        return self._sum, self._new
+        """What has been counted so far, for `rollback`: of captured steps a copy of the sums."""
+        captured = any(step.found is None for step in self._new)
+        sums = [(found, found.clone()) for found in self._watched] if captured else []
+        return self._sum, self._new, sums
 
     def rollback(self, checkpoint: Any) -> None:
         """Forget the steps that came after."""
-        self._sum, self._new = checkpoint
+        self._sum, self._new, sums = checkpoint
+        before = {id(found): value for found, value in sums}
         for found in self._watched:
-            found.zero_()
+            value = before.get(id(found))
+            found.zero_() if value is None else found.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy, whose captured steps are others."""
+        self._add_up()
+        return super().__deepcopy__(memo)
 
     def _after_copy(self) -> None:
         self._watched = []
@@ -107,7 +135,7 @@ class Tally(Restorable):
         shares = [step.coverage.mean() for step in new if step.coverage is not None]
         before = self._sum
         self._sum = Traffic(
-            steps=before.steps + len(new),
+            steps=before.steps + sum(step.steps for step in new),
             rows_read=before.rows_read + read + _less(new, "beside", "masked"),
             rows_full=before.rows_full + _less(new, "length", "padded"),
             bytes_fetched=before.bytes_fetched + fetched,
@@ -132,8 +160,13 @@ def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
     """The sum of one count, less that of another."""
     total: Tensor | float = float(sum(getattr(step, all_of) for step in steps))
     for some in _alike(steps, lambda step: id(getattr(step, some_of))):
-        total = total - len(some) * getattr(some[0], some_of)
+        total = total - sum(step.steps for step in some) * getattr(some[0], some_of)
     return total
+
+
+def _same(one: Tensor | float, other: Tensor | float) -> bool:
+    """Whether two counts are surely the same, as far as the host knows."""
+    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
 
 
 def _alike(steps: list[T], what: Callable[[T], Hashable]) -> list[list[T]]:

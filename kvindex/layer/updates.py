@@ -96,22 +96,38 @@ class WindowUpdates(Guarded):
         decoded: so many tokens have come, and are no piece of a prompt; the index, if it can,
         appends while the next steps run, which attend to them where they are.
         """
-        regions, turn = self._regions, self._has_turn(decoded)
         beside = capability(self.index, AppendsAsync) if decoded else None
-        turn = turn and beside is not None
         if self._move is not None:
-            if beside is not None and not turn and regions.buffer < self._lag:
+            if beside is not None and not self._may_end(decoded):
                 return
             self._finish()
-        if regions.buffer < (self.update_every if beside is None else self._most) and not turn:
-            return
-        self._begin_update(beside)
+        if self._may_begin(decoded if beside is not None else 0):
+            self._begin_update(beside)
+
+    def _is_due(self, decoded: int) -> bool:
+        """Whether an update may begin or end, with so many tokens: no more than a few numbers.
+
+        A call that changes nothing would still copy what it might have to undo.
+        """
+        return self._may_begin(decoded) if self._move is None else self._may_end(decoded)
+
+    def _may_begin(self, decoded: int) -> bool:
+        """Whether the buffer is full, or the layer's turn has come with one of so many tokens."""
+        full = self._most if decoded else self.update_every
+        return self._regions.buffer >= full or self._has_turn(decoded)
+
+    def _may_end(self, decoded: int) -> bool:
+        """Whether what is leaving has had its `LAG` tokens, or waits for the next turn's update."""
+        move = self._move
+        if move is None or not decoded or self._has_turn(decoded):
+            return move is not None
+        return len(self) - move.begun >= self._lag or self._regions.buffer >= self._most
 
     def _begin_update(self, beside: AppendsAsync | None) -> None:
         """All but the newest `local` tokens begin to leave; without `beside` they are gone, too."""
         leaving = self._regions.oldest(len(self.index))
         if leaving.count:
-            self._move = AsyncAppend(self.index, leaving, beside=beside)
+            self._move = AsyncAppend(self.index, leaving, beside=beside, begun=len(self))
         self._regions.begin(leaving.count)
         if beside is None:
             self._finish()

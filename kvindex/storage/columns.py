@@ -50,6 +50,11 @@ class Columns(Restorable):
         return self[name][tuple(index)]
 
     @property
+    def written(self) -> int:
+        """Tokens that `every` may read: those held, and others that `write` put after them."""
+        return self._length
+
+    @property
     def batch(self) -> int:
         """Rows of the batch, 0 before the first append."""
         for tensor in self._data.values():

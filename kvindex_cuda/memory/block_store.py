@@ -20,7 +20,7 @@ from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.counted_pool import CountedPool
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.memory.slab_pool import Allocator, Tier
-from kvindex_cuda.memory.write_rows import fits, write_rows
+from kvindex_cuda.memory.write_rows import fits, load_kernel, write_rows
 from kvindex_cuda.ops.fetch import gather_blocks
 
 SLAB_BYTES = 32 * 2**20
@@ -77,6 +77,7 @@ class BlockStore(Restorable):
         self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
         self._lent_by: BlockStore | None = None  # whose rows a view reads
         self._length = 0
+        self._promised = 0  # tokens for which `reserve_tokens` got memory
         self._written: dict[str, Tensor] | None = None  # after the last row, not yet counted
         self._writing: torch.cuda.Event | None = None  # tells that those are there
         self._copied: torch.cuda.Event | None = None  # and this, that those counted are
@@ -172,9 +173,15 @@ class BlockStore(Restorable):
     def reserve_tokens(self, tokens: int) -> None:
         """Pin now what rows of so many tokens need, so that no append until then pins any.
 
-        Nothing before the first append, whose batch is not known. Raises as `reserve`.
+        Nor does one ahead of need, for which nobody could launch as long as the driver pins; the
+        kernel that writes few rows is loaded. Nothing before the first append, whose batch is not
+        known. Raises as `reserve`.
         """
-        self._room(self._table.batch, tokens - self._length if self._table.batch else 0)
+        if self._table.batch:
+            self._room(self._table.batch, tokens - self._length)
+            self._promised = max(self._promised, tokens)
+            if self._launched:
+                load_kernel(self._geometry.device)
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
         """As `kvindex.storage.store.PinsAhead.pin_ahead`."""
@@ -216,7 +223,9 @@ class BlockStore(Restorable):
             self.write(rows)
         self._written, self._copied = None, self._writing
         self._length += count
-        if not self._table.full and self._table.spare(self._length) < self._pool.slab_blocks:
+        if self._length + BLOCK <= self._promised or self._table.full:
+            return  # whoever promised so many tokens need not be the one that pins for more
+        if self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
     def gather(self, ids: Tensor) -> Rows:
@@ -315,7 +324,7 @@ class BlockStore(Restorable):
             self._settle()  # rows of the open block are copied
         twin = self._shallow()
         twin._offload = Offload(self._geometry.device)
-        twin._table, twin._written = self._table.fork(self._length), None
+        twin._table, twin._written, twin._promised = self._table.fork(self._length), None, 0
         twin._close = weakref.finalize(twin, self._pool.leave, twin._table.ledger)
         return twin
 

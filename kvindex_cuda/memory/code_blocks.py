@@ -114,6 +114,11 @@ class CodeBlocks(Restorable):
             rows.append(torch.cat(some, dim=1))
         return torch.stack(rows)
 
+    @property
+    def written(self) -> int:
+        """As `Columns.written`."""
+        return self._length + (0 if self._written is None else self._written.count)
+
     def _column(self, name: str, run: Run) -> Tensor:
         """The column of blocks, `[G, N, ...]`."""
         fields = self._fields(run)
@@ -205,8 +210,10 @@ class CodeBlocks(Restorable):
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
         """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
-        if isinstance(new, Fill) and not new.late:
+        if isinstance(new, Fill) and new.count and not new.late:
             self._fill(new)
+        else:
+            self._written = None
 
     def _fill(self, new: Fill) -> None:
         if new.count and self._written is not new:

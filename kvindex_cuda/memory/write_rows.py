@@ -10,7 +10,9 @@ from torch import Tensor
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.runtime.arguments import of_type, wide
 from kvindex_cuda.runtime.constants import WRITE_THREADS
-from kvindex_cuda.runtime.launch import launch
+from kvindex_cuda.runtime.launch import launch, load
+
+FILE = "append/write_rows.cu"
 
 PIECE = 16
 """Bytes of which a row has some."""
@@ -46,7 +48,7 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
     pieces = sum(widths)
     total = B * G * N * pieces
     launch(
-        "append/write_rows.cu",
+        FILE,
         "write_rows",
         (min(-(-total // WRITE_THREADS), MOST_BLOCKS),),
         (WRITE_THREADS,),
@@ -64,6 +66,11 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
             **dict(zip(STRIDES, [*strides, 0, 0, 0], strict=False)),
         ),
     )
+
+
+def load_kernel(device: torch.device) -> None:
+    """Have the kernel on a device before the first rows come."""
+    load(FILE, "write_rows", device)
 
 
 def fits(part: Tensor) -> bool:

@@ -132,6 +132,7 @@ class ParisKVExecutor:
         self.cache: RowCache | None = None
         self._regression: object = None  # that the state has
         self._length = self._read = 0  # tokens; blocks whose largest weight the state has
+        self._promised = 0  # tokens that steps are to have room for
         self._replays = Replays(self._geometry.device)
         self._found_sum: Tensor | None = None  # of captured steps
         self._version, self._text = object(), object()  # of `BatchRow`
@@ -215,14 +216,20 @@ class ParisKVExecutor:
 
     def warm_up(self, k: int, tokens: int) -> None:
         """As `Executor.warm_up`."""
-        most = self._config.most_candidates(tokens, k)
-        room, use = room_of(self._kind, tokens, most), self._newest(k)
+        room, use = self._room(k, tokens), self._newest(k)
         if use is None or use.step.most < room:
             self._begin(k, room)
 
     def reserve(self, tokens: int) -> None:
-        """As `Executor.reserve`."""
+        """As `Executor.reserve`: candidates, too, so that no step outgrows its buffers."""
         self.codes.reserve_tokens(tokens)
+        self._promised = max(self._promised, tokens)
+        for k in {use.step.k for use in self._uses}:
+            self.warm_up(k, self._promised)
+
+    def _room(self, k: int, tokens: int) -> int:
+        """What a step for `k` rows must have room for until there are so many tokens."""
+        return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
         """The group's candidates, reranked, the best `k`."""
@@ -396,7 +403,8 @@ class ParisKVExecutor:
                 f"graph: got a first search for k = {k} rows, or one for more candidates than "
                 "there are buffers for; allowed is one after warm_up() or a search like it"
             )
-        return self._begin(k, with_headroom(self._need(k)))
+        promised = self._room(k, self._promised) if self._promised else 0
+        return self._begin(k, max(with_headroom(self._need(k)), promised))
 
     def _begin(self, k: int, most: int) -> _Use:
         """A step for `k` rows with room for `most`, from here on the newest."""

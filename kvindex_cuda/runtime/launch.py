@@ -102,6 +102,20 @@ def launch(
         load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
 
 
+def load(file: str, name: str, device: torch.device, **defines: int) -> None:
+    """Have `name` of `kernels/<file>` compiled and on a device, so that no launch waits for it.
+
+    defines: as of `launch`, which raises as this does; nothing where kernels do not run.
+    """
+    if device.type not in LOADERS:
+        return
+    if device.type != "cuda":
+        LOADERS[device.type](file, name, tuple(defines.items()))
+        return
+    with torch.cuda.device(device):
+        LOADERS[device.type](file, name, tuple(defines.items()))
+
+
 def _passed(takes: Signature, arguments: Mapping[str, Argument]) -> tuple[torch.device, list[Any]]:
     """The device of the tensors, and the arguments in the order of a signature, as addresses."""
     device: torch.device | None = None

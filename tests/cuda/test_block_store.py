@@ -267,6 +267,23 @@ def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
     assert torch.equal(store.table, table)
 
 
+def test_nothing_is_pinned_ahead_as_long_as_tokens_were_promised():
+    """A driver that pins lets nobody launch for as long: not between two tokens."""
+    allocator = FakeAllocator()
+    store = append(host_store(allocator), tokens(300))
+    store.reserve_tokens(1500)
+    settled(store)
+    calls = allocator.calls
+    for seed in range(1, 4):
+        append(store, tokens(256, seed))
+        settled(store)
+        assert allocator.calls == calls
+    for seed in range(4, 7):
+        append(store, tokens(256, seed))
+    settled(store)
+    assert allocator.calls > calls
+
+
 def test_room_beyond_the_limit_is_refused_and_changes_nothing():
     budget = Budget()
     store = append(host_store(budget=budget), tokens(300))

@@ -12,7 +12,8 @@ from kvindex.core.graphs import GRAPHS
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from tests.cuda.graphs import WholeGraph, kept
-from tests.support.helpers import Case
+from tests.cuda.launches import Launches
+from tests.support.helpers import Case, Operations
 from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
@@ -104,6 +105,48 @@ def test_over_updates_there_is_one_graph_and_traffic_is_the_same(device, monkeyp
         assert float(getattr(mine, name)) == float(getattr(theirs, name))
     assert pair.layers[0].nbytes() == pair.layers[1].nbytes()
     assert len(pair.layers[0].index) == len(pair.layers[1].index) > PROMPT
+
+
+MOST = [6, 9, 5, 102, 10, 5]
+"""Operations of torch and launches of two updates of a block, as docs/cuda.md tells: when each
+begins, when it ends, before the next token. The second one makes the index 4 blocks long, to which
+the regression of signs is fitted. Operations on the host's own tensors are counted, too: they are
+no launches of a GPU.
+"""
+
+
+@pytest.mark.slow  # 450 tokens
+def test_an_update_of_a_block_is_few_launches_and_other_tokens_need_none(device):
+    """Also while a block that is full waits for the layer's turn."""
+    made = Replayed(device, local_window=8, update_every=256, update_phase=0.1)
+    layer, sequence, costs = made.layers[0], Sequence.of(CASE, 1100), []
+    for start, stop in ((0, 600), (600, 601), *((n, n + 1) for n in range(601, 1060))):
+        parts = [one.to(device) for one in sequence.parts(start, stop)]
+        if start < 601:
+            layer.step(*parts)
+            layer.index.reserve(1100)  # else candidates outgrow their buffers: another graph
+            continue
+        if start == 602:  # from here on what a graph does is launched by the host no more
+            for name in ("prepare_replay", "count_replay"):
+                setattr(layer, name, noted(getattr(layer, name), costs))
+        assert made._replay(parts) is not None
+    assert made.made == 1
+    names = [name for name, cost in costs if cost]
+    assert names == ["count_replay", "count_replay", "prepare_replay"] * 2
+    found = [cost for _, cost in costs if cost]
+    assert all(cost <= most for cost, most in zip(found, MOST, strict=True)), found
+
+
+def noted(call, costs):
+    """The call, whose operations that are not views and launches are counted."""
+
+    def counted():
+        with Operations() as operations, Launches() as launches:
+            result = call()
+        costs.append((call.__name__, len(operations.names) + len(launches.names)))
+        return result
+
+    return counted
 
 
 @pytest.mark.parametrize("preset", ["fast", "precise", "paper"])

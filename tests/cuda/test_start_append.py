@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvindex.indexes.pariskv import ParisKV
+from kvindex.pariskv.encoding import Encoding
 from tests.cuda.launches import Launches
 from tests.cuda.test_append import (
     CASE,
@@ -147,3 +148,26 @@ def test_an_update_is_three_launches(device, monkeypatch):
     theirs.append(*part(tokens, 512, 768))
     append(both, *part(tokens, 768, 1200))
     assert_searches_alike(*both, queries)
+
+
+def test_what_signs_tell_is_fitted_beside_the_steps(device, monkeypatch):
+    """When blocks pass a power of two: by what begins the append, not by what ends it."""
+    case = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
+    index = case.index("pariskv", backend="cuda", device=device)
+    tokens, fits, fit = tokens_of(case, 1024, device), [], Encoding.fit
+    monkeypatch.setattr(Encoding, "fit", lambda *given: fits.append(given[2]) or fit(*given))
+    index.append(*part(tokens, 0, 256))
+    for start in (256, 512, 768):
+        index.search(case.queries().to(device), k=5)
+        before, made = index._regressed(), len(fits)
+        end = index.start_append(*part(tokens, start, start + 256))
+        assert index._regressed() is before  # a search in between
+        begun = fits[made:]
+        assert begun == ([] if start == 512 else [start // 256 + 1])
+        end()
+        assert fits[made:] == begun
+    fresh = case.index("pariskv", backend="cuda", device=device)
+    fresh.append(*tokens)
+    assert torch.equal(index._regressed(), fresh._regressed())
+    queries = case.queries().to(device)
+    assert torch.equal(index.search(queries, k=20).ids, fresh.search(queries, k=20).ids)

@@ -105,3 +105,22 @@ def test_every_step_is_dense_attention_and_layers_take_their_turns(phase, prompt
     if phase is not None:
         assert {length % 8 for length in later} == {int(phase * 8)}
         assert room == 4 + 16 + LAG
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.25, 0.875])
+def test_a_block_that_waits_for_its_turn_costs_nothing_and_each_update_has_its_lag(
+    phase, monkeypatch
+):
+    """Whatever is left in the buffer when it begins."""
+    monkeypatch.setattr("tests.support.beside.Beside", Blocks)
+    made, sequence, called = (
+        beside(Case(), local_window=4, update_every=8, update_phase=phase),
+        Sequence.of(Case(), 80),
+        [],
+    )
+    update = made._update_window
+    made._update_window = lambda *given: (called.append(len(made)), update(*given))
+    feed(made, sequence, [(0, 20), *singles(20, 80)])
+    called = [length for length in called if length > 40]
+    begun = called[0] if called[0] % 8 == int(phase * 8) else called[0] - LAG
+    assert called == [length for length in range(called[0], 81) if (length - begun) % 8 in (0, LAG)]

@@ -1,5 +1,7 @@
 """Counts of steps that are added up later: sums, and going back."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -87,3 +89,40 @@ def test_captured_steps_are_added_up_by_the_device():
     for _ in range(4):
         expected.count(step(7))
     assert floats(tally.traffic) == floats(expected.traffic)
+
+
+def test_captured_steps_cost_no_operation_however_many():
+    """Layers that were counted together would all add up at the same token."""
+    tally, found, masked = Tally(), torch.zeros((1, 2), dtype=torch.int64), torch.tensor(0.5)
+    tally.watch(found)
+    expected = Tally()
+    with Operations() as operations:
+        for number in range(3 * AT_ONCE):
+            other = dict(masked=masked if number >= AT_ONCE else 0.0, length=100 + number)
+            tally.count(step(7, **other)._replace(found=None))
+        made = operations.count - 3 * AT_ONCE  # that make the steps
+    assert made == 0
+    for number in range(3 * AT_ONCE):
+        found += 7
+        other = dict(masked=masked if number >= AT_ONCE else 0.0, length=100 + number)
+        expected.count(step(7, **other))
+    assert floats(tally.traffic) == floats(expected.traffic)
+
+
+def test_a_mark_of_captured_steps_is_one_copy_and_a_tally_s_copy_counts_apart():
+    tally, found = Tally(), torch.zeros((1, 2), dtype=torch.int64)
+    tally.watch(found)
+    captured = step(7)._replace(found=None)
+    tally.count(captured)
+    found += 7
+    with Operations() as operations:
+        mark = tally.checkpoint()
+    assert operations.names == ["aten.clone.default"]
+    twin = deepcopy(tally)
+    for _ in range(2):
+        tally.count(captured)
+        found += 7
+        assert tally.traffic.steps == 2
+        tally.rollback(mark)
+    assert floats(tally.traffic) == floats(twin.traffic)
+    assert floats(twin.traffic)[:2] == [1, 7 + 10]
