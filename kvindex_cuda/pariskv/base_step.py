@@ -16,6 +16,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
 from kvindex.ops import priority
 from kvindex.storage.codecs import NAMES
+from kvindex_cuda.memory.attend_latents import LatentAttention
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.runtime.arguments import CODES
@@ -157,7 +158,9 @@ class BaseStep:
         self._signalers = 0  # blocks of a group that signal `select_rows` that they are done
         # of `attend`
         self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
-        self._partial = floats(groups, self.splits, group, g.value_dim + 2)
+        width = 0 if g.value_in_key else g.value_dim + 2
+        self._partial = floats(groups, self.splits, group, width)
+        self._latents = LatentAttention(g) if g.value_in_key else None
         self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
         self.lse = floats(batch, g.q_heads)
 
@@ -249,6 +252,23 @@ class BaseStep:
             ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
             weights = weights if weights is None else weights.contiguous()
             found, given = torch.full_like(self.found, k), 1
+        if self._latents is not None:
+            self._latents(
+                queries,
+                ids,
+                found=found,
+                weights=weights,
+                rows=state.rows,
+                row_bytes=state.row_bytes,
+                codec=state.codec,
+                resident=state.resident,
+                resident_mask=state.resident_mask,
+                resident_count=state.resident_count,
+                output=self.output,
+                lse=self.lse,
+                overlap=hits is None,
+            )
+            return self.output
         launch(
             "step/attend.cu",
             "attend",

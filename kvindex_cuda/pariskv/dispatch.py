@@ -9,6 +9,7 @@ from kvindex.ops.step_votes import PLANES
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.codecs import BITS
 from kvindex.storage.store import AddressedRows
+from kvindex_cuda.memory.attend_latents import unserved
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.pariskv.base_step import MOST_HEADS, BaseStep
 from kvindex_cuda.pariskv.step import Step
@@ -75,10 +76,10 @@ def unreadable(rows: object, geometry: Geometry) -> str | None:
     """Why kernels do not attend to the rows of a store, None where they do.
 
     They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements of two bytes
-    or one.
+    or one. Of latents other kernels (`memory.attend_latents`).
     """
-    if geometry.value_in_key:
-        return _said("value_in_key", True, "False: a row's key, then its value")
+    if geometry.value_in_key and (why := unserved(geometry)):
+        return why
     if geometry.value_dim % 8:
         return _said("value_dim", geometry.value_dim, "a multiple of 8")
     if not isinstance(rows, AddressedRows):

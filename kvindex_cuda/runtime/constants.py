@@ -35,6 +35,10 @@ entries."""
 MOST_SPLITS, HEADS_AT_ONCE = 16, 4
 """Of `attend`: blocks of a group at most; heads whose warps are merged together."""
 
+LATENT_ROWS, LATENT_SPLITS = 32, 128
+"""Of `attend_latents`: rows that a block takes at a time; blocks of a group at most, about as many
+as there are multiprocessors."""
+
 WAYS = 4
 """Slots of a set of the cache of rows."""
 
@@ -86,6 +90,7 @@ FILES: dict[str, dict[str, int]] = {
         NOISE | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
     ),
     "step/attend.cu": dict(MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, WAYS=WAYS),
+    "step/attend_latents.cu": dict(ROWS=LATENT_ROWS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,
     "step/candidates.cu": PIECEWISE,

@@ -44,6 +44,7 @@ ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0, NEAR=0)
+LATENTS = dict(D=576, DV=512, GROUP=128, DTYPE=2, SOFTCAP=0, CODEC=0)
 COUNT = dict(D=128, GROUP=4)
 WEIGH = COUNT | dict(BITS=3, SOFTCAP=0)
 DEFINES = {
@@ -78,6 +79,13 @@ DEFINES = {
         ATTEND | dict(CODEC=1, GIVEN=1, NEAR=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
+    "step/attend_latents.cu": [
+        LATENTS,
+        LATENTS | dict(GROUP=16),
+        LATENTS | dict(GROUP=20, CODEC=1, SOFTCAP=1),
+        LATENTS | dict(CODEC=2, DTYPE=1),
+        LATENTS | dict(D=128, DV=96, DTYPE=0),
+    ],
     "ops/attention.cu": [
         ATTENTION,
         ATTENTION | dict(HEADS=8, SOFTCAP=1),
@@ -108,6 +116,7 @@ DEFINES = {
         ENCODE | dict(D=96, BITS=5),
         ENCODE | dict(D=120, RESIDENT=2),
         ENCODE | dict(D=256, RESIDENT=1),
+        ENCODE | dict(D=576, RESIDENT=1),
         ENCODE | dict(CENTERED=0),
     ],
     "ops/rerank.cu": [
