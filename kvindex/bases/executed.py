@@ -92,6 +92,8 @@ class ExecutedIndex(BaseIndex):
         return self._executor is not None or super()._alone(name)  # searches share buffers
 
     def _offers(self, wanted: type) -> bool:
+        if wanted is Attends and self._executor is None:
+            return self._attending_store() is not None
         if wanted is DecodesStep or wanted is Attends:
             return self.attends
         if wanted is CapturesStep:
@@ -124,6 +126,8 @@ class ExecutedIndex(BaseIndex):
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """As `protocol.Attends.attend`, for an index that holds a token."""
+        if self._executor is None:
+            return super().attend(queries, resident, k=k)
         executor, wrong = self._checked_step(queries, k)
         return executor.attend(queries.detach(), resident, k, wrong)
 
@@ -208,6 +212,8 @@ class ExecutedIndex(BaseIndex):
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `protocol.Attends.attend_hits`, for an index that holds a token."""
+        if self._executor is None:
+            return super().attend_hits(queries, hits, resident)
         executor = self._attending()
         check.at_least("len(index)", len(self), 1)
         g = self.geometry

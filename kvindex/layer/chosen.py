@@ -10,7 +10,9 @@ from torch import Tensor
 
 from kvindex import ops
 from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Attended, Hits, KVIndex, Rows
+from kvindex.core.capability import capability
+from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, KVIndex, Rows
+from kvindex.core.resident import ResidentRows
 from kvindex.layer.regions import Regions
 from kvindex.layer.retrieval import Retrieved, bias_of
 from kvindex.ops.fetch import gather_rows
@@ -50,6 +52,8 @@ def attend_chosen(
 
     An id is a position in the sequence, -1 for none. Padded tokens are not seen.
     """
+    if ids.shape[2] == 1 and len(index) and (attends := capability(index, Attends)):
+        return [_where_they_lie(attends, index, regions, queries[:, :, 0], ids[:, :, 0])]
     g, read = index.geometry, []
     per_token = ids[:, :, :1].numel() * (g.head_dim + g.value_dim) * queries.element_size()
     size = max(FETCHED_BYTES // max(per_token, 1), 1)
@@ -57,6 +61,32 @@ def attend_chosen(
     for some, chosen in zip(*parts, strict=True):
         read += _block(index, regions, some, chosen)
     return read
+
+
+def _where_they_lie(
+    attends: Attends, index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor
+) -> Retrieved:
+    """As `_block`, of one token: queries `[B, H, D]`, ids `[B, G, K]`. Rows are not fetched."""
+    g, indexed, seen = index.geometry, len(index), ids != UNUSED
+    if regions.valid is not None:
+        real = regions.valid[:, None].expand(-1, g.kv_heads, -1)
+        seen = seen & real.gather(-1, ids.clamp_min(0))
+    inside = ids.masked_fill(~seen | (ids >= indexed), UNUSED)
+    beside = (ids - indexed).masked_fill(~seen | (ids < indexed), UNUSED)
+    hits = Hits(inside, torch.zeros_like(inside, dtype=torch.float32))
+    far = attends.attend_hits(queries, hits, ResidentRows(g, len(ids), 1))
+    output, lse = ops.attention.attend(
+        queries,
+        gather_rows(regions.window.keys, beside),
+        gather_rows(regions.window.values, beside),
+        scale=g.scale,
+        softcap=g.softcap,
+        bias=bias_of(beside >= 0).repeat_interleave(g.group_size, dim=1),
+        return_lse=True,
+    )
+    near = Attended(output, lse, torch.zeros_like(far.found))
+    masked = ids.shape[-1] - (beside >= 0).sum(-1).float().mean()
+    return Retrieved(ops.attention.merge([far, near]), ids.shape[-1], masked)
 
 
 def _block(index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor) -> list[Retrieved]:

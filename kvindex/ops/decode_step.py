@@ -437,10 +437,15 @@ def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor
     """Keys and values of rows, float32; a negative id's are zeros."""
     g = config.geometry
     raw = fetch.gather_rows(state.rows.transpose(1, 2).flatten(2, 3), ids)
-    end = g.head_dim + g.value_dim
+    first, end = g.head_dim, g.head_dim + g.value_dim  # numbers of the first scale, and of both
+    if g.value_in_key:
+        first, end = g.value_dim, g.head_dim
     if state.codec == "plain":
         both = raw[..., : end * g.dtype.itemsize].view(g.dtype).float()
-        return both[..., : g.head_dim], both[..., g.head_dim :]
-    scales = raw[..., (start := -(-end // 4) * 4) : start + 8].view(torch.float32)
-    both = raw[..., :end].view(CODES[state.codec]).float()  # a product is not rounded any further
-    return both[..., : g.head_dim] * scales[..., :1], both[..., g.head_dim :] * scales[..., 1:]
+    else:
+        scales = raw[..., (start := -(-end // 4) * 4) : start + 8].view(torch.float32)
+        both = raw[..., :end].view(CODES[state.codec]).float()  # products are not rounded further
+        both = torch.cat(
+            [both[..., :first] * scales[..., :1], both[..., first:] * scales[..., 1:]], -1
+        )
+    return both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim]

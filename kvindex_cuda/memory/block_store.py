@@ -11,10 +11,12 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Rows
+from kvindex.core.protocol import Attended, Hits, Rows
+from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
-from kvindex.storage.codecs import codec
+from kvindex.storage.codecs import BITS, codec
 from kvindex_cuda.memory.async_copy import Offload
+from kvindex_cuda.memory.attend_latents import LatentAttention, unserved
 from kvindex_cuda.memory.block_table import BlockTable, spans
 from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.counted_pool import CountedPool
@@ -36,8 +38,8 @@ FEW = BLOCK
 class BlockStore(Restorable):
     """Rows as bytes in blocks `[G, 256, row_bytes]` of one batch row each; nothing ever moves.
 
-    A `kvindex.storage.store.RowStore` with `PlacedRows`, whose pages are the blocks; to be used by
-    one thread at a time.
+    A `kvindex.storage.store.RowStore` with `PlacedRows`, whose pages are the blocks, and with
+    `AttendsToRows`, of latents; to be used by one thread at a time.
 
     allocator: of pinned memory or of the device's (`async_copy.PinnedAllocator`,
     `slab_pool.DeviceAllocator`). row_codec: of `kvindex.storage.codecs`. max_tokens: what the table
@@ -231,6 +233,38 @@ class BlockStore(Restorable):
     def gather(self, ids: Tensor) -> Rows:
         """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
         return self._codec.decode(self._gathered(ids))
+
+    @property
+    def attends(self) -> bool:
+        """As `kvindex.storage.store.AttendsToRows.attends`: to latents that kernels read.
+
+        Other rows are attended to by a step that has searched for them (`pariskv.executor`).
+        """
+        latents = self._geometry.value_in_key and self.row_codec not in BITS
+        return latents and unserved(self._geometry) is None
+
+    def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `kvindex.storage.store.AttendsToRows.attend`."""
+        g, (batch, heads, _) = self._geometry, queries.shape
+        output = torch.empty((batch, heads, g.value_dim), dtype=g.dtype, device=g.device)
+        lse = torch.empty((batch, heads), dtype=torch.float32, device=g.device)
+        self.wait()
+        weights, attend = hits.log_weight, LatentAttention(g)
+        attend(
+            queries.contiguous(),
+            hits.ids.contiguous(),
+            found=None,
+            weights=None if weights is None else weights.contiguous(),
+            rows=self.table.contiguous(),  # a view's is not
+            row_bytes=self.row_bytes,
+            codec=self.row_codec,
+            resident=resident.rows,
+            resident_mask=resident.mask,
+            resident_count=resident.count,
+            output=output,
+            lse=lse,
+        )
+        return Attended(output, lse, (hits.ids >= 0).sum(-1, dtype=torch.int32))
 
     def _gathered(self, ids: Tensor) -> Tensor:
         """As `gather`, encoded: uint8 `[B, G, K, row_bytes]`."""

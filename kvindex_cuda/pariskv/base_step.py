@@ -16,6 +16,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
 from kvindex.ops import priority
 from kvindex.storage.codecs import NAMES
+from kvindex_cuda.memory.attend_latents import LatentAttention
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.runtime.arguments import CODES
@@ -108,14 +109,16 @@ class BaseStep:
         ragged: bool = False,
     ) -> None:
         g, group = geometry, geometry.group_size
-        if group > MOST_HEADS:
-            raise ValueError(f"q_heads: got {group} per KV head, allowed is up to {MOST_HEADS}")
         if policy not in ("mean_share", "max_share"):
             raise ValueError(f"group: got {policy!r}, allowed is 'mean_share' or 'max_share'")
         self.geometry, self.layout, self.k, self.batch = g, layout, k, batch
         self.most, self.capacity = most, capacity
         device, groups = g.device, batch * g.kv_heads
         self._groups, self._multiprocessors = groups, multiprocessors
+
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device)
+
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
         self._scale, self._softcap = float(g.scale), float(g.softcap or 0)
         self._ragged = dict(RAGGED=int(ragged))
@@ -123,6 +126,26 @@ class BaseStep:
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
         self._selects["DRAWN"] = int(drawn)
         self._temper = priority.temper(k) if tempered else 1.0
+
+        self.ids = torch.empty((groups, k), dtype=torch.int64, device=device)
+        self.scores = floats(groups, k)
+        self.found = torch.zeros(groups, dtype=torch.int32, device=device)
+        self.weights = floats(groups, k) if drawn else None
+        self._open_selection(counted)
+        # of `attend`
+        self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
+        width = 0 if g.value_in_key else g.value_dim + 2
+        self._partial = floats(groups, self.splits, group, width)
+        self._latents = LatentAttention(g) if g.value_in_key else None
+        self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
+        self.lse = floats(batch, g.q_heads)
+
+    def _open_selection(self, counted: int) -> None:
+        """Make what `select` leaves for `select_rows`, and counters."""
+        groups, group, capacity = self._groups, self.geometry.group_size, self.capacity
+        device, drawn = self.geometry.device, self.weights is not None
+        if group > MOST_HEADS:
+            raise ValueError(f"q_heads: got {group} per KV head, allowed is up to {MOST_HEADS}")
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -133,15 +156,12 @@ class BaseStep:
         def floats(*shape: int) -> Tensor:
             return torch.empty(shape, device=device)
 
-        # what `select` leaves for `select_rows`
         self._bases, self._shifts = ints(groups), ints(groups)
         self._candidates = longs(groups, capacity)
         self._estimates = floats(groups, capacity, group)
         self._edge, self._edge_estimates = longs(groups, EDGE), floats(groups, EDGE, group)
         self._cuts = ints(groups, 2)
         self._finalists = longs(groups, capacity)
-        self.ids, self.scores, self.found = longs(groups, k), floats(groups, k), ints(groups)
-        self.weights = floats(groups, k) if drawn else None
         self._finalist_weights = floats(groups, capacity) if drawn else None
         self._seeds = ints(groups) if drawn else None
         # counters, cleared by a step's first launch at once: 8-byte words first, counters last,
@@ -155,11 +175,6 @@ class BaseStep:
         self._finalist_counts, *self._tickets = counters[3:6].unbind()
         self._signals = counters[6:]
         self._signalers = 0  # blocks of a group that signal `select_rows` that they are done
-        # of `attend`
-        self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
-        self._partial = floats(groups, self.splits, group, g.value_dim + 2)
-        self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
-        self.lse = floats(batch, g.q_heads)
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
         """Attention of queries `[B, H, D]` over the best `k` rows and resident ones: `output`."""
@@ -249,6 +264,23 @@ class BaseStep:
             ids, weights, k = hits.ids.contiguous(), hits.log_weight, hits.ids.shape[-1]
             weights = weights if weights is None else weights.contiguous()
             found, given = torch.full_like(self.found, k), 1
+        if self._latents is not None:
+            self._latents(
+                queries,
+                ids,
+                found=found,
+                weights=weights,
+                rows=state.rows,
+                row_bytes=state.row_bytes,
+                codec=state.codec,
+                resident=state.resident,
+                resident_mask=state.resident_mask,
+                resident_count=state.resident_count,
+                output=self.output,
+                lse=self.lse,
+                overlap=hits is None,
+            )
+            return self.output
         launch(
             "step/attend.cu",
             "attend",

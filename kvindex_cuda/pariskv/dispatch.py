@@ -9,33 +9,47 @@ from kvindex.ops.step_votes import PLANES
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.codecs import BITS
 from kvindex.storage.store import AddressedRows
+from kvindex_cuda.memory.attend_latents import MOST_HEADS as LATENT_HEADS
+from kvindex_cuda.memory.attend_latents import unserved
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.pariskv.base_step import MOST_HEADS, BaseStep
+from kvindex_cuda.pariskv.latent_step import TILE, LatentStep
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 
-STEPS: dict[str, type[BaseStep]] = {"votes": Step, "tiers": TableStep}
-"""By kind: of the presets `fast` and `precise`, and of `paper`."""
+STEPS: dict[str, type[BaseStep]] = {"votes": Step, "tiers": TableStep, "latents": LatentStep}
+"""By kind: of the presets `drawn`, `fast` and `precise`, of `paper`, and of the former over latents
+with more heads or coordinates than `votes` has room for.
+"""
+
+VOTES = dict(coarse="dots", candidates_per="group", block="key", weights="log", weight_bits=16)
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "votes": dict(
-        coarse="dots", candidates_per="group", block="key", weights="log", weight_bits=16
-    ),
+    "votes": VOTES,
     "tiers": dict(coarse="tiers", candidates_per="head", block="subspace", weights="bfloat16"),
+    "latents": VOTES,
 }
 """What a kind serves."""
 
 POLICIES = "mean_share", "max_share"
 
 WIDEST = 256
-"""Head dimension of steps by look-ups: points of tiers fit a byte, tables fit shared memory."""
+"""Head dimension of steps by look-ups: points of tiers fit a byte, tables fit shared memory. Beyond
+it shared memory has room for the queries of `TILE` heads."""
 
 
 def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
     """The kind of step for a ParisKV, or None where its ops run one by one (`refusal`)."""
     if refusal(config, geometry) is not None:
         return None
-    return next(kind for kind in OPTIONS if not _unlike(config, kind))
+    kind = next(kind for kind in OPTIONS if not _unlike(config, kind))
+    many = geometry.group_size > _most_heads(geometry)
+    return "latents" if kind == "votes" and many else kind
+
+
+def _most_heads(geometry: Geometry) -> int:
+    """Query heads per KV head that a step but one of latents has room for."""
+    return MOST_HEADS if geometry.head_dim <= WIDEST else TILE
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
@@ -50,9 +64,14 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
         ("center", config.center, config.center in (0, BLOCK), f"0 or {BLOCK}"),
         ("single_stage_below", config.single_stage_below, not config.single_stage_below, "0"),
         ("draw", config.draw, config.draw == "none" or kind == "votes", "'none'"),
-        ("q_heads", geometry.group_size, geometry.group_size <= MOST_HEADS, f"{MOST_HEADS} a head"),
         ("head_dim", geometry.head_dim, geometry.head_dim % 8 == 0, "a multiple of 8"),
     ]
+    heads, most_heads = geometry.group_size, _most_heads(geometry)
+    if kind == "votes" and geometry.value_in_key and heads > most_heads:
+        most_heads = LATENT_HEADS
+        one = geometry.kv_heads == 1
+        limits.append(("kv_heads", geometry.kv_heads, one, f"1 with {heads} heads on each"))
+    limits.append(("q_heads", heads, heads <= most_heads, f"{most_heads} a head"))
     if kind == "votes":
         limits.append(("query_max", query_max, query_max <= most, f"up to {most}"))
     else:
@@ -75,10 +94,10 @@ def unreadable(rows: object, geometry: Geometry) -> str | None:
     """Why kernels do not attend to the rows of a store, None where they do.
 
     They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements of two bytes
-    or one.
+    or one. Of latents other kernels (`memory.attend_latents`).
     """
-    if geometry.value_in_key:
-        return _said("value_in_key", True, "False: a row's key, then its value")
+    if geometry.value_in_key and (why := unserved(geometry)):
+        return why
     if geometry.value_dim % 8:
         return _said("value_dim", geometry.value_dim, "a multiple of 8")
     if not isinstance(rows, AddressedRows):
@@ -101,7 +120,7 @@ def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
 def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
     """What a step of a kind is told of a `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
-    if kind == "votes":
+    if kind != "tiers":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
         options |= dict(drawn=config.draw != "none", tempered=config.draw == "tempered")
         options |= dict(together=config.signs == "together")
@@ -110,4 +129,4 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
 
 def room_of(kind: str, tokens: int, candidates: int) -> int:
     """What a step of a kind must have room for: its `most`."""
-    return candidates if kind == "votes" else tokens
+    return tokens if kind == "tiers" else candidates

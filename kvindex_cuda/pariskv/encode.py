@@ -21,8 +21,9 @@ from kvindex_cuda.runtime.arguments import (
 from kvindex_cuda.runtime.constants import ENCODE_WARPS, MOST_BITS
 from kvindex_cuda.runtime.launch import launch
 
-WIDEST = 256
-"""The largest head dimension."""
+WIDEST, LATENT, MOST_ODD = 256, 576, 31
+"""The largest head dimension; that of latents (512 coordinates and 64 rotary ones), and the largest
+odd part of one beyond the former."""
 
 ROOM = 2.0**-10
 """The largest size of a coordinate that is told apart lies above the last edge by this share."""
@@ -35,17 +36,17 @@ class Encoder:
     a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
     centered: whether a block's center is made and taken off its keys.
     Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
-    head dimension that 8 does not divide or above 256, more than 7 bits.
+    head dimension that 8 does not divide or that the kernel does not serve, more than 7 bits.
     """
 
     def __init__(
         self, layout: Layout, rotation: Tensor, levels: Tensor, *, centered: bool = True
     ) -> None:
         D, bits = layout.head_dim, layout.magnitude_bits
-        if D % 8 or not 8 <= D <= WIDEST or not 0 <= bits <= MOST_BITS:
+        if not serves(D) or not 0 <= bits <= MOST_BITS:
             raise ValueError(
-                f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST} "
-                f"and 0 to {MOST_BITS}"
+                f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST}, "
+                f"up to {LATENT} where their odd part is at most {MOST_ODD}, and 0 to {MOST_BITS}"
             )
         of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
         of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
@@ -134,11 +135,17 @@ class Encoder:
         )
 
 
+def serves(D: int) -> bool:
+    """Whether the kernel has a head dimension."""
+    widest = WIDEST if D // (D & -D) > MOST_ODD else LATENT
+    return D % 8 == 0 and 8 <= D <= widest
+
+
 def encoder_of(
     config: ParisKVConfig, layout: Layout, rotation: Tensor, levels: Tensor
 ) -> Encoder | None:
     """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it."""
-    if config.block != "key" or layout.head_dim > WIDEST:
+    if config.block != "key" or not serves(layout.head_dim):
         return None
     return Encoder(layout, rotation, levels, centered=bool(config.center))
 

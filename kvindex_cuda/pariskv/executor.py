@@ -428,8 +428,8 @@ class ParisKVExecutor:
 
     def _begin_cache(self) -> None:
         """A cache, once there are rows on the host."""
-        rows = self._rows
-        if self.cache is None and rows is not None and rows.far:
+        rows, latents = self._rows, self._geometry.value_in_key  # whose kernel looks in none
+        if self.cache is None and rows is not None and rows.far and not latents:
             groups = len(self.codes.table) * self._geometry.kv_heads
             self.cache = RowCache(groups, rows.row_bytes, self._geometry.device)
 

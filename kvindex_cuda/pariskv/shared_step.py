@@ -13,6 +13,7 @@ from kvindex.core.streams import raw_stream
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep
 from kvindex_cuda.pariskv.dispatch import options_of
+from kvindex_cuda.pariskv.latent_step import LatentStep
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 from kvindex_cuda.runtime.arguments import multiprocessors
@@ -71,7 +72,11 @@ class _Table(SharedStep, TableStep):
     """`TableStep`, shared."""
 
 
-SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, tiers=_Table)
+class _Latents(SharedStep, LatentStep):
+    """`LatentStep`, shared."""
+
+
+SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, tiers=_Table, latents=_Latents)
 """By kind (`serving.kind_of`)."""
 
 _alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()

@@ -51,14 +51,15 @@ class Step(BaseStep):
         capacity = 4 * (most + SAMPLED)  # `rerank` serves what is more
         options |= dict(most=most, capacity=capacity, drawn=drawn)
         super().__init__(geometry, layout, **options)
-        g, group, groups, device = geometry, geometry.group_size, self._groups, geometry.device
+        g, device = geometry, geometry.device
+        groups, group = self._open_heads()
         self._query_max = min(query_max, 2**15 // g.head_dim)
         planes = next((digits for digits, most in PLANES.items() if self._query_max <= most), None)
         if planes is None:
             most = PLANES[max(PLANES)]
             raise ValueError(f"query_max: got {self._query_max}, allowed is up to {most}")
         self._votes = self._defines | self._ragged | dict(CENTERED=int(centered), PLANES=planes)
-        self._votes["DRAWN"] = int(drawn)
+        self._votes |= dict(GROUP=group, DRAWN=int(drawn))
         self._prepares = self._votes | dict(TOGETHER=int(together))
         self._rerank = self._votes | self._capped | dict(BITS=layout.magnitude_bits)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
@@ -87,16 +88,17 @@ class Step(BaseStep):
         self._thresholds = ints(groups)
         # of `scan`
         self._products: Tensor | None = None
-        self._list = torch.empty((groups, self.capacity), dtype=torch.int64, device=device)
+        shape = self._groups, self.capacity
+        self._list = torch.empty(shape, dtype=torch.int64, device=device)
 
-    def select(self, queries: Tensor, state: State) -> None:
-        """As `BaseStep.select`."""
-        g, L, kv = self.geometry, self.layout, self.geometry.kv_heads
-        queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
-        groups, row = self._groups, state.codes.shape[1]
-        if self._products is None or self._products.shape[1] != row:
-            shape = (groups, row, g.group_size)
-            self._products = torch.empty(shape, device=g.device)
+    def _open_heads(self) -> tuple[int, int]:
+        """For how many groups queries are prepared, and of how many heads each."""
+        return self._groups, self.geometry.group_size
+
+    def _prepare(self, queries: Tensor, state: State, *, tiles: int = 1) -> None:
+        """The first launch; tiles: of a group, of which `_open_heads` says more."""
+        L, kv, groups = self.layout, self.geometry.kv_heads, self._groups * tiles
+        head_bytes, row = L.head_bytes if tiles == 1 else 0, state.codes.shape[1]
         launch(
             "step/prepare_query.cu",
             "prepare_query",
@@ -128,9 +130,9 @@ class Step(BaseStep):
                 cleared=self._cleared,
                 wrong=state.wrong,
                 row=row,
-                head_bytes=L.head_bytes,
+                head_bytes=head_bytes,
                 words=len(self._cleared),
-                kv_heads=kv,
+                kv_heads=kv * tiles,
                 query_max=self._query_max,
                 seed=self._seed,
                 level=self._level,
@@ -139,8 +141,18 @@ class Step(BaseStep):
                 gain=self._scale * priority.UNIT / math.log(2),
             ),
             overlap=True,
-            **self._prepares,
+            **(self._prepares | (dict(TILES=tiles) if tiles > 1 else {})),
         )
+
+    def select(self, queries: Tensor, state: State) -> None:
+        """As `BaseStep.select`."""
+        g, L, kv = self.geometry, self.layout, self.geometry.kv_heads
+        queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
+        groups, row = self._groups, state.codes.shape[1]
+        if self._products is None or self._products.shape[1] != row:
+            shape = (groups, row, g.group_size)
+            self._products = torch.empty(shape, device=g.device)
+        self._prepare(queries, state)
         scanners = (1 if g.head_dim > 128 else 2) * self._multiprocessors
         launch(
             "step/scan.cu",

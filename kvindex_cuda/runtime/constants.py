@@ -32,8 +32,15 @@ SELECT_THREADS, SELECT_ENTRIES = 512, 8
 """Of `select_rows`: threads of a block (each warp of few blocks costs issue slots) and a thread's
 entries."""
 
+TAKE_THREADS = 512
+"""Of a block of `take_candidates`."""
+
 MOST_SPLITS, HEADS_AT_ONCE = 16, 4
 """Of `attend`: blocks of a group at most; heads whose warps are merged together."""
+
+LATENT_ROWS, LATENT_SPLITS = 32, 128
+"""Of `attend_latents`: rows that a block takes at a time; blocks of a group at most, about as many
+as there are multiprocessors."""
 
 WAYS = 4
 """Slots of a set of the cache of rows."""
@@ -79,13 +86,17 @@ NOISE = dict(
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 
 FILES: dict[str, dict[str, int]] = {
-    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED),
+    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED, TILES=1),
     "step/scan.cu": dict(NOISE, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
     "step/rerank.cu": NOISE | STEP | SHARES,
     "step/select_rows.cu": dict(
         NOISE | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
     ),
     "step/attend.cu": dict(MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, WAYS=WAYS),
+    "step/vote_latents.cu": NOISE,
+    "step/estimate_latents.cu": dict(NOISE | STEP | SHARES, THREADS=TAKE_THREADS),
+    "step/select_latents.cu": dict(NOISE | SHARES, THREADS=SELECT_THREADS),
+    "step/attend_latents.cu": dict(ROWS=LATENT_ROWS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,
     "step/candidates.cu": PIECEWISE,

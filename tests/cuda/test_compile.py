@@ -44,6 +44,8 @@ ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0, NEAR=0)
+LATENTS = dict(D=576, DV=512, GROUP=128, DTYPE=2, SOFTCAP=0, CODEC=0)
+TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, DRAWN=0, RAGGED=0)
 COUNT = dict(D=128, GROUP=4)
 WEIGH = COUNT | dict(BITS=3, SOFTCAP=0)
 DEFINES = {
@@ -63,6 +65,7 @@ DEFINES = {
         PREPARE | dict(DRAWN=1, TOGETHER=1, D=64, GROUP=8, DTYPE=0),
         PREPARE | dict(DRAWN=1, TOGETHER=1, D=256, GROUP=16),
         PREPARE | dict(DRAWN=1, TOGETHER=1, RAGGED=1),
+        PREPARE | dict(DRAWN=1, TOGETHER=1, D=576, GROUP=8),
     ],
     "step/attend.cu": [
         ATTEND,
@@ -77,6 +80,28 @@ DEFINES = {
         ATTEND | dict(GIVEN=2, NEAR=1),
         ATTEND | dict(CODEC=1, GIVEN=1, NEAR=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
+    ],
+    "step/vote_latents.cu": [
+        TILED | dict(DTYPE=2, PLANES=6),
+        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1),
+        TILED | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1),
+    ],
+    "step/estimate_latents.cu": [
+        TILED | dict(BITS=3, SOFTCAP=0),
+        TILED | dict(BITS=3, SOFTCAP=0, TILES=2, DRAWN=1),
+        TILED | dict(D=128, BITS=5, SOFTCAP=1, GROUP=4, TILES=5, RAGGED=1),
+    ],
+    "step/select_latents.cu": [
+        dict(HEADS=128, SOFTCAP=0, POLICY=0, DRAWN=0),
+        dict(HEADS=20, SOFTCAP=1, POLICY=1, DRAWN=0),
+        dict(HEADS=128, SOFTCAP=0, POLICY=0, DRAWN=1),
+    ],
+    "step/attend_latents.cu": [
+        LATENTS,
+        LATENTS | dict(GROUP=16),
+        LATENTS | dict(GROUP=20, CODEC=1, SOFTCAP=1),
+        LATENTS | dict(CODEC=2, DTYPE=1),
+        LATENTS | dict(D=128, DV=96, DTYPE=0),
     ],
     "ops/attention.cu": [
         ATTENTION,
@@ -108,6 +133,7 @@ DEFINES = {
         ENCODE | dict(D=96, BITS=5),
         ENCODE | dict(D=120, RESIDENT=2),
         ENCODE | dict(D=256, RESIDENT=1),
+        ENCODE | dict(D=576, RESIDENT=1),
         ENCODE | dict(CENTERED=0),
     ],
     "ops/rerank.cu": [

@@ -163,7 +163,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIMS = (8, 40, 72, 96, 112, 192, 248)
 SLOW = pytest.mark.slow
 WIDTHS = [(dim, dtype) for dim in (64, 80, 128, 256) for dtype in DTYPES]
-WIDTHS += [(dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)]
+WIDTHS += [(dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)] + [(576, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -449,16 +449,16 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
 
 
 @pytest.mark.parametrize("rows", ["plain", "int8"])
-def test_a_layer_over_values_in_keys_gathers_rows(device, rows):
+def test_a_layer_over_values_in_keys_reads_them_where_they_lie(device, rows):
     sizes = dict(q_heads=4, kv_heads=1, head_dim=64, value_dim=32, value_in_key=True)
     case, options = Case(**sizes), OPTIONS | dict(row_codec=rows, device=device)
     indexes = [case.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
     (got, mine), (want, theirs) = layers_of(device, case, indexes)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-    assert "attend: value_in_key: got True, allowed is False" in indexes[0].explain()
+    assert "attend: in one go" in indexes[0].explain()
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
     assert indexes[0].row_bytes == (256 if rows == "plain" else 80)
-    assert indexes[0].capability(Attends) is None
+    assert indexes[0].capability(Attends) is not None
 
 
 def test_rows_that_attention_cannot_read_are_refused(device):

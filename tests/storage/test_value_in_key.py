@@ -205,6 +205,7 @@ def test_other_values_are_refused_and_nothing_changes():
     index.append(keys, values, valid=valid)
 
 
-def test_kernels_of_a_gpu_refuse_the_rows_in_words():
-    said = unreadable(TensorStore(geometry_of()), geometry_of())
-    assert said.startswith("value_in_key: got True, allowed is False")
+def test_kernels_of_a_gpu_refuse_more_heads_in_words():
+    many = geometry_of(q_heads=129)
+    said = unreadable(TensorStore(many), many)
+    assert said == "q_heads: got 129, allowed is up to 128 a head"

@@ -14,6 +14,7 @@
 // were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
 // the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way).
 #include "common/row_cache.cuh"
+#include "common/row_codes.cuh"
 
 constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
 constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts of keys in all lanes
@@ -68,19 +69,6 @@ __device__ __forceinline__ void load(Raw& raw, const char* row, bool coded) {
                 raw.words[j][i] = reinterpret_cast<const uint4*>(row)[chunk * (DTYPE == 0 ? 2 : 1) + i];
         }
     }
-}
-// The numbers of four codes, of which the scale makes elements: of int8 codes as they are; of fp8
-// codes (e4m3, never NaN) as float16, whose bias is 8 more, so that each is 2^-8 of its number.
-constexpr float CODED = CODEC == 2 ? 256 : 1;
-__device__ __forceinline__ void from_codes(float (&x)[4], u32 word) {
-#if CODEC == 2
-    float2 even = from_float16s((word << 8 & 0x80008000) | (word << 7 & 0x3f803f80));
-    float2 odd = from_float16s((word & 0x80008000) | (word >> 1 & 0x3f803f80));
-    x[0] = even.x, x[1] = odd.x, x[2] = even.y, x[3] = odd.y;
-#else
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = float(i8(word >> (8 * i)));
-#endif
 }
 __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE == 0 ? 2 : 1],
                                        bool coded) {

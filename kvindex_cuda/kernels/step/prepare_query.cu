@@ -18,19 +18,21 @@
 // else, in the registers of a product with all heads' operands, D/16 matrix instructions to four heads; then two
 // warps round a head. 2 D² bytes more of a group, from L2 to each of its blocks: 32 KiB at D = 128, some 0.3 µs
 // that pass beside the first reads, so that exchange, product and another barrier are left, predicted 0.3 µs.
+// Where a group has many heads, a group here is one tile of them, of TILES (1 unless a launcher says more, of one
+// KV head and no head_bytes): each finds a threshold, of which vote_latents.cu takes the largest.
 // Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER, RAGGED (each row of the batch has a length).
 #include "common/votes.cuh"
 
 constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
 constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
 constexpr int PITCH = (EIGHTS | 1) * 32;         // of operands in shared memory: two neighbors have other banks
-constexpr int TILES = (D + 15) / 16;             // of the matrix, 16 columns each
-constexpr bool EARLY = TILES <= 8;               // a warp's tile fits registers
+constexpr int COLUMN_TILES = (D + 15) / 16;             // of the matrix, 16 columns each
+constexpr bool EARLY = COLUMN_TILES <= 8;               // a warp's tile fits registers
 constexpr int HANDS = TOGETHER && GROUP <= 4 ? 2 : 1;  // warps that round a head
 constexpr int ROOM = TOGETHER && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
-constexpr float SAFE = 1e15f;       // no norm reaches it where no coordinate reaches this, D being 256 at most
+constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // no norm reaches it where no coordinate does, up to D = 1,024
 
 // R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
 // Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
@@ -193,7 +195,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     // no kernel that lets another begin early writes the matrix. Of a column 8 rows of every 32
     auto entries = [&](int tile, int s, int half) -> uint4 {
         int j = tile * 16 + half * 8 + lane / 4, i = s * 32 + lane % 4 * 8;
-        return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (bg * D + j) * D + i) : uint4{0, 0, 0, 0};
+        return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (u32(bg) / TILES * i64(D) + j) * D + i) : uint4{0, 0, 0, 0};
     };
     uint4 held[EARLY ? EIGHTS : 1][2];
 #pragma unroll
@@ -214,7 +216,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     u32 valid_bits = warp == 7 && lane < 8 * args.row ? args.valid[batch * args.row * 8 + lane] : 0;
     i64 first_block = warp == 7 ? args.codes[batch * args.row] : 0;
 #endif
-    float plain[PER_LANE], weight_scale = args.weight_scale[bg];
+    float plain[PER_LANE], weight_scale = args.weight_scale[u32(bg) / TILES];
     read_query(plain, warp);
     Group group;
     load_queries(group, queries);
@@ -345,7 +347,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     };
     __syncthreads();
 #pragma unroll 1
-    for (int tile = warp; tile < TILES; tile += 8)
+    for (int tile = warp; tile < COLUMN_TILES; tile += 8)
 #pragma unroll(EARLY ? SETS : 1)
         for (int n = 0; n < SETS; n++) multiply(tile, n);
     __syncthreads();

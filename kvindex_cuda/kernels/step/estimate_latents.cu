@@ -1,0 +1,228 @@
+// Candidates of a group of many heads, and their estimates (paper, B.2.2, equation 10).
+//
+//   take_candidates -> estimate_latents
+//
+// take_candidates puts the C best entries of the list together, of equal votes those of the lower ids; where the
+// list lacks some, or has more than it has room for, of all votes. Where candidates are drawn, those that `threshold`
+// of ops.priority takes.
+// estimate_latents multiplies 16 candidates a warp with a tile of heads (product.cuh). Sums over all candidates
+// are integers, so that their order leaves no trace.
+// Compile-time: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED, SOFTCAP, DRAWN, RAGGED (each row of
+// the batch has a length).
+#include "common/product.cuh"
+#include "common/shares.cuh"
+#include "common/tiles.cuh"
+#if DRAWN
+#include "common/noise.cuh"
+#endif
+
+constexpr int HEADS = TILES * GROUP;
+
+struct TakeArguments {
+    const int* votes;       // of vote_latents.cu, as are counts, list and histogram
+    const int* counts;
+    const u64* list;
+    const int* histogram;
+    const int* thresholds;  // of prepare_query.cu, of tiles, as are bases and shifts
+    const int* bases;
+    const int* shifts;
+    const i64* length;      // [1], or RAGGED: [B]
+    const int* wanted;      // [B]
+    const int* counted;     // [B]
+    u64* candidates;        // [B, capacity]: entries, in any order
+    int* candidate_counts;  // [B] APART
+    int2* cuts;             // [B]: where they are drawn, `threshold` of ops.priority
+    i64 room, capacity;
+};
+
+// Grid: (B), THREADS threads. Reads 8 bytes per entry listed, twice; writes 8 per candidate.
+// Limited by latency: two passes over a few entries of each thread.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+take_candidates(const __grid_constant__ TakeArguments args) {
+    __shared__ u64 edge[EDGE], least;
+    __shared__ int bins[256], edges, taken;
+    i64 b = blockIdx.x;
+    if (threadIdx.x == 0) edges = taken = 0, least = 0;
+    after_previous();
+    let_next_begin();
+    int n = __ldcg(args.counts + b * APART), counted = args.counted[b], target = min(args.wanted[b], counted);
+    Listing listing = listing_of(args.thresholds + b * TILES, args.bases + b * TILES, args.shifts + b * TILES);
+    const u64* list = args.list + b * args.capacity;
+    const int* votes = args.votes + b * args.room;
+    int tokens = int(min(__ldcg(args.length + RAGGED * b), args.room));
+    bool whole = counted <= args.wanted[b];            // all are candidates
+    int asked = target + (DRAWN && !whole);            // the last one's priority is the threshold
+    bool listed = n >= asked && n <= args.capacity;    // the list has them
+    auto each = [&](auto use) {
+        if (listed) {
+            for (int i = threadIdx.x; i < n; i += THREADS) use(__ldcg(list + i));
+        } else {
+            for (int i = threadIdx.x; i < tokens; i += THREADS)
+                if (int vote = __ldcg(votes + i); vote != LEAST) use(entry_of(vote, i));
+        }
+    };
+    auto bin_in = [&](u64 entry) { return bin_of(vote_of(entry), listing.base, listing.shift); };
+    Cut cut = {-1, 0};
+    if (listed && n > asked) cut = cut_of<false, THREADS>(args.histogram + b * BINS, asked);
+    __syncthreads();
+#if DRAWN
+    int2 cuts = {LEAST, LEAST + 1};
+    if (!whole) {
+        bool told = cut.bin >= 0 && cut.bin < BINS - 1 && (cut.bin > 0 || listing.threshold > LEAST + 1);
+        if (told) {
+            int bin = cut.bin - (cut.above < target);
+            cuts = {listing.base + cut.bin * STEP, listing.base + (bin + 1) * STEP};
+        } else {
+            int beyond = vote_of(radix_cut(each, asked, bins)) & -STEP;
+            int last = target ? vote_of(radix_cut(each, target, bins)) : beyond + STEP;
+            cuts = {beyond, last < beyond + STEP ? beyond : beyond + STEP};
+        }
+    }
+    if (threadIdx.x == 0) args.cuts[b] = cuts, least = entry_of(cuts.y, -1);
+#else
+    bool some = asked > 0 && (listed ? n : counted) > asked;
+    if (some && cut.bin >= 0) {
+        each([&](u64 entry) {
+            if (bin_in(entry) != cut.bin) return;
+            int slot = atomicAdd(&edges, 1);
+            if (slot < EDGE) edge[slot] = entry;
+        });
+        __syncthreads();
+        int rank = asked - cut.above;
+        for (int i = threadIdx.x; i < min(edges, EDGE); i += THREADS) {
+            int better = 0;
+            for (int j = 0; j < min(edges, EDGE); j++) better += edge[j] > edge[i];
+            if (better == rank - 1) least = edge[i];
+        }
+    }
+    __syncthreads();
+    if (some && (cut.bin < 0 || edges > EDGE)) {
+        u64 word = radix_cut(each, asked, bins);
+        if (threadIdx.x == 0) least = word;
+    }
+    if (!asked && threadIdx.x == 0) least = ~0ull;
+#endif
+    __syncthreads();
+    u64 from = least;
+    each([&](u64 entry) {
+        if (entry < from) return;
+        int to = atomicAdd(&taken, 1);
+        if (to < args.capacity) args.candidates[b * args.capacity + to] = entry;
+    });
+    __syncthreads();
+    if (threadIdx.x == 0) args.candidate_counts[b * APART] = int(min(i64(taken), args.capacity));
+}
+
+struct EstimateArguments {
+    const i64* codes;             // [B, row]: addresses of blocks
+    const uint2* operands;        // of prepare_query.cu, of tiles, as are ups
+    const float* ups;
+    const float* products;        // [B, row, HEADS]
+    const float* levels;          // [LEVELS]
+    const u64* candidates;        // of take_candidates, as are candidate_counts and cuts
+    const int* candidate_counts;
+    const int2* cuts;
+    const u32* seeds;             // [B TILES]
+    float* estimates;             // [B, capacity, HEADS]
+    u64* buckets;                 // [B, HEADS, BUCKETS]: sums over candidates, cleared before
+    int* tickets;                 // [B TILES], cleared before
+    float* totals;                // [B, HEADS]: their logarithms
+    i64 row, logs, magnitudes, capacity;
+    float scale, softcap;
+};
+
+// log Σ exp of a head's buckets, in every lane of the calling warp: the same whatever the order in which they came.
+__device__ __forceinline__ float log_sum(const u64* buckets) {
+    constexpr int OWN = BUCKETS / 32;
+    int lane = threadIdx.x % 32, top = -1;
+    u64 mine[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        mine[i] = __ldcg(buckets + lane * OWN + i);
+        if (mine[i]) top = lane * OWN + i;
+    }
+    top = warp_max(top);
+    if (top < 0) return NEVER;
+    float octaves = 16.0f * (top - BUCKETS / 2 + 1), sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+        if (mine[i])
+            sum += float(mine[i]) * exp2f(16.0f * (lane * OWN + i - BUCKETS / 2) - FRACTION_BITS - octaves);
+    return (log2f(warp_sum(sum)) + octaves) * (1 / LOG2E);
+}
+
+// Grid: (splits, TILES, B), 256 threads. Reads of each candidate and tile its signs, magnitudes and log weight, all but
+// once from L2; writes 4 HEADS bytes of each.
+extern "C" __global__ void __launch_bounds__(256, 1)
+estimate_latents(const __grid_constant__ EstimateArguments args) {
+    __shared__ u16 halves[LEVELS];
+    __shared__ uint2 operands[OPERANDS];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y;
+    i64 b = blockIdx.z, part = b * TILES + tile;
+    if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(args.levels[threadIdx.x]);
+    after_previous();
+    let_next_begin();
+    for (int i = threadIdx.x; i < OPERANDS; i += 256) operands[i] = __ldcg(args.operands + part * OPERANDS + i);
+    __syncthreads();
+    Levels levels = levels_of(halves);
+    int n = __ldcg(args.candidate_counts + b * APART);
+    const u64* candidates = args.candidates + b * args.capacity;
+    u64* buckets = args.buckets + (b * HEADS + tile * GROUP) * BUCKETS;
+    float down[COLUMNS][2];
+#pragma unroll
+    for (int i = 0; i < COLUMNS * 2; i++) {
+        int h = head_of(i / 2, i % 2);
+        down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(args.ups + part * GROUP + h) : 1.0f;
+    }
+#if DRAWN
+    u32 seed = __ldcg(args.seeds + part);
+    int threshold = __ldcg(&args.cuts[b].x);
+#endif
+    Exponentials sums[COLUMNS][2];
+#pragma unroll 1
+    for (int first = (blockIdx.x * 8 + warp) * 16; first < n; first += gridDim.x * 128) {
+        u64 mine = lane < 16 && first + lane < n ? __ldcg(candidates + first + lane) : 0;
+        u64 block = mine ? u64(args.codes[b * args.row + id_of(mine) / TOKENS]) : 0;
+        Tile codes = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u64 entry = __shfl_sync(ALL, mine, half * 8 + lane / 4), place = __shfl_sync(ALL, block, half * 8 + lane / 4);
+            if (place)
+                load(codes, half, reinterpret_cast<const char*>(place), id_of(entry) % TOKENS, args.logs, args.magnitudes);
+        }
+#pragma unroll
+        for (int set = 0; set < COLUMNS; set++) {
+            float both[ROWS][2];
+            multiply(both, codes, operands, set, levels);
+#pragma unroll
+            for (int half = 0; half < ROWS; half++) {
+                int key = key_of(half), log = log_of(codes, half);
+                u64 entry = __shfl_sync(ALL, mine, key);
+                float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f, stands_for = 0;
+#if DRAWN
+                stands_for = log_weight(vote_of(entry), u32(id_of(entry)), seed, threshold);
+#endif
+#pragma unroll
+                for (int side = 0; side < 2; side++) {
+                    int h = head_of(set, side);
+                    if (h >= GROUP || first + key >= n) continue;
+                    float found = both[half][side] * down[set][side] * weight;
+                    i64 segment = b * args.row + id_of(entry) / TOKENS;
+                    if (CENTERED) found += __ldcg(args.products + segment * HEADS + tile * GROUP + h);
+                    args.estimates[(b * args.capacity + first + key) * HEADS + tile * GROUP + h] = found;
+                    sums[set][side].add(buckets + h * BUCKETS, capped(found, args.scale, args.softcap) + stands_for);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int set = 0; set < COLUMNS; set++)
+#pragma unroll
+        for (int side = 0; side < 2; side++)
+            sums[set][side].flush<FOLDED ? 2 : 4>(buckets + head_of(set, side) * BUCKETS);
+    if (!last_block(args.tickets + part, gridDim.x)) return;
+    for (int h = warp; h < GROUP; h += 8) {
+        float total = log_sum(buckets + h * BUCKETS);
+        if (lane == 0) args.totals[b * HEADS + tile * GROUP + h] = total;
+    }
+}

@@ -1,0 +1,191 @@
+// Selection of a group's k best rows by the combined shares of many heads (kvindex/ops/group.py).
+//
+// A warp has a candidate, its lanes the heads; the last block of a group selects: a histogram, a cut, and an exact
+// order in the cut's bin. Rows that are drawn (DRAWN; ops.priority): by the root mean square of the heads' shares
+// and noise, with the next one as the threshold; each stands for others.
+// Compile-time: HEADS, SOFTCAP, POLICY (0 mean_share, 1 max_share), DRAWN.
+#include "common/shares.cuh"
+#if DRAWN
+#include "common/noise.cuh"
+#endif
+
+constexpr int SORTED = 2 * EDGE;  // rows that are put in order by their ids
+
+struct Arguments {
+    const float* estimates;       // of estimate_latents.cu, as are totals, candidates and their counts, and cuts
+    const float* totals;
+    const u64* candidates;
+    const int* candidate_counts;
+    const int2* cuts;
+    const u32* seeds;             // [B]: of prepare_query.cu, or null
+    u64* words;                   // [B, capacity]: scores and ids of candidates
+    float* candidate_weights;     // [B, capacity]: only if DRAWN, as are weights
+    int* histogram;               // [B, BINS]: of scores, cleared before
+    int* tickets;                 // [B] APART, cleared before
+    i64* ids;                     // [B, k]: rows, ascending (past 2,048 in any order), the first `found`
+    float* scores;                // [B, k]: their group scores
+    float* weights;               // [B, k]: the logarithm of how many keys a row stands for
+    int* found;                   // [B]
+    i64* found_sum;               // [B]: `found` is added, or null
+    i64 k, capacity, tiles;       // tiles: seeds of a group
+    float scale, softcap, temper;
+};
+
+// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+select_latents(const __grid_constant__ Arguments args) {
+    __shared__ float totals[HEADS];
+    __shared__ u64 edge[EDGE];
+    __shared__ __align__(16) int selected[SORTED];
+    __shared__ float selected_scores[SORTED];
+    __shared__ int bins[256], edges, taken;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    i64 b = blockIdx.y;
+    after_previous();
+    let_next_begin();
+    int n = __ldcg(args.candidate_counts + b * APART);
+    const float* estimates = args.estimates + b * args.capacity * HEADS;
+    const u64* candidates = args.candidates + b * args.capacity;
+    u64* words = args.words + b * args.capacity;
+    int* histogram = args.histogram + b * BINS;
+    for (int h = threadIdx.x; h < HEADS; h += THREADS) totals[h] = __ldcg(args.totals + b * HEADS + h);
+    if (threadIdx.x == 0) edges = taken = 0;
+    for (int i = threadIdx.x; i < SORTED; i += THREADS) selected[i] = 2147483647;  // after all rows
+#if DRAWN
+    __shared__ float selected_weights[SORTED], edge_weights[EDGE], threshold;
+    u32 seed = __ldcg(args.seeds + b * args.tiles);
+    int least = __ldcg(&args.cuts[b].x);
+    float* candidate_weights = args.candidate_weights + b * args.capacity;
+    if (threadIdx.x == 0) threshold = NEVER;
+#endif
+    __syncthreads();
+    constexpr int EACH = (HEADS + 31) / 32;
+#pragma unroll 2
+    for (int i = blockIdx.x * (THREADS / 32) + warp; i < n; i += gridDim.x * (THREADS / 32)) {
+        float each[EACH], best = NEVER, sum = 0;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            int h = j * 32 + lane;
+            each[j] = NEVER;
+            if (h < HEADS) each[j] = capped(__ldcg(estimates + i64(i) * HEADS + h), args.scale, args.softcap) - totals[h];
+            best = fmaxf(best, each[j]);
+        }
+        float value = warp_max(best);
+#if DRAWN || POLICY == 0
+        constexpr float POWER = DRAWN ? 2 : 1;
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (each[j] > NEVER) sum += exp2f((each[j] - value) * (POWER * LOG2E));
+        value += log2f(warp_sum(sum) * (1.0f / HEADS)) * (1 / (POWER * LOG2E));
+#endif
+        if (lane) continue;
+        u64 entry = __ldcg(candidates + i);
+#if DRAWN
+        value += noise_of(id_of(entry), seed) * NATS;
+        candidate_weights[i] = log_weight(vote_of(entry), id_of(entry), seed, least);
+#endif
+        words[i] = u64(ordered(value)) << 32 | u32(entry);
+        atomicAdd(histogram + bin_of(value), 1);
+    }
+    if (!last_block(args.tickets + b * APART, gridDim.x)) return;
+
+    auto value_of = [](u64 word) {
+        u32 bits = u32(word >> 32);
+        return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+    };
+    i64* ids = args.ids + b * args.k;
+    float* scores = args.scores + b * args.k;
+    int asked = int(args.k) + DRAWN;  // the last one's priority is the threshold
+    Cut cut = cut_of<false, THREADS>(histogram, asked);
+    auto select = [&](u64 word, float weight) {
+        int slot = atomicAdd(&taken, 1), id = id_of(word);
+        if (slot < SORTED)
+            selected[slot] = id, selected_scores[slot] = value_of(word);
+        else
+            ids[slot] = id, scores[slot] = value_of(word);
+#if DRAWN
+        (slot < SORTED ? selected_weights + slot : args.weights + b * args.k + slot)[0] = weight;
+#endif
+    };
+    auto weight_of = [&](int i) {
+#if DRAWN
+        return __ldcg(candidate_weights + i);
+#else
+        return 0.0f;
+#endif
+    };
+    // the last one that was asked for is the threshold, if any is
+    auto take = [&](u64 word, float weight, bool last) {
+#if DRAWN
+        if (last) threshold = value_of(word);
+        if (last) return;
+#endif
+        select(word, weight);
+    };
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+        u64 word = __ldcg(words + i);
+        int bin = bin_of(value_of(word));
+        if (bin > cut.bin) select(word, weight_of(i));
+        if (bin != cut.bin) continue;
+        int slot = atomicAdd(&edges, 1);
+        if (slot >= EDGE) continue;
+        edge[slot] = word;
+#if DRAWN
+        edge_weights[slot] = weight_of(i);
+#endif
+    }
+    __syncthreads();
+    int rank = asked - cut.above;
+    if (edges <= EDGE) {
+        for (int i = threadIdx.x; i < edges; i += THREADS) {
+            int better = 0;
+            float weight = 0;
+            for (int j = 0; j < edges; j++) better += edge[j] > edge[i];
+#if DRAWN
+            weight = edge_weights[i];
+#endif
+            if (better < rank) take(edge[i], weight, better == rank - 1);
+        }
+    } else {  // nearly all are equal: slowly
+        auto all = [&](auto use) {
+            for (int i = threadIdx.x; i < n; i += THREADS) use(__ldcg(words + i));
+        };
+        u64 last = radix_cut(all, asked, bins);
+        for (int i = threadIdx.x; i < n; i += THREADS) {
+            u64 word = __ldcg(words + i);
+            if (bin_of(value_of(word)) == cut.bin && word >= last) take(word, weight_of(i), word == last);
+        }
+    }
+    __syncthreads();
+    int rows = taken, sorted = min(rows, SORTED);
+#if DRAWN
+    // `-log π`: the larger one of both draws', tempered
+    float* weights = args.weights + b * args.k;
+    auto weigh = [&](float& weight, int id, float score) {
+        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
+    };
+    for (int i = SORTED + threadIdx.x; i < rows; i += THREADS) weigh(weights[i], int(ids[i]), scores[i]);
+    for (int i = threadIdx.x; i < sorted; i += THREADS) weigh(selected_weights[i], selected[i], selected_scores[i]);
+    __syncthreads();
+#endif
+    if (threadIdx.x == 0) {
+        args.found[b] = rows;
+        if (args.found_sum) args.found_sum[b] += rows;
+    }
+    // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
+    for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
+        int i = at / 4, id = selected[i], place = 0;
+#pragma unroll 4
+        for (int j = at % 4 * 4; j < sorted; j += 16) {
+            int4 four = *reinterpret_cast<const int4*>(selected + j);
+            place += (four.x < id) + (four.y < id) + (four.z < id) + (four.w < id);
+        }
+        place += __shfl_xor_sync(ALL, place, 1);
+        place += __shfl_xor_sync(ALL, place, 2);
+        if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = selected_scores[i];
+#if DRAWN
+        if (at % 4 == 0 && i < sorted) weights[place] = selected_weights[i];
+#endif
+    }
+}
