@@ -1,5 +1,6 @@
 """What every test runs with: the profile of Hypothesis, marks that are skipped, torch's threads."""
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -29,6 +30,8 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu2"):
                 item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+    # most of its time is in processes of its own, for which the last file's worker would wait alone
+    items.sort(key=lambda item: item.path.name != "test_sharded.py")
     known = set(kvindex.names())
     for item in items:
         given = getattr(item, "callspec", None)
@@ -37,6 +40,12 @@ def pytest_collection_modifyitems(items):
             package = getattr(kvindex.get(name), "needs", None)
             if package and find_spec(package) is None:
                 item.add_marker(pytest.mark.skip(reason=f"needs the package {package}"))
+
+
+def pytest_collection_finish():
+    """What imports and collection made lives to the end: no collection of garbage looks at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,12 +9,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from kvindex_adapters.cli import common
+from kvindex_adapters.cli import app, common
 from tests.adapters import parallel_cases, tiny
 from tests.support import ranks as processes
 
-COMMAND = [sys.executable, "-m", "kvindex_adapters", "generate"]
+COMMAND = ["-m", "kvindex_adapters", "generate"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -36,14 +37,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def printed(command, folder, index):
-    paths = os.pathsep.join(str(processes.ROOT / part) for part in ("", "adapters"))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+def arguments(folder, index):
     prompt = " ".join(f"w{3 + i * i % 97}" for i in range(60))
     options = ["--model", str(folder), "--prompt", prompt, "--index", index, "-k", "1000"]
     options += ["--sink", "3", "--local-window", "4", "--update-every", "5", "--dense-below", "0"]
+    return [*options, "--max-new-tokens", "8"]
+
+
+def printed(command, folder, index):
+    paths = os.pathsep.join(str(processes.ROOT / part) for part in ("", "adapters"))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *options, "--max-new-tokens", "8"],
+        [*command, *arguments(folder, index)],
         env=environment,
         capture_output=True,
         text=True,
@@ -57,9 +62,10 @@ def printed(command, folder, index):
     "index", ["exact", pytest.param(parallel_cases.SHARDED, marks=pytest.mark.slow)]
 )
 def test_the_command_prints_once_what_one_process_prints(folder, index):
-    want = printed(COMMAND, folder, "exact")
-    assert want.strip()
-    assert printed([*TORCHRUN, *COMMAND[1:]], folder, index) == want
+    alone = CliRunner().invoke(app, ["generate", *arguments(folder, "exact")])
+    assert alone.exit_code == 0, alone.output
+    assert alone.stdout.strip()
+    assert printed([*TORCHRUN, *COMMAND], folder, index) == alone.stdout
 
 
 def test_what_processes_do_not_do_together_is_refused(tmp_path):

@@ -379,6 +379,14 @@ static char* guarded(size_t bytes) {
     return end;
 }
 
+// Stacks for all threads of a block, a page without access before each. One library makes them for
+// all: each such page counts as a mapping, of which a process has 65,530.
+inline char* make_stacks() {
+    char* made = guarded(THREADS * size_t(STACK + PAGE)) - THREADS * size_t(STACK + PAGE);
+    for (int i = 0; i < THREADS; i++) mprotect(made + i * size_t(STACK + PAGE), PAGE, PROT_NONE);
+    return made;
+}
+
 static void run_grid() {
     size_t blocks = size_t(gridDim.x) * gridDim.y * gridDim.z;
     unsigned* turn = static_cast<unsigned*>(malloc(blocks * sizeof(unsigned)));
@@ -416,12 +424,9 @@ static void run(const unsigned* grid, const unsigned* block, size_t shared_bytes
     count = int(blockDim.x * blockDim.y * blockDim.z);
     memory_bytes = (shared_bytes + 15) / 16 * 16;
     memory = end - memory_bytes;
-    size_t stacks_bytes = count * size_t(STACK + PAGE);
-    stacks = guarded(stacks_bytes) - stacks_bytes;
     for (int i = 0; i < count; i++) {
         Thread& thread = threads[i];
         char* stack = stacks + i * size_t(STACK + PAGE);
-        mprotect(stack, PAGE, PROT_NONE);
         getcontext(&thread.start);
         thread.start.uc_stack.ss_sp = stack + PAGE;
         thread.start.uc_stack.ss_size = STACK;
@@ -443,8 +448,6 @@ static void run(const unsigned* grid, const unsigned* block, size_t shared_bytes
     set_control(given);
     sigaction(SIGSEGV, &segv, nullptr), sigaction(SIGBUS, &bus, nullptr);
     sigaltstack(&before, nullptr);
-    munmap(stacks, stacks_bytes + PAGE);  // each guard page counts as a mapping, of which a process
-                                          // has 65,530 for all the libraries that tests load
 }
 
 inline char* dynamic_shared() { return memory; }

@@ -40,10 +40,11 @@ ENTRY = """
 {fields}
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 EXPORTED const char* emulated_signature() {{ return emulator::Entry<{name}>::signature; }}
-EXPORTED int emulated_launch(void** arguments, const unsigned* grid, const unsigned* block,
-                             size_t shared_bytes, int order, unsigned long long seed,
-                             char* message, size_t message_bytes) {{
-    emulator::flushed = {flushed};
+EXPORTED char* emulated_stacks() {{ return emulator::make_stacks(); }}
+EXPORTED int emulated_launch(char* stacks, void** arguments, const unsigned* grid,
+                             const unsigned* block, size_t shared_bytes, int order,
+                             unsigned long long seed, char* message, size_t message_bytes) {{
+    emulator::flushed = {flushed}, emulator::stacks = stacks;
     return emulator::Entry<{name}>::launch(arguments, grid, block, shared_bytes, order, seed,
                                            message, message_bytes);
 }}
@@ -55,6 +56,8 @@ SECTIONS { shared : { __start_shared = .; *(.bss._ZZ*) __stop_shared = .; } } IN
 """For the linker: variables of functions, which is what `__shared__` makes, side by side."""
 
 _one_at_a_time = Lock()
+_stacks: list[int] = []
+"""Where the fibers of every launch have their stacks, from the first library on."""
 
 
 def available() -> bool:
@@ -194,9 +197,12 @@ def _opened(library: Path) -> ctypes.CDLL:
     opened = ctypes.CDLL(str(library))
     opened.emulated_signature.restype = ctypes.c_char_p
     opened.emulated_launch.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
-        *(ctypes.c_ulonglong, ctypes.c_char_p, ctypes.c_size_t),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_ulonglong, ctypes.c_char_p, ctypes.c_size_t),
     )
+    opened.emulated_stacks.restype = ctypes.c_void_p
+    if not _stacks:
+        _stacks.append(opened.emulated_stacks())
     return opened
 
 
@@ -234,6 +240,7 @@ def _run(
     message = ctypes.create_string_buffer(1024)
     with _one_at_a_time:
         failed = library.emulated_launch(
+            _stacks[0],
             passed,
             *((ctypes.c_uint * 3)(*dims) for dims in sizes),
             *(shared_bytes, order, seed, message, len(message)),
