@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from kvindex.core.guard import in_plain_torch
 from kvindex.ops.attention import attend_blocks, with_sink_logits
@@ -17,6 +22,7 @@ from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.latent import absorbed, is_latent, projected
 from kvindex_adapters.hf.layer_kinds import ChosenLayer, chosen_ids
+from kvindex_adapters.hf.sliding import SlidingLayer
 from kvindex_adapters.hf.unsupported import (
     UnsupportedError,
     check_attention,
@@ -100,6 +106,9 @@ def _attend(
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert rows is not None
+        if isinstance(layer, SlidingLayer):
+            key, value, mask = layer.seen(*rows, mask)
+            rows = key, value
         return _attend_dense(query, *rows, mask, scaling, softcap, bias, sinks)
     padding = None if mask is None else cache.padding.of_mask(mask)
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
@@ -135,11 +144,16 @@ def mask(
 
     Whatever is not plain causal attention (sliding windows, chunks, what `allow_is_causal_skip`
     rules out) gets the 4-D mask that sdpa would get, except that a single query that sees
-    everything gets none.
+    everything gets none, by what its mask says and not by how long the sequence is.
     """
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None
-    if mask_function is causal_mask_function and allow_is_causal_skip:
+    causal, size = mask_function is causal_mask_function, kwargs.get("local_size")
+    if q_length == 1 and attention_mask is None and size and allow_is_causal_skip and not causal:
+        if kv_length <= size and alike(mask_function, sliding_window_causal_mask_function(size)):
+            return None
+        allow_is_causal_skip = False
+    if causal and allow_is_causal_skip:
         if attention_mask is None:
             return None
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -154,6 +168,23 @@ def mask(
         attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip and q_length == 1,
         **kwargs,
+    )
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two functions are of the same code and close over the same numbers and functions."""
+    if one is other or not isinstance(one, FunctionType) or not isinstance(other, FunctionType):
+        return bool(one is other or (isinstance(one, int) and one == other))
+    if one.__code__ is not other.__code__:
+        return False
+    cells = ([cell.cell_contents for cell in each.__closure__ or ()] for each in (one, other))
+    return _all_alike(*cells)
+
+
+def _all_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(
+        _all_alike(one, other) if isinstance(one, tuple) else alike(one, other)
+        for one, other in zip(some, others, strict=True)
     )
 
 

@@ -56,22 +56,37 @@ def _step(
             args, kwargs = (), _by_name(cache.decoder, args, kwargs)
             if graph.takes(forward, cache, kwargs):
                 return graph.replay(cache)
-            forward = partial(graph.run, forward, cache)
-        before = cache.checkpoint()
-        ids = args[0] if args else kwargs.get("input_ids")
-        cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
-        cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
-        attachment.running = cache
-        try:
-            output = forward(*args, **_whole(attachment, kwargs))
-            cache.check_attended()
-        except BaseException:  # an interrupt, too, leaves layers of different lengths
-            cache.rollback(before)
-            cache.ids = past_ids
-            raise
-        finally:
-            cache.tokens = attachment.running = None
-            cache.padding.forget()
+            if graph.comparing:
+                try:
+                    return _undone_if_failed(
+                        partial(graph.run, forward, cache), cache, args, kwargs
+                    )
+                except Exception as error:
+                    graph.give_up(error)
+                    if not cache.usable:
+                        raise
+        return _undone_if_failed(forward, cache, args, kwargs)
+
+
+def _undone_if_failed(
+    forward: Callable[..., Any], cache: IndexCache, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A step of a cache; one that raises leaves it as it was."""
+    attachment, before = cache.attachment, cache.checkpoint()
+    ids = args[0] if args else kwargs.get("input_ids")
+    cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
+    cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
+    attachment.running = cache
+    try:
+        output = forward(*args, **_whole(attachment, kwargs))
+        cache.check_attended()
+    except BaseException:  # an interrupt, too, leaves layers of different lengths
+        cache.rollback(before)
+        cache.ids = past_ids
+        raise
+    finally:
+        cache.tokens = attachment.running = None
+        cache.padding.forget()
     return output
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from kvindex.core import check
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.sliding import grows
 
 if TYPE_CHECKING:
     from kvindex_adapters.hf.cache import IndexCache
@@ -48,6 +49,9 @@ def refusal(cache: IndexCache, given: Mapping[str, Any]) -> str:
         return "autocast: got it enabled"
     for number, layer in zip(cache.indexed, layers, strict=True):
         if why := layer.capture_refusal():
+            return f"layer {number}: {why}"
+    for number, other in enumerate(cache.layers):
+        if why := grows(other):
             return f"layer {number}: {why}"
     return ""
 
