@@ -189,7 +189,7 @@ class IndexCache(DynamicCache):
                 layer.rollback(before)
             else:
                 vars(layer).update(before)
-        if not self._overwrites():
+        if not self.overwrites:
             self._broken = None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -251,7 +251,7 @@ class IndexCache(DynamicCache):
                 layer.truncate(before)
             for window in self._rolled():
                 window.go_back(before)
-            if not self._overwrites():
+            if not self.overwrites:
                 self._broken = None
             raise
         self._broken = None
@@ -274,7 +274,8 @@ class IndexCache(DynamicCache):
         assert self.attachment.decoder is not None
         return self.attachment.decoder
 
-    def _overwrites(self) -> bool:
+    @property
+    def overwrites(self) -> bool:
         """Whether a layer has linear attention: the others make new tensors, or can go back."""
         return any(hasattr(layer, "recurrent_states") for layer in self.layers)
 

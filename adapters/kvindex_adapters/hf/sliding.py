@@ -95,7 +95,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     def __init__(self, sliding_window: int) -> None:
         self._ring: Ring | None = None
-        self._rolls = self._masked = False
+        self._rolls = False
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._length = 0
@@ -139,11 +139,6 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         """Where the rows lie, while they do."""
         return self._ring if self._rolls else None
 
-    @property
-    def masked(self) -> bool:
-        """Whether attention to the ring was given a mask, which a graph would not make anew."""
-        return self._masked
-
     def ring_refusal(self) -> str:
         """Why the rows cannot lie in a ring; "" where they can."""
         if self.sliding_window > LARGEST:
@@ -165,7 +160,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         self._ring.fill(keys, values, length, real)
         self._keys = self._values = None
         self._length = 0  # the ring's
-        self._rolls, self._masked = True, False
+        self._rolls = True
 
     def settle(self) -> None:
         """Keep the rows as transformers does."""
@@ -189,8 +184,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows that attention reads, and its mask, by those that it was called with.
 
-        In a ring, whose newest token is not counted yet, the mask is the bias of its slots. A mask
-        that the model made is of rows in order.
+        In a ring the mask is the bias of its slots. Raises UnsupportedError for a mask of the
+        model's own there, and for other rows than `update` gave.
         """
         if (ring := self.ring) is None:
             return keys, values, mask
@@ -199,13 +194,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
                 f"keys: got {keys.shape[2]} rows of a window of {window}, allowed are those that "
                 "the cache gave"
             )
-        if mask is None:
-            return keys, values, ring.bias
-        self._masked = True
-        slots = ring.slots(mask.shape[-1], ring.length + 1)
-        bias = ring.bias.index_select(3, slots)
-        bias = bias.masked_fill(~mask, NEVER) if mask.dtype == torch.bool else bias + mask
-        return keys.index_select(2, slots), values.index_select(2, slots), bias
+        if mask is not None:
+            raise UnsupportedError("attention_mask: got one that the model makes for each token")
+        return keys, values, ring.bias
 
     def attributes(self) -> dict[str, Any]:
         """What a layer of transformers has as attributes."""
@@ -218,7 +209,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return {**vars(self), "_ring": None}
 
 
-OWN = {"_keys", "_values", "_length", "_ring", "_rolls", "_masked"}
+OWN = {"_keys", "_values", "_length", "_ring", "_rolls"}
 """Attributes that are not of transformers."""
 
 

@@ -21,7 +21,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from kvindex.core.graphs import GRAPHS, Graph
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.module_state import ModuleState
-from kvindex_adapters.hf.sliding import SlidingLayer
 from kvindex_adapters.hf.token_inputs import MASK, TokenInputs, is_one_token, refusal
 from kvindex_adapters.hf.trace import Trace, difference
 
@@ -104,6 +103,8 @@ class TokenGraph:
         self._reason = refusal(cache, given) or self._inputs.mask_refusal(
             given.get(MASK), cache.attention_layers()[0]
         )
+        if self.checks and not self._reason and cache.overwrites and not self.asked:
+            self._reason = "padding: got some beside linear attention, which cannot be checked"
         if self._reason:
             return False
         if not self._inputs.take(given):
@@ -126,10 +127,19 @@ class TokenGraph:
         """Whether `run` compares the call with the one before or after it."""
         return self._comparing
 
-    def give_up(self, error: Exception) -> None:
-        """A token has failed that was compared, maybe because it was: compare no more."""
+    @property
+    def checks(self) -> bool:
+        """Whether what `run` gives must be compared with a call by all arguments.
+
+        Where rows are padded a model may do more with the mask than its attention does, which
+        `run` does not pass on.
+        """
+        return self._inputs.padded
+
+    def give_up(self, why: str) -> None:
+        """A token that was compared has failed, maybe because it was: compare no more."""
         self._comparing, self._last = False, None
-        self._refused = self._reason = f"{type(error).__name__} while it was compared ({error})"
+        self._refused = self._reason = why
 
     def replay(self, cache: IndexCache) -> Any:
         """What the decoder gives for the token that was taken."""
@@ -161,7 +171,7 @@ class TokenGraph:
         """Compare a token with the one before it, and what layers of the cache held around it."""
         module, last, after = self._module, self._last, _held(cache.layers)
         assert module is not None
-        why = _masked(cache) or _moved(before, after) or (last and difference(last, trace))
+        why = _moved(before, after) or (last and difference(last, trace))
         if module.hooked:
             why = f"{module.hooked}: got a hook, which no replay would call"
         elif module.replaced and not self.asked:
@@ -281,14 +291,6 @@ def _held(layers: list[Any]) -> Held:
             inner = value if isinstance(value, dict) else {None: value}
             held |= {(number, name, key): one for key, one in inner.items()}
     return held
-
-
-def _masked(cache: IndexCache) -> str:
-    """Which layer of a cache attends by a mask that the model makes for each token; "": none."""
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, SlidingLayer) and layer.masked:
-            return f"layer {number}: its attention has another mask for each token"
-    return ""
 
 
 def _moved(before: Held, after: Held) -> str:
