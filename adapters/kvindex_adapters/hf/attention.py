@@ -106,10 +106,15 @@ def _attend(
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert rows is not None
+        ring = False
         if isinstance(layer, SlidingLayer):
             key, value, mask = layer.seen(*rows, mask)
-            rows = key, value
-        return _attend_dense(query, *rows, mask, scaling, softcap, bias, sinks)
+            rows, ring = (key, value), layer.ring is not None
+        more = softcap, bias, sinks
+        one = query.shape[2] == 1 and query.dtype == rows[0].dtype == rows[1].dtype
+        if one and more == (None, None, None) and (mask is None or ring):
+            return _attend_token(query, *rows, mask, scaling)
+        return _attend_dense(query, *rows, mask, scaling, *more)
     padding = None if mask is None else cache.padding.of_mask(mask)
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
     if rows is None:
@@ -117,10 +122,9 @@ def _attend(
             raise UnsupportedError("position_bias: got one of a layer that shares keys of another")
         plain = partial(layer.attend_shared, query, **terms)
     else:
-        given = query, *rows, padding
-        more: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, **terms)
-        more |= dict(value_in_key=value_in_key)
-        plain = partial(layer.attend, *given, **more)
+        told: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, value_in_key=value_in_key)
+        told |= terms
+        plain = partial(layer.attend, query, *rows, padding, **told)
     if cache.attends is not None:
         return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)
     return plain()
@@ -190,6 +194,23 @@ def _all_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
+
+
+@in_plain_torch
+def _attend_token(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    """Attention `[B, H, 1, Dv]` of one token over all rows, by torch's fused kernel.
+
+    bias: 0 or -inf, `[B, 1, 1, N]`, of which the token sees some row; None for all rows. A group's
+    queries are rows of one head, so that no key is repeated.
+    """
+    B, H, _, D = query.shape
+    grouped = query.reshape(B, key.shape[1], -1, D)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=bias, scale=scale
+    )
+    return output.reshape(B, H, 1, -1)
 
 
 @in_plain_torch

@@ -32,7 +32,7 @@ class Count(int):
 
 
 def _counting(name: str) -> Any:
-    plain: Any = getattr(int, name)
+    plain: Any = vars(int)[name]
 
     def counting(self: Count, *others: Any) -> Any:
         result = plain(self, *others)
@@ -42,7 +42,7 @@ def _counting(name: str) -> Any:
 
 
 def _branching(name: str) -> Any:
-    plain: Any = getattr(int, name)
+    plain: Any = vars(int)[name]
 
     def branching(self: Count, other: Any) -> Any:
         result = plain(self, other)

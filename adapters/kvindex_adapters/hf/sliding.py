@@ -28,9 +28,9 @@ the widest window that is usual beside full attention (4,096: gemma2, cohere2, o
 class Ring:
     """The newest tokens of a window, token `n` in slot `n mod W`.
 
-    keys `[B, G, W, D]`, values `[B, G, W, Dv]`; bias float32 `[B, 1, 1, W]`: 0 where a slot has a
-    real token, else -inf; slot int64 `[1]`: of the next token. All stay where they are, on the
-    device. length: tokens of the sequence; a graph's are counted when it was replayed.
+    keys `[B, G, W, D]`, values `[B, G, W, Dv]`; bias `[B, 1, 1, W]` of their dtype: 0 where a slot
+    has a real token, else -inf; slot int64 `[1]`: of the next token. All stay where they are, on
+    the device. length: tokens of the sequence; a graph's are counted when it was replayed.
 
     A window is the `W - 1` tokens before a token, and itself. So the slot of the next token holds
     one that nobody sees any more, and one token can be taken back.
@@ -42,7 +42,7 @@ class Ring:
         with torch.inference_mode(False):
             self.keys = keys.new_zeros((batch, heads, window, width))
             self.values = values.new_zeros((batch, heads, window, wide))
-            self.bias = keys.new_full((batch, 1, 1, window), NEVER, dtype=torch.float32)
+            self.bias = keys.new_full((batch, 1, 1, window), NEVER)
             self.slot = torch.zeros(1, dtype=torch.int64, device=keys.device)
         self.length = 0
 
@@ -53,7 +53,7 @@ class Ring:
         self.keys.index_copy_(2, slots, keys[:, :, keys.shape[2] - count :])
         self.values.index_copy_(2, slots, values[:, :, values.shape[2] - count :])
         self.bias.fill_(NEVER)
-        seen = torch.zeros((len(keys), 1, 1, count), device=keys.device)
+        seen = self.bias.new_zeros((len(keys), 1, 1, count))
         if real is not None:
             padded = ~functional.pad(real, (0, length - real.shape[1]), value=True)
             seen.masked_fill_(padded[:, None, None, length - count :].to(keys.device), NEVER)
@@ -143,7 +143,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         """Why the rows cannot lie in a ring; "" where they can."""
         if self.sliding_window > LARGEST:
             return f"sliding_window: got {self.sliding_window}, allowed is at most {LARGEST}"
-        if getattr(self, "record_past", False):
+        if vars(self).get("record_past"):  # which transformers 5.17 has not
             return "its window keeps what assisted decoding may go back to"
         return "" if self.is_initialized else "tokens: got none before it"
 
