@@ -173,7 +173,8 @@ class Writer:
         self._model, self.ids = copy.deepcopy(model), ids[None].to(model.device)
         self._cache: Any = DynamicCache(config=model.config)
         if plan != "dense":
-            attached = attach(self._model, index=index, graphs=plan == "graphs")
+            graphs = plan == "graphs"  # of layers
+            attached = attach(self._model, index=index, graphs=graphs, token_graph=False)
             self._cache = until.enter_context(attached)
         stop, start = max(len(ids) - CHUNK, 0), time.perf_counter()
         prefill(self._model, self.ids[0], self._cache, stop=stop, chunk=CHUNK)

@@ -21,7 +21,7 @@ def test_generation_equals_full_attention(index, store, graphs):
     inputs = {name: tensor.to("cuda") for name, tensor in prompt(3, 60, padded=True).items()}
     options = dict(max_new_tokens=40, do_sample=False)
     expected = model.generate(**inputs, **options)
-    how: dict = dict(index=index, index_options={"store": store}, graphs=graphs)
+    how: dict = dict(index=index, index_options={"store": store}, graphs=graphs, token_graph=False)
     with kvhf.attach(model, **how, **REGIONS) as cache:
         out = model.generate(**inputs, past_key_values=cache, **options)
         if index == "pariskv":

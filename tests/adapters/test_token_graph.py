@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import kvindex_adapters.hf as kvhf
 from kvindex.core import graphs as capturing
@@ -21,6 +22,7 @@ from tests.support.captured import Captured
 
 SIZES = dict(sink=4, local_window=8, update_every=24, dense_below=0)
 REGIONS = dict(index=Captured, k=500, **SIZES)
+ASKED = dict(token_graph=True)
 FULL = dict(layer_types=["full_attention"] * 2)
 EAGER = 3
 """Tokens that are no replays: the first one ends the prompt, the next two are compared."""
@@ -34,23 +36,23 @@ def graphs():
 
 
 def model_of(family="llama", **options):
-    sizes = {} if family.startswith("gemma") else {"num_hidden_layers": 2}
+    sizes = {} if family.startswith("inkling") else {"num_hidden_layers": 2}
     return build(family, **{**sizes, "eos_token_id": None, **options})
 
 
 def generated(model, inputs, count, *, attach=None, **options):
     """Tokens int64 `[B, count]` and the report."""
     options = {"do_sample": False, "max_new_tokens": count, **options}
-    with kvhf.attach(model, **{**REGIONS, "token_graph": True, **(attach or {})}) as cache:
+    with kvhf.attach(model, **{**REGIONS, **(attach or {})}) as cache:
         out = model.generate(**inputs, past_key_values=cache, **options)
         return out[:, inputs["input_ids"].shape[1] :], cache.report()
 
 
 def both(model, inputs, count, *, attach=None, **options):
-    """Tokens and reports with graphs, and without."""
+    """Tokens and reports by default, with graphs, and without."""
     return [
         generated(model, inputs, count, attach={**(attach or {}), "token_graph": on}, **options)
-        for on in (True, False)
+        for on in (None, False)
     ]
 
 
@@ -99,7 +101,7 @@ def test_batches_with_padding(graphs, sampled):
     torch.manual_seed(0)
     end = int(generated(model, inputs, 20, **options)[0][1, 8])
     answers = []
-    for token_graph in (True, False):
+    for token_graph in (None, False):
         torch.manual_seed(0)
         how = {**options, "eos_token_id": end, "pad_token_id": 0}
         answers.append(generated(model, inputs, 20, attach={"token_graph": token_graph}, **how)[0])
@@ -110,7 +112,7 @@ def test_batches_with_padding(graphs, sampled):
 
 def test_a_mask_that_is_not_of_the_tokens_before_is_refused_as_ever(graphs):
     model, inputs = model_of(), prompt(2, 60, padded=True)
-    with kvhf.attach(model, **REGIONS, token_graph=True) as cache, torch.no_grad():
+    with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=10, do_sample=False)
         token, mask = out[:, -1:], torch.ones_like(out)
         positions = torch.full((2, 1), 69)
@@ -163,7 +165,7 @@ def life(model, token_graph):
 
 def test_turns_cuts_orders_copies_and_a_second_prompt(graphs):
     model = model_of()
-    for mine, theirs in zip(life(model, True), life(model, False), strict=True):
+    for mine, theirs in zip(life(model, None), life(model, False), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     assert graphs.replays > 50
 
@@ -191,7 +193,7 @@ def test_what_moves_with_each_token_is_not_captured_for_ever(graphs):
 def test_answers_that_follow_or_branch_in_one_call(graphs):
     model, prompts = model_of(), [prompt(1, length)["input_ids"][0] for length in (60, 9, 8)]
     answers = []
-    for token_graph in (True, False):
+    for token_graph in (None, False):
         with kvhf.attach(model, **REGIONS, token_graph=token_graph) as cache:
             for ids, used in zip(prompts, ("refuse", "branch", "continue"), strict=True):
                 how = dict(cache=cache, used=used, max_new_tokens=12)
@@ -203,7 +205,7 @@ def test_answers_that_follow_or_branch_in_one_call(graphs):
     alone = kvhf.generate(
         *(model, Words(), prompts[0]),
         **dict(index=Captured, k=500, max_new_tokens=12),
-        attach_options={**SIZES, "token_graph": True},
+        attach_options=SIZES,
     )
     assert alone.report.graph == f"{11 - EAGER} of 11 tokens were replays"
 
@@ -213,8 +215,8 @@ def test_two_models_in_turn(graphs):
     want = [generated(one, prompt(1, 60), 16)[0] for one in models]
     made = [[], []]
     with (
-        kvhf.attach(models[0], **REGIONS, token_graph=True) as first,
-        kvhf.attach(models[1], **REGIONS, token_graph=True) as second,
+        kvhf.attach(models[0], **REGIONS) as first,
+        kvhf.attach(models[1], **REGIONS) as second,
         torch.no_grad(),
     ):
         ids = [prompt(1, 60)["input_ids"]] * 2
@@ -245,7 +247,7 @@ def test_an_exception_between_tokens_is_undone(graphs, monkeypatch, where):
             if where == "a count" and Layers.counted == 13:
                 fail()
 
-    with kvhf.attach(model, **REGIONS, token_graph=True, layer=Layers) as cache, torch.no_grad():
+    with kvhf.attach(model, **REGIONS, layer=Layers) as cache, torch.no_grad():
         ids, made, failed = prompt(1, 60)["input_ids"], [], 0
         positions = torch.arange(60)[None]
         while len(made) < 60:
@@ -281,7 +283,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes_is_captured_anew(graphs, change):
     answers = []
-    for token_graph in (True, False):
+    for token_graph in (None, False):
         model, inputs = model_of(), prompt(1, 60)
         with kvhf.attach(model, **REGIONS, token_graph=token_graph) as cache:
             how = dict(past_key_values=cache, do_sample=False)
@@ -294,7 +296,7 @@ def test_a_model_that_changes_is_captured_anew(graphs, change):
 
 def test_a_hook_is_called_for_each_token(graphs):
     model, seen = model_of(), []
-    with kvhf.attach(model, **REGIONS, token_graph=True) as cache:
+    with kvhf.attach(model, **REGIONS) as cache:
         how = dict(past_key_values=cache, do_sample=False)
         some = model.generate(**prompt(1, 60), max_new_tokens=9, **how)
         model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
@@ -307,7 +309,7 @@ def test_hidden_states_are_not_overwritten(graphs):
     model, inputs = model_of(), prompt(1, 60)
     how = dict(output_hidden_states=True, return_dict_in_generate=True, do_sample=False)
     states = []
-    for token_graph in (True, False):
+    for token_graph in (None, False):
         with kvhf.attach(model, **REGIONS, token_graph=token_graph) as cache:
             out = model.generate(**inputs, past_key_values=cache, max_new_tokens=12, **how)
             assert out.past_key_values is cache
@@ -331,8 +333,7 @@ ROPE = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
 @pytest.mark.parametrize(
     ("family", "options", "attach", "why"),
     [
-        ("gemma2", {}, {}, "layer 0: its cache has another"),
-        ("gemma3_text", {}, {}, "layer 0: its cache has another"),
+        ("inkling_text", {}, {}, "layer 0: its cache has another"),
         ("llama", {}, dict(dense_layers=(1,)), "layer 1: its cache has another"),
         ("llama", dict(rope_parameters=ROPE), {}, "_local_scalar_dense.default: the host reads"),
         ("mixtral", dict(experts_implementation="eager"), {}, "the host reads what the device has"),
@@ -359,7 +360,7 @@ def test_calls_that_are_no_graph_say_why(graphs):
         return cache.report().graph
 
     positions = dict(position_ids=torch.tensor([[60]]))
-    with kvhf.attach(model, **REGIONS, token_graph=True) as cache:
+    with kvhf.attach(model, **REGIONS) as cache:
         with torch.no_grad():
             assert "tokens: got none before it" in said()
             model(prompt(1, 60)["input_ids"], past_key_values=cache)
@@ -374,28 +375,132 @@ def test_calls_that_are_no_graph_say_why(graphs):
 
 def test_without_a_device_that_captures_nothing_changes():
     (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 6)
+    asked, told = generated(model_of(), prompt(1, 60), 6, attach=ASKED)
     assert torch.equal(mine, theirs)
-    assert report.graph.endswith("device: got cpu, allowed is cuda")
+    assert torch.equal(asked, theirs)
+    assert report.graph is None
+    assert told.graph.endswith("device: got cpu, allowed is cuda")
 
 
-def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(graphs, monkeypatch):
+def test_without_graphs_of_layers_it_has_to_be_asked_for(graphs):
+    answers = [
+        generated(model_of(), prompt(1, 60), 12, attach={"graphs": False, **more})
+        for more in ({}, ASKED)
+    ]
+    assert torch.equal(answers[0][0], answers[1][0])
+    assert answers[0][1].graph is None
+    assert graphs.made == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(graphs, monkeypatch, recwarn, error):
     def refuse(*_):
-        raise RuntimeError("out of graphs")
+        raise error("out of graphs")
 
     with monkeypatch.context() as patch:
         patch.setitem(capturing.GRAPHS, "cpu", refuse)
-        with pytest.warns(UserWarning, match=r"refuses to capture it \(out of graphs\)") as said:
-            (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 12)
+        (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 12)
+        assert not recwarn.list
+        if error is RuntimeError:
+            with pytest.warns(UserWarning, match=r"capture it \(out of graphs\)") as said:
+                asked = generated(model_of(), prompt(1, 60), 12, attach=ASKED)[0]
+            assert torch.equal(asked, theirs)
+            assert len(said) == 1
     assert torch.equal(mine, theirs)
-    assert len(said) == 1
     assert "out of graphs" in report.graph
+
+
+def of_class(monkeypatch, change):
+    """The forward of all llamas, with what `change` does to its arguments before."""
+    forward = LlamaModel.forward
+
+    def changed(self, *given, **named):
+        change(named)
+        return forward(self, *given, **named)
+
+    monkeypatch.setattr(LlamaModel, "forward", changed)
+
+
+def test_a_token_that_fails_while_it_is_compared_runs_as_ever(graphs, monkeypatch):
+    def fail(named):
+        if named["past_key_values"].attends is not None:
+            raise ValueError("got a trace")
+
+    of_class(monkeypatch, fail)
+    (mine, report), (theirs, plain) = both(model_of(), prompt(1, 60), 12)
+    assert torch.equal(mine, theirs)
+    assert "ValueError while it was compared: got a trace" in report.graph
+    assert replace(report, graph=None) == plain
+
+
+def test_a_mask_that_is_read_beside_attention_is_no_graph(graphs, monkeypatch):
+    """Of padding; a graph's forward gets none."""
+
+    def shift(named):
+        if (mask := named.get("attention_mask")) is not None:
+            padded = (mask == 0).sum(1, keepdim=True)
+            named["position_ids"] = named["position_ids"] * (1 + padded // 5)
+
+    of_class(monkeypatch, shift)
+    (mine, report), (theirs, plain) = both(model_of(), prompt(3, 60, padded=True), 12)
+    assert torch.equal(mine, theirs)
+    assert "attention_mask: got one that the model reads beside attention" in report.graph
+    assert replace(report, graph=None) == plain
+    assert graphs.made == 0
+
+
+def test_padding_beside_linear_attention_has_to_be_asked_for(graphs):
+    model, inputs = model_of("falcon_h1"), prompt(2, 60, padded=True)
+    (mine, report), (theirs, _) = both(model, inputs, 12)
+    assert torch.equal(mine, theirs)
+    assert "padding: got some beside linear attention" in report.graph
+    assert graphs.made == 0
+    assert torch.equal(generated(model, inputs, 12, attach=ASKED)[0], theirs)
+    assert graphs.made == 1
+
+
+@pytest.mark.parametrize(
+    "seldom", [lambda n: n % 100 == 99, lambda n: n // 64 > 1, lambda n: n > 70]
+)
+def test_a_branch_that_most_tokens_take_alike_is_no_graph(graphs, monkeypatch, seldom):
+    def branch(named):
+        if seldom(named["past_key_values"].get_seq_length() + 1):
+            named["position_ids"] = named["position_ids"] * 0
+
+    of_class(monkeypatch, branch)
+    (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 50)
+    assert torch.equal(mine, theirs)
+    assert "the host asks for the number of tokens" in report.graph
+    assert "(test_token_graph.py:" in report.graph
+    assert graphs.made == 0
+
+
+def test_a_forward_that_was_put_in_is_called_unless_graphs_are_asked_for(graphs):
+    model, seen = model_of(), []
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda *given: seen.append(1) or own(*given)
+    report = generated(model, prompt(1, 60), 12)[1]
+    assert len(seen) == 12
+    assert "LlamaMLP: got a forward of its own, which no replay would call" in report.graph
+    generated(model, prompt(1, 60), 12, attach=ASKED)
+    assert graphs.made == 1
+
+
+def test_a_compiled_module_is_no_graph(graphs):
+    model = model_of()
+    model.model.layers[0].mlp.compile(backend="eager")
+    (mine, report), (theirs, _) = both(model, prompt(1, 60), 12)
+    assert torch.equal(mine, theirs)
+    assert graphs.made == 0
+    assert "compiled" in report.graph or "compared" in report.graph
 
 
 def test_a_cache_that_nobody_holds_is_gone_at_once(graphs):
     model = model_of()
     gc.disable()
     try:
-        with kvhf.attach(model, **REGIONS, token_graph=True) as cache:
+        with kvhf.attach(model, **REGIONS) as cache:
             how = dict(past_key_values=cache, max_new_tokens=12, do_sample=False)
             model.generate(**prompt(1, 60), **how)
             held = [weakref.ref(made) for made in [cache, *cache.indexes()]]

@@ -12,6 +12,7 @@ from tests.adapters.tiny import build, prompt
 REGIONS = dict(k=10, sink=4, local_window=8, update_every=8, dense_below=0)
 SMALL = dict(num_hidden_layers=2, head_dim=64, eos_token_id=None)
 FULL = dict(layer_types=["full_attention"] * 2)
+WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 EAGER = 3
 """Tokens that are no replays: the first one ends the prompt, the next two are compared."""
 
@@ -64,6 +65,38 @@ def test_families_on_a_gpu(dtype, family, options):
     (mine, report), (theirs, _) = both(model, prompt(1, 60), 60)
     assert torch.equal(mine, theirs)
     assert report.graph == f"{59 - EAGER} of 59 tokens were replays"
+
+
+def logits_of(model, ids, first, token_graph):
+    """Logits `[B, T, V]` of tokens of ids `[B, N]` from `first` on, one by one, and the report."""
+    made, how = [], dict(graphs=False, token_graph=token_graph, **REGIONS)
+    if model.device.type == "cpu":
+        how["index_options"] = {"backend": "cuda"}
+    with kvhf.attach(model, **how) as cache, torch.no_grad():
+        model(ids[:, :first], past_key_values=cache)
+        for at in range(first, ids.shape[1]):
+            positions = torch.full((len(ids), 1), at, device=ids.device)
+            step = dict(position_ids=positions, past_key_values=cache)
+            made.append(model(ids[:, at : at + 1], **step).logits)
+        return torch.cat(made, 1), cache.report().graph
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_windows_beside_kernels(device, graphs, family):
+    """More than once around a window, by one graph."""
+    dtypes = [torch.float32] if device == "cpu" else [torch.float32, torch.bfloat16]
+    for dtype in dtypes:
+        model = model_of(device, family, dtype, **WINDOWS)
+        ids = prompt(2, 80 if device == "cpu" else 160)["input_ids"].to(device)
+        before = graphs.made, graphs.replays
+        mine, said = logits_of(model, ids, 60, True)
+        made, replays = graphs.made - before[0], graphs.replays - before[1]
+        theirs, _ = logits_of(model, ids, 60, False)
+        apart = float((mine - theirs).abs().max() / theirs.abs().max())
+        assert apart < (1e-4 if dtype is torch.float32 else 2**-4)
+        count = ids.shape[1] - 60
+        assert (made, replays) == (1, count - EAGER)
+        assert said == f"{count - EAGER} of {count} tokens were replays"
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ class Request:
     options: dict[str, Any]
     save_cache: Path | None = None
     load_cache: Path | None = None
-    token_graph: bool = False
+    token_graph: bool | None = None
 
     @property
     def keeps_cache(self) -> bool:

@@ -68,8 +68,11 @@ def generate(
         typer.Option(help="decoder or transformers; unless given, the decoder on a GPU."),
     ] = None,
     token_graph: Annotated[
-        bool, typer.Option(help="On a GPU, run a token in transformers as one graph, if it can be.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="A token in transformers as one graph; unless given, on a GPU, if it can."
+        ),
+    ] = None,
     weights: Annotated[
         str, typer.Option(help="plain, or fp8: the decoder's matrices take a byte a number.")
     ] = "plain",

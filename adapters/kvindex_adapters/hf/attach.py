@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvindex.core import check
+from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import claimed
 from kvindex_adapters.hf.attention import NAME
@@ -20,6 +21,7 @@ from kvindex_adapters.hf.model_info import attention_request, find_decoder, laye
 from kvindex_adapters.hf.model_patch import private_configurations, subclassed
 from kvindex_adapters.hf.parallel import check_shards
 from kvindex_adapters.hf.rotary import rotary_frequencies
+from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, sharing_of
 
 
@@ -40,7 +42,7 @@ def attach(
     layer_options: Mapping[int, Mapping[str, Any]] | None = None,
     layer: type[AttentionLayer] = AttentionLayer,
     graphs: bool = True,
-    token_graph: bool = False,
+    token_graph: bool | None = None,
 ) -> Iterator[IndexCache]:
     """A cache for `past_key_values`; inside the context the model attends through it, or through
     deep copies of it (`copy.deepcopy`).
@@ -57,8 +59,9 @@ def attach(
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
     steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`);
     token_graph: so is a whole token's forward, where it can be (`token_graph.TokenGraph`;
-    `cache.report()` says why it cannot). Afterwards
-    the model is as it was, and as it was changed meanwhile (hooks, options of its configuration).
+    `cache.report()` says why it cannot); None: on a GPU, unless `graphs=False`.
+    Afterwards the model is as it was, and as it was changed meanwhile (hooks, options of its
+    configuration).
 
     One thread at a time calls the model or a cache. Raises UnsupportedError (a ValueError) for a
     model that cannot be served, ValueError for a bad argument or a model that is attached, before
@@ -80,11 +83,14 @@ def attach(
         layer=layer,
         graphs=graphs,
     )
-    check.flag("token_graph", token_graph)
+    if token_graph is not None:
+        check.flag("token_graph", token_graph)
     decoder, ropes = find_decoder(model), Ropes()
     with claimed(model) as attachment:
         attachment.sharing, make = sharing_of(config), partial(options.make, ropes)
-        cache = IndexCache(config, make, dense_layers, attachment, token_graph)
+        wanted = graphs and model.device.type in GRAPHS if token_graph is None else token_graph
+        tokens = TokenGraph(asked=token_graph is not None) if wanted else None
+        cache = IndexCache(config, make, dense_layers, attachment, tokens)
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # bad arguments raise here, not in the first forward
         for made in options.probe(ropes, partial(layer_geometry, config)):
@@ -100,4 +106,8 @@ def attach(
             guarded = subclassed(model, GuardedModel) if generates else nullcontext()
             with subclassed(decoder, GuardedDecoder), guarded:
                 attachment.decoder = decoder
-                yield cache
+                try:
+                    yield cache
+                finally:
+                    if tokens is not None:
+                        tokens.forget()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from kvindex.core.guard import in_plain_torch
 from kvindex.ops.attention import attend_blocks, with_sink_logits
@@ -17,6 +22,7 @@ from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.latent import absorbed, is_latent, projected
 from kvindex_adapters.hf.layer_kinds import ChosenLayer, chosen_ids
+from kvindex_adapters.hf.sliding import SlidingLayer
 from kvindex_adapters.hf.unsupported import (
     UnsupportedError,
     check_attention,
@@ -100,7 +106,15 @@ def _attend(
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert rows is not None
-        return _attend_dense(query, *rows, mask, scaling, softcap, bias, sinks)
+        ring = False
+        if isinstance(layer, SlidingLayer):
+            key, value, mask = layer.seen(*rows, mask)
+            rows, ring = (key, value), layer.ring is not None
+        more = softcap, bias, sinks
+        one = query.shape[2] == 1 and query.dtype == rows[0].dtype == rows[1].dtype
+        if one and more == (None, None, None) and (mask is None or ring):
+            return _attend_token(query, *rows, mask, scaling)
+        return _attend_dense(query, *rows, mask, scaling, *more)
     padding = None if mask is None else cache.padding.of_mask(mask)
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
     if rows is None:
@@ -108,10 +122,9 @@ def _attend(
             raise UnsupportedError("position_bias: got one of a layer that shares keys of another")
         plain = partial(layer.attend_shared, query, **terms)
     else:
-        given = query, *rows, padding
-        more: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, **terms)
-        more |= dict(value_in_key=value_in_key)
-        plain = partial(layer.attend, *given, **more)
+        told: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, value_in_key=value_in_key)
+        told |= terms
+        plain = partial(layer.attend, query, *rows, padding, **told)
     if cache.attends is not None:
         return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)
     return plain()
@@ -135,11 +148,16 @@ def mask(
 
     Whatever is not plain causal attention (sliding windows, chunks, what `allow_is_causal_skip`
     rules out) gets the 4-D mask that sdpa would get, except that a single query that sees
-    everything gets none.
+    everything gets none, by what its mask says and not by how long the sequence is.
     """
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None
-    if mask_function is causal_mask_function and allow_is_causal_skip:
+    causal, size = mask_function is causal_mask_function, kwargs.get("local_size")
+    if q_length == 1 and attention_mask is None and size and allow_is_causal_skip and not causal:
+        if kv_length <= size and alike(mask_function, sliding_window_causal_mask_function(size)):
+            return None
+        allow_is_causal_skip = False
+    if causal and allow_is_causal_skip:
         if attention_mask is None:
             return None
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -157,8 +175,42 @@ def mask(
     )
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Whether two functions are of the same code and close over the same numbers and functions."""
+    if one is other or not isinstance(one, FunctionType) or not isinstance(other, FunctionType):
+        return bool(one is other or (isinstance(one, int) and one == other))
+    if one.__code__ is not other.__code__:
+        return False
+    cells = ([cell.cell_contents for cell in each.__closure__ or ()] for each in (one, other))
+    return _all_alike(*cells)
+
+
+def _all_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(
+        _all_alike(one, other) if isinstance(one, tuple) else alike(one, other)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
+
+
+@in_plain_torch
+def _attend_token(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    """Attention `[B, H, 1, Dv]` of one token over all rows, by torch's fused kernel.
+
+    bias: 0 or -inf, `[B, 1, 1, N]`, of which the token sees some row; None for all rows. A group's
+    queries are rows of one head, so that no key is repeated.
+    """
+    B, H, _, D = query.shape
+    grouped = query.reshape(B, key.shape[1], -1, D)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=bias, scale=scale
+    )
+    return output.reshape(B, H, 1, -1)
 
 
 @in_plain_torch

@@ -27,11 +27,13 @@ from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import Attachment
 from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop
+from kvindex_adapters.hf.count import Count
 from kvindex_adapters.hf.layer_kinds import indexed_layer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.parallel import check_whole
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache
+from kvindex_adapters.hf.sliding import Ring, SlidingLayer
 from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
 
@@ -51,7 +53,7 @@ class IndexCache(DynamicCache):
         make: LayerFactory,
         dense_layers: Sequence[int],
         attachment: Attachment,
-        token_graph: bool = False,
+        token_graph: TokenGraph | None = None,
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
@@ -66,10 +68,12 @@ class IndexCache(DynamicCache):
         """Ids int64 `[N]` of all tokens in the cache, if `read` and `generate` put them there."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
-        self.token_graph = TokenGraph() if token_graph else None
-        """What runs single tokens as a graph, if `attach` was asked for it."""
+        self.token_graph = token_graph
+        """What runs single tokens as a graph, where they may be one."""
         self.attends: Callable[..., Tensor] | None = None
         """In place of `IndexedLayer.attend`, while a token is traced or captured."""
+        self.tells: Callable[[str], None] | None = None
+        """Told of branches by the number of tokens, while a token is traced."""
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
@@ -91,6 +95,11 @@ class IndexCache(DynamicCache):
         self.attachment.set_pending(self, layer, states)
         return states
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count of tokens of a layer; while a token is traced, one that tells of branches by it."""
+        length: int = super().get_seq_length(layer_idx)
+        return length if self.tells is None else Count.of(length, self.tells)
+
     def check_attended(self) -> None:
         """Raises UnsupportedError if an `update` never met the attention function."""
         if self.attachment.take_pending() is not None:
@@ -107,6 +116,11 @@ class IndexCache(DynamicCache):
             )
         if self._broken:
             raise RuntimeError(f"past_key_values: {self._broken}; call reset() first")
+
+    @property
+    def usable(self) -> bool:
+        """Whether no step has failed half way, or what it did is undone."""
+        return self._broken is None
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The attention layers that have an index and at least one token."""
@@ -175,7 +189,7 @@ class IndexCache(DynamicCache):
                 layer.rollback(before)
             else:
                 vars(layer).update(before)
-        if not self._overwrites():
+        if not self.overwrites:
             self._broken = None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -212,13 +226,15 @@ class IndexCache(DynamicCache):
             self._look_again()
 
     @contextmanager
-    def attending_by(self, attend: Callable[..., Tensor]) -> Iterator[None]:
-        """While it lasts, layers attend by this function, from real tokens."""
-        self.attends, self.padding.all_real = attend, True
+    def attending_by(
+        self, attend: Callable[..., Tensor], tells: Callable[[str], None] | None = None
+    ) -> Iterator[None]:
+        """While it lasts, layers attend by this function, from real tokens; tells: of `Count`."""
+        self.attends, self.tells, self.padding.all_real = attend, tells, True
         try:
             yield
         finally:
-            self.attends = None
+            self.attends = self.tells = None
             self.padding.forget()
 
     def count_replay(self, replay: Callable[[], None]) -> None:
@@ -229,13 +245,28 @@ class IndexCache(DynamicCache):
             replay()
             for layer in self.attention_layers():
                 layer.count_replay()
+            self.count_rolled()
         except BaseException:
             for layer in self.attention_layers():
                 layer.truncate(before)
-            if not self._overwrites():
+            for window in self._rolled():
+                window.go_back(before)
+            if not self.overwrites:
                 self._broken = None
             raise
         self._broken = None
+
+    def roll(self) -> None:
+        """Keep the rows of sliding windows in rings, which a graph can append to."""
+        layers = [layer for layer in self.sliding() if layer.ring is None]
+        real = self.attention_layers()[0].valid if layers else None
+        for layer in layers:
+            layer.roll(real)
+
+    def count_rolled(self) -> None:
+        """A token more is in rings, which the device has counted."""
+        for ring in self._rolled():
+            ring.length += 1
 
     @property
     def decoder(self) -> nn.Module:
@@ -243,7 +274,8 @@ class IndexCache(DynamicCache):
         assert self.attachment.decoder is not None
         return self.attachment.decoder
 
-    def _overwrites(self) -> bool:
+    @property
+    def overwrites(self) -> bool:
         """Whether a layer has linear attention: the others make new tensors, or can go back."""
         return any(hasattr(layer, "recurrent_states") for layer in self.layers)
 
@@ -278,6 +310,10 @@ class IndexCache(DynamicCache):
         layers = DynamicCache(config=self._config).layers
         for i in self.indexed:
             layers[i] = indexed_layer(layers[i], partial(self._make, i), self.padding)
+        if self.token_graph is not None:
+            for i, layer in enumerate(layers):
+                if type(layer) is DynamicSlidingWindowLayer:
+                    layers[i] = SlidingLayer(layer.sliding_window)
         return layers
 
     def fork(self) -> IndexCache:
@@ -296,9 +332,10 @@ class IndexCache(DynamicCache):
         memo[id(self._config)] = self._config
         memo[id(self._make)] = self._make
         if self.token_graph is not None:  # a graph reads the layers of one cache
-            memo[id(self.token_graph)] = TokenGraph()
+            memo[id(self.token_graph)] = TokenGraph(asked=self.token_graph.asked)
         for layer in self.layers:
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # they never write to them
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
+                # they never write to them
                 memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
         with self.attachment.exclusive():
             other.__dict__.update(deepcopy(vars(self), memo))
@@ -317,6 +354,13 @@ class IndexCache(DynamicCache):
 
     def _indexed(self) -> list[IndexedLayer]:
         return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
+
+    def sliding(self) -> list[SlidingLayer]:
+        """The layers with a window whose rows may lie in a ring."""
+        return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
+
+    def _rolled(self) -> list[Ring]:
+        return [ring for layer in self.sliding() if (ring := layer.ring) is not None]
 
 
 def check_dense(
@@ -350,6 +394,8 @@ def _checkpoint(layer: Any) -> Any:
 
 def _attributes(layer: Any) -> dict[str, Any]:
     """Attributes of a layer of transformers: a copy as long as it makes new tensors."""
+    if isinstance(layer, SlidingLayer):
+        layer.settle()  # a ring is written to
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in vars(layer).items()

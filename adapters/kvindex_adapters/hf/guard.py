@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kvindex_adapters.hf.attachment import Attachment, attached
 from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_generate
+
+CLOSE = 2**-5
+"""Of the largest number: what two orders of sums in bfloat16 (2^-8) leave apart, in many layers;
+positions that are off by a token are further (`test_token_graph.py`)."""
 
 
 class GuardedDecoder(nn.Module):
@@ -56,22 +62,61 @@ def _step(
             args, kwargs = (), _by_name(cache.decoder, args, kwargs)
             if graph.takes(forward, cache, kwargs):
                 return graph.replay(cache)
-            forward = partial(graph.run, forward, cache)
-        before = cache.checkpoint()
-        ids = args[0] if args else kwargs.get("input_ids")
-        cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
-        cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
-        attachment.running = cache
-        try:
-            output = forward(*args, **_whole(attachment, kwargs))
-            cache.check_attended()
-        except BaseException:  # an interrupt, too, leaves layers of different lengths
+            if graph.comparing:
+                return _compared(graph, forward, cache, kwargs)
+        return _undone_if_failed(forward, cache, args, kwargs)
+
+
+def _compared(
+    graph: TokenGraph, forward: Callable[..., Any], cache: IndexCache, kwargs: dict[str, Any]
+) -> Any:
+    """A token that is compared with its neighbors; where that fails, one as any other."""
+    plain = partial(_undone_if_failed, forward, cache, (), kwargs)
+    ids = cache.ids
+    try:
+        expected = None
+        if graph.checks and not cache.overwrites:
+            before, expected = cache.checkpoint(), plain()
             cache.rollback(before)
-            cache.ids = past_ids
+        before = cache.checkpoint()
+        output = _undone_if_failed(partial(graph.run, forward, cache), cache, (), kwargs)
+        if expected is None or _near(output, expected):
+            return output
+        cache.rollback(before)
+        graph.give_up("attention_mask: got one that the model reads beside attention")
+    except Exception as error:
+        graph.give_up(f"{type(error).__name__} while it was compared: {error}")
+        if not cache.usable:
             raise
-        finally:
-            cache.tokens = attachment.running = None
-            cache.padding.forget()
+    cache.ids = ids
+    return plain()
+
+
+def _near(output: Any, expected: Any) -> bool:
+    """Whether two outputs agree to rounding, by their first tensors."""
+    one, other = (next(filter(torch.is_tensor, tree_leaves(each))) for each in (output, expected))
+    return bool((one - other).abs().max() <= CLOSE * other.abs().max())
+
+
+def _undone_if_failed(
+    forward: Callable[..., Any], cache: IndexCache, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A step of a cache; one that raises leaves it as it was."""
+    attachment, before = cache.attachment, cache.checkpoint()
+    ids = args[0] if args else kwargs.get("input_ids")
+    cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
+    cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
+    attachment.running = cache
+    try:
+        output = forward(*args, **_whole(attachment, kwargs))
+        cache.check_attended()
+    except BaseException:  # an interrupt, too, leaves layers of different lengths
+        cache.rollback(before)
+        cache.ids = past_ids
+        raise
+    finally:
+        cache.tokens = attachment.running = None
+        cache.padding.forget()
     return output
 
 

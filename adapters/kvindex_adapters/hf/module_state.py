@@ -13,6 +13,9 @@ from transformers import PreTrainedConfig as Config
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Attributes of a module that hold what is called around its forward."""
 
+COMPILED = "_compiled_call_impl"
+"""Attribute of a module that is called in place of its forward."""
+
 READ = ("_parameters", "_buffers", "_modules", *HOOKS)
 """Attributes of torch, all mappings, that a forward reads."""
 
@@ -49,11 +52,12 @@ class ModuleState:
         self._mappings = [one for one in mappings if one]
         self._tensors = [*module.parameters(), *module.buffers()]
         self._before = self._addresses(), self._sizes(), list(self._values())
-        self.hooked: str | None = None
+        self.hooked = _first(parts, lambda own: any(own[name] for name in HOOKS))
         """A module with a hook, which no replay would call; None where there is none."""
-        for part in parts:
-            if any(vars(part)[name] for name in HOOKS):
-                self.hooked = type(part).__name__
+        self.replaced = _first(parts, lambda own: "forward" in own)
+        """A module whose forward was set beside that of its class."""
+        self.compiled = _first(parts, lambda own: own.get(COMPILED) is not None)
+        """A module whose call is compiled (`Module.compile`)."""
 
     @property
     def unchanged(self) -> bool:
@@ -71,3 +75,8 @@ class ModuleState:
     def _values(self) -> Iterator[Any]:
         own = [get(part) for get, part in self._own]
         return chain.from_iterable([*map(dict.values, self._mappings), *own])
+
+
+def _first(parts: list[nn.Module], holds: Callable[[dict[str, Any]], bool]) -> str | None:
+    """The class of the first module for whose attributes it holds."""
+    return next((type(part).__name__ for part in parts if holds(vars(part))), None)

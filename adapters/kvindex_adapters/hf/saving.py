@@ -16,6 +16,7 @@ from kvindex.storage.state import State, above, below
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.model_identity import check_identity, identity
 from kvindex_adapters.hf.model_info import layer_device
+from kvindex_adapters.hf.sliding import SlidingLayer
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
 KIND = "cache"
@@ -88,7 +89,7 @@ def _name(number: int) -> str:
 
 def _described(layer: Any) -> dict[str, Any]:
     """A layer's class and attributes, JSON; of an indexed one the geometry of its index, too."""
-    described = {"class": type(layer).__name__, "attributes": _packed(_attributes(layer), {})}
+    described = {"class": _class(layer), "attributes": _packed(_attributes(layer), {})}
     if isinstance(layer, IndexedLayer) and layer.attention is not None:
         geometry = layer.attention.index.geometry.options()
         for name in ("device", "rope"):  # the attached model's
@@ -107,9 +108,9 @@ def _tensors(layer: Any) -> State:
 
 def _restore(layer: Any, described: Any, state: State, device: torch.device) -> None:
     """What `_described` and `_tensors` gave becomes that of an empty layer."""
-    if described["class"] != type(layer).__name__:
+    if described["class"] != _class(layer):
         raise ValueError(
-            f"layer: got a {described['class']}, allowed is {type(layer).__name__} "
+            f"layer: got a {described['class']}, allowed is {_class(layer)} "
             "(which layers have an index, attach(dense_layers=…) decides)"
         )
     if "geometry" in described:
@@ -118,10 +119,17 @@ def _restore(layer: Any, described: Any, state: State, device: torch.device) -> 
         made = layer.make(**geometry, device=device)
         made.load_state_dict(below("attention", state))
         layer.attention = made
-    vars(layer).update(_unpacked(described["attributes"], state, device))
+    for name, value in _unpacked(described["attributes"], state, device).items():
+        setattr(layer, name, value)
+
+
+def _class(layer: Any) -> str:
+    return SlidingLayer.kept_as if isinstance(layer, SlidingLayer) else type(layer).__name__
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
+    if isinstance(layer, SlidingLayer):
+        return layer.attributes()
     ours = IndexedLayer.ours if isinstance(layer, IndexedLayer) else frozenset()
     return {name: value for name, value in vars(layer).items() if name not in ours}
 

@@ -43,10 +43,14 @@ Held = dict[tuple[int, str, object], object]
 class TokenGraph:
     """The single tokens of one cache: replays where they can be.
 
-    It holds no cache, so that one that nobody holds is gone at once.
+    It holds no cache, so that one that nobody holds is gone at once. asked: whether a user asked
+    for it. Else a driver that refuses is no warning, and a module whose forward was replaced by
+    another is called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, asked: bool = True) -> None:
+        self.asked = asked
+        self._comparing = False
         self._tokens = self._replays = 0
         self._reason = ""
         self.forget()
@@ -99,6 +103,8 @@ class TokenGraph:
         self._reason = refusal(cache, given) or self._inputs.mask_refusal(
             given.get(MASK), cache.attention_layers()[0]
         )
+        if self.checks and not self._reason and cache.overwrites and not self.asked:
+            self._reason = "padding: got some beside linear attention, which cannot be checked"
         if self._reason:
             return False
         if not self._inputs.take(given):
@@ -106,13 +112,34 @@ class TokenGraph:
         if self._refused:
             self._reason = self._refused
             return False
-        if self._alike and not self._unchanged(cache):
-            self._compare_anew(self._traces)
+        if self._alike:
+            cache.roll()
+            if not self._unchanged(cache):
+                self._compare_anew(self._traces)
         if not self._alike:
             self._comparing, self._reason = True, "it was compared with the next"
             return False
         self._reason = self._ready(forward, cache)
         return not self._reason
+
+    @property
+    def comparing(self) -> bool:
+        """Whether `run` compares the call with the one before or after it."""
+        return self._comparing
+
+    @property
+    def checks(self) -> bool:
+        """Whether what `run` gives must be compared with a call by all arguments.
+
+        Where rows are padded a model may do more with the mask than its attention does, which
+        `run` does not pass on.
+        """
+        return self._inputs.padded
+
+    def give_up(self, why: str) -> None:
+        """A token that was compared has failed, maybe because it was: compare no more."""
+        self._comparing, self._last = False, None
+        self._refused = self._reason = why
 
     def replay(self, cache: IndexCache) -> Any:
         """What the decoder gives for the token that was taken."""
@@ -130,21 +157,27 @@ class TokenGraph:
             return forward(**given)
         if self._module is None or not self._module.unchanged:
             self._module, self._last = ModuleState(cache.decoder), None
+        cache.roll()
         before, trace = _held(cache.layers), Trace(_device(cache))
-        with cache.attending_by(partial(_attend_traced, trace)), trace:
+        with cache.attending_by(partial(_attend_traced, trace), trace.refuse), trace:
             output = forward(**self._inputs.arguments(cache))
-        self._compare(trace, before, _held(cache.layers))
+        cache.count_rolled()
+        self._compare(cache, trace, before)
         return output
 
     # Whether tokens are alike
 
-    def _compare(self, trace: Trace, before: Held, after: Held) -> None:
+    def _compare(self, cache: IndexCache, trace: Trace, before: Held) -> None:
         """Compare a token with the one before it, and what layers of the cache held around it."""
-        module, last = self._module, self._last
+        module, last, after = self._module, self._last, _held(cache.layers)
         assert module is not None
         why = _moved(before, after) or (last and difference(last, trace))
         if module.hooked:
             why = f"{module.hooked}: got a hook, which no replay would call"
+        elif module.replaced and not self.asked:
+            why = f"{module.replaced}: got a forward of its own, which no replay would call"
+        elif module.compiled:
+            why = f"{module.compiled}: got a compiled call, of which no trace tells"
         self._traces, self._last = self._traces + 1, trace
         if last is not None and not why:
             self._alike, self._held, self._last = True, after, None
@@ -186,12 +219,15 @@ class TokenGraph:
         try:
             with cache.attending_by(_attend_captured):
                 self._graph = GRAPHS[device.type](device, work)
-        except RuntimeError as error:
+        except Exception as error:
             self._refused = f"the driver refuses to capture it ({error})"
-            warnings.warn(
-                f"token_graph: {self._refused}, so that tokens run operation by operation",
-                stacklevel=2,
-            )
+            if not isinstance(error, RuntimeError) and self.asked:
+                raise
+            if self.asked:
+                warnings.warn(
+                    f"token_graph: {self._refused}, so that tokens run operation by operation",
+                    stacklevel=2,
+                )
             return
         finally:
             cache.attachment.take_pending()

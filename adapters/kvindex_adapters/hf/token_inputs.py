@@ -12,6 +12,7 @@ from torch.nn import functional
 from kvindex.core import check
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.sliding import grows
 
 if TYPE_CHECKING:
     from kvindex_adapters.hf.cache import IndexCache
@@ -34,6 +35,8 @@ def is_one_token(given: Mapping[str, Any]) -> bool:
 def refusal(cache: IndexCache, given: Mapping[str, Any]) -> str:
     """Why a call of one token can be no graph, whatever its forward does; "" where it can."""
     for name, value in given.items():
+        if name == MASK and isinstance(value, dict) and not any(map(_given, value.values())):
+            continue
         if not isinstance(value, VALUES) and value is not cache:
             return f"{name}: got a {type(value).__name__}, allowed are tensors and numbers"
     layers = cache.attention_layers()
@@ -48,6 +51,9 @@ def refusal(cache: IndexCache, given: Mapping[str, Any]) -> str:
         return "autocast: got it enabled"
     for number, layer in zip(cache.indexed, layers, strict=True):
         if why := layer.capture_refusal():
+            return f"layer {number}: {why}"
+    for number, other in enumerate(cache.layers):
+        if why := grows(other):
             return f"layer {number}: {why}"
     return ""
 
@@ -65,6 +71,11 @@ class TokenInputs:
         self._known: Tensor | None = None  # which of the first tokens are real, bool [B, n]
         self._padded = False
 
+    @property
+    def padded(self) -> bool:
+        """Whether some token of the cache is padding."""
+        return self._padded
+
     def arguments(self, cache: IndexCache) -> dict[str, Any]:
         """By name, those that were taken last."""
         return {**self._held, "past_key_values": cache}
@@ -76,6 +87,8 @@ class TokenInputs:
             for name, value in given.items()
             if name not in (MASK, "past_key_values")
         }
+        if isinstance(given.get(MASK), dict):
+            kinds["types of layers"] = sorted(given[MASK])
         kinds["inference"] = torch.is_inference_mode_enabled()
         same = kinds == self._kinds
         if not same:
@@ -84,14 +97,15 @@ class TokenInputs:
                 for name, value in self._held.items():
                     if isinstance(value, Tensor):
                         self._held[name] = value.new_empty(value.shape)
-            if MASK in given:
-                self._held[MASK] = None
+            if MASK in given:  # by type of layer, or one
+                mask = given[MASK]
+                self._held[MASK] = dict.fromkeys(mask) if isinstance(mask, dict) else None
         for name, value in self._held.items():
             if isinstance(value, Tensor):
                 value.copy_(given[name])
         return same
 
-    def mask_refusal(self, mask: Tensor | None, layer: AttentionLayer) -> str:
+    def mask_refusal(self, mask: Tensor | dict[str, None] | None, layer: AttentionLayer) -> str:
         """Why a mask `[B, N + 1]` is not that of a real token after those of a layer, or ""."""
         if self._known is None:
             valid = layer.valid
@@ -99,10 +113,14 @@ class TokenInputs:
                 torch.ones((layer.batch_size, 0), dtype=torch.bool) if valid is None else valid
             )
             self._padded = not bool(self._known.all())
-        if mask is None:
+        if mask is None or isinstance(mask, dict):
             return f"{MASK}: got none, but some tokens are padded" if self._padded else ""
         known, length = self._known.to(mask.device), len(layer) + 1
         want = functional.pad(known, (0, length - known.shape[1]), value=True)
         if mask.shape == want.shape and torch.equal(mask.bool(), want):
             return ""
         return f"{MASK}: got another than that of the tokens before it, and a real one"
+
+
+def _given(value: object) -> bool:
+    return value is not None

@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-OWN, TORCH = Path(__file__), Path(torch.__file__).parent
+from kvindex_adapters.hf import count
+
+OWN, TORCH = {Path(__file__), Path(count.__file__)}, Path(torch.__file__).parent
 """Files that are not the place of an operation: who called them is."""
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -224,7 +226,7 @@ def _place() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path != OWN and TORCH not in path.parents:
+        if path not in OWN and TORCH not in path.parents:
             return f"{path.name}:{frame.f_lineno}"
         frame = frame.f_back
     return "nowhere"

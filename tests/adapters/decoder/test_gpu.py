@@ -1,5 +1,7 @@
 """The decoder in bfloat16, and on a CUDA device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,7 +44,8 @@ def test_tokens_are_those_of_attach(index):
     decoder = Decoder.of(model, Words())
     ours = decoder.generate(ids_of(60), index=index, **FEW)
     assert torch.equal(ours.answer_ids, theirs.answer_ids)
-    assert (ours.backend, ours.report) == (theirs.backend, theirs.report)
+    report = theirs.report and replace(theirs.report, graph=None)  # the decoder reports none
+    assert (ours.backend, ours.report) == (theirs.backend, report)
 
 
 @pytest.mark.parametrize("device", DEVICES)
