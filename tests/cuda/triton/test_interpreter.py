@@ -14,11 +14,19 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 
 
+FILES = ["tests/cuda/triton/test_kernels.py", "tests/adapters/decoder/test_fused.py"]
+
+
 @pytest.mark.parametrize(
-    "tests", ["tests/cuda/triton/test_kernels.py", "tests/adapters/decoder/test_fused.py"]
+    ("tests", "which"),
+    [(file, "not gpu and not slow") for file in FILES]
+    + [
+        pytest.param(file, "not gpu and slow", marks=(pytest.mark.slow, pytest.mark.not_in_ci))
+        for file in FILES
+    ],
 )
-def test_kernels_equal_their_twins_under_the_interpreter(tests):
-    asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+def test_kernels_equal_their_twins_under_the_interpreter(tests, which):
+    asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which]
     found = subprocess.run(
         [*asked, "--no-header", tests],
         capture_output=True,
