@@ -8,7 +8,6 @@ of tokens, the same blocks for both indexes.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -80,15 +79,17 @@ def run(given: argparse.Namespace) -> None:
     model, tokenizer = loaded(given)
     indexes = list(dict.fromkeys([*(group_of(spec) for spec in given.index), *given.index]))
     found: dict[str, Kls] = {index: {} for index in indexes}
+    result: dict[str, Any] = {}
     with Progress() as progress:
-        for text, tokens in itertools.product(given.text, given.tokens):
-            ids = ids_of(tokenizer, text.read_text(encoding="utf-8"), tokens + given.steps)
-            prompt, rest = ids[:tokens], ids[tokens:]
-            full = full_logits(model, prompt, rest)
-            for index in progress.track(indexes, description=f"{text.stem}, {tokens}"):
-                kl = divergences(model, prompt, rest, full, index=index, k=given.k)
-                found[index][text.stem, tokens] = kl
-    written = {index: summary(found[index], found[group_of(index)]) for index in indexes}
-    result = {**described(given), "k": given.k, "steps": given.steps, "indexes": written}
-    write(result, given.json)
+        for tokens in given.tokens:
+            for text in given.text:
+                ids = ids_of(tokenizer, text.read_text(encoding="utf-8"), tokens + given.steps)
+                prompt, rest = ids[:tokens], ids[tokens:]
+                full = full_logits(model, prompt, rest)
+                for index in progress.track(indexes, description=f"{text.stem}, {tokens}"):
+                    kl = divergences(model, prompt, rest, full, index=index, k=given.k)
+                    found[index][text.stem, tokens] = kl
+            written = {index: summary(found[index], found[group_of(index)]) for index in indexes}
+            result = {**described(given), "k": given.k, "steps": given.steps, "indexes": written}
+            write(result, given.json)  # what there is, should a longer text not end
     print(report.TABLES["divergence"](result))
