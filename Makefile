@@ -27,9 +27,9 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -q -n auto -m slow
 
-# Both, and the slow tests but the longest: what CI runs
-test-ci: lint test
-	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "slow and not not_in_ci"
+# Both, and the slow tests but the longest: what CI runs. One run, for each collects all tests
+test-ci: lint
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not not_in_ci"
 
 lint: install
 	$(BIN)/ruff format --check .

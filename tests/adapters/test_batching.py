@@ -66,7 +66,6 @@ def test_tokens_with_all_rows_are_those_of_plain_attention(model, index, options
         report = batching.report()
         assert report.steps >= 5 * TOKENS
         assert report.nbytes == {"indexes": 0}  # all are gone
-    assert batch(model, inputs, **options) == expected
 
 
 def test_sliding_layers_keep_their_own():

@@ -38,7 +38,7 @@ def test_any_interleaving_equals_separate_indexes(device, spec, store):
 
     index = made()
     index.append(*case.tokens(700), valid=left_padding([0, 70], 700, device))
-    pairs, deeds = [(index, separate(index))], 24 if device == "cpu" else 60
+    pairs, deeds = [(index, separate(index))], 16 if device == "cpu" else 60
     for number in range(deeds):
         at = draw.randrange(len(pairs))
         index, truth = pairs[at]
@@ -62,7 +62,7 @@ def test_any_interleaving_equals_separate_indexes(device, spec, store):
                     one.reorder(torch.tensor([1, 0], device=device))
         del index, truth
         gc.collect()
-        for mine, alone in pairs if device == "cuda" or number % 2 else ():
+        for mine, alone in pairs if device == "cuda" or number % 4 == 3 else ():
             assert_same_snapshot(snapshot(mine, case.queries()), snapshot(alone, case.queries()))
 
 

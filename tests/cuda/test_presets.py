@@ -19,6 +19,7 @@ from tests.cuda.launches import Launches
 from tests.cuda.test_capture import CASE as LARGE
 from tests.cuda.test_capture import TOKENS, K, Replayed, assert_eager, near_rows
 from tests.cuda.test_step import assert_close, expected, run, setting
+from tests.cuda.test_twin import CASES as TWINS
 from tests.support.helpers import (
     ROUNDED,
     Case,
@@ -26,6 +27,7 @@ from tests.support.helpers import (
     follow_changes,
     left_padding,
     part,
+    slow_as,
 )
 
 NAMES = ["query_table", "vote", "candidates", "rerank_blocks", "select_rows", "attend"]
@@ -48,7 +50,8 @@ CASES = {
 
 
 WHOLE = {"g8-D256", "one", "1025", "bits", "bfloat16"}
-"""Beside what `test_twin.py` compares launch by launch, the ends: the others are slow."""
+"""Beside what `test_twin.py` compares launch by launch, the ends: the others are slow, and not
+in CI where a case of that file is the same."""
 
 
 def made(case, count, device, **options):
@@ -59,7 +62,7 @@ def made(case, count, device, **options):
 
 @on_devices
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in WHOLE else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in WHOLE else slow_as(n in TWINS)) for n in CASES]
 )
 def test_a_step_selects_and_attends_as_the_reference(name, device):
     case, count, options = CASES[name]

@@ -66,6 +66,12 @@ FAST["drawn-D192"] = (Case(q_heads=5, kv_heads=1, head_dim=192), 600, SPARSE)
 FAST["padding"] = (*FAST["g1-B2"][:2], dict(pads=[700, 90]))
 FAST["drawn-padding"] = (*FAST["g1-B2"][:2], dict(SPARSE, pads=[700, 90]))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(SPARSE, refine_factor=2))
+ELSEWHERE = {"drawn-g3-D96": "drawn-D192", "drawn-g12": "g12", "drawn-bfloat16": "bfloat16"}
+"""Shapes that only a GPU's run compiles for another time, and the case that stands for each."""
+OFTEN = [
+    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.not_in_ci) * (name in ELSEWHERE))
+    for name in FAST
+]
 
 
 @cache
@@ -104,7 +110,7 @@ def ran(name, preset, device):
 
 def fast(test):
     """Runs a test for each case of `fast` and `precise`: of a layer and of what is written."""
-    return on_devices(pytest.mark.parametrize("name", FAST)(test))
+    return on_devices(pytest.mark.parametrize("name", OFTEN)(test))
 
 
 def paper(test):

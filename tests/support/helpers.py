@@ -36,6 +36,7 @@ __all__ = [
     "part",
     "rope",
     "sampled",
+    "slow_as",
     "snapshot",
 ]
 
@@ -90,6 +91,11 @@ def follow_changes(mine, theirs, case, device, assert_same):
         index.reset()
         index.append(*part(tokens, 0, 200))
     assert_same(mine, theirs, queries)
+
+
+def slow_as(elsewhere: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Marks of a slow test. elsewhere: another has the same case, so CI leaves this one out."""
+    return (pytest.mark.slow, *[pytest.mark.not_in_ci] * elsewhere)
 
 
 def sampled(*lists: object) -> list[object]:

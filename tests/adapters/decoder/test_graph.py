@@ -19,13 +19,15 @@ from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.test_generation import Words
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
-SMALL = dict(num_hidden_layers=2, head_dim=64)  # heads for which other tests compile kernels, too
 EAGER = 1 + graph_file.WARM
 """Tokens after the first that are launched op by op: one ends the prompt, others warm up."""
 
 
-def decoder_of(device, name="llama", dtype=torch.float32):
-    sizes = {**SMALL, "layer_types": ["full_attention"] * 2} if name == "qwen3" else SMALL
+def decoder_of(device, name="llama", dtype=torch.float32, layers=1):
+    """Of heads for which other tests compile kernels, too."""
+    sizes = dict(num_hidden_layers=layers, head_dim=64)
+    if name == "qwen3":
+        sizes["layer_types"] = ["full_attention"] * layers
     return Decoder.of(model_of(name, **sizes).to(device, dtype), Words())
 
 
@@ -46,14 +48,14 @@ def both(decoder, prompt, **options):
 
 def test_tokens_and_report_are_those_of_steps(device, graphs):
     """Through updates of both layers, which begin at another token each."""
-    mine, theirs = both(decoder_of(device), ids_of(60), **given(device, 28))
+    mine, theirs = both(decoder_of(device, layers=2), ids_of(60), **given(device, 28))
     assert torch.equal(mine.answer_ids, theirs.answer_ids)
     assert mine.report == theirs.report
     assert (graphs.made, graphs.replays) == (1, 27 - EAGER)
 
 
 def test_a_run_says_whether_its_next_token_is_a_graph(device, graphs):
-    run = decoder_of(device).start(ids_of(60), **given(device, 8))
+    run = decoder_of(device, layers=2).start(ids_of(60), **given(device, 8))
     assert "\ntoken: op by op (layer 0: tokens: got 0, too few for a step" in run.explain()
     list(run.tokens())
     assert graphs.replays
@@ -80,7 +82,7 @@ def test_full_attention_past_the_places_that_it_reads(device, graphs, monkeypatc
 
 def test_layers_without_an_index_beside_those_with_one(device, graphs):
     options = given(device, 14, regions=dict(dense_layers=(1,)))
-    mine, theirs = both(decoder_of(device), ids_of(60), **options)
+    mine, theirs = both(decoder_of(device, layers=2), ids_of(60), **options)
     assert torch.equal(mine.answer_ids, theirs.answer_ids)
     assert mine.report == theirs.report
     assert graphs.made == 1
@@ -149,7 +151,7 @@ FAILS = {"an update": (AttentionLayer, "_update"), "a replay": (Session, "count_
 
 @pytest.mark.parametrize("where", ["the consumer", *FAILS])
 def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypatch, where):
-    decoder, options = decoder_of(device), given(device, 16)
+    decoder, options = decoder_of(device, layers=2), given(device, 16)
     want = decoder.generate(ids_of(60), graphs=False, **options)
 
     def fail(*_):
@@ -225,7 +227,7 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(device, graphs, mon
 def test_a_sequence_that_nobody_holds_is_gone_at_once(device, graphs):
     gc.disable()
     try:
-        run = decoder_of(device).start(ids_of(60), **given(device, 14))
+        run = decoder_of(device, layers=2).start(ids_of(60), **given(device, 14))
         tokens = run.tokens()
         made = [token for token, _ in zip(tokens, range(8), strict=False)]
         held = [weakref.ref(index) for index in run.session.indexes()]
