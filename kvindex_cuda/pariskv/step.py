@@ -79,6 +79,7 @@ class Step(BaseStep):
 
         # of `prepare_query`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
+        self._integers: Tensor | None = None
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
         self._ups = floats(groups, group)
@@ -116,6 +117,7 @@ class Step(BaseStep):
                 counted=state.counted,
                 factors=self._factors,
                 planes=self._planes,
+                integers=self._integers,
                 sums=self._sums,
                 units=self._units,
                 operands=self._operands,
