@@ -100,10 +100,11 @@ class Step(BaseStep):
         """The first launch; tiles: of a group, of which `_open_heads` says more."""
         L, kv, groups = self.layout, self.geometry.kv_heads, self._groups * tiles
         head_bytes, row = L.head_bytes if tiles == 1 else 0, state.codes.shape[1]
+        most = 16 if tiles == 1 else 4  # blocks, each of which reads `regression` for itself
         launch(
             "step/prepare_query.cu",
             "prepare_query",
-            (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
+            (max(1, min(most, 2 * self._multiprocessors // groups)), groups),
             (256,),
             arguments=dict(
                 queries=queries,
