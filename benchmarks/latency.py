@@ -1,7 +1,8 @@
 """Latency of a decoding step of one layer on a GPU or a CPU, beside dense attention.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
-        [--on-device SHARE] [--layers L] [--replays R] [--seconds S] [--no-dense] [--json OUT]
+        [--on-device SHARE] [--latents H] [--layers L] [--replays R] [--seconds S] [--no-dense]
+        [--json OUT]
     python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--beside SPEC …]
         [--layers L] [--replays R] [--json OUT]
 
@@ -14,7 +15,9 @@ else and with other queries in each replay. Rows lie on the host and none is in 
 device (`step_device`); with --on-device that share of them is there and the others are on the host
 (`step_split`, with a cache `step_split_cached`). Rows that the cache has room for, and how many it
 had, are told beside each time (`caches`). Rivals are attention over all keys and values (SDPA, the
-faster of two ways), and exact scores with topk.
+faster of two ways), and exact scores with topk. With --latents a layer has latents of 512 + 64
+coordinates, as DeepSeek-V3's, and so many query heads; no kernel of SDPA takes them, so the rival
+is two products of torch with a softmax between them, or what reading all latents takes (`read`).
 
 On a CPU (`benchmarks/common/cpu_steps.py`): H = 9, G = 3, D = 64, float32, k = 100; a step of
 `AttentionLayer` around this index and others (`--beside`), and SDPA, in turns, one layer after
@@ -56,6 +59,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     add_index(parser)
     parser.add_argument("--on-device", type=float, help="a share of rows, the others on the host")
+    parser.add_argument("--latents", type=int, help="query heads of a layer of latents")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--beside", nargs="*", help="other indexes, in turns with this one")
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
@@ -224,9 +228,35 @@ def rivals(
     return found
 
 
+def latent_rivals(
+    g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
+) -> dict[str, Any]:
+    """Attention over all latents by products of torch, one pass over them, and exact topk."""
+    shape = (layers, batch, 1, tokens, g.head_dim)
+    latents = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
+    folded = workload.queries_of(g, layers, batch)[:, :, None]  # [L, B, 1, H, D]
+
+    def attention() -> Tensor:
+        return [
+            (q @ rows.mT * g.scale).softmax(-1) @ rows[..., : g.value_dim]
+            for q, rows in zip(folded, latents, strict=True)
+        ][-1]
+
+    def best() -> Tensor:
+        layered = zip(folded, latents, strict=True)
+        return [(q @ rows.mT).amax(2).topk(k, sorted=False).indices for q, rows in layered][-1]
+
+    def read() -> Tensor:
+        return [rows.view(torch.int32).sum(dtype=torch.int32) for rows in latents][-1]
+
+    runs = {"dense": attention, "topk": best, "read": read}
+    return {"dense_layers": layers} | {name: timed(run, layers) for name, run in runs.items()}
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Check, then measure point by point; what is known is written after each."""
-    g, timed, start = workload.geometry("cuda"), GraphTimer(given.replays), time.monotonic()
+    g, timed = workload.geometry("cuda", given.latents), GraphTimer(given.replays)
+    start, dense = time.monotonic(), rivals if given.latents is None else latent_rivals
     result: dict[str, Any] = {
         "shape": dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim, k=workload.K),
         "index": given.index,
@@ -245,7 +275,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             continue
         point = {"tokens": tokens, "batch": batch}
         if not given.no_dense:
-            point |= rivals(g, tokens, batch, layers, timed)
+            point |= dense(g, tokens, batch, layers, timed)
             workload.free()
         sizes = tokens, batch, layers
         places = dict(hit_rate=given.hit_rate, on_device=given.on_device)

@@ -271,6 +271,17 @@ def test_a_point_of_latency_is_measured(small):
 
 
 @emulated
+def test_a_point_of_latents_is_measured(small):
+    sizes = dict(q_heads=20, kv_heads=1, head_dim=64, value_dim=48, value_in_key=True)
+    latents = Geometry.of(**sizes, dtype=torch.bfloat16)
+    assert correctness.check(latents, "pariskv:preset=fast", **SIZES)["found"] == 20
+    point = latency.steps(latents, "pariskv:preset=fast", 600, 1, 1, timed, hit_rate=0.5, **SIZES)
+    point |= latency.latent_rivals(latents, 600, 1, 2, timed, k=20)
+    assert {"dense", "topk", "read", "step_host", "step_device"} <= point.keys()
+    assert workload.geometry("cpu", 128).options()["value_dim"] == 512
+
+
+@emulated
 def test_queries_are_asked_again_or_fresh_and_too_few_rows_are_refused(small):
     work = workload.Layers(SMALL, "pariskv", "host", tokens=300, **SIZES)
     first = work.queries.clone()

@@ -68,8 +68,11 @@ def check(
 
 def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits, n: int) -> Tensor:
     """Attention over hits among the first `n` tokens and over all later ones, `[B, H, D]`."""
-    chosen = hits.ids.clamp_min(0)[..., None].expand(-1, -1, -1, g.head_dim)
-    rows = [torch.cat([p[:, :, :n].gather(2, chosen), p[:, :, n:]], 2) for p in (keys, values)]
+    chosen = hits.ids.clamp_min(0)[..., None]
+    rows = [
+        torch.cat([p[:, :, :n].gather(2, chosen.expand(-1, -1, -1, p.shape[3])), p[:, :, n:]], 2)
+        for p in (keys, values)
+    ]
     folded = queries.float().unflatten(1, (g.kv_heads, -1))
     weights = None
     if hits.log_weight is not None:

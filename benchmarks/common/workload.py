@@ -51,9 +51,16 @@ SETS = 8
 """Of queries that come again."""
 
 
-def geometry(device: str) -> Geometry:
-    """Of the layer that is measured."""
-    return Geometry.of(q_heads=H, kv_heads=G, head_dim=D, dtype=torch.bfloat16, device=device)
+LATENT = dict(kv_heads=1, head_dim=512 + 64, value_dim=512, scale=192**-0.5, value_in_key=True)
+"""Of DeepSeek-V3's layers: a latent and a rotated key of 64; its heads have 128 + 64."""
+
+
+def geometry(device: str, latents: int | None = None) -> Geometry:
+    """Of the layer that is measured; latents: query heads, where it has latents."""
+    sizes: dict[str, Any] = dict(q_heads=H, kv_heads=G, head_dim=D)
+    if latents is not None:
+        sizes = dict(LATENT, q_heads=latents)
+    return Geometry.of(**sizes, dtype=torch.bfloat16, device=device)
 
 
 def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
@@ -84,7 +91,7 @@ def tokens_of(
             torch.cat([synthetic(g, first + layer * batch + b, start, count) for b in range(batch)])
             for first in (0, 10_000)
         )
-        yield keys, values
+        yield keys, keys[..., : g.value_dim] if g.value_in_key else values
 
 
 def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:

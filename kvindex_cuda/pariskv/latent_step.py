@@ -44,6 +44,12 @@ class LatentStep(Step):
         self._tiles = geometry.group_size // self._tile
         super().__init__(geometry, layout, **options)
         self._all_votes: Tensor | None = None
+        heads, width = self._groups * geometry.group_size, layout.stride * 8
+        self._integers = torch.zeros((heads, width), dtype=torch.int8, device=geometry.device)
+        pitch = -(-width // 128) * 128 + 32
+        stage = -(-BLOCK * (layout.stride + 1) // 128) * 128
+        columns = -(-geometry.group_size // 8) * 8
+        self._shared_bytes = columns * pitch + 2 * stage  # as vote_latents.cu lays it out
 
     def _open_selection(self, counted: int) -> None:
         """As `BaseStep._open_selection`."""
@@ -99,7 +105,7 @@ class LatentStep(Step):
             (256,),
             arguments=dict(
                 codes=state.codes,
-                planes=self._planes,
+                integers=self._integers,
                 sums=self._sums,
                 queries=queries,
                 units=self._units,
@@ -121,6 +127,7 @@ class LatentStep(Step):
                 room=room,
                 capacity=self.capacity,
             ),
+            shared_bytes=self._shared_bytes,
             overlap=True,
             **(self._votes | tiled),
         )

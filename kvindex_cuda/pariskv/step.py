@@ -79,6 +79,7 @@ class Step(BaseStep):
 
         # of `prepare_query`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
+        self._integers: Tensor | None = None
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
         self._ups = floats(groups, group)
@@ -99,10 +100,11 @@ class Step(BaseStep):
         """The first launch; tiles: of a group, of which `_open_heads` says more."""
         L, kv, groups = self.layout, self.geometry.kv_heads, self._groups * tiles
         head_bytes, row = L.head_bytes if tiles == 1 else 0, state.codes.shape[1]
+        most = 16 if tiles == 1 else 4  # blocks, each of which reads `regression` for itself
         launch(
             "step/prepare_query.cu",
             "prepare_query",
-            (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
+            (max(1, min(most, 2 * self._multiprocessors // groups)), groups),
             (256,),
             arguments=dict(
                 queries=queries,
@@ -116,6 +118,7 @@ class Step(BaseStep):
                 counted=state.counted,
                 factors=self._factors,
                 planes=self._planes,
+                integers=self._integers,
                 sums=self._sums,
                 units=self._units,
                 operands=self._operands,

@@ -101,6 +101,7 @@ struct Arguments {
     const int* counted;         // [B]: valid keys
     const int* factors;         // [256]: of ops.codes.log_factors
     u32* planes;                // [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments
+    i8* integers;               // [BG, GROUP, 32 WORDS]: r, where a group has several TILES, else null
     int* sums;                  // [BG, 4 SETS]: Σ r
     float* units;               // [BG, 4 SETS]: votes per unit of q·k
     u16* operands;              // [BG, 4 OPERANDS]: R q · up as float16 and its remainder, for rerank.cu, 0 where
@@ -266,6 +267,7 @@ prepare_query(const __grid_constant__ Arguments args) {
                 if (lane == p) mine = plane;
             }
             if (lane < PLANES) planes[h][lane][w] = mine;
+            if (TILES > 1 && blockIdx.x == 0) args.integers[((bg * GROUP + h) * WORDS + w) * 32 + lane] = i8(r);
         }
         sum = __reduce_add_sync(ALL, sum);
         if (lane == 0) atomicAdd(sums + h, sum);
