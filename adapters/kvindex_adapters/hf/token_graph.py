@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from kvindex.core.graphs import GRAPHS, Graph
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.module_state import ModuleState
-from kvindex_adapters.hf.token_inputs import MASK, TokenInputs, is_one_token, refusal
+from kvindex_adapters.hf.token_inputs import MASK, TokenInputs, is_one_token, layer_refusal, refusal
 from kvindex_adapters.hf.trace import Trace, difference
 
 if TYPE_CHECKING:
@@ -100,8 +100,11 @@ class TokenGraph:
         if not is_one_token(given):
             return False
         self._tokens += 1
-        self._reason = refusal(cache, given) or self._inputs.mask_refusal(
-            given.get(MASK), cache.attention_layers()[0]
+        self._reason = (
+            refusal(cache, given)
+            # of a graph's layers `prepare_replay` asks the same
+            or ("" if self._graph is not None else layer_refusal(cache))
+            or self._inputs.mask_refusal(given.get(MASK), cache.attention_layers()[0])
         )
         if self.checks and not self._reason and cache.overwrites and not self.asked:
             self._reason = "padding: got some beside linear attention, which cannot be checked"
@@ -117,7 +120,8 @@ class TokenGraph:
             if not self._unchanged(cache):
                 self._compare_anew(self._traces)
         if not self._alike:
-            self._comparing, self._reason = True, "it was compared with the next"
+            why = layer_refusal(cache)
+            self._comparing, self._reason = not why, why or "it was compared with the next"
             return False
         self._reason = self._ready(forward, cache)
         return not self._reason
@@ -197,6 +201,8 @@ class TokenGraph:
     def _ready(self, forward: Forward, cache: IndexCache) -> str:
         """Why there is no graph to replay now; "" where there is one."""
         reads = [layer.prepare_replay() for layer in cache.attention_layers()]
+        if None in reads:
+            return layer_refusal(cache)
         if self._graph is not None and all(map(is_, reads, self._reads)):
             return ""
         self._short = self._short + 1 if self._since < SHORT else 0

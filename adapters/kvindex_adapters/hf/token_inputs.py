@@ -49,11 +49,16 @@ def refusal(cache: IndexCache, given: Mapping[str, Any]) -> str:
         return "gradients: got them enabled, allowed is torch.no_grad()"
     if torch.is_autocast_enabled(kind):
         return "autocast: got it enabled"
-    for number, layer in zip(cache.indexed, layers, strict=True):
-        if why := layer.capture_refusal():
-            return f"layer {number}: {why}"
     for number, other in enumerate(cache.layers):
         if why := grows(other):
+            return f"layer {number}: {why}"
+    return ""
+
+
+def layer_refusal(cache: IndexCache) -> str:
+    """Which layer's step can be in no graph, and why; "" where all can."""
+    for number, layer in zip(cache.indexed, cache.attention_layers(), strict=True):
+        if why := layer.capture_refusal():
             return f"layer {number}: {why}"
     return ""
 
@@ -115,10 +120,13 @@ class TokenInputs:
             self._padded = not bool(self._known.all())
         if mask is None or isinstance(mask, dict):
             return f"{MASK}: got none, but some tokens are padded" if self._padded else ""
-        known, length = self._known.to(mask.device), len(layer) + 1
-        want = functional.pad(known, (0, length - known.shape[1]), value=True)
-        if mask.shape == want.shape and torch.equal(mask.bool(), want):
-            return ""
+        known, length = self._known, len(layer) + 1
+        if mask.shape == (len(known), length):
+            if not self._padded and bool(mask.all()):
+                return ""
+            want = functional.pad(known.to(mask.device), (0, length - known.shape[1]), value=True)
+            if self._padded and torch.equal(mask.bool(), want):
+                return ""
         return f"{MASK}: got another than that of the tokens before it, and a real one"
 
 
