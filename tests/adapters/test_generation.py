@@ -3,6 +3,8 @@
 Longer than most files: a test for each mode, all of one small model.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -10,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvindex_adapters.hf as kvhf
 from kvindex.indexes.pariskv import ParisKV
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.prefill import default_chunk, prefill
 from tests.adapters.tiny import VOCABULARY, build, prompt
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
@@ -371,3 +373,19 @@ def test_prefill_never_leaves_a_chunk_of_one_token(model):
         assert min(sizes) > 1
     handle.remove()
     assert VOCABULARY > 23
+
+
+def test_a_chunk_is_as_long_on_a_gpu_as_activations_have_room_for():
+    """Qwen3-8B's sizes and Llama 3 70B's, in bfloat16; and a model that names no sizes."""
+
+    def chunk(device="cuda", **sizes):
+        config = SimpleNamespace(to_dict=lambda: sizes)
+        config.get_text_config = lambda: config
+        return default_chunk(
+            SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device(device))
+        )
+
+    sizes = dict(hidden_size=4096, intermediate_size=12288)
+    assert (chunk(**sizes), chunk("cpu", **sizes)) == (4096, 1024)
+    assert chunk(hidden_size=8192, intermediate_size=28672) == 2048
+    assert (chunk(hidden_size=4096, intermediate_size=None), chunk()) == (4096, 1024)

@@ -18,12 +18,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.weights import Weights
-
-FEWEST, MOST = 1024, 4096
-"""Tokens of a piece: what a CPU computes at a time, and the most that a GPU does."""
-
-PIECE_BYTES = 2**29
-"""Of the activations of a piece of more than `FEWEST` tokens, in all rows of a batch."""
+from kvindex_adapters.hf.prefill import chunk_of
 
 Told = Callable[[layers.Attention, int, int], None]
 """Called when a layer has read a piece: its attention, first and end of the piece."""
@@ -47,15 +42,8 @@ class AtHand:
 
 
 def default_chunk(weights: Weights, batch: int, device: torch.device) -> int:
-    """Tokens of each of so many rows that a layer computes at a time, where nobody says.
-
-    The host launches as many kernels for a piece however long it is. So on a GPU pieces are the
-    largest power of two, from 1,024 to 4,096 tokens, whose activations take at most `PIECE_BYTES`.
-    """
-    if device.type != "cuda":
-        return FEWEST
-    room = PIECE_BYTES // (batch * token_bytes(weights))
-    return min(MOST, max(FEWEST, 1 << room.bit_length() >> 1))
+    """Tokens of each of so many rows that a layer computes at a time, where nobody says."""
+    return chunk_of(batch * token_bytes(weights), device)
 
 
 def token_bytes(weights: Weights) -> int:

@@ -25,7 +25,14 @@ from kvindex_adapters.hf.conversation import (
 )
 from kvindex_adapters.hf.layer_options import IndexFactory
 from kvindex_adapters.hf.placement import make_room
-from kvindex_adapters.hf.prefill import Progress, Prompt, check_prompt, encode_prompt, prefill
+from kvindex_adapters.hf.prefill import (
+    Progress,
+    Prompt,
+    check_prompt,
+    default_chunk,
+    encode_prompt,
+    prefill,
+)
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
@@ -70,7 +77,7 @@ def generate(
     cache: IndexCache | None = None,
     used: str = "refuse",
     max_new_tokens: int = 256,
-    chunk: int = 1024,
+    chunk: int | None = None,
     streamer: BaseStreamer | None = None,
     on_progress: Progress | None = None,
     attach_options: dict[str, Any] | None = None,
@@ -81,9 +88,10 @@ def generate(
     prompt: text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`;
     index, k, attach_options: as `attach` takes them, `index=None` for full attention with
     transformers' own cache; an index that reads punctuation gets the tokenizer's; chunk: tokens of
-    the prompt read at a time; generate_options: passed to `model.generate` (greedy unless they say
-    `do_sample=True`). One prompt gives one answer: for beams, batches or several answers call
-    `attach` and `model.generate`.
+    the prompt read at a time (None: 1024 on a CPU; on a GPU up to 4096, as many as half a GiB of a
+    layer's activations has room for); generate_options: passed to `model.generate` (greedy unless
+    they say `do_sample=True`). One prompt gives one answer: for beams, batches or several answers
+    call `attach` and `model.generate`.
 
     cache: one that the caller's `attach` gave, in place of `index`, `k` and `attach_options`;
     used: what happens to one that holds tokens: "refuse" it, "continue": the prompt follows what
@@ -95,7 +103,7 @@ def generate(
     """
     check_attach_options(attach_options)
     _check_options(generate_options)
-    check.at_least("chunk", chunk, 2)
+    chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     _check_cache(cache, used, index, k, attach_options)
     past_length = 0 if cache is None else cache.get_seq_length()

@@ -17,6 +17,12 @@ from kvindex_adapters.hf.placement import expect
 Progress = Callable[[str, int, int], None]
 """Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
 
+FEWEST, MOST = 1024, 4096
+"""Tokens of a piece: what a CPU computes at a time, and the most that a GPU does."""
+
+PIECE_BYTES = 2**29
+"""Of a layer's activations of a piece of more than `FEWEST` tokens, in all rows of a batch."""
+
 Prompt = str | list[dict[str, str]] | Tensor
 """Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`."""
 
@@ -28,7 +34,7 @@ def read(
     *,
     cache: IndexCache,
     used: str = "refuse",
-    chunk: int = 1024,
+    chunk: int | None = None,
     on_progress: Progress | None = None,
 ) -> None:
     """Read a prompt into the cache that `attach` gave, without answering.
@@ -40,7 +46,7 @@ def read(
     Raises ValueError for an empty prompt, sizes out of range or a used cache, and what `attach`
     raises.
     """
-    check.at_least("chunk", chunk, 2)
+    chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check_follows(cache, used, allowed=("refuse", "continue"))
     follows = cache.get_seq_length() > 0
     ids = encode_prompt(tokenizer, prompt, follows=follows, cue=False).to(model.device)
@@ -49,6 +55,29 @@ def read(
     with following(cache, used), torch.no_grad():
         prefill(model, ids, cache, stop=len(ids), chunk=chunk, report=on_progress)
         remember(cache, past, ids)
+
+
+def chunk_of(token_bytes: int, device: torch.device) -> int:
+    """Tokens of a piece, where nobody says: token_bytes, a layer's activations of one of them.
+
+    The host launches as many kernels for a piece however long it is. So on a GPU pieces are the
+    largest power of two, from 1,024 to 4,096 tokens, whose activations take at most `PIECE_BYTES`.
+    """
+    if device.type != "cuda":
+        return FEWEST
+    room = PIECE_BYTES // token_bytes
+    return min(MOST, max(FEWEST, 1 << room.bit_length() >> 1))
+
+
+def default_chunk(model: PreTrainedModel) -> int:
+    """`chunk_of` a transformers model, by the sizes that its configuration names."""
+    sizes = model.config.get_text_config().to_dict()
+    width = sizes.get("hidden_size")
+    if width is None:
+        return FEWEST
+    inner = sizes.get("intermediate_size") or 4 * width
+    count = 4 * width + 3 * (max(inner) if isinstance(inner, list) else inner)
+    return chunk_of(count * model.dtype.itemsize, model.device)
 
 
 def check_prompt(ids: Tensor) -> None:
