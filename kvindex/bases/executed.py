@@ -92,10 +92,8 @@ class ExecutedIndex(BaseIndex):
         return self._executor is not None or super()._alone(name)  # searches share buffers
 
     def _offers(self, wanted: type) -> bool:
-        if wanted is Attends and self._executor is None:
-            return self._attending_store() is not None
         if wanted is DecodesStep or wanted is Attends:
-            return self.attends
+            return self.attends or (wanted is Attends and self._store_attends)
         if wanted is CapturesStep:
             return self._captures
         if wanted is JoinsBatch:
@@ -114,6 +112,11 @@ class ExecutedIndex(BaseIndex):
         """Whether kernels search, fetch and attend in one go."""
         return self._attends
 
+    @property
+    def _store_attends(self) -> bool:
+        """Whether ops search one by one, and the store attends to what they find."""
+        return self._executor is None and self._attending_store() is not None
+
     def _cache_use(self) -> tuple[int, int, int]:
         executor = self._executor
         return executor.cache_use() if executor else super()._cache_use()
@@ -126,7 +129,7 @@ class ExecutedIndex(BaseIndex):
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """As `protocol.Attends.attend`, for an index that holds a token."""
-        if self._executor is None:
+        if self._store_attends:
             return super().attend(queries, resident, k=k)
         executor, wrong = self._checked_step(queries, k)
         return executor.attend(queries.detach(), resident, k, wrong)
@@ -212,7 +215,7 @@ class ExecutedIndex(BaseIndex):
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `protocol.Attends.attend_hits`, for an index that holds a token."""
-        if self._executor is None:
+        if self._store_attends:
             return super().attend_hits(queries, hits, resident)
         executor = self._attending()
         check.at_least("len(index)", len(self), 1)

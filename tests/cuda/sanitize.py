@@ -31,6 +31,7 @@ SHAPES = (
     (Case(q_heads=4, kv_heads=2, head_dim=64, batch=2), "pariskv"),
     (Case(8, 2, 128, 128, torch.bfloat16), "pariskv:preset=fast:row_codec=int8+sample"),
     (Case(6, 2, 64, 64, torch.bfloat16), "pariskv:preset=paper"),
+    (Case(20, 1, 64, 48, torch.bfloat16, batch=2, value_in_key=True), "pariskv"),
 )
 K = 20
 

@@ -538,7 +538,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
 
 @pytest.mark.slow
 def test_what_the_sanitizers_run_runs(device):
-    assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 12
+    assert len(list(sanitize.run(device))) == 4 * len(sanitize.SHAPES) == 16
 
 
 def test_room_for_an_answer_is_taken_before_it(device):
