@@ -280,7 +280,7 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
     attended = mine.attend(CASE.queries().to(device), resident, k=20)
     assert attended.output.isfinite().all()
     assert attended.found.tolist() == [[20, 20], [20, 20]]
-    with pytest.raises(ValueError, match="attend: got ParisKV with a TensorStore"):
+    with pytest.raises(ValueError, match="attend: got an index with backend="):
         theirs.attend(CASE.queries().to(device), resident, k=20)
 
 
@@ -466,9 +466,9 @@ def test_rows_that_attention_cannot_read_are_refused(device):
     index = pair(device, case)[0]
     index.append(*moved(case.tokens(30), device))
     resident, queries = ResidentRows(index.geometry, 1, 1), case.queries().to(device)
-    with pytest.raises(ValueError, match="attend: got ParisKV with a TensorStore"):
+    with pytest.raises(ValueError, match="attend: got an index with backend="):
         index.attend(queries, resident, k=20)
-    with pytest.raises(ValueError, match="attend: got ParisKV with a TensorStore"):
+    with pytest.raises(ValueError, match="attend: got an index with backend="):
         index.attend_hits(queries, index.search(queries, k=20), resident)
 
 
