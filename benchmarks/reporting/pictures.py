@@ -115,7 +115,7 @@ def decoder_tokens(result: Result) -> Any:
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms per token")
     for name, points in PUBLISHED.items():
         axes.plot(*zip(*points, strict=True), ".--", color=LIGHT.gray, linewidth=0.8)
-        axes.annotate(f" {name}", points[-1], color=LIGHT.gray, va="center", fontsize=8)
+        axes.annotate(f"  {name}", points[-1], color="0.45", va="center", fontsize=8)
     shown = plain(result)
     for model in values(shown, "model"):
         mine = some(shown, model=model)
