@@ -25,6 +25,7 @@ class LatentAttention:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._partial = self._sums = torch.zeros(0, device=geometry.device)
+        self._outgrown: list[Tensor] = []  # which a captured graph may still write to
 
     def __call__(
         self,
@@ -57,6 +58,7 @@ class LatentAttention:
         tiles = -(-k // LATENT_ROWS) + -(-room // LATENT_ROWS)
         splits = max(1, min(tiles, LATENT_SPLITS))
         if self._sums.numel() < groups * splits * g.group_size * 2:
+            self._outgrown += [self._partial, self._sums]
             self._partial, self._sums = (
                 torch.empty((groups, splits, g.group_size, n), dtype=torch.float32, device=g.device)
                 for n in (g.value_dim, 2)

@@ -218,7 +218,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
                 s = args.softcap * tanhf(s / args.softcap);
 #endif
                 if (selected && args.weights)
-                    s += args.weights[bg * args.weights_group + h * args.weights_head + first + lane];
+                    s += __ldcg(args.weights + bg * args.weights_group + h * args.weights_head + first + lane);
             }
             float before = peaks[h], peak = fmaxf(before, warp_max(s));
             float share = s > NEVER ? expf(s - peak) : 0.0f, total = warp_sum(share);

@@ -112,7 +112,7 @@ vote_latents(const __grid_constant__ Arguments args) {
             for (int i = 0; i < 2 * SETS; i++) {
                 int h = i / 2 * 4 + 2 * t + i % 2, head = tile * GROUP + h;
                 if (t >= 2 || h >= GROUP || lane / 4 >= many) continue;
-                float dot = dots[i / 2][i % 2], votes = dot * args.units[of * (SETS * 4) + h];
+                float dot = dots[i / 2][i % 2], votes = dot * __ldcg(args.units + of * (SETS * 4) + h);
                 if (CENTERED) args.products[(b * args.row + start + lane / 4) * HEADS + head] = dot;
                 votes = fminf(fmaxf(votes, -1073741824.0f), 1073741824.0f);
                 offsets[lane / 4][head] = CENTERED ? __float2int_rn(votes) : 0;
