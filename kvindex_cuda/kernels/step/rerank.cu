@@ -76,6 +76,7 @@ __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int ma
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+        next.tile.logs[half] = 0;
         if (half * 8 + lane / 4 >= many) continue;
         Candidate one = here[half * 8 + lane / 4];
         const char* block = reinterpret_cast<const char*>(one.block);
