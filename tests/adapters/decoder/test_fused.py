@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.helpers import sampled
+
 triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
@@ -16,7 +18,6 @@ from kvindex_adapters.decoder.fused import Fused, refusal  # noqa: E402
 from kvindex_adapters.decoder.weights import adjacent, lay_together  # noqa: E402
 from tests.adapters.decoder.families import ids_of, model_of  # noqa: E402
 from tests.cuda.triton import interpreter  # noqa: E402
-from tests.support.helpers import sampled  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from tests.support.helpers import sampled
+
 triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_cuda.triton import Matrix, Norm, Tile, reference  # noqa: E402
 from tests.cuda.triton import interpreter  # noqa: E402
-from tests.support.helpers import sampled  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
