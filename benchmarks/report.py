@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 SOURCES = {
     "tokens_summary": "decoder_tokens",
+    "latents": "latents_128",
     "answers_summary": "answers_lengths",
     "decode_presets": "decode_step_fast",
     "append_layers": "append",
@@ -56,6 +57,8 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "generate_speed": gpu.generate_speed,
     "decoder_tokens": tokens.decoder_tokens,
     "prefill_decoder": tokens.prefill,
+    "transformers_tokens": tokens.through,
+    "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,
     "cpu_steps": cpu.steps,

@@ -77,6 +77,24 @@ def _caches(points: Sequence[Result]) -> list[str]:
     return told
 
 
+def latents(_: Result) -> str:
+    """Steps of a layer of latents beside dense attention over them."""
+    results = [found for heads in (16, 128) if (found := stored(f"latents_{heads}"))]
+    rows = []
+    for result, point in ((one, p) for one in results for p in one["points"]):
+        rivals = (_median(point, part) for part in ("dense", "read"))
+        ours = (_over_dense(point, f"step_{place}") for place in ("host", "device"))
+        rows.append((str(result["shape"]["q_heads"]), f"{point['tokens']:,}", *rivals, *ours))
+    head = ("query heads", "tokens", "dense, absorbed", "reading all latents")
+    about = (
+        "µs for a layer and step, and over dense: medians of 50 replays of a CUDA graph of 8 "
+        f"layers, cold caches; D = 512 + 64, bfloat16, k = {results[0]['shape']['k']}, "
+        f"`{results[0]['index']}`. Dense: two products of torch and a softmax between them."
+    )
+    head = (*head, "rows on the host", "rows on the device")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(results[0])}"
+
+
 def beside(result: Result) -> str:
     """Steps of other indexes over those of the result's own."""
     rows = []

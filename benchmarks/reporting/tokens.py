@@ -1,6 +1,8 @@
-"""Tables of a decoder: tokens beside full attention's and the weights' floor, and a prompt."""
+"""Tables of a decoder: tokens beside full attention's, the floor and transformers', and prompts."""
 
 from __future__ import annotations
+
+from itertools import product
 
 from benchmarks.reporting.parts import Result, machine, stored_beside, table
 
@@ -10,6 +12,13 @@ PLANS = {
     "growing": "full attention, the decoder's own",
     "cached": "`{index}`",
     "uncached": "`{index}`, the cache of rows emptied before each token",
+}
+
+THROUGH = {
+    "decoder": "the decoder",
+    "fused": "transformers, `attach(fused=True)`",
+    "token_graph": "transformers, a token as one graph",
+    "layer_graphs": "transformers, a graph for each layer's step",
 }
 
 
@@ -51,23 +60,58 @@ def plain(result: Result) -> list[Result]:
     return sorted(found, key=lambda one: int(one["decoder"]["context"]))
 
 
-def prefill(result: Result) -> str:
-    """Seconds and device memory of a prompt, through the index and without one."""
-    found, rows = result["prefill"], []
-    for plan, words in {"indexed": f"`{result['index']}`", "full": "full attention"}.items():
-        warm, low, high = (found[plan][f"seconds{part}"] for part in ("", "_low", "_high"))
-        first = found["first"][plan]["seconds"][0]
-        peak = f"{found[plan]['peak_bytes'] / 1e9:.2f}"
-        share = f"{found['memory'][plan]:.3f}"
-        rows.append((words, f"{first:.2f}", f"{warm:.2f} ({low:.2f} to {high:.2f})", peak, share))
-    head = ("attention", "first time, s", "then, s", "device at most, GB")
+def through(result: Result) -> str:
+    """Milliseconds a token of a transformers model, beside the decoder's with the same weights."""
+    rows = []
+    for one in stored_beside("transformers_tokens", result):
+        found = one["transformers"]
+        for plan, words in THROUGH.items():
+            if plan not in found:
+                continue
+            ms, low, high = (found[plan][f"token_ms{part}"] for part in ("", "_low", "_high"))
+            ratio = found["ratio"].get(plan, {}).get("token_ms")
+            shape = f"{one['model']}, {found['context']:,}"
+            over = "" if ratio is None else f"{ratio:.2f}"
+            rows.append((shape, words, f"{ms:.2f} ({low:.2f} to {high:.2f})", over))
+    head = ("shape, tokens", "written by", "ms a token", "over the decoder's")
     about = (
-        f"{result['model']}, {found['tokens']:,} random tokens, random weights, {result['dtype']}, "
-        f"{found['chunk']:,} computed at a time, the last one's logits alone. Medians (quartiles) "
-        f"of {found['rounds']} rounds; by the index {found['ratio']['indexed']['seconds']:.2f} "
-        "of the time without. Needed: weights, one layer's keys and values, a chunk's activations."
+        f"Random weights, {result['dtype']}, `{result['index']}`, one sequence, tokens drawn at "
+        "random; between two tokens that the host reads. Medians (quartiles)."
     )
-    return f"{about}\n\n{table((*head, 'of what is needed'), rows)}\n\n{machine(result)}"
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def prefill(result: Result) -> str:
+    """Seconds and device memory of prompts, through the index and without one."""
+    rows, plans = [], {"indexed": f"`{result['index']}`", "full": "full attention"}
+    results = sorted(stored_beside("prefill_decoder", result), key=lambda one: _tokens(one))
+    for found, (plan, words) in product((one["prefill"] for one in results), plans.items()):
+        warm, low, high = (found[plan][f"seconds{part}"] for part in ("", "_low", "_high"))
+        ratio = found["ratio"].get(plan, {}).get("seconds")
+        rows.append(
+            (
+                f"{found['tokens']:,}",
+                words,
+                f"{found['first'][plan]['seconds'][0]:.2f}",
+                f"{warm:.2f} ({low:.2f} to {high:.2f})",
+                "" if ratio is None else f"{ratio:.3f}",
+                f"{found[plan]['peak_bytes'] / 1e9:.2f}",
+                f"{found['memory'][plan]:.3f}",
+            )
+        )
+    head = ("tokens", "attention", "first time, s", "then, s", "over full attention's")
+    found = result["prefill"]
+    about = (
+        f"{result['model']}, random tokens, random weights, {result['dtype']}, "
+        f"{found['chunk']:,} computed at a time, the last one's logits alone. Medians (quartiles). "
+        "Needed: weights, one layer's keys and values, a chunk's activations."
+    )
+    head = (*head, "device at most, GB", "of what is needed")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def _tokens(result: Result) -> int:
+    return int(result["prefill"]["tokens"])
 
 
 def _rows(result: Result) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from kvindex_adapters.hf import attach
-from kvindex_adapters.hf.parallel import heads_over_ranks
+from kvindex_adapters.hf.parallel import check_heads, heads_over_ranks
 from kvindex_adapters.hf.unsupported import UnsupportedError
 from tests.adapters import tiny
 
@@ -76,6 +76,8 @@ def tokens_are_shared(rows):
 
 
 def what_heads_over_ranks_lack_is_refused():
+    with pytest.raises(ValueError, match="got 2 processes for 1 KV heads, allowed are numbers"):
+        check_heads(tiny.build("llama", num_key_value_heads=1).config)
     shared = of_heads("llama")[1]
     with attach(shared, index="exact") as cache:
         tiny.steps(shared, cache, tiny.prompt(1, 9), [9])

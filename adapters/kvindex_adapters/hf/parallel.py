@@ -62,6 +62,20 @@ def heads_over_ranks() -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
+def check_heads(config: Any) -> None:
+    """Raises ValueError for a model whose KV heads no ranks can share evenly.
+
+    config: of transformers.
+    """
+    text, ranks = config.get_text_config(), rank()[1]
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % ranks:
+        raise ValueError(
+            f"--nproc-per-node: got {ranks} processes for {heads} KV heads, allowed are numbers "
+            "that divide them, or an index that shares tokens, as pariskv+sharded does"
+        )
+
+
 def shares_heads(model: nn.Module) -> bool:
     """Whether several ranks have the weights of a model together."""
     return any(isinstance(weight, DTensor) for weight in model.parameters())
