@@ -55,11 +55,10 @@ ONE = [
     Tile(rows=32, columns=128, stages=4),
 ]
 SEVERAL = [
-    *(Tile(16, 256, 4, stages) for stages in (4, 6)),
+    Tile(16, 256, 4, 4),
     *(Tile(16, 512, 8, stages) for stages in (3, 4)),
     *(Tile(32, 256, 4, stages) for stages in (3, 4)),
     *(Tile(32, 512, 8, stages) for stages in (3, 4)),
-    Tile(64, 256, 4, 4),
     Tile(64, 512, 8, 3),
 ]
 """Tiles that are tried for one sequence and for several, the usual ones among them."""

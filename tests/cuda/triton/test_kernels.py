@@ -152,6 +152,22 @@ def test_head_and_argmax(run, B, size):
         assert torch.equal(peaks.values[:, block], part.amax(1))
 
 
+def test_products_of_several_rows_by_their_usual_tiles(run):
+    sizes = [(100, 1088), (96, 544)]
+    if run[0] == "cuda":  # the interpreter takes 15 s for it
+        sizes.append((4300, 1088))
+    for N, K in sizes:
+        x, norm, matrix = drawn(run, 4, K), norm_of(run, K), matrix_of(run, N, K)
+        residual, out = drawn(run, 4, N), poisoned(run, 4, N)
+        tile = layers.tile_of("norm_linear", matrix, 4)
+        layers.norm_linear(x, norm, matrix, out=out, tile=tile)
+        close(out, reference.norm_linear(x, norm, matrix), run[1])
+        found = layers.norm_swiglu(x, norm, matrix, tile=tile)
+        close(found, reference.norm_swiglu(x, norm, matrix), run[1])
+        found = layers.linear_residual(x, matrix, residual, tile=tile)
+        close(found, reference.linear_residual(x, matrix, residual), run[1])
+
+
 def test_large_activations_are_normalized(run):
     """Squares are added as two of the matrix units' inputs, of any size that a norm meets."""
     x = drawn(run, 4, 96) * torch.tensor([1e-3, 1.0, 30.0, 3e3], device=run[0])[:, None]
