@@ -59,6 +59,7 @@ SEVERAL = [
     *(Tile(16, 512, 8, stages) for stages in (3, 4)),
     *(Tile(32, 256, 4, stages) for stages in (3, 4)),
     *(Tile(32, 512, 8, stages) for stages in (3, 4)),
+    Tile(16, 1024, 8, 3),
     Tile(64, 512, 8, 3),
 ]
 """Tiles that are tried for one sequence and for several, the usual ones among them."""
