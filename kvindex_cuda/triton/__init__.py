@@ -7,7 +7,13 @@ package asks for: import this module by name where it is wanted.
 from kvindex_cuda.triton import reference
 from kvindex_cuda.triton.head import Peaks, argmax, head
 from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
-from kvindex_cuda.triton.products import linear_residual, norm_linear, prefetch, swiglu_linear
+from kvindex_cuda.triton.products import (
+    linear_residual,
+    norm_linear,
+    norm_swiglu,
+    prefetch,
+    swiglu_linear,
+)
 from kvindex_cuda.triton.prompt import attend_prompt
 from kvindex_cuda.triton.rotate import rotate_heads
 from kvindex_cuda.triton.tiles import tile_of
@@ -24,6 +30,7 @@ __all__ = [
     "head",
     "linear_residual",
     "norm_linear",
+    "norm_swiglu",
     "prefetch",
     "reference",
     "rotate_heads",

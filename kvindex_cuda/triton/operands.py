@@ -50,6 +50,8 @@ class Norm(NamedTuple):
 class Tile(NamedTuple):
     """How a matrix is cut: rows and columns that a program reads at once, powers of two.
 
+    Of several sequences each warp multiplies a slice of the columns with all rows: 64 columns a
+    warp and more are copied ahead in whole lines, 32 is the least.
     warps: of a program; stages: of its pipeline; overlap: a launch begins, and reads its first
     weights, before the launch before it ends (programmatic dependent launch). Every launch of the
     chain may have it. It has no effect under Triton's interpreter.

@@ -11,6 +11,9 @@ from kvindex_cuda.triton.operands import ROWS, Matrix, Norm, Tile, launch, like,
 
 TILE = Tile()
 
+SLICE = 32
+"""Columns at least that a warp multiplies at once: what the matrix units take of FP8."""
+
 LINES = 128
 """That a program brings into L2 at once."""
 
@@ -33,7 +36,31 @@ def norm_linear(
     """
     rows_of("x", x, matrix.weight.shape[-1])
     like("norm", norm.weight, x, x.shape[1])
-    return _multiply(x, norm, matrix, None, out, tile, ahead, gated=False)
+    return _multiply(x, norm, matrix, None, out, tile, ahead)
+
+
+def norm_swiglu(
+    x: Tensor,
+    norm: Norm,
+    matrix: Matrix,
+    *,
+    out: Tensor | None = None,
+    tile: Tile = TILE,
+    ahead: Tensor | None = None,
+) -> Tensor:
+    """`silu(gate) · up` of RMS-normalized activations: `[B, N]`.
+
+    matrix `[2N, K]`: gate, then up, stacked (SwiGLU: Shazeer, 2020); a program has half of
+    `tile.rows` of each. As many programs ask for `silu` as for the rows of one more product, where
+    in `swiglu_linear` each program asks for all. Others and errors as of `norm_linear`.
+    """
+    rows_of("x", x, matrix.weight.shape[-1])
+    like("norm", norm.weight, x, x.shape[1])
+    if len(matrix.weight) % 2:
+        raise ValueError(f"weight: got {len(matrix.weight)} rows, allowed is an even number")
+    if tile.rows < 2:
+        raise ValueError(f"rows: got {tile.rows}, allowed is at least 2, of gate and of up")
+    return _multiply(x, norm, matrix, None, out, tile, ahead, paired=True)
 
 
 def linear_residual(
@@ -50,7 +77,7 @@ def linear_residual(
     out: may be the residual. Other arguments and errors as of `norm_linear`.
     """
     rows_of("x", x, matrix.weight.shape[-1])
-    return _multiply(x, None, matrix, residual, out, tile, ahead, gated=False)
+    return _multiply(x, None, matrix, residual, out, tile, ahead)
 
 
 def swiglu_linear(
@@ -101,18 +128,20 @@ def _multiply(
     tile: Tile,
     ahead: Tensor | None,
     *,
-    gated: bool,
+    gated: bool = False,
+    paired: bool = False,
 ) -> Tensor:
     """Check what is left to check, and launch."""
     B, K = x.shape[0], matrix.weight.shape[1]
     N = of_matrix(matrix, x, K)
+    wide = N // 2 if paired else N
     if residual is not None:
         like("residual", residual, x, B, N)
-    output = torch.empty((B, N), dtype=x.dtype, device=x.device) if out is None else out
-    like("out", output, x, B, N)
+    output = torch.empty((B, wide), dtype=x.dtype, device=x.device) if out is None else out
+    like("out", output, x, B, wide)
     launch(
         product.multiply,
-        (cdiv(N, tile.rows),),
+        (cdiv(N, tile.rows) if not paired else cdiv(wide, tile.rows // 2),),
         tile,
         x.device,
         **of_product(x, norm, matrix, tile),
@@ -123,6 +152,7 @@ def _multiply(
         ahead=ahead,
         AHEAD_LINES=_lines(ahead),
         GATED=gated,
+        PAIRED=paired,
     )
     return output
 
@@ -144,5 +174,6 @@ def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict
         BATCH=1 if x.shape[0] == 1 else ROWS,
         BLOCK_N=tile.rows,
         BLOCK_K=tile.columns,
+        SLICES=max(1, min(tile.warps, tile.columns // SLICE)),
         STAGES=tile.stages,
     )

@@ -33,6 +33,12 @@ def norm_linear(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
     return multiply(normalize(x, norm), matrix).to(x.dtype)
 
 
+def norm_swiglu(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
+    """`silu(gate) · up` of normalized activations `[B, K]`, from a matrix `[2N, K]`: `[B, N]`."""
+    gate, up = multiply(normalize(x, norm), matrix).chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(x.dtype)
+
+
 def linear_residual(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
     """The product of activations `[B, K]`, added to a residual `[B, N]`."""
     return (residual.float() + multiply(x.float(), matrix)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Tiles by product: the sizes that `tools/tune_triton.py` found fastest, and a default."""
+"""Tiles by product: the sizes that `tools/tune_triton.py` found fastest, and usual ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import NamedTuple
 from triton import next_power_of_2
 
 from kvindex_cuda.triton.operands import Matrix, Tile
+
+PROGRAMS = 132
+"""At least, where a matrix has the rows: multiprocessors of an H100 and an H200."""
 
 MOST_ROWS = 2**16
 """Matrices with more rows are alike: each has more programs than a GPU runs at once."""
@@ -37,7 +40,7 @@ TILES: dict[Case, Tile] = {
     Case("norm_linear", 32768, 4096, 1, True): Tile(16, 256, 4, 5),
     Case("swiglu_linear", 4096, 16384, 1, True): Tile(8, 512, 4, 4),
 }
-"""Lines that `tools/tune_triton.py` prints; what is not here takes the default."""
+"""Lines that `tools/tune_triton.py` prints; what is not here takes the usual one."""
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:
@@ -47,9 +50,24 @@ def case_of(product: str, matrix: Matrix, batch: int) -> Case:
     return Case(product, rows, columns, matrix.weight.itemsize, batch == 1)
 
 
+def usual(matrix: Matrix, batch: int) -> Tile:
+    """The tile of a product that nobody timed.
+
+    Of several sequences, so that each multiprocessor asks for at least 40 KB ahead, which hide some
+    1,000 cycles of a memory's latency: 32 rows, each 1 KiB wide in 16 bits, three stages; 16 and
+    four where 32 leave some without a program. Short rows are cut into narrower pieces.
+    """
+    if batch == 1:
+        return Tile()
+    N, K = matrix.weight.shape
+    rows, stages = (32, 3) if N > 32 * (PROGRAMS - 1) else (16, 4)
+    return Tile(rows, 512, 8, stages) if K > 1024 else Tile(rows, 256, 4, 4)
+
+
 def tile_of(product: str, matrix: Matrix, batch: int, *, overlap: bool = False) -> Tile:
-    """The tile of a product (`norm_linear`, `linear_residual`, `swiglu_linear`).
+    """The tile of a product (`norm_linear`, `norm_swiglu`, `linear_residual`, `swiglu_linear`).
 
     batch: sequences; overlap: as of `Tile`.
     """
-    return TILES.get(case_of(product, matrix, batch), Tile())._replace(overlap=overlap)
+    found = TILES.get(case_of(product, matrix, batch)) or usual(matrix, batch)
+    return found._replace(overlap=overlap)

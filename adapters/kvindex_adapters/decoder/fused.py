@@ -1,8 +1,10 @@
 """One token's forward pass by Triton kernels: as `layers.forward`, in six launches a layer.
 
 Queries, keys and values are one product, gate and up another, each after its normalization; each
-sum with the residual is part of the product before it. Sums are float32 and rounded once, so that
-logits are those of `layers.forward` within rounding.
+sum with the residual is part of the product before it. `silu(gate) · up` is part of the product
+that takes it; of several sequences, of the one that gives it, for the other's programs would each
+compute all of it. Sums are float32 and rounded once, so that logits are those of `layers.forward`
+within rounding.
 """
 
 from __future__ import annotations
@@ -130,12 +132,17 @@ class Fused:
             hidden = run.linear_residual(
                 output, layer.output, hidden, tile=tile("linear_residual", layer.output)
             )
-            gate_up = run.norm_linear(
-                hidden, layer.mlp_norm, layer.gate_up, tile=tile("norm_linear", layer.gate_up)
-            )
-            hidden = run.swiglu_linear(
-                gate_up, layer.down, hidden, tile=tile("swiglu_linear", layer.down)
-            )
+            given = hidden, layer.mlp_norm, layer.gate_up
+            if batch == 1:
+                gate_up = run.norm_linear(*given, tile=tile("norm_linear", layer.gate_up))
+                hidden = run.swiglu_linear(
+                    gate_up, layer.down, hidden, tile=tile("swiglu_linear", layer.down)
+                )
+            else:
+                activated = run.norm_swiglu(*given, tile=tile("norm_swiglu", layer.gate_up))
+                hidden = run.linear_residual(
+                    activated, layer.down, hidden, tile=tile("linear_residual", layer.down)
+                )
         return run.norm_linear(hidden, self._norm, self._head, tile=tile("norm_linear", self._head))
 
     def _together(self, *linears: Linear) -> Matrix:

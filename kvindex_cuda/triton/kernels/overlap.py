@@ -32,6 +32,24 @@ def bring(ahead, AHEAD_LINES: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
+def bring_rows(weight, rows, N, K, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
+    """Where launches overlap, ask for the first `BLOCK_K` weights of a matrix's rows."""
+    if OVERLAP:
+        SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        LINES: tl.constexpr = (BLOCK_K * SIZE + 127) // 128
+        columns = tl.minimum(tl.arange(0, LINES) * (128 // SIZE), K - 1)
+        at = weight + tl.minimum(rows, N - 1)[:, None].to(tl.int64) * K + columns[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [at.to(tl.int64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def prefetch(ahead, AHEAD_LINES: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr):
     """Bring memory into L2 and do nothing else."""
     bring(ahead, AHEAD_LINES, LINES)

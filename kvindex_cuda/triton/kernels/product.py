@@ -1,9 +1,10 @@
-"""A matrix times a few vectors: each program has some of the matrix's rows, and all vectors."""
+"""A matrix times a vector: each program has some of the matrix's rows. Of several, see `rows`."""
 
 import triton
 import triton.language as tl
 
 from kvindex_cuda.triton.kernels.overlap import after_previous, bring
+from kvindex_cuda.triton.kernels.rows import product_of_rows
 
 
 @triton.jit
@@ -26,46 +27,32 @@ def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
 
 @triton.jit
 def add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATED: tl.constexpr):
-    """Add a tile's products to `sums`, and its activations' squares to `squares`.
-
-    One vector: an entry of `sums` for each weight. More: the matrix units', `[rows, batch]`. For
-    float16 with a norm their inputs are TF32, which has its bits and a larger range.
-    """
+    """Add a tile's products to `sums`, an entry for each weight, and its squares to `squares`."""
     found = read_vectors(x, x_step, columns, batch, K, B, GATED)
     if norm is not None:
         squares += found * found
         found = found * tl.load(norm + columns, columns < K, other=0.0).to(tl.float32)[:, None]
-    if batch.shape[0] == 1:
-        sums += weights.to(tl.float32) * tl.trans(found)
-    elif x.dtype.element_ty == tl.float32:
-        sums = tl.dot(weights.to(tl.float32), found, sums, input_precision="ieee")
-    elif x.dtype.element_ty == tl.float16 and norm is not None:
-        sums = tl.dot(weights.to(tl.float32), found, sums, input_precision="tf32")
-    else:
-        dtype = x.dtype.element_ty
-        sums = tl.dot(weights.to(dtype), found.to(dtype), sums)
+    sums += weights.to(tl.float32) * tl.trans(found)
     return sums, squares
 
 
 @triton.jit
-def product(
+def product_of_one(
     x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the product, float32 `[rows, batch]`; the first weights are read before the wait."""
+    """Rows of the product, float32 `[rows, 1]`; the first weights are read before the wait."""
     columns = tl.arange(0, BLOCK_K)
     weights = read_weights(weight, rows, columns, N, K)
     after_previous(OVERLAP)
-    one: tl.constexpr = batch.shape[0] == 1
-    sums = tl.zeros([rows.shape[0], BLOCK_K if one else batch.shape[0]], tl.float32)
-    squares = tl.zeros([BLOCK_K, batch.shape[0]], tl.float32)
+    sums = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K, 1], tl.float32)
     sums, squares = add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATED)
     for first in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         later = first + columns
         weights = read_weights(weight, rows, later, N, K)
         sums, squares = add_tile(sums, squares, weights, x, x_step, norm, later, batch, K, B, GATED)
-    if one:
-        sums = tl.sum(sums, 1)[:, None]
+    sums = tl.sum(sums, 1)[:, None]
     if norm is not None:
         sums = sums * tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
     if scale is not None:
@@ -76,20 +63,52 @@ def product(
 
 
 @triton.jit
+def product(
+    x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
+    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rows of the product, float32 `[rows, batch]`."""
+    if batch.shape[0] == 1:
+        return product_of_one(
+            x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
+            BLOCK_K, GATED, STAGES, OVERLAP,
+        )  # fmt: skip
+    else:
+        return product_of_rows(
+            x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
+            BLOCK_K, SLICES, GATED, STAGES, OVERLAP,
+        )  # fmt: skip
+
+
+@triton.jit
 def multiply(
     x, x_step, norm, eps, weight, scale, bias, residual, residual_step, output, output_step,
     ahead, B, N, K,
     AHEAD_LINES: tl.constexpr, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    SLICES: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`output[b] = residual[b] + weight · f(x[b])`; the residual may be the output."""
+    """`output[b] = residual[b] + weight · f(x[b])`; the residual may be the output.
+
+    Paired: `silu` of the first half of the matrix's rows, times the other half.
+    """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PAIRED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        within = tl.arange(0, BLOCK_N)
+        rows = tl.program_id(0) * HALF + within % HALF + within // HALF * (N // 2)
     batch = tl.arange(0, BATCH)
     sums = product(
         x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-        BLOCK_K, GATED, STAGES, OVERLAP,
+        BLOCK_K, SLICES, GATED, STAGES, OVERLAP,
     )  # fmt: skip
     bring(ahead, AHEAD_LINES, 128)
+    if PAIRED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, BATCH)), (1, 2, 0)))
+        sums = gate / (1.0 + tl.exp(-gate)) * up
+        rows = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        N = N // 2
     inside = (rows[:, None] < N) & (batch[None, :] < B)
     if residual is not None:
         at = residual + batch[None, :] * residual_step + rows[:, None]

@@ -1,15 +1,21 @@
 """Triton compiles each kernel for sm_90, with and without overlap. No GPU needed."""
 
+import subprocess
 import sys
 
 import pytest
+import torch
+
+from tests.support.helpers import sampled
 
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from kvindex_cuda.triton import Matrix  # noqa: E402
 from kvindex_cuda.triton.kernels import attention, head, overlap, product, rotate  # noqa: E402
+from kvindex_cuda.triton.tiles import usual  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="nothing is compiled there"),
@@ -32,8 +38,8 @@ POINTERS = {
     "sin": "*fp32",
 }
 FLOATS = {"eps", "query_eps", "key_eps"}
-PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, STAGES=3, bias=None, scale=None)
-MULTIPLY = PRODUCT | dict(AHEAD_LINES=0, GATED=False, ahead=None)
+PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, SLICES=4, STAGES=3, bias=None, scale=None)
+MULTIPLY = PRODUCT | dict(AHEAD_LINES=0, GATED=False, PAIRED=False, ahead=None)
 HEADS = dict(H=32, G=8, D=128, DV=128, HALF=64, WIDE=128)
 PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
 SPLIT = dict(G=8, GROUP=4, D=128, DV=128, ROWS=16, BLOCK_N=64, WIDE=128, WIDE_V=128, SPLITS=64)
@@ -43,7 +49,8 @@ CASES = [
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, residual=None)),
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, norm=None, GATED=True)),
     (product.multiply, "fp16", MULTIPLY | dict(BATCH=8, residual=None)),
-    (product.multiply, "fp32", MULTIPLY | dict(BATCH=8, residual=None, BLOCK_K=32)),
+    (product.multiply, "fp32", MULTIPLY | dict(BATCH=8, residual=None, BLOCK_K=128)),
+    (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, residual=None, PAIRED=True)),
     (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=1, norm=None, scale="*fp32")),
     (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=8, norm=None, scale="*fp32")),
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, norm=None, AHEAD_LINES=900, ahead="*bf16")),
@@ -58,14 +65,20 @@ CASES = [
     (attention.merge_splits, "bf16", MERGE),
     (overlap.prefetch, "bf16", dict(AHEAD_LINES=900, LINES=128)),
 ]
+SHARED = 227 * 1024
+"""Bytes of shared memory of a multiprocessor of compute capability 9.0."""
+
 TENSORS = {
     *("x", "norm", "weight", "bias", "residual", "output", "ahead", "logits", "projected"),
     *("query_norm", "key_norm", "queries", "keys"),
 }
 
 
-def compiled(kernel, weights, given):
-    """PTX of a kernel; given: its constants, or types in place of the usual ones."""
+def compiled(kernel, weights, given, aligned=False, warps=4, stages=2):
+    """PTX of a kernel; given: its constants, or types in place of the usual ones.
+
+    aligned: addresses and sizes, but the batch, are multiples of 16, as a decoder's are.
+    """
     others = "bf16" if weights == "fp8e4nv" else weights
     types, constants = {}, {}
     for name in kernel.arg_names:
@@ -78,9 +91,15 @@ def compiled(kernel, weights, given):
             types[name] = f"*{weights if name == 'weight' else others}"
         else:
             types[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
-    source = ASTSource(kernel, types, constexprs=constants)
-    target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options=dict(num_warps=4, num_stages=2))
+    even = [["tt.divisibility", 16]]
+    attrs = {
+        (at,): even
+        for at, name in enumerate(kernel.arg_names)
+        if aligned and name != "B" and types[name] not in ("constexpr", "fp32")
+    }
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attrs)
+    options = dict(num_warps=warps, num_stages=stages)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 @pytest.mark.parametrize(("kernel", "weights", "given"), CASES)
@@ -92,7 +111,8 @@ def test_a_kernel_compiles(kernel, weights, given, overlapped, tmp_path, monkeyp
     found = compiled(kernel, weights, given | dict(OVERLAP=overlapped)).asm
     assert found["cubin"]
     assert ("griddepcontrol.wait" in found["ptx"]) == overlapped
-    assert ("prefetch.global.L2" in found["ptx"]) == bool(given.get("AHEAD_LINES"))
+    brought = overlapped and given.get("BATCH") == 8  # its first weights, before the wait
+    assert ("prefetch.global.L2" in found["ptx"]) == (brought or bool(given.get("AHEAD_LINES")))
 
 
 def test_products_of_several_rows_run_on_the_matrix_units(tmp_path, monkeypatch):
@@ -100,6 +120,45 @@ def test_products_of_several_rows_run_on_the_matrix_units(tmp_path, monkeypatch)
     for weights in ("bf16", "fp16"):
         given = MULTIPLY | dict(BATCH=8, residual=None, OVERLAP=True)
         assert "mma" in compiled(product.multiply, weights, given).asm["ptx"]
+
+
+KINDS = {
+    "norm_linear": dict(residual=None),
+    "linear_residual": dict(norm=None),
+    "norm_swiglu": dict(residual=None, PAIRED=True),
+}
+SIZES = [(6144, 4096), (4096, 12288), (576, 576)]
+"""Of matrices that have different tiles: of many rows, of few, of short ones."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "size"), sampled(list(KINDS), ("bf16", "fp8e4nv"), SIZES)
+)
+def test_products_of_several_rows_copy_ahead_and_spill_nothing(
+    kind, weights, size, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dtype = torch.bfloat16 if weights == "bf16" else torch.float8_e4m3fn
+    tile = usual(Matrix(torch.empty(size, dtype=dtype, device="meta")), 4)
+    sizes = dict(BLOCK_N=tile.rows, BLOCK_K=tile.columns, SLICES=tile.warps, STAGES=tile.stages)
+    given = MULTIPLY | KINDS[kind] | sizes | dict(BATCH=8, OVERLAP=True)
+    if weights == "fp8e4nv":
+        given |= dict(scale="*fp32")
+    found = compiled(product.multiply, weights, given, True, tile.warps, tile.stages)
+    loop = found.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+    copied = loop.count("ttg.async_copy_global_to_local")
+    assert copied == 2 + ("norm" in kind)  # weights, activations, factors of the norm
+    assert "tt.load" not in loop
+    assert f"warpsPerCTA = [{tile.warps}, 1, 1]" in found.asm["ttgir"]  # no warp does another's
+    assert found.metadata.shared <= SHARED // 2  # two programs on a multiprocessor
+    (tmp_path / "cubin").write_bytes(found.asm["cubin"])
+    usage = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", tmp_path / "cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "STACK:0 " in usage, usage
 
 
 def test_the_first_weights_are_read_before_the_wait(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ RUNS += [
 PLAIN = [one for one in RUNS if not one.values[0][2]]
 weightless = pytest.mark.parametrize("run", PLAIN, indirect=True, ids=str)
 """Of a kernel that reads no weights, which may be FP8."""
-TILE = Tile(rows=16, columns=32)
+TILE = Tile(rows=16, columns=64)
 BOUNDS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -58,7 +58,9 @@ def close(found, expected, dtype):
     torch.testing.assert_close(found.float(), expected.float(), rtol=bound, atol=bound)
 
 
-products = pytest.mark.parametrize(("B", "size"), sampled((1, 3, 8), ((45, 75), (32, 64), (7, 24))))
+products = pytest.mark.parametrize(
+    ("B", "size"), sampled((1, 2, 3, 8), ((45, 75), (32, 64), (7, 24), (33, 300)))
+)
 
 
 @products
@@ -81,6 +83,19 @@ def test_linear_residual_in_place(run, B, size):
     expected = reference.linear_residual(x, matrix, residual)
     layers.linear_residual(x, matrix, residual, out=residual, tile=TILE)
     close(residual, expected, run[1])
+
+
+@products
+def test_norm_swiglu(run, B, size):
+    N, K = size
+    x, norm, matrix, out = (
+        drawn(run, B, K),
+        norm_of(run, K),
+        matrix_of(run, 2 * N, K),
+        poisoned(run, B, N),
+    )
+    assert layers.norm_swiglu(x, norm, matrix, out=out, tile=TILE) is out
+    close(out, reference.norm_swiglu(x, norm, matrix), run[1])
 
 
 @products
@@ -135,6 +150,33 @@ def test_head_and_argmax(run, B, size):
     assert torch.equal(found, reference.argmax(logits))
     for block, part in enumerate(logits.float().split(TILE.rows, dim=1)):
         assert torch.equal(peaks.values[:, block], part.amax(1))
+
+
+def test_products_of_several_rows_by_their_usual_tiles(run):
+    sizes = [(100, 1088), (96, 544)]
+    if run[0] == "cuda":  # the interpreter takes 15 s for it
+        sizes.append((4300, 1088))
+    for N, K in sizes:
+        x, norm, matrix = drawn(run, 4, K), norm_of(run, K), matrix_of(run, N, K)
+        residual, out = drawn(run, 4, N), poisoned(run, 4, N)
+        tile = layers.tile_of("norm_linear", matrix, 4)
+        layers.norm_linear(x, norm, matrix, out=out, tile=tile)
+        close(out, reference.norm_linear(x, norm, matrix), run[1])
+        found = layers.norm_swiglu(x, norm, matrix, tile=tile)
+        close(found, reference.norm_swiglu(x, norm, matrix), run[1])
+        found = layers.linear_residual(x, matrix, residual, tile=tile)
+        close(found, reference.linear_residual(x, matrix, residual), run[1])
+
+
+def test_large_activations_are_normalized(run):
+    """Squares are added as two of the matrix units' inputs, of any size that a norm meets."""
+    x = drawn(run, 4, 96) * torch.tensor([1e-3, 1.0, 30.0, 3e3], device=run[0])[:, None]
+    x, norm, matrix = x.to(run[1]), norm_of(run, 96), matrix_of(run, 20, 96)
+    close(
+        layers.norm_linear(x, norm, matrix, tile=TILE),
+        reference.norm_linear(x, norm, matrix),
+        run[1],
+    )
 
 
 def test_equal_logits_go_to_the_lower_id(run):
@@ -241,6 +283,10 @@ def test_bad_arguments_are_refused_and_nothing_is_written(run):
         layers.norm_linear(x, norm, matrix, out=out[:, 1:])
     with pytest.raises(ValueError, match=r"^rows: got 12, allowed is a power of two"):
         layers.norm_linear(x, norm, matrix, out=out, tile=Tile(rows=12))
+    with pytest.raises(ValueError, match=r"^weight: got 15 rows, allowed is an even number"):
+        layers.norm_swiglu(x, norm, matrix_of(run, 15, 24), out=out)
+    with pytest.raises(ValueError, match=r"^rows: got 1, allowed is at least 2"):
+        layers.norm_swiglu(x, norm, matrix, out=out[:, :8], tile=Tile(rows=1))
     with pytest.raises(ValueError, match=r"^weight: got torch.float64"):
         layers.norm_linear(x, norm, Matrix(matrix.weight.double()), out=out)
     with pytest.raises(ValueError, match=r"^residual: got shape"):
