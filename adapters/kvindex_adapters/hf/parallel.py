@@ -68,7 +68,7 @@ def check_heads(config: Any) -> None:
     config: of transformers.
     """
     text, ranks = config.get_text_config(), rank()[1]
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = vars(text).get("num_key_value_heads") or text.num_attention_heads
     if heads % ranks:
         raise ValueError(
             f"--nproc-per-node: got {ranks} processes for {heads} KV heads, allowed are numbers "
