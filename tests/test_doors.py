@@ -24,6 +24,10 @@ OF_TORCH = "torch has no public name for it"
 OF_TRANSFORMERS = "transformers has no public name for it"
 FOREIGN = {
     "adapters/kvindex_adapters/hf/attach.py": ({"_attn_implementation"}, OF_TRANSFORMERS),
+    "adapters/kvindex_adapters/hf/run_ahead.py": (
+        {"_prefill", "_optimize_model_for_decode", "_update_model_kwargs_for_generation"},
+        OF_TRANSFORMERS,
+    ),
     "kvindex/core/guard.py": ({"_C", "_len_torch_function_stack"}, OF_TORCH),
     "kvindex/core/streams.py": ({"_C", "_cuda_getCurrentRawStream", "_cuda_getDevice"}, OF_TORCH),
     "kvindex/ops/attention.py": ({"_scaled_dot_product_flash_attention_for_cpu"}, OF_TORCH),

@@ -293,6 +293,7 @@ LOOKUPS = {
     "adapters/kvindex_adapters/hf/load_model.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/model_info.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/rotary.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/run_ahead.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/tensor_spec.py": "the name of a function of torch",
     "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
     "kvindex/bases/faiss_library.py": "what a build of FAISS has",

@@ -1,4 +1,4 @@
-"""`TokenGraph`: a whole token of a model as one CUDA graph, and the ring its tokens come back by.
+"""`TokenGraph`: a whole token of a model as one CUDA graph.
 
 A replay does all of a token: embedding, layers, logits, the choice of the next token and its
 position. The host launches a few of them ahead, counts, and updates windows in between; it reads a
@@ -8,17 +8,13 @@ token from pinned memory when the device has written it.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 
-import torch
 from torch import Tensor
 
 from kvindex.core.graphs import GRAPHS, Graph
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
-
-AHEAD = 4
-"""Tokens that are launched before one is read: a host that is late by less delays none."""
+from kvindex_adapters.hf.token_ring import AHEAD
 
 WARM = 1
 """Tokens like it that are launched op by op before one is captured: they compile and allocate."""
@@ -83,40 +79,3 @@ class TokenGraph:
 
     def _chosen(self, logits: Tensor) -> Tensor:
         return self._sampler.choose(logits)[:, None]
-
-
-class TokenRing:
-    """Tokens on their way to the host, in the order that they were put in: `B` of them each time.
-
-    At most `AHEAD + 1` at once.
-    """
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        shape = (AHEAD + 1, batch)
-        self._slots = torch.empty(shape, dtype=torch.int64, pin_memory=self._pinned)
-        self._next = 0
-        self._coming: deque[tuple[int, torch.cuda.Event | None]] = deque()
-
-    def __len__(self) -> int:
-        """How many were put in and not taken."""
-        return len(self._coming)
-
-    def put(self, tokens: Tensor) -> None:
-        """Send tokens int64 `[B]`, when the current stream has come to here."""
-        slot, self._next = self._next, (self._next + 1) % len(self._slots)
-        self._slots[slot].copy_(tokens, non_blocking=True)
-        event = torch.cuda.current_stream(tokens.device).record_event() if self._pinned else None
-        self._coming.append((slot, event))
-
-    def take(self) -> Tensor:
-        """The oldest tokens int64 `[B]`, on the CPU, once they are there."""
-        slot, event = self._coming.popleft()
-        if event is not None:
-            event.synchronize()
-        return self._slots[slot].clone()
-
-    def wait(self) -> None:
-        """Until all of them are there."""
-        while self._coming:
-            self.take()

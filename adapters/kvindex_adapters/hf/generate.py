@@ -34,6 +34,7 @@ from kvindex_adapters.hf.prefill import (
     prefill,
 )
 from kvindex_adapters.hf.report import Report
+from kvindex_adapters.hf.run_ahead import decoding_options
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
 from kvindex_adapters.hf.unsupported import assisted
@@ -135,7 +136,7 @@ def generate(
             past_key_values=holder,
             max_new_tokens=max_new_tokens,
             streamer=timer,
-            **options,
+            **decoding_options(model, tokenizer, holder, timer, options),
         )
         answer = sequence[0, len(input_ids) :]
         if cache is not None and used != "branch":
