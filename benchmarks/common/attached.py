@@ -22,6 +22,7 @@ from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.run_ahead import decoding_options
 
 
 class Marks(BaseStreamer):
@@ -39,7 +40,7 @@ class Marks(BaseStreamer):
 
 
 class Attached:
-    """A model that writes on by `generate`, tokens drawn at random, through an empty cache.
+    """A model that writes on by `kvhf.generate`'s loop, tokens drawn at random, in an empty cache.
 
     All layers first hold so many tokens; there is memory for `room` more.
     """
@@ -63,8 +64,7 @@ class Attached:
             attention_mask=torch.ones_like(self._ids),
             past_key_values=self._cache,
             streamer=marks,
-            **options,
-            **ONE_ANSWER,
+            **decoding_options(self._model, None, self._cache, marks, {**options, **ONE_ANSWER}),
         )
         self._cache.token_graph = self._graph
         return {"token_ms": [1e3 * (new - old) for old, new in pairwise(marks.at[1:])]}

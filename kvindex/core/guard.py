@@ -61,12 +61,15 @@ class Access:
     def __init__(self) -> None:
         self._readers: dict[int, int] = {}  # thread -> calls
         self._owners: dict[int, int] = {}
+        self.begun = 0
+        """Calls that have begun, ever."""
 
     def enter(self, name: str, *, alone: bool) -> None:
         """Begin a call, which `leave` ends. Raises RuntimeError beside another thread's."""
         me, owners, readers = get_ident(), self._owners, self._readers
         calls = owners if alone else readers
         calls[me] = calls.get(me, 0) + 1
+        self.begun += 1
         # more threads than this one
         if len(owners) > (me in owners) or (alone and len(readers) > (me in readers)):
             raise RuntimeError(
@@ -109,6 +112,11 @@ class Guarded(Restorable):
             owner = next((base for base in cls.__mro__ if name in vars(base)), Guarded)
             if owner is cls or not issubclass(owner, Restorable):  # its own, or of a mixin
                 setattr(cls, name, _guarded(vars(owner)[name]))
+
+    @property
+    def calls_begun(self) -> int:
+        """Guarded calls so far: while it stays the same, none has changed anything."""
+        return self._access.begun
 
     def _shallow(self) -> Self:
         twin = super()._shallow()

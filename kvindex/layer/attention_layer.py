@@ -107,6 +107,8 @@ class AttentionLayer(WindowUpdates):
         )
         self._row_bytes = row_bytes(index)
         self._usual: object = None  # kinds of tensors that were checked last
+        self._prepared: tuple[object, CapturesStep, ResidentRows, int] | None = None
+        self._due_at = 0  # length before which no replay lets an update begin or end
 
     @property
     def valid(self) -> Tensor | None:
@@ -403,10 +405,30 @@ class AttentionLayer(WindowUpdates):
         Then what it reads is where it reads it. Gives the same object for as long as one graph may
         be replayed; None where the next token must take `step` (`capture_refusal`).
         """
+        self._prepared = None
         if self.capture_refusal() is not None:
             return None
         index, resident = self._capturing()
-        return index.prepare_replay(resident, k=rows_to_ask(self.index, self.k))
+        k, self._due_at = rows_to_ask(self.index, self.k), self._due_from()
+        self._prepared = self._prepared_for(), index, resident, k
+        return index.prepare_replay(resident, k=k)
+
+    def prepare_next(self) -> object | None:
+        """As `prepare_replay`, or None where that must be called: where anything but `count_replay`
+        was called since, or the resident rows have no room.
+
+        Before each token of many layers: it asks the index alone.
+        """
+        if (prepared := self._prepared) is None:
+            return None
+        made_for, index, resident, k = prepared
+        if made_for != self._prepared_for() or len(resident) >= resident.room:
+            return None
+        return index.prepare_replay(resident, k=k)
+
+    def _prepared_for(self) -> object:
+        """What `prepare_replay` depends on, but for the index's part."""
+        return self.calls_begun, id(self.index), self.k, self.coverage, self.dense_below
 
     def captured_step(
         self,
@@ -441,9 +463,10 @@ class AttentionLayer(WindowUpdates):
         """
         regions = self._regions
         resident = regions.count_staged()
-        sizes = len(resident), resident.masked, len(self), regions.padded
+        length = len(self)
+        sizes = len(resident), resident.masked, length, regions.padded
         self._tally.count(Counts(None, *sizes, self._row_bytes))
-        if self._is_due(1):
+        if length >= self._due_at and self._is_due(1):
             self._update_replayed()
 
     def _update_replayed(self) -> None:
@@ -462,6 +485,7 @@ class AttentionLayer(WindowUpdates):
 
         One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
         """
+        self._prepared = None
         parts, move, self._sealed, self._looked, self._searched = checkpoint
         before, self._regions, regions, self._tally, tally = parts
         if self._move is not None and self._move is not move:

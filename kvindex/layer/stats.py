@@ -59,11 +59,9 @@ class Counts(NamedTuple):
             return None
         if not (_same(self.masked, step.masked) and _same(self.padded, step.padded)):
             return None
-        return self._replace(
-            beside=self.beside + step.beside,
-            length=self.length + step.length,
-            steps=self.steps + step.steps,
-        )
+        beside, length = self.beside + step.beside, self.length + step.length
+        sizes = beside, self.masked, length, self.padded, self.row_bytes
+        return Counts(None, *sizes, self.coverage, self.steps + step.steps)
 
 
 class Tally(Restorable):

@@ -111,6 +111,14 @@ class WindowUpdates(Guarded):
         """
         return self._may_begin(decoded) if self._move is None else self._may_end(decoded)
 
+    def _due_from(self) -> int:
+        """Length of the sequence before which single tokens let no update begin or end."""
+        length, begun = len(self), self._move
+        first = length + self._most - self._regions.buffer
+        if self._turn is not None:
+            first = min(first, length + 1 + (self._turn - length - 1) % self.update_every)
+        return first if begun is None else min(first, begun.begun + self._lag)
+
     def _may_begin(self, decoded: int) -> bool:
         """Whether the buffer is full, or the layer's turn has come with one of so many tokens."""
         full = self._most if decoded else self.update_every

@@ -306,7 +306,8 @@ def test_a_token_is_drawn_as_torch_draws_it(device):
 def test_no_token_waits_for_the_host_on_a_gpu(monkeypatch, options):
     """From the first replay on; the same tokens as transformers' loop."""
     model, ids = model_of(head_dim=64).to("cuda"), prompt(1, 60)["input_ids"][0]
-    how = dict(max_new_tokens=60, index="pariskv", k=20, attach_options=SIZES, **options)
+    sizes = dict(SIZES, update_every=8)
+    how = dict(max_new_tokens=60, index="pariskv", k=10, attach_options=sizes, **options)
 
     class Strict(Collect):
         def put(self, value):
@@ -325,4 +326,4 @@ def test_no_token_waits_for_the_host_on_a_gpu(monkeypatch, options):
             torch.cuda.set_sync_debug_mode("default")
         monkeypatch.setattr(run_ahead, "RUNS_AHEAD", set())
     assert torch.equal(answers[0].answer_ids, answers[1].answer_ids)
-    assert "0 of" not in answers[0].report.graph
+    assert not answers[0].report.graph.startswith("0 of")

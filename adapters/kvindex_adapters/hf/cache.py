@@ -77,6 +77,8 @@ class IndexCache(DynamicCache):
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
+        # by number: it is asked before each token
+        self._windows = [i for i, one in enumerate(self.layers) if isinstance(one, SlidingLayer)]
 
     def update(
         self,
@@ -353,11 +355,11 @@ class IndexCache(DynamicCache):
         )
 
     def _indexed(self) -> list[IndexedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
+        return [self.layers[number] for number in self.indexed]
 
     def sliding(self) -> list[SlidingLayer]:
         """The layers with a window whose rows may lie in a ring."""
-        return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
+        return [self.layers[number] for number in self._windows]
 
     def _rolled(self) -> list[Ring]:
         return [ring for layer in self.sliding() if (ring := layer.ring) is not None]

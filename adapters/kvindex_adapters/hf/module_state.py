@@ -7,7 +7,7 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig as Config
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -67,7 +67,7 @@ class ModuleState:
         return same and all(map(is_, self._values(), values))
 
     def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return list(map(Tensor.data_ptr, self._tensors))
 
     def _sizes(self) -> list[int]:
         return list(map(len, self._sized))

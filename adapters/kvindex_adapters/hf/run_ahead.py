@@ -26,7 +26,7 @@ RUNS_AHEAD = {"cuda"}
 
 CHECKPOINT = 16
 """Tokens between two checkpoints of the cache: as many are computed once more, at most, where an
-answer ends before its greatest length, and a checkpoint costs about what a fifth of one does."""
+answer ends before its greatest length. A checkpoint takes the host about as long as a token."""
 
 OTHER_LOOPS = (
     *ASSISTED,

@@ -215,8 +215,10 @@ OWN = {"_keys", "_values", "_length", "_ring", "_rolls"}
 
 def grows(layer: Any) -> str:
     """Why tokens cannot be a graph beside a layer of a cache: it makes new tensors; else ""."""
+    if isinstance(layer, IndexedLayer):
+        return ""
     if isinstance(layer, SlidingLayer):
         return layer.ring_refusal()
-    if isinstance(layer, DynamicLayer) and not isinstance(layer, IndexedLayer):
+    if isinstance(layer, DynamicLayer):
         return "its cache has another keys after each token"
     return ""

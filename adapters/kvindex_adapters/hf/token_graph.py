@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from kvindex.core.graphs import GRAPHS, Graph
+from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.module_state import ModuleState
 from kvindex_adapters.hf.token_inputs import MASK, TokenInputs, is_one_token, layer_refusal, refusal
@@ -80,7 +81,7 @@ class TokenGraph:
         """Tokens are traced until two of them are alike; traces: that there were since a graph."""
         self._traces, self._alike = traces, False
         self._module: ModuleState | None = None
-        self._held: Held = {}
+        self._held: list[object] = []
         self._last: Trace | None = None
         self._drop()
 
@@ -100,11 +101,12 @@ class TokenGraph:
         if not is_one_token(given):
             return False
         self._tokens += 1
+        layers = cache.attention_layers()
         self._reason = (
-            refusal(cache, given)
+            refusal(cache, layers, given)
             # of a graph's layers `prepare_replay` asks the same
             or ("" if self._graph is not None else layer_refusal(cache))
-            or self._inputs.mask_refusal(given.get(MASK), cache.attention_layers()[0])
+            or self._inputs.mask_refusal(given.get(MASK), layers[0])
         )
         if self.checks and not self._reason and cache.overwrites and not self.asked:
             self._reason = "padding: got some beside linear attention, which cannot be checked"
@@ -123,7 +125,7 @@ class TokenGraph:
             why = layer_refusal(cache)
             self._comparing, self._reason = not why, why or "it was compared with the next"
             return False
-        self._reason = self._ready(forward, cache)
+        self._reason = self._ready(forward, cache, layers)
         return not self._reason
 
     @property
@@ -184,23 +186,21 @@ class TokenGraph:
             why = f"{module.compiled}: got a compiled call, of which no trace tells"
         self._traces, self._last = self._traces + 1, trace
         if last is not None and not why:
-            self._alike, self._held, self._last = True, after, None
+            self._alike, self._held, self._last = True, _parts(cache.layers), None
         elif self._traces >= TRACES:
             self._refused, self._last = why or "model: got other weights all the time", None
 
     def _unchanged(self, cache: IndexCache) -> bool:
         """Whether model and layers hold what they held when tokens were alike."""
-        module, held = self._module, _held(cache.layers)
-        same = held.keys() == self._held.keys() and all(
-            map(is_, held.values(), self._held.values())
-        )
+        module, held = self._module, _parts(cache.layers)
+        same = len(held) == len(self._held) and all(map(is_, held, self._held))
         return same and module is not None and module.unchanged
 
     # The graph
 
-    def _ready(self, forward: Forward, cache: IndexCache) -> str:
+    def _ready(self, forward: Forward, cache: IndexCache, layers: list[AttentionLayer]) -> str:
         """Why there is no graph to replay now; "" where there is one."""
-        reads = [layer.prepare_replay() for layer in cache.attention_layers()]
+        reads = [layer.prepare_next() or layer.prepare_replay() for layer in layers]
         if None in reads:
             return layer_refusal(cache)
         if self._graph is not None and all(map(is_, reads, self._reads)):
@@ -297,6 +297,13 @@ def _held(layers: list[Any]) -> Held:
             inner = value if isinstance(value, dict) else {None: value}
             held |= {(number, name, key): one for key, one in inner.items()}
     return held
+
+
+def _parts(layers: list[Any]) -> list[object]:
+    """Layers and the values of `_held`, in few calls: it is asked before each token."""
+    values = [value for layer in layers for value in vars(layer).values()]
+    inner = [one for value in values if type(value) is dict for one in value.values()]
+    return [*layers, *values, *inner]
 
 
 def _moved(before: Held, after: Held) -> str:

@@ -32,14 +32,16 @@ def is_one_token(given: Mapping[str, Any]) -> bool:
     return isinstance(read, Tensor) and read.ndim > 1 and read.shape[1] == 1
 
 
-def refusal(cache: IndexCache, given: Mapping[str, Any]) -> str:
-    """Why a call of one token can be no graph, whatever its forward does; "" where it can."""
+def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]) -> str:
+    """Why a call of one token can be no graph, whatever its forward does; "" where it can.
+
+    layers: the cache's `attention_layers`.
+    """
     for name, value in given.items():
         if name == MASK and isinstance(value, dict) and not any(map(_given, value.values())):
             continue
         if not isinstance(value, VALUES) and value is not cache:
             return f"{name}: got a {type(value).__name__}, allowed are tensors and numbers"
-    layers = cache.attention_layers()
     if len(layers) < len(cache.indexed):
         return "tokens: got none before it"
     kind = layers[0].index.geometry.device.type
