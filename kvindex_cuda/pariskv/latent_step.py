@@ -59,7 +59,6 @@ class LatentStep(Step):
         rows = self._groups, geometry.group_size
         self._integers = torch.zeros((*rows, width), dtype=torch.int8, device=device)
         self._voting = torch.empty((*rows, geometry.head_dim), device=device)
-        self._peaks: Tensor | None = None
         self._prepare_tickets = torch.zeros(
             (self._groups, self._tiles), dtype=torch.int32, device=device
         )
@@ -277,9 +276,6 @@ class LatentStep(Step):
         if self._votes["CENTERED"]:
             free = (2 * self._multiprocessors - self._groups * blocks) // (self._groups * tiles)
             spread = min(-(-row // 64), max(4, free))  # a warp has 8 centers at once
-        if self._peaks is None or self._peaks.shape[2] != spread:
-            shape = (self._groups, tiles, spread, self._tile, 2)
-            self._peaks = torch.empty(shape, device=g.device)
         launch(
             "step/prepare_latents.cu",
             "prepare_latents",
@@ -301,7 +297,6 @@ class LatentStep(Step):
                 operands=self._operands,
                 ups=self._ups,
                 products=self._products,
-                peaks=self._peaks,
                 tickets=self._prepare_tickets,
                 scales=self._scales,
                 seeds=self._seeds,

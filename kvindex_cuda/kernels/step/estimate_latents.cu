@@ -19,7 +19,7 @@
 constexpr int HEADS = TILES * GROUP;
 constexpr int PAIR = TILES >= 8 && TILES % 2 == 0 ? 2 : 1;  // tiles of a block
 constexpr int ESTIMATORS = 128 * PAIR;                      // its threads: as latent_step.py has them
-constexpr int HELD = 8;                                     // entries of a thread of take_candidates
+constexpr int HELD = 16;                                    // entries of a thread of take_candidates
 static_assert(COLUMNS == 1, "eight heads a tile");
 
 struct TakeArguments {

@@ -34,7 +34,6 @@ struct Arguments {
     u16* operands;              // [B TILES, 4 OPERANDS]: R q · up as float16 and its remainder
     float* ups;                 // [B TILES, GROUP]: powers of two
     float* products;            // [B, row, HEADS]: ⟨q, μ⟩ of each block
-    float2* peaks;              // [B TILES, spread, GROUP]: the largest of some centers', and a sum of exponentials
     int* tickets;               // [B TILES]: 0 before and after
     float2* scales;             // [B TILES, 4 SETS]: of votes.cuh, as are seeds [B]: null where nothing is drawn
     u32* seeds;
@@ -49,56 +48,26 @@ struct Arguments {
     double gain;                // the same in units of 2^-16
 };
 
-// A sum of exponentials on the scale of its largest: of two.
-__device__ __forceinline__ void add(float2& sum, float2 other, float octaves) {
-    float peak = fmaxf(sum.x, other.x);
-    if (other.y != 0) sum.y = (sum.y != 0 ? sum.y * exp2f((sum.x - peak) * octaves) : 0) + other.y * exp2f((other.x - peak) * octaves);
-    else if (sum.y != 0) sum.y *= exp2f((sum.x - peak) * octaves);
-    sum.x = peak;
-}
-
-// What centers make with a tile's queries: all of it, and the sums that bring heads to one scale, of up to CENTERS
-// centers evenly spread (priority.totals).
+// What centers make with a tile's queries.
 __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, int tile, int part) {
-    __shared__ float2 found[8][SETS * 4];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Group group;
     load_queries(group, static_cast<const char*>(args.queries) + (b * HEADS + tile * GROUP) * i64(D * (DTYPE == 0 ? 4 : 2)));
-    i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS, centers = blocks < CENTERS ? blocks : CENTERS;
-    float2 sums[SETS][2];
-#pragma unroll
-    for (int i = 0; i < 2 * SETS; i++) sums[i / 2][i % 2] = {NEVER, 0};
+    i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS;
 #pragma unroll 1
-    for (i64 s = (part * 8 + warp) * 8 + lane / 4; s - lane / 4 < blocks; s += args.spread * 64) {
+    for (i64 first = (part * 8 + warp) * 8; first < blocks; first += args.spread * 64) {
+        i64 s = first + lane / 4;
         Mean mean = {};
         if (s < blocks) load(mean, reinterpret_cast<const char*>(args.codes[b * args.row + s]) + CENTER);
         float dots[SETS][2];
         products_of(dots, mean, group);
-        bool counts = s < blocks && blocks * ((s * centers + blocks - 1) / blocks) / centers == s;
 #pragma unroll
         for (int i = 0; i < 2 * SETS; i++) {
             int h = i / 2 * 4 + 2 * (lane % 4) + i % 2;
-            if (lane % 4 >= 2 || h >= GROUP || s >= blocks) continue;
-            float dot = dots[i / 2][i % 2];
-            args.products[(b * args.row + s) * HEADS + tile * GROUP + h] = dot;
-            if (DRAWN && counts) add(sums[i / 2][i % 2], {dot, 1}, args.octaves);
+            if (lane % 4 < 2 && h < GROUP && s < blocks)
+                args.products[(b * args.row + s) * HEADS + tile * GROUP + h] = dots[i / 2][i % 2];
         }
     }
-    if (!DRAWN) return;
-#pragma unroll
-    for (int i = 0; i < 2 * SETS; i++) {
-        float2 sum = sums[i / 2][i % 2];
-        for (int step = 4; step < 32; step *= 2) {
-            float2 other = {__shfl_xor_sync(ALL, sum.x, step), __shfl_xor_sync(ALL, sum.y, step)};
-            add(sum, other, args.octaves);
-        }
-        if (lane < 2) found[warp][i / 2 * 4 + 2 * lane + i % 2] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x >= GROUP) return;
-    float2 sum = found[0][threadIdx.x];
-    for (int w = 1; w < 8; w++) add(sum, found[w][threadIdx.x], args.octaves);
-    args.peaks[((b * TILES + tile) * args.spread + part) * GROUP + threadIdx.x] = sum;
 }
 
 extern "C" __global__ void __launch_bounds__(256, TILES > 2 ? 2 : 1)
@@ -242,14 +211,24 @@ prepare_latents(const __grid_constant__ Arguments args) {
         if (scale > 0 && weight_scale > 0) unit = scale * up * (args.factor_max / (args.level * weight_scale));
         if (lane == 0) args.sums[of * SETS * 4 + h] = sum, args.units[of * SETS * 4 + h] = unit;
 #if DRAWN
-        float2 exponentials = {NEVER, 0};
-        for (int i = lane; i < args.spread; i += 32) add(exponentials, __ldcg(args.peaks + (of * args.spread + i) * GROUP + h), args.octaves);
-        for (int step = 1; step < 32; step *= 2) {
-            float2 others = {__shfl_xor_sync(ALL, exponentials.x, step), __shfl_xor_sync(ALL, exponentials.y, step)};
-            add(exponentials, others, args.octaves);
+        // of up to CENTERS centers, evenly spread (priority.totals)
+        i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS;
+        int centers = CENTERED ? int(min(blocks, i64(CENTERS))) : 0;
+        float products[CENTERS / 32], largest = NEVER, exponentials = 0;
+#pragma unroll
+        for (int i = 0; i < CENTERS / 32; i++) {
+            int at = i * 32 + lane;
+            products[i] = NEVER;
+            if (at < centers)
+                products[i] = __ldcg(args.products + (b * args.row + blocks * at / centers) * HEADS + tile * GROUP + h);
+            largest = fmaxf(largest, products[i]);
         }
-        float total = -65536 * (exponentials.x * args.octaves + log2f(exponentials.y));
-        float2 scaled = {unit > 0 ? float(args.gain) / unit : 0.0f, fabsf(total) < LONGEST ? total : 0.0f};
+        largest = warp_max(largest);
+#pragma unroll
+        for (int i = 0; i < CENTERS / 32; i++)
+            if (i * 32 + lane < centers) exponentials += exp2f((products[i] - largest) * args.octaves);
+        float total = -65536 * (largest * args.octaves + log2f(warp_sum(exponentials)));
+        float2 scaled = {unit > 0 ? float(args.gain) / unit : 0.0f, centers && fabsf(total) < LONGEST ? total : 0.0f};
         if (lane == 0) args.scales[of * SETS * 4 + h] = scaled;
 #endif
     } else if (h < SETS * 4 && lane == 0) {
