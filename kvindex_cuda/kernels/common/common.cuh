@@ -322,14 +322,16 @@ __device__ __forceinline__ void pieces_wait() {
 
 // What was begun since the last one is a group. `pieces_wait_but` returns when all but the last COUNT groups have come.
 __device__ __forceinline__ void pieces_commit() {
-#ifndef EMULATED
+#ifdef EMULATED
+    emulated_pieces_commit();
+#else
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 template <int COUNT>
 __device__ __forceinline__ void pieces_wait_but() {
 #ifdef EMULATED
-    emulated_pieces_wait();
+    emulated_pieces_wait(COUNT);
 #else
     asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
 #endif
