@@ -144,15 +144,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
             if (lane == 0) ups[warp] = up;
         }
         __syncthreads();
-        // for estimate_latents.cu, and for the last block
-        if (part == COLUMN_BLOCKS - 1) {
-            if (threadIdx.x < GROUP) args.ups[of * GROUP + threadIdx.x] = ups[threadIdx.x];
-            u16* operands = args.operands + of * (OPERANDS * 4);
-            for (int i = threadIdx.x; i < 2 * GROUP * D; i += 256) {
-                int low = i % 2, h = i / 2 / D, j = i / 2 % D;
-                operands[operand_of(h, j, low)] = halves[h / 4][low * 4 + h % 4][j];
-            }
-        }
+        if (part == COLUMN_BLOCKS - 1 && threadIdx.x < GROUP) args.ups[of * GROUP + threadIdx.x] = ups[threadIdx.x];
 #if TOGETHER
         // of four heads: what these numbers make in columns 0 to 3, and what they leave in 4 to 7
         float sums[SETS][SIXTEENS][4] = {};
@@ -190,7 +182,15 @@ prepare_latents(const __grid_constant__ Arguments args) {
     } else {
         multiply_centers(args, b, tile, part);
     }
-    if (!last_block(args.tickets + of, COLUMN_BLOCKS + int(args.spread))) return;
+    bool last = last_block(args.tickets + of, COLUMN_BLOCKS + int(args.spread));
+    if (rotates && part == COLUMN_BLOCKS - 1) {  // for estimate_latents.cu, when it is in nobody's way
+        u16* operands = args.operands + of * (OPERANDS * 4);
+        for (int i = threadIdx.x; i < 2 * GROUP * D; i += 256) {
+            int low = i % 2, h = i / 2 / D, j = i / 2 % D;
+            operands[operand_of(h, j, low)] = halves[h / 4][low * 4 + h % 4][j];
+        }
+    }
+    if (!last) return;
 
     float weight_scale = args.weight_scale[b];
     int h = warp;
