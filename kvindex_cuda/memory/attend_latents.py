@@ -13,10 +13,13 @@ from kvindex_cuda.runtime.constants import LATENT_ROWS, LATENT_SPLITS
 from kvindex_cuda.runtime.launch import launch
 
 MOST_HEADS = 128
-"""Query heads of a group: their shares lie in shared memory beside the rows."""
+"""Query heads of a group: eight warps have 16 of them each."""
+
+NEAR_HEADS = 32
+"""Heads of a block where rows are on the device: 128 and the usual 420 rows are 108 blocks."""
 
 WIDEST = 1024
-"""Head dimension: 32 rows of float32 lie in shared memory."""
+"""Head dimension: rows of float32 lie in shared memory."""
 
 
 class LatentAttention:
@@ -42,6 +45,7 @@ class LatentAttention:
         resident_count: Tensor,
         output: Tensor,
         lse: Tensor,
+        far: bool = False,
         overlap: bool = False,
     ) -> None:
         """Write `output` `[B, H, Dv]` and `lse` `[B, H]`: as `BaseStep.attend`.
@@ -49,8 +53,9 @@ class LatentAttention:
         queries: `[B, H, D]`; ids: int64 `[B, G, k]` or `[B G, k]`, below 0 for none; found: how
         many of them there are, int32 `[B G]`, or None for all; weights: of rows selected, float32
         `[B, H, k]`, or `[B G, k]` for all heads of a group, or None; rows, row_bytes, codec: as of
-        `State`, as are resident, resident_mask and resident_count; overlap: whether the launch may
-        begin before the one before it ends. All contiguous.
+        `State`, as are resident, resident_mask and resident_count; far: whether rows lie on the
+        host: then each is read once, else by each part of the heads; overlap: whether the launch
+        may begin before the one before it ends. All contiguous.
         """
         g = self._geometry
         groups, k, room = len(queries) * g.kv_heads, ids.shape[-1], resident.shape[2]
@@ -63,11 +68,13 @@ class LatentAttention:
                 torch.empty((groups, splits, g.group_size, n), dtype=torch.float32, device=g.device)
                 for n in (g.value_dim, 2)
             )
+        part = min(_padded(g), MOST_HEADS if far else NEAR_HEADS)
         each = weights is not None and weights.ndim == 3  # head has weights of its own
         defines = dict(
             D=g.head_dim,
             DV=g.value_dim,
             GROUP=g.group_size,
+            PART=part,
             DTYPE=CODES[g.dtype],
             SOFTCAP=int(g.softcap is not None),
             CODEC=NAMES.index(codec),
@@ -75,7 +82,7 @@ class LatentAttention:
         launch(
             "step/attend_latents.cu",
             "attend_latents",
-            (splits, groups),
+            (splits, -(-g.group_size // part), groups),
             (256,),
             arguments=dict(
                 queries=queries,
@@ -99,19 +106,18 @@ class LatentAttention:
                 scale=float(g.scale),
                 softcap=float(g.softcap or 0),
             ),
-            shared_bytes=_shared_bytes(g),
+            shared_bytes=_shared_bytes(g, part),
             overlap=overlap,
             **defines,
         )
         launch(
             "step/attend_latents.cu",
             "merge_latents",
-            (g.group_size, groups),
+            (g.group_size, -(-g.value_dim // 128), groups),
             (128,),
             arguments=dict(
                 partial=self._partial, sums=self._sums, output=output, lse=lse, splits=splits
             ),
-            shared_bytes=4 * splits,
             overlap=True,
             **defines,
         )
@@ -129,8 +135,13 @@ def unserved(geometry: Geometry) -> str | None:
     return f"{found[0][0]}: got {found[0][1]}, allowed is {found[0][2]}" if found else None
 
 
-def _shared_bytes(geometry: Geometry) -> int:
+def _padded(geometry: Geometry) -> int:
+    """Heads of a group, up to 16 times a power of two."""
+    return 16 << (-(-geometry.group_size // 16) - 1).bit_length()
+
+
+def _shared_bytes(geometry: Geometry, part: int) -> int:
     """As attend_latents.cu lays it out."""
-    heads = -(-geometry.group_size // 16) * 16
     pitch = -(-geometry.head_dim * geometry.dtype.itemsize // 128) * 128 + 32
-    return LATENT_ROWS * pitch + heads * (4 * (LATENT_ROWS + 4) + 2 * LATENT_ROWS)
+    logits = part if geometry.dtype == torch.float32 else MOST_HEADS
+    return LATENT_ROWS * pitch + logits * 4 * (LATENT_ROWS + 4) + part * 2 * LATENT_ROWS

@@ -263,6 +263,7 @@ class BlockStore(Restorable):
             resident_count=resident.count,
             output=output,
             lse=lse,
+            far=self.far,
         )
         return Attended(output, lse, (hits.ids >= 0).sum(-1, dtype=torch.int32))
 

@@ -49,9 +49,10 @@ class State:
     counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
     rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
     int64 `[1]`, how many of the `W` there are;
-    row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; near:
-    which of those blocks are on the device, uint8 `[B, S]`, where they lie in two places; cache: of
-    rows that were fetched from the host, as they lie; wrong: int32 of one element, which a step
+    row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; far:
+    whether they lie on the host, which kernels over latents alone are told; near: which of those
+    blocks are on the device, uint8 `[B, S]`, where they lie in two places; cache: of rows that were
+    fetched from the host, as they lie; wrong: int32 of one element, which a step
     sets to 1 where a query is not finite; found_sum: int64 `[B, G]`, to which it adds how many rows
     it found, or None. Of log weights alone: largest: upper byte of a weight in full blocks, int32
     `[B, G]`, which no step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
@@ -70,6 +71,7 @@ class State:
     resident_count: Tensor
     row_bytes: int
     codec: str = "plain"
+    far: bool = False
     near: Tensor | None = None
     cache: RowCache | None = None
     wrong: Tensor | None = None
@@ -278,6 +280,7 @@ class BaseStep:
                 resident_count=state.resident_count,
                 output=self.output,
                 lse=self.lse,
+                far=state.far,
                 overlap=hits is None,
             )
             return self.output

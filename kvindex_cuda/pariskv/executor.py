@@ -327,6 +327,7 @@ class ParisKVExecutor:
             near=rows.near if isinstance(rows, PlacedRows) else None,
             row_bytes=rows.row_bytes,
             codec=rows.row_codec,
+            far=rows.far,
             wrong=wrong,
         )
         return BatchRow(
@@ -365,6 +366,7 @@ class ParisKVExecutor:
                 near=near if near is None else near.contiguous(),
                 row_bytes=rows.row_bytes,
                 codec=rows.row_codec,
+                far=rows.far,
                 cache=self.cache,
                 resident=resident.rows,
                 resident_mask=resident.mask,

@@ -1,7 +1,7 @@
-"""One decoding step over latents for many query heads of one KV head, in 7 launches.
+"""One decoding step over latents for many query heads of one KV head, in 8 launches.
 
-    prepare_query -> vote_latents -> take_candidates -> estimate_latents -> select_latents
-        -> attend_latents -> merge_latents
+    prepare_latents -> sample_latents -> vote_latents -> take_candidates -> estimate_latents
+        -> select_latents -> attend_latents -> merge_latents
 
 The stages of `step.py` (the same presets, the same rows) where registers and shared memory have no
 room for the heads or the head dimension: heads come in tiles, votes of all keys are kept.
@@ -9,16 +9,27 @@ room for the heads or the head dimension: heads come in tiles, votes of all keys
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.ops import codes as reference
+from kvindex.ops import priority
+from kvindex.ops.step_votes import SAMPLED
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.pariskv.base_step import COUNTERS, State
 from kvindex_cuda.pariskv.step import Step
-from kvindex_cuda.runtime.constants import APART, BINS, BUCKETS, SELECT_THREADS, TAKE_THREADS
+from kvindex_cuda.runtime.constants import (
+    APART,
+    BINS,
+    BUCKETS,
+    SELECT_THREADS,
+    TAKE_THREADS,
+    VOTE_STAGES,
+)
 from kvindex_cuda.runtime.launch import launch
 
 TILE = 8
@@ -44,12 +55,17 @@ class LatentStep(Step):
         self._tiles = geometry.group_size // self._tile
         super().__init__(geometry, layout, **options)
         self._all_votes: Tensor | None = None
-        heads, width = self._groups * geometry.group_size, layout.stride * 8
-        self._integers = torch.zeros((heads, width), dtype=torch.int8, device=geometry.device)
+        width, device = layout.stride * 8, geometry.device
+        rows = self._groups, geometry.group_size
+        self._integers = torch.zeros((*rows, width), dtype=torch.int8, device=device)
+        self._voting = torch.empty((*rows, geometry.head_dim), device=device)
+        self._prepare_tickets = torch.zeros(
+            (self._groups, self._tiles), dtype=torch.int32, device=device
+        )
         pitch = -(-width // 128) * 128 + 32
         stage = -(-BLOCK * (layout.stride + 1) // 128) * 128
         columns = -(-geometry.group_size // 8) * 8
-        self._shared_bytes = columns * pitch + 2 * stage  # as vote_latents.cu lays it out
+        self._shared_bytes = columns * pitch + VOTE_STAGES * stage  # as vote_latents.cu lays it out
 
     def _open_selection(self, counted: int) -> None:
         """As `BaseStep._open_selection`."""
@@ -65,9 +81,8 @@ class LatentStep(Step):
         def floats(*shape: int) -> Tensor:
             return torch.empty(shape, device=device)
 
-        parts = groups * self._tiles
-        self._bases, self._shifts = ints(parts), ints(parts)
-        self._seeds = ints(parts) if self.weights is not None else None
+        self._bases, self._shifts = ints(groups), ints(groups)
+        self._seeds = ints(groups) if self.weights is not None else None
         self._candidates, self._words = longs(groups, capacity), longs(groups, capacity)
         self._estimates = floats(groups, capacity, heads)
         self._totals, self._cuts = floats(groups, heads), ints(groups, 2)
@@ -95,9 +110,37 @@ class LatentStep(Step):
             self._products = torch.empty((groups, row, g.group_size), device=g.device)
         if self._all_votes is None or self._all_votes.shape[1] != room:
             self._all_votes = torch.empty((groups, room), dtype=torch.int32, device=g.device)
-        self._prepare(queries, state, tiles=tiles)
-        ragged = dict(RAGGED=self._ragged["RAGGED"])
         tiled = dict(TILES=tiles, GROUP=self._tile, D=g.head_dim)
+        self._prepare_latents(queries, state)
+        launch(
+            "step/sample_latents.cu",
+            "sample_latents",
+            (SAMPLED // 32, groups),
+            (256,),
+            arguments=dict(
+                codes=state.codes,
+                valid=state.valid,
+                length=state.length,
+                weight_scale=state.weight_scale,
+                wanted=state.wanted,
+                counted=state.counted,
+                factors=self._factors,
+                integers=self._integers,
+                sums=self._sums,
+                units=self._units,
+                products=self._products,
+                scales=self._scales,
+                seeds=self._seeds,
+                sample=self._sample,
+                tickets=self._sample_tickets,
+                thresholds=self._thresholds,
+                bases=self._bases,
+                shifts=self._shifts,
+                row=row,
+            ),
+            overlap=True,
+            **(self._votes | tiled),
+        )
         launch(
             "step/vote_latents.cu",
             "vote_latents",
@@ -107,8 +150,8 @@ class LatentStep(Step):
                 codes=state.codes,
                 integers=self._integers,
                 sums=self._sums,
-                queries=queries,
                 units=self._units,
+                products=self._products,
                 weight_scale=state.weight_scale,
                 factors=self._factors,
                 valid=state.valid,
@@ -122,7 +165,6 @@ class LatentStep(Step):
                 counts=self.counts,
                 list=self._list,
                 histogram=self._hist,
-                products=self._products,
                 row=row,
                 room=room,
                 capacity=self.capacity,
@@ -131,6 +173,7 @@ class LatentStep(Step):
             overlap=True,
             **(self._votes | tiled),
         )
+        ragged = dict(RAGGED=self._ragged["RAGGED"])
         drawn = dict(DRAWN=self._votes["DRAWN"], CENTERED=self._votes["CENTERED"])
         estimates = tiled | ragged | drawn | self._capped | dict(BITS=L.magnitude_bits)
         launch(
@@ -158,12 +201,14 @@ class LatentStep(Step):
             overlap=True,
             **estimates,
         )
-        splits = max(1, min(-(-self.most // 128), 4 * self._multiprocessors // (groups * tiles)))
+        pair = 2 if tiles >= 8 and tiles % 2 == 0 else 1  # tiles of a block
+        most = 8 * self._multiprocessors // (groups * tiles)
+        splits = max(1, min(-(-self.most // (64 * pair)), most))
         launch(
             "step/estimate_latents.cu",
             "estimate_latents",
-            (splits, tiles, groups),
-            (256,),
+            (splits, tiles // pair, groups),
+            (128 * pair,),
             arguments=dict(
                 codes=state.codes,
                 operands=self._operands,
@@ -191,7 +236,7 @@ class LatentStep(Step):
         launch(
             "step/select_latents.cu",
             "select_latents",
-            (max(1, min(-(-self.most // 64), self._multiprocessors // groups)), groups),
+            (max(1, min(-(-self.most // 16), self._multiprocessors // groups)), groups),
             (SELECT_THREADS,),
             arguments=dict(
                 estimates=self._estimates,
@@ -211,7 +256,6 @@ class LatentStep(Step):
                 found_sum=state.found_sum,
                 k=self.k,
                 capacity=self.capacity,
-                tiles=tiles,
                 scale=self._scale,
                 softcap=self._softcap,
                 temper=self._temper,
@@ -221,4 +265,53 @@ class LatentStep(Step):
             SOFTCAP=self._capped["SOFTCAP"],
             POLICY=self._selects["POLICY"],
             DRAWN=self._votes["DRAWN"],
+        )
+
+    def _prepare_latents(self, queries: Tensor, state: State) -> None:
+        """The first launch."""
+        g, tiles, together = self.geometry, self._tiles, self._prepares["TOGETHER"]
+        columns = 3 if tiles > 8 else 2 if tiles > 4 else 1  # sixteens of the matrix a block
+        blocks = tiles * (-(-g.head_dim // (16 * columns)) if together else 1)
+        row, spread = state.codes.shape[1], 0
+        if self._votes["CENTERED"]:
+            free = (2 * self._multiprocessors - self._groups * blocks) // (self._groups * tiles)
+            spread = min(-(-row // 64), max(4, free))  # a warp has 8 centers at once
+        launch(
+            "step/prepare_latents.cu",
+            "prepare_latents",
+            (blocks + tiles * spread + 1, self._groups),
+            (256,),
+            arguments=dict(
+                queries=queries,
+                rotation=self._rotation,
+                weight_scale=state.weight_scale,
+                regression=state.regression,
+                codes=state.codes,
+                valid=state.valid,
+                length=state.length,
+                counted=state.counted,
+                voting=self._voting,
+                integers=self._integers,
+                sums=self._sums,
+                units=self._units,
+                operands=self._operands,
+                ups=self._ups,
+                products=self._products,
+                tickets=self._prepare_tickets,
+                scales=self._scales,
+                seeds=self._seeds,
+                cleared=self._cleared,
+                wrong=state.wrong,
+                row=row,
+                words=len(self._cleared),
+                spread=spread,
+                query_max=self._query_max,
+                seed=self._seed,
+                level=self._level,
+                factor_max=float(reference.FACTOR),
+                octaves=self._scale / math.log(2),
+                gain=self._scale * priority.UNIT / math.log(2),
+            ),
+            overlap=True,
+            **(self._prepares | dict(TILES=tiles, GROUP=self._tile, SIXTEENS=columns)),
         )

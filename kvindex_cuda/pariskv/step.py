@@ -79,7 +79,6 @@ class Step(BaseStep):
 
         # of `prepare_query`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
-        self._integers: Tensor | None = None
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
         self._ups = floats(groups, group)
@@ -96,15 +95,13 @@ class Step(BaseStep):
         """For how many groups queries are prepared, and of how many heads each."""
         return self._groups, self.geometry.group_size
 
-    def _prepare(self, queries: Tensor, state: State, *, tiles: int = 1) -> None:
-        """The first launch; tiles: of a group, of which `_open_heads` says more."""
-        L, kv, groups = self.layout, self.geometry.kv_heads, self._groups * tiles
-        head_bytes, row = L.head_bytes if tiles == 1 else 0, state.codes.shape[1]
-        most = 16 if tiles == 1 else 4  # blocks, each of which reads `regression` for itself
+    def _prepare(self, queries: Tensor, state: State) -> None:
+        """The first launch."""
+        groups = self._groups
         launch(
             "step/prepare_query.cu",
             "prepare_query",
-            (max(1, min(most, 2 * self._multiprocessors // groups)), groups),
+            (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
             (256,),
             arguments=dict(
                 queries=queries,
@@ -118,7 +115,6 @@ class Step(BaseStep):
                 counted=state.counted,
                 factors=self._factors,
                 planes=self._planes,
-                integers=self._integers,
                 sums=self._sums,
                 units=self._units,
                 operands=self._operands,
@@ -132,10 +128,10 @@ class Step(BaseStep):
                 seeds=self._seeds,
                 cleared=self._cleared,
                 wrong=state.wrong,
-                row=row,
-                head_bytes=head_bytes,
+                row=state.codes.shape[1],
+                head_bytes=self.layout.head_bytes,
                 words=len(self._cleared),
-                kv_heads=kv * tiles,
+                kv_heads=self.geometry.kv_heads,
                 query_max=self._query_max,
                 seed=self._seed,
                 level=self._level,
@@ -144,7 +140,7 @@ class Step(BaseStep):
                 gain=self._scale * priority.UNIT / math.log(2),
             ),
             overlap=True,
-            **(self._prepares | (dict(TILES=tiles) if tiles > 1 else {})),
+            **self._prepares,
         )
 
     def select(self, queries: Tensor, state: State) -> None:

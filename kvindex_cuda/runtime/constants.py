@@ -32,13 +32,16 @@ SELECT_THREADS, SELECT_ENTRIES = 512, 8
 """Of `select_rows`: threads of a block (each warp of few blocks costs issue slots) and a thread's
 entries."""
 
+VOTE_STAGES = 3
+"""Blocks of keys in `vote_latents`' shared memory, of which all but one are on their way."""
+
 TAKE_THREADS = 512
 """Of a block of `take_candidates`."""
 
 MOST_SPLITS, HEADS_AT_ONCE = 16, 4
 """Of `attend`: blocks of a group at most; heads whose warps are merged together."""
 
-LATENT_ROWS, LATENT_SPLITS = 32, 128
+LATENT_ROWS, LATENT_SPLITS = 16, 128
 """Of `attend_latents`: rows that a block takes at a time; blocks of a group at most, about as many
 as there are multiprocessors."""
 
@@ -86,17 +89,19 @@ NOISE = dict(
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 
 FILES: dict[str, dict[str, int]] = {
-    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED, TILES=1),
+    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED),
     "step/scan.cu": dict(NOISE, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
     "step/rerank.cu": NOISE | STEP | SHARES,
     "step/select_rows.cu": dict(
         NOISE | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
     ),
     "step/attend.cu": dict(MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, WAYS=WAYS),
-    "step/vote_latents.cu": NOISE,
+    "step/prepare_latents.cu": NOISE | CENTERS,
+    "step/sample_latents.cu": dict(NOISE | STEP, SAMPLED=SAMPLED),
+    "step/vote_latents.cu": dict(NOISE, STAGES=VOTE_STAGES),
     "step/estimate_latents.cu": dict(NOISE | STEP | SHARES, THREADS=TAKE_THREADS),
     "step/select_latents.cu": dict(NOISE | SHARES, THREADS=SELECT_THREADS),
-    "step/attend_latents.cu": dict(ROWS=LATENT_ROWS),
+    "step/attend_latents.cu": dict(ROWS=LATENT_ROWS, MOST_SPLITS=LATENT_SPLITS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,
     "step/candidates.cu": PIECEWISE,

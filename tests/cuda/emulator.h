@@ -140,9 +140,10 @@ struct Piece {  // of a thread's copies that it waits for itself
     const void* from;
     size_t bytes;
     bool in;
+    int group;
 };
 static Piece pieces[THREADS][64];
-static int piecing[THREADS];
+static int piecing[THREADS], grouping[THREADS];  // pieces that nobody waited for; the group that is open
 
 inline unsigned draw(unsigned below) {  // xorshift64*
     seed ^= seed >> 12, seed ^= seed << 25, seed ^= seed >> 27;
@@ -340,7 +341,7 @@ static void run_block() {
     int last = (count - 1) / 32, turn[THREADS / 32];
     for (int i = 0; i <= last; i++) turn[i] = order == BACKWARD ? last - i : i, warps[i] = {};
     for (int i = 0; i < count; i++) {
-        threads[i].state = READY, threads[i].mask = 0, piecing[i] = 0;
+        threads[i].state = READY, threads[i].mask = 0, piecing[i] = grouping[i] = 0;
         warps[i / 32].live |= 1u << i % 32;
     }
     while (live) {
@@ -1014,17 +1015,21 @@ inline void emulated_piece(void* to, const void* from, size_t bytes, bool in, SI
         emulator::fail(site, "piece: %p to %p, %zu bytes: not aligned", from, to, bytes);
     if (in) emulator::in_global(static_cast<const char*>(from), site);
     memset(to, emulator::GARBAGE, bytes);
-    emulator::pieces[thread][emulator::piecing[thread]++] = {to, from, bytes, in};
+    emulator::pieces[thread][emulator::piecing[thread]++] = {to, from, bytes, in, emulator::grouping[thread]};
 }
 
-inline void emulated_pieces_wait() {
-    int thread = int(emulator::current - emulator::threads);
+inline void emulated_pieces_commit() { emulator::grouping[emulator::current - emulator::threads]++; }
+
+// For pieces of all groups before the last `but`; -1 also for those of no group.
+inline void emulated_pieces_wait(int but = -1) {
+    int thread = int(emulator::current - emulator::threads), last = emulator::grouping[thread] - but, left = 0;
     for (int i = 0; i < emulator::piecing[thread]; i++) {
         emulator::Piece& piece = emulator::pieces[thread][i];
-        if (piece.in) memcpy(piece.to, piece.from, piece.bytes);
+        if (piece.group >= last) emulator::pieces[thread][left++] = piece;
+        else if (piece.in) memcpy(piece.to, piece.from, piece.bytes);
         else memset(piece.to, 0, piece.bytes);
     }
-    emulator::piecing[thread] = 0;
+    emulator::piecing[thread] = left;
 }
 
 #undef SITE

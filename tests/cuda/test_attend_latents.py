@@ -116,6 +116,18 @@ def test_a_block_of_threads_takes_rows_in_turns(name, device, monkeypatch):
 
 
 @on_devices
+@pytest.mark.parametrize("name", ["h128-D128", "g2"])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_heads_come_in_parts(name, heads, device, monkeypatch):
+    """All at once where rows are the host's."""
+    monkeypatch.setattr(attend_latents, "NEAR_HEADS", heads)
+    one = Attending(CASES[name], "plain", device, True)
+    poisoned(monkeypatch)
+    with on(device):
+        one.assert_near(one.attend())
+
+
+@on_devices
 def test_of_no_visible_row_the_log_sum_exp_is_minus_infinity(device):
     one = Attending(CASES["h20-float16"], "plain", device, True)
     one.resident.mask.zero_()

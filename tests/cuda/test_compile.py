@@ -44,8 +44,9 @@ ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1)
 ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0, NEAR=0)
-LATENTS = dict(D=576, DV=512, GROUP=128, DTYPE=2, SOFTCAP=0, CODEC=0)
+LATENTS = dict(D=576, DV=512, GROUP=128, PART=32, DTYPE=2, SOFTCAP=0, CODEC=0)
 TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, DRAWN=0, RAGGED=0)
+PREPARES = dict(DTYPE=2, PLANES=6, TOGETHER=1, SIXTEENS=3)
 COUNT = dict(D=128, GROUP=4)
 WEIGH = COUNT | dict(BITS=3, SOFTCAP=0)
 DEFINES = {
@@ -81,6 +82,19 @@ DEFINES = {
         ATTEND | dict(CODEC=1, GIVEN=1, NEAR=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
+    "step/prepare_latents.cu": [
+        TILED | PREPARES,
+        TILED | PREPARES | dict(TILES=2, SIXTEENS=1, DRAWN=1),
+        TILED | PREPARES | dict(DRAWN=1),
+        TILED
+        | PREPARES
+        | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, TOGETHER=0, RAGGED=1),
+    ],
+    "step/sample_latents.cu": [
+        TILED | dict(DTYPE=2, PLANES=6, DRAWN=1),
+        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1),
+        TILED | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1),
+    ],
     "step/vote_latents.cu": [
         TILED | dict(DTYPE=2, PLANES=6),
         TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1),
@@ -98,9 +112,9 @@ DEFINES = {
     ],
     "step/attend_latents.cu": [
         LATENTS,
-        LATENTS | dict(GROUP=16),
+        LATENTS | dict(GROUP=16, PART=16),
         LATENTS | dict(GROUP=20, CODEC=1, SOFTCAP=1),
-        LATENTS | dict(CODEC=2, DTYPE=1),
+        LATENTS | dict(CODEC=2, DTYPE=1, PART=128),
         LATENTS | dict(D=128, DV=96, DTYPE=0),
     ],
     "ops/attention.cu": [

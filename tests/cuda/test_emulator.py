@@ -367,6 +367,28 @@ def test_copies_of_a_thread_are_there_once_it_waited(wait, order):
         run(PIECES, (1,), (32,), given.view(-1)[1:], out, 20, defines=(("WAIT", wait),))
 
 
+@pytest.mark.parametrize(("but", "come"), [(0, 2), (1, 1), (2, 0)])
+def test_a_thread_waits_for_all_but_the_last_groups_of_copies(but, come, order):
+    text = """
+    #include "common/common.cuh"
+    extern "C" __global__ void kernel(const uint4* from, uint4* out) {
+        __shared__ uint4 values[2][32];
+        for (int i = 0; i < 2; i++) {
+            copy_piece<16>(shared_place(values[i] + threadIdx.x), from + threadIdx.x);
+            pieces_commit();
+        }
+        pieces_wait_but<BUT>();
+        for (int i = 0; i < 2; i++) out[i * 32 + threadIdx.x] = values[i][threadIdx.x];
+        pieces_wait();
+    }
+    """
+    given = torch.arange(128, dtype=torch.int32).view(32, 4)
+    out = torch.zeros((2, 32, 4), dtype=torch.int32)
+    run(text, (1,), (32,), given, out, order=order, defines=(("BUT", but),))
+    want = [given if i < come else given * 0 - 0x5A5A5A5B for i in range(2)]
+    assert torch.equal(out, torch.stack(want))
+
+
 def test_a_barrier_does_not_wait_for_threads_that_returned(order):
     text = """
     extern "C" __global__ void kernel(int* out) {

@@ -22,8 +22,8 @@ from tests.support.steps import Layer
 
 CASE = Case(20, 1, 64, 48, batch=2, value_in_key=True)
 OPTIONS = dict(least_candidates=1)
-LAUNCHES = ["prepare_query", "vote_latents", "take_candidates", "estimate_latents"]
-LAUNCHES += ["select_latents", "attend_latents", "merge_latents"]
+LAUNCHES = ["prepare_latents", "sample_latents", "vote_latents", "take_candidates"]
+LAUNCHES += ["estimate_latents", "select_latents", "attend_latents", "merge_latents"]
 
 
 @pytest.fixture(params=DEVICES)
@@ -71,7 +71,7 @@ def test_a_layer_attends_in_one_go(device, preset, rows):
         assert theirs.capability(offered) is None
 
 
-def test_a_step_is_seven_launches(device):
+def test_a_step_is_eight_launches(device):
     index = pair(device)[0]
     index.append(*(piece.to(device) for piece in CASE.tokens(300)))
     queries = CASE.queries().to(device)

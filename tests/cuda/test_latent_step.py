@@ -13,9 +13,9 @@ import torch
 from kvindex.ops import decode_step, priority
 from kvindex.ops.decode_step import Draw, Prepared, Scanned, Selected
 from kvindex.ops.step_state import EMPTY, id_of, vote_of
-from kvindex.ops.step_votes import center_products
+from kvindex.ops.step_votes import center_products, planes_of, sample_of, thresholds_of
 from kvindex_cuda.pariskv.latent_step import LatentStep, tile_of
-from tests.cuda.buffers import addressed, places_of_words, planes_of
+from tests.cuda.buffers import addressed, places_of_words
 from tests.cuda.devices import on, on_devices
 from tests.support.helpers import Case, left_padding
 from tests.support.steps import Layer
@@ -97,30 +97,27 @@ class Found:
         def heads(part):  # of tiles `[B, tiles, heads of a tile and more, ...]`
             return part.cpu().view(B, tiles, *part.shape[1:])[:, :, :tile].flatten(1, 2)[:, None]
 
-        fragments = step._planes.cpu().unflatten(0, (B, tiles))
-        planes = planes_of(fragments)[:, :, :tile, :, : g.head_dim].flatten(1, 2)[:, None]
+        integers = step._integers.cpu()[:, None, :, : g.head_dim].int()
+        planes = planes_of(integers, layer.config.largest)
         thresholds, bases, shifts = (
-            part.cpu().view(B, tiles) for part in (step._thresholds, step._bases, step._shifts)
+            part.cpu()[:, None] for part in (step._thresholds[:B], step._bases, step._shifts)
         )
-        best = thresholds.argmax(1, keepdim=True)
         halves = step._operands.cpu().view(B, tiles, -1).view(torch.float16)
         operands = halves[:, :, places_of_words(tile, g.head_dim)].flatten(1, 2)[:, None]
         draw = None
         if layer.config.drawn:
             gains, totals = heads(step._scales).unbind(-1)
-            seeds = step._seeds.cpu().view(B, tiles).long() & 0xFFFFFFFF
-            assert (seeds == seeds[:, :1]).all()
-            draw = Draw(gains, totals, seeds[:, :1])
+            draw = Draw(gains, totals, step._seeds.cpu()[:, None].long() & 0xFFFFFFFF)
         self.prepared = Prepared(
             planes=planes,
             sums=heads(step._sums),
             units=heads(step._units),
             operands=operands,
             ups=heads(step._ups),
-            sample=step._sample.cpu(),
-            thresholds=thresholds.gather(1, best),
-            bases=bases.gather(1, best),
-            shifts=shifts.amax(1, keepdim=True),
+            sample=step._sample.cpu()[:B, None],
+            thresholds=thresholds,
+            bases=bases,
+            shifts=shifts,
             wrong=torch.zeros(()),
             draw=draw,
         )
@@ -170,13 +167,15 @@ def test_votes_of_all_keys_are_the_twins(name, device):
     found = Found(layer, step)
     want = decode_step.ranked(layer.state, found.prepared, found.products, layer.config)
     assert torch.equal(found.votes, want)
+    assert torch.equal(found.prepared.sample, sample_of(want))
+    for name, part in thresholds_of(sample_of(want), layer.state, layer.config).items():
+        assert torch.equal(getattr(found.prepared, name), part)
     products = center_products(layer.queries, layer.state, layer.config)
     torch.testing.assert_close(found.products, products, rtol=1e-5, atol=1e-4)
 
 
 @each_case
 def test_what_a_query_is_made_of_is_the_twins(name, device):
-    """Tiles are prepared as groups are, which `test_twin.py` compares."""
     layer, step = ran(name, device)
     mine, want = (
         Found(layer, step).prepared,

@@ -320,6 +320,23 @@ __device__ __forceinline__ void pieces_wait() {
 #endif
 }
 
+// What was begun since the last one is a group. `pieces_wait_but` returns when all but the last COUNT groups have come.
+__device__ __forceinline__ void pieces_commit() {
+#ifdef EMULATED
+    emulated_pieces_commit();
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int COUNT>
+__device__ __forceinline__ void pieces_wait_but() {
+#ifdef EMULATED
+    emulated_pieces_wait(COUNT);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
+#endif
+}
+
 // That what lies there will soon be read: from memory to L2.
 __device__ __forceinline__ void to_l2(const void* address) {
 #ifndef EMULATED

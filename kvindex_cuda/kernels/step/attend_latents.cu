@@ -3,22 +3,28 @@
 //
 //   attend_latents -> merge_latents
 //
-// A block takes 32 rows at a time to shared memory: resident ones, then those selected, by the addresses of
-// their pages. Logits of 16 heads and 8 rows are one product of the matrix unit, shares of 16 heads times
-// 8 columns of values another, whose words are two columns of a row, put together in pairs of rows: nothing
+// A block takes ROWS rows at a time to shared memory, resident ones, then those selected, by the addresses of their
+// pages, for PART of the heads: all where rows are on the host, else so few that there are blocks for every
+// multiprocessor. Logits of 16 heads and 8 rows are one product of the matrix unit, whose sums over coordinates are
+// shared out to warps; a warp has its part of the queries in registers before rows come. Shares of 16 heads times
+// 8 columns of values are another, whose words are two columns of a row, put together in pairs of rows: nothing
 // is transposed. Rows lie a quarter of a line apart in the banks, so that those words meet no other.
 // Shares are rounded to DTYPE for the second product, as flash attention does (Dao, 2023), sums are not.
-// float32 has no such unit: a thread has a head and a row, then a head and a column.
-// Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8).
+// Resident rows do not wait for the kernel before, which selects: what it takes to attend to them, all but the writing,
+// runs beside it. float32 has no such unit: a thread has a head and a row, then a head and a column.
+// Compile-time: D, DV, GROUP, PART (a power of two times 16, up to 128), DTYPE, SOFTCAP, CODEC (of the rows selected:
+// 0 plain, 1 int8, 2 fp8).
 #include "common/row_codes.cuh"
 
-constexpr int HEADS = (GROUP + 15) / 16 * 16;
+constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;       // of a sum over coordinates: eight warps for all heads
+constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // of 32 coordinates, of a slice
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
 constexpr int PITCH = (D * SIZE + 127) / 128 * 128 + 32;  // bytes of a row in shared memory
 constexpr int OWN = ROWS / 8;                             // rows that a warp brings
 constexpr int LOGITS = ROWS + 4;                          // of a head, and what sets banks apart
 constexpr bool BRAIN = DTYPE == 2;
-static_assert(ROWS == 32, "a lane for each row");
+static_assert(ROWS == 16, "a lane of sixteen for each row");
+static_assert(PART == 16 || PART == 32 || PART == 64 || PART == 128, "warps come out even");
 static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 16 bytes");
 
 // To shared memory, zeros where there is no row. coded: DV codes, D - DV more, and a scale of either.
@@ -44,14 +50,32 @@ __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void*
 }
 
 // Where a row's share is among those of its head: lane t of four takes rows t, t + 4, t + 8, t + 12 at once.
-__device__ __forceinline__ int place_of(int row) { return row / 16 * 16 + row % 4 * 4 + row % 16 / 4; }
+__device__ __forceinline__ int place_of(int row) { return row % 4 * 4 + row / 4; }
 
-// queries · rows, to logits float32 [HEADS, LOGITS]. queries: DTYPE [GROUP, D], aligned to 16 bytes.
-__device__ __forceinline__ void multiply_keys(float* logits, const void* queries, const char* rows) {
+// A warp's part of the queries: of 16 heads its slice, as left factors.
+struct Queries {
+    uint4 words[STEPS][2];
+};
+// queries: DTYPE [GROUP, D], aligned to 16 bytes; first: head of the block.
+__device__ __forceinline__ void load(Queries& part, const void* queries, int first) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; i++) {
+        int h = first + warp / SLICES * 16 + i % 2 * 8 + lane / 4, j = (warp % SLICES + i / 2 * SLICES) * 32 + lane % 4 * 8;
+        uint4 none = {0, 0, 0, 0};
+        part.words[i / 2][i % 2] =
+            h < GROUP && j < D ? *reinterpret_cast<const uint4*>(static_cast<const u16*>(queries) + h * D + j) : none;
+    }
+}
+
+// queries · rows, to logits float32 [SLICES, PART, LOGITS], of slices that are yet to be added up.
+__device__ __forceinline__ void multiply_keys(float* logits, const Queries& part, const void* queries, int first,
+                                              const char* rows) {
 #if DTYPE == 0
-    for (int i = threadIdx.x; i < GROUP * ROWS; i += 256) {
+    for (int i = threadIdx.x; i < PART * ROWS; i += 256) {
         int h = i / ROWS, r = i % ROWS;
-        const float4* q = reinterpret_cast<const float4*>(static_cast<const float*>(queries) + h * D);
+        if (first + h >= GROUP) break;
+        const float4* q = reinterpret_cast<const float4*>(static_cast<const float*>(queries) + (first + h) * D);
         const float4* key = reinterpret_cast<const float4*>(rows + r * PITCH);
         float sum = 0;
         for (int j = 0; j < D / 4; j++) {
@@ -61,33 +85,25 @@ __device__ __forceinline__ void multiply_keys(float* logits, const void* queries
         logits[h * LOGITS + r] = sum;
     }
 #else
-    constexpr int EACH = HEADS >= 128 ? 4 : HEADS >= 64 ? 2 : 1;  // eights of rows of a warp at a time
-    constexpr int TURNS = ROWS / 8 / EACH;
-    int lane = threadIdx.x % 32;
-    for (int unit = threadIdx.x / 32; unit < HEADS / 16 * TURNS; unit += 8) {
-        int h = unit / TURNS * 16 + lane / 4, n = unit % TURNS * EACH;
-        float sums[EACH][4] = {};
-        const u16* q = static_cast<const u16*>(queries);
-#pragma unroll 2
-        for (int i = 0; i < (D + 31) / 32; i++) {
-            int j = i * 32 + lane % 4 * 8;
-            uint4 none = {0, 0, 0, 0};
-            uint4 upper = j < D && h < GROUP ? *reinterpret_cast<const uint4*>(q + h * D + j) : none;
-            uint4 lower = j < D && h + 8 < GROUP ? *reinterpret_cast<const uint4*>(q + (h + 8) * D + j) : none;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sums[ROWS / 8][4] = {};
 #pragma unroll
-            for (int e = 0; e < EACH; e++) {
-                const char* at = rows + ((n + e) * 8 + lane / 4) * PITCH + j * 2;
-                uint4 key = j < D ? *reinterpret_cast<const uint4*>(at) : none;
-                mma_halves<BRAIN>(sums[e], upper.x, lower.x, upper.y, lower.y, key.x, key.y);
-                mma_halves<BRAIN>(sums[e], upper.z, lower.z, upper.w, lower.w, key.z, key.w);
-            }
+    for (int i = 0; i < STEPS; i++) {
+        int j = (warp % SLICES + i * SLICES) * 32 + lane % 4 * 8;
+        uint4 upper = part.words[i][0], lower = part.words[i][1];
+#pragma unroll
+        for (int n = 0; n < ROWS / 8; n++) {
+            uint4 key = {0, 0, 0, 0};
+            if (j < D) key = *reinterpret_cast<const uint4*>(rows + (n * 8 + lane / 4) * PITCH + j * 2);
+            mma_halves<BRAIN>(sums[n], upper.x, lower.x, upper.y, lower.y, key.x, key.y);
+            mma_halves<BRAIN>(sums[n], upper.z, lower.z, upper.w, lower.w, key.z, key.w);
         }
-#pragma unroll
-        for (int e = 0; e < EACH; e++)
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                logits[(h + c / 2 * 8) * LOGITS + (n + e) * 8 + lane % 4 * 2 + c % 2] = sums[e][c];
     }
+    logits += (warp % SLICES * PART + warp / SLICES * 16 + lane / 4) * LOGITS + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < ROWS / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) logits[c / 2 * (8 * LOGITS) + n * 8 + c % 2] = sums[n][c];
 #endif
 }
 
@@ -101,11 +117,12 @@ __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, f
     *at = sum;
 }
 
-// shares · values, to partial float32 [GROUP, DV]: instead of what is there if they are the `first`, else beside it.
-__device__ __forceinline__ void multiply_values(float* partial, const float* logits, const u16* shares,
+// shares · values, to partial float32 [PART, DV], of `heads`: instead of what is there if they are the `first`, else
+// beside it.
+__device__ __forceinline__ void multiply_values(float* partial, int heads, const float* logits, const u16* shares,
                                                 const char* rows, const float* shrinks, bool first) {
 #if DTYPE == 0
-    for (int i = threadIdx.x; i < GROUP * (DV / 4); i += 256) {
+    for (int i = threadIdx.x; i < heads * (DV / 4); i += 256) {
         int h = i / (DV / 4), c = i % (DV / 4) * 4;
         float4 sum = {0, 0, 0, 0};
         for (int r = 0; r < ROWS; r++) {
@@ -118,31 +135,25 @@ __device__ __forceinline__ void multiply_values(float* partial, const float* log
 #else
     int lane = threadIdx.x % 32;
     for (int g = threadIdx.x / 32; g < (DV + 15) / 16; g += 8) {
-        u32 even[ROWS / 16][2], odd[ROWS / 16][2];  // of a lane's two columns, of rows place_of has side by side
+        u32 even[2], odd[2];  // of a lane's two columns, of rows place_of has side by side
 #pragma unroll
-        for (int s = 0; s < ROWS / 16; s++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const char* at = rows + (s * 16 + i * 8 + lane % 4) * PITCH + (g * 16 + lane / 4 * 2) * 2;
-                u32 one = *reinterpret_cast<const u32*>(at), other = *reinterpret_cast<const u32*>(at + 4 * PITCH);
-                even[s][i] = __byte_perm(one, other, 0x5410), odd[s][i] = __byte_perm(one, other, 0x7632);
-            }
-#pragma unroll 1
-        for (int m = 0; m < HEADS / 16; m++) {
+        for (int i = 0; i < 2; i++) {
+            const char* at = rows + (i * 8 + lane % 4) * PITCH + (g * 16 + lane / 4 * 2) * 2;
+            u32 one = *reinterpret_cast<const u32*>(at), other = *reinterpret_cast<const u32*>(at + 4 * PITCH);
+            even[i] = __byte_perm(one, other, 0x5410), odd[i] = __byte_perm(one, other, 0x7632);
+        }
+#pragma unroll 2
+        for (int m = 0; m < PART / 16; m++) {
             float evens[4] = {}, odds[4] = {};
-#pragma unroll
-            for (int s = 0; s < ROWS / 16; s++) {
-                const u16* at = shares + (m * 16 + lane / 4) * ROWS + s * 16 + lane % 4 * 4;
-                uint2 upper = *reinterpret_cast<const uint2*>(at);
-                uint2 lower = *reinterpret_cast<const uint2*>(at + 8 * ROWS);
-                mma_halves<BRAIN>(evens, upper.x, lower.x, upper.y, lower.y, even[s][0], even[s][1]);
-                mma_halves<BRAIN>(odds, upper.x, lower.x, upper.y, lower.y, odd[s][0], odd[s][1]);
-            }
+            const u16* at = shares + (m * 16 + lane / 4) * ROWS + lane % 4 * 4;
+            uint2 upper = *reinterpret_cast<const uint2*>(at), lower = *reinterpret_cast<const uint2*>(at + 8 * ROWS);
+            mma_halves<BRAIN>(evens, upper.x, lower.x, upper.y, lower.y, even[0], even[1]);
+            mma_halves<BRAIN>(odds, upper.x, lower.x, upper.y, lower.y, odd[0], odd[1]);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int h = m * 16 + half * 8 + lane / 4, c = g * 16 + lane % 4 * 4;
                 float4 sum = {evens[half * 2], odds[half * 2], evens[half * 2 + 1], odds[half * 2 + 1]};
-                if (h < GROUP && c < DV) add_to(partial + h * DV + c, sum, first, shrinks[h]);
+                if (h < heads && c < DV) add_to(partial + h * DV + c, sum, first, shrinks[h]);
             }
         }
     }
@@ -165,29 +176,41 @@ struct AttendArguments {
     float scale, softcap;
 };
 
-// Grid: (splits, BG), 256 threads. Reads each row once, and the queries once a split; writes 4 DV + 8 bytes per head
-// and split. A split takes 32 rows of every 32 splits.
-// Dynamic shared memory: ROWS PITCH + HEADS (4 LOGITS + 2 ROWS) bytes.
+// Grid: (splits, GROUP / PART, BG), 256 threads. Reads each row and the queries once a part of the heads, the latter of
+// each split; writes 4 DV + 8 bytes per head and split. A split takes ROWS rows of every `splits` · ROWS.
+// Dynamic shared memory: ROWS PITCH + 4 SLICES PART LOGITS + 2 PART ROWS bytes.
 extern "C" __global__ void __launch_bounds__(256, 1)
 attend_latents(const __grid_constant__ AttendArguments args) {
     DYNAMIC_SHARED(memory);
-    __shared__ float peaks[HEADS], totals[HEADS], shrinks[HEADS];
+    __shared__ float peaks[PART], totals[PART], shrinks[PART];
     __shared__ bool there[ROWS];
     char* rows = memory;
     float* logits = reinterpret_cast<float*>(memory + ROWS * PITCH);
-    u16* shares = reinterpret_cast<u16*>(logits + HEADS * LOGITS);
-    i64 bg = blockIdx.y, batch = bg / args.kv_heads;
+    u16* shares = reinterpret_cast<u16*>(logits + SLICES * PART * LOGITS);
+    i64 bg = blockIdx.z, batch = bg / args.kv_heads;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, split = blockIdx.x, splits = gridDim.x;
+    int head = blockIdx.y * PART, heads = min(PART, GROUP - head);
     const char* queries = static_cast<const char*>(args.queries) + bg * (GROUP * D * SIZE);
-    float* partial = args.partial + (bg * splits + split) * (GROUP * DV);
-    for (int h = threadIdx.x; h < HEADS; h += 256) peaks[h] = NEVER, totals[h] = 0;
-    after_previous();
-    let_next_begin();
-    int count = int(__ldcg(args.resident_count)), found = args.found ? __ldcg(args.found + bg) : int(args.k);
-    int near = (count + ROWS - 1) / ROWS, tiles = near + (found + ROWS - 1) / ROWS;
+    float* partial = args.partial + ((bg * splits + split) * GROUP + head) * DV;
+    Queries part;
+    if (DTYPE != 0) load(part, queries, head);
+    for (int h = threadIdx.x; h < PART; h += 256) peaks[h] = NEVER, totals[h] = 0;
+    int count = int(__ldcg(args.resident_count)), near = (count + ROWS - 1) / ROWS, found = 0;
+    bool waited = false;
+    auto wait_for_rows = [&] {
+        if (waited) return;
+        after_previous();
+        let_next_begin();
+        found = args.found ? __ldcg(args.found + bg) : int(args.k);
+        waited = true;
+    };
 #pragma unroll 1
-    for (int tile = split; tile < tiles; tile += splits) {
+    for (int tile = split;; tile += splits) {
         bool selected = tile >= near;
+        if (selected) {
+            wait_for_rows();
+            if ((tile - near) * ROWS >= found) break;
+        }
         int first = (selected ? tile - near : tile) * ROWS;
         u64 row = 0;
         if (lane < OWN) {
@@ -208,37 +231,48 @@ attend_latents(const __grid_constant__ AttendArguments args) {
             bring(rows + (warp * OWN + i) * PITCH, __shfl_sync(ALL, row, i), selected, args.queries);
         pieces_wait();
         __syncthreads();
-        multiply_keys(logits, queries, rows);
+        multiply_keys(logits, part, queries, head, rows);
         __syncthreads();
-        for (int h = warp; h < HEADS; h += 8) {
+#pragma unroll
+        for (int h = threadIdx.x / ROWS; h < PART; h += 256 / ROWS) {  // sixteen lanes a head
+            int r = lane % ROWS;
             float s = NEVER;
-            if (h < GROUP && there[lane]) {
-                s = logits[h * LOGITS + lane] * args.scale;
+            if (h < heads && there[r]) {
+                float sum = logits[h * LOGITS + r];
+#pragma unroll
+                for (int i = 1; i < SLICES; i++) sum += logits[(i * PART + h) * LOGITS + r];
+                s = sum * args.scale;
 #if SOFTCAP
                 s = args.softcap * tanhf(s / args.softcap);
 #endif
                 if (selected && args.weights)
-                    s += __ldcg(args.weights + bg * args.weights_group + h * args.weights_head + first + lane);
+                    s += __ldcg(args.weights + bg * args.weights_group + (head + h) * args.weights_head + first + r);
             }
-            float before = peaks[h], peak = fmaxf(before, warp_max(s));
-            float share = s > NEVER ? expf(s - peak) : 0.0f, total = warp_sum(share);
+            float before = peaks[h], peak = s;
+#pragma unroll
+            for (int step = ROWS / 2; step; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, step));
+            peak = fmaxf(peak, before);
+            float share = s > NEVER ? expf(s - peak) : 0.0f, total = share;
+#pragma unroll
+            for (int step = ROWS / 2; step; step /= 2) total += __shfl_xor_sync(ALL, total, step);
             __syncwarp();  // all have read what the first lane writes
-            if (lane == 0) {
+            if (r == 0) {
                 float shrink = before > NEVER ? expf(before - peak) : 0.0f;
                 peaks[h] = peak, totals[h] = totals[h] * shrink + total, shrinks[h] = shrink;
             }
 #if DTYPE == 0
-            logits[h * LOGITS + lane] = share;
+            logits[h * LOGITS + r] = share;
 #else
-            store(shares, h * ROWS + place_of(lane), share);
+            store(shares, h * ROWS + place_of(r), share);
 #endif
         }
         __syncthreads();
-        multiply_values(partial, logits, shares, rows, shrinks, tile == split);
+        wait_for_rows();  // before that nothing is written
+        multiply_values(partial, heads, logits, shares, rows, shrinks, tile == split);
     }
     __syncthreads();
-    for (int h = threadIdx.x; h < GROUP; h += 256)
-        args.sums[(bg * splits + split) * GROUP + h] = {peaks[h], totals[h]};
+    for (int h = threadIdx.x; h < heads; h += 256)
+        args.sums[(bg * splits + split) * GROUP + head + h] = {peaks[h], totals[h]};
 }
 
 struct MergeArguments {
@@ -249,43 +283,54 @@ struct MergeArguments {
     i64 splits;
 };
 
-// All splits on the scale of their largest logit. Grid: (GROUP, BG), 128 threads. Reads 4 DV + 8 bytes of each split
-// that has rows. Dynamic shared memory: 4 bytes a split.
+// All splits on the scale of their largest logit. Grid: (GROUP, DV / 128, BG), 128 threads: a warp has a quarter of the
+// splits, a lane four columns. Reads 4 DV + 8 bytes of each split that has rows.
 extern "C" __global__ void __launch_bounds__(128)
 merge_latents(const __grid_constant__ MergeArguments args) {
-    DYNAMIC_SHARED(memory);
-    float* weights = reinterpret_cast<float*>(memory);
-    int h = blockIdx.x, lane = threadIdx.x % 32, splits = int(args.splits);
-    i64 bg = blockIdx.y;
+    constexpr int OWN_SPLITS = MOST_SPLITS / 32;
+    __shared__ float weights[MOST_SPLITS];
+    __shared__ float4 parts[4][32];
+    int h = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, splits = int(args.splits);
+    int c = blockIdx.y * 128 + lane * 4;
+    i64 bg = blockIdx.z;
     after_previous();
     let_next_begin();
     const float2* sums = args.sums + bg * splits * GROUP + h;
+    float2 own[OWN_SPLITS];
     float peak = NEVER, total = 0;
-    for (int s = lane; s < splits; s += 32) peak = fmaxf(peak, __ldcg(sums + s * GROUP).x);
+#pragma unroll
+    for (int i = 0; i < OWN_SPLITS; i++) {
+        int s = i * 32 + lane;
+        own[i] = s < splits ? __ldcg(sums + s * GROUP) : float2{NEVER, 0};
+        peak = fmaxf(peak, own[i].x);
+    }
     peak = warp_max(peak);
-    for (int s = lane; s < splits; s += 32) {
-        float2 own = __ldcg(sums + s * GROUP);
-        if (own.x > NEVER) total += own.y * expf(own.x - peak);
-    }
+#pragma unroll
+    for (int i = 0; i < OWN_SPLITS; i++)
+        if (own[i].x > NEVER) total += own[i].y * expf(own[i].x - peak);
     total = warp_sum(total);
-    for (int s = threadIdx.x; s < splits; s += 128) {
-        float own = __ldcg(sums + s * GROUP).x;
-        weights[s] = own > NEVER ? expf(own - peak) / total : 0.0f;
-    }
-    if (threadIdx.x == 0) args.lse[bg * GROUP + h] = total > 0 ? peak + logf(total) : NEVER;
+#pragma unroll
+    for (int i = 0; i < OWN_SPLITS; i++)
+        if (warp == 0) weights[i * 32 + lane] = own[i].x > NEVER ? expf(own[i].x - peak) / total : 0.0f;
+    if (threadIdx.x == 0 && blockIdx.y == 0) args.lse[bg * GROUP + h] = total > 0 ? peak + logf(total) : NEVER;
     __syncthreads();
-    for (int c = threadIdx.x * 4; c < DV; c += 512) {
-        float4 sum = {0, 0, 0, 0};
-#pragma unroll 4
-        for (int s = 0; s < splits; s++) {
-            float weight = weights[s];
-            if (weight == 0) continue;  // it may have written nothing
-            const float* from = args.partial + ((bg * splits + s) * GROUP + h) * DV + c;
-            float4 part = __ldcg(reinterpret_cast<const float4*>(from));
-            sum = {sum.x + weight * part.x, sum.y + weight * part.y, sum.z + weight * part.z, sum.w + weight * part.w};
-        }
-        i64 to = (bg * GROUP + h) * DV + c;
-        store(args.output, to, sum.x), store(args.output, to + 1, sum.y);
-        store(args.output, to + 2, sum.z), store(args.output, to + 3, sum.w);
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int s = warp; s < splits; s += 4) {
+        float weight = weights[s];
+        if (weight == 0 || c >= DV) continue;  // it may have written nothing
+        float4 part = __ldcg(reinterpret_cast<const float4*>(args.partial + ((bg * splits + s) * GROUP + h) * DV + c));
+        sum = {sum.x + weight * part.x, sum.y + weight * part.y, sum.z + weight * part.z, sum.w + weight * part.w};
     }
+    parts[warp][lane] = sum;
+    __syncthreads();
+    if (warp || c >= DV) return;
+#pragma unroll
+    for (int w = 1; w < 4; w++) {
+        float4 part = parts[w][lane];
+        sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+    }
+    i64 to = (bg * GROUP + h) * DV + c;
+    store(args.output, to, sum.x), store(args.output, to + 1, sum.y);
+    store(args.output, to + 2, sum.z), store(args.output, to + 3, sum.w);
 }

@@ -5,25 +5,29 @@
 // take_candidates puts the C best entries of the list together, of equal votes those of the lower ids; where the
 // list lacks some, or has more than it has room for, of all votes. Where candidates are drawn, those that `threshold`
 // of ops.priority takes.
-// estimate_latents multiplies 16 candidates a warp with a tile of heads (product.cuh). Sums over all candidates
-// are integers, so that their order leaves no trace.
+// estimate_latents multiplies 16 candidates a warp with a tile of heads, or with two where there are many, whose levels
+// are then decoded once (as product.cuh does; numbers and what they leave are sums of their own, so that fewer products
+// wait for each other). Sums over all candidates are integers, so that their order leaves no trace.
 // Compile-time: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED, SOFTCAP, DRAWN, RAGGED (each row of
 // the batch has a length).
 #include "common/product.cuh"
 #include "common/shares.cuh"
-#include "common/tiles.cuh"
 #if DRAWN
 #include "common/noise.cuh"
 #endif
 
 constexpr int HEADS = TILES * GROUP;
+constexpr int PAIR = TILES >= 8 && TILES % 2 == 0 ? 2 : 1;  // tiles of a block
+constexpr int ESTIMATORS = 128 * PAIR;                      // its threads: as latent_step.py has them
+constexpr int HELD = 16;                                    // entries of a thread of take_candidates
+static_assert(COLUMNS == 1, "eight heads a tile");
 
 struct TakeArguments {
     const int* votes;       // of vote_latents.cu, as are counts, list and histogram
     const int* counts;
     const u64* list;
     const int* histogram;
-    const int* thresholds;  // of prepare_query.cu, of tiles, as are bases and shifts
+    const int* thresholds;  // [B]: of sample_latents.cu, as are bases and shifts
     const int* bases;
     const int* shifts;
     const i64* length;      // [1], or RAGGED: [B]
@@ -46,32 +50,43 @@ take_candidates(const __grid_constant__ TakeArguments args) {
     after_previous();
     let_next_begin();
     int n = __ldcg(args.counts + b * APART), counted = args.counted[b], target = min(args.wanted[b], counted);
-    Listing listing = listing_of(args.thresholds + b * TILES, args.bases + b * TILES, args.shifts + b * TILES);
+    int threshold = __ldcg(args.thresholds + b), base = __ldcg(args.bases + b), shift = __ldcg(args.shifts + b);
     const u64* list = args.list + b * args.capacity;
     const int* votes = args.votes + b * args.room;
     int tokens = int(min(__ldcg(args.length + RAGGED * b), args.room));
     bool whole = counted <= args.wanted[b];            // all are candidates
     int asked = target + (DRAWN && !whole);            // the last one's priority is the threshold
     bool listed = n >= asked && n <= args.capacity;    // the list has them
+    bool few = listed && n <= HELD * THREADS;          // and registers, while the cut is found
+    u64 held[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        int at = i * THREADS + threadIdx.x;
+        held[i] = few && at < n ? __ldcg(list + at) : 0;
+    }
     auto each = [&](auto use) {
-        if (listed) {
+        if (few) {
+#pragma unroll
+            for (int i = 0; i < HELD; i++)
+                if (held[i]) use(held[i]);
+        } else if (listed) {
             for (int i = threadIdx.x; i < n; i += THREADS) use(__ldcg(list + i));
         } else {
             for (int i = threadIdx.x; i < tokens; i += THREADS)
                 if (int vote = __ldcg(votes + i); vote != LEAST) use(entry_of(vote, i));
         }
     };
-    auto bin_in = [&](u64 entry) { return bin_of(vote_of(entry), listing.base, listing.shift); };
+    auto bin_in = [&](u64 entry) { return bin_of(vote_of(entry), base, shift); };
     Cut cut = {-1, 0};
     if (listed && n > asked) cut = cut_of<false, THREADS>(args.histogram + b * BINS, asked);
     __syncthreads();
 #if DRAWN
     int2 cuts = {LEAST, LEAST + 1};
     if (!whole) {
-        bool told = cut.bin >= 0 && cut.bin < BINS - 1 && (cut.bin > 0 || listing.threshold > LEAST + 1);
+        bool told = cut.bin >= 0 && cut.bin < BINS - 1 && (cut.bin > 0 || threshold > LEAST + 1);
         if (told) {
             int bin = cut.bin - (cut.above < target);
-            cuts = {listing.base + cut.bin * STEP, listing.base + (bin + 1) * STEP};
+            cuts = {base + cut.bin * STEP, base + (bin + 1) * STEP};
         } else {
             int beyond = vote_of(radix_cut(each, asked, bins)) & -STEP;
             int last = target ? vote_of(radix_cut(each, target, bins)) : beyond + STEP;
@@ -104,25 +119,41 @@ take_candidates(const __grid_constant__ TakeArguments args) {
 #endif
     __syncthreads();
     u64 from = least;
-    each([&](u64 entry) {
-        if (entry < from) return;
-        int to = atomicAdd(&taken, 1);
-        if (to < args.capacity) args.candidates[b * args.capacity + to] = entry;
-    });
+    u64* candidates = args.candidates + b * args.capacity;
+    if (few) {  // of a warp at once
+        int mine = 0, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < HELD; i++) mine += held[i] && held[i] >= from;
+        int upto = mine;
+        for (int step = 1; step < 32; step *= 2) {
+            int add = __shfl_up_sync(ALL, upto, step);
+            if (lane >= step) upto += add;
+        }
+        int start = lane == 31 ? atomicAdd(&taken, upto) : 0, to = __shfl_sync(ALL, start, 31) + upto - mine;
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (held[i] && held[i] >= from) candidates[to++] = held[i];
+    } else {
+        each([&](u64 entry) {
+            if (entry < from) return;
+            int to = atomicAdd(&taken, 1);
+            if (to < args.capacity) candidates[to] = entry;
+        });
+    }
     __syncthreads();
     if (threadIdx.x == 0) args.candidate_counts[b * APART] = int(min(i64(taken), args.capacity));
 }
 
 struct EstimateArguments {
     const i64* codes;             // [B, row]: addresses of blocks
-    const uint2* operands;        // of prepare_query.cu, of tiles, as are ups
+    const uint2* operands;        // of prepare_latents.cu, of tiles, as are ups, and products
     const float* ups;
     const float* products;        // [B, row, HEADS]
     const float* levels;          // [LEVELS]
     const u64* candidates;        // of take_candidates, as are candidate_counts and cuts
     const int* candidate_counts;
     const int2* cuts;
-    const u32* seeds;             // [B TILES]
+    const u32* seeds;             // [B]
     float* estimates;             // [B, capacity, HEADS]
     u64* buckets;                 // [B, HEADS, BUCKETS]: sums over candidates, cleared before
     int* tickets;                 // [B TILES], cleared before
@@ -151,36 +182,76 @@ __device__ __forceinline__ float log_sum(const u64* buckets) {
     return (log2f(warp_sum(sum)) + octaves) * (1 / LOG2E);
 }
 
-// Grid: (splits, TILES, B), 256 threads. Reads of each candidate and tile its signs, magnitudes and log weight, all but
-// once from L2; writes 4 HEADS bytes of each.
-extern "C" __global__ void __launch_bounds__(256, 1)
+// Sums of levels times the operands of tiles: of keys `key_of(·)` and heads `head_of(0, ·)` of each. operands: uint2
+// [PAIR][OPERANDS], in shared memory. All lanes of a warp call it.
+__device__ __forceinline__ void multiply_tiles(float (&sums)[PAIR][ROWS][2], const Tile& tile, const uint2* operands,
+                                               const Levels& levels) {
+    constexpr int CHAINS = 2;  // numbers and what they leave; or, where both are in one, every other product
+    float c[PAIR][CHAINS][4] = {};
+#pragma unroll
+    for (int quad = 0; quad < QUADS; quad++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            u32 upper[2], lower[2];
+            decode(upper, tile.signs[0][quad], tile.planes[0][quad], i / 2, i % 2, levels);
+            decode(lower, tile.signs[1][quad], tile.planes[1][quad], i / 2, i % 2, levels);
+            int from = (quad * 8 + i) * 32 + threadIdx.x % 32;
+#pragma unroll
+            for (int p = 0; p < PAIR; p++) {
+                const uint2* right = operands + p * OPERANDS + (FOLDED ? from : 2 * from);
+                float(&first)[4] = c[p][FOLDED ? i % 2 : 0];
+                mma_halves(first, upper[0], lower[0], upper[1], lower[1], right[0].x, right[0].y);
+                if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], right[1].x, right[1].y);
+            }
+        }
+    // of a folded row the lanes of the upper two columns have the other half
+    bool later = threadIdx.x % 4 >= 2;
+#pragma unroll
+    for (int p = 0; p < PAIR; p++)
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            float upper = c[p][0][side] + c[p][1][side], lower = c[p][0][2 + side] + c[p][1][2 + side];
+            if (FOLDED) {
+                float other = __shfl_xor_sync(ALL, later ? upper : lower, 2);
+                sums[p][0][side] = (later ? lower : upper) + other;
+            } else {
+                sums[p][0][side] = upper, sums[p][ROWS - 1][side] = lower;
+            }
+        }
+}
+
+// Grid: (splits, TILES / PAIR, B), ESTIMATORS threads. Reads of each candidate and PAIR its signs, magnitudes and log
+// weight, all but once from L2; writes 4 HEADS bytes of each.
+extern "C" __global__ void __launch_bounds__(ESTIMATORS, 1)
 estimate_latents(const __grid_constant__ EstimateArguments args) {
     __shared__ u16 halves[LEVELS];
-    __shared__ uint2 operands[OPERANDS];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y;
+    __shared__ uint2 operands[PAIR * OPERANDS];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y * PAIR;
     i64 b = blockIdx.z, part = b * TILES + tile;
     if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(args.levels[threadIdx.x]);
+    // prepare_latents.cu has ended when this begins
+#pragma unroll 4
+    for (int i = threadIdx.x; i < PAIR * OPERANDS; i += ESTIMATORS) operands[i] = __ldcg(args.operands + part * OPERANDS + i);
+    float down[PAIR][2];
+#pragma unroll
+    for (int i = 0; i < PAIR * 2; i++) {
+        int h = head_of(0, i % 2);
+        down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(args.ups + (part + i / 2) * GROUP + h) : 1.0f;
+    }
     after_previous();
     let_next_begin();
-    for (int i = threadIdx.x; i < OPERANDS; i += 256) operands[i] = __ldcg(args.operands + part * OPERANDS + i);
     __syncthreads();
     Levels levels = levels_of(halves);
     int n = __ldcg(args.candidate_counts + b * APART);
     const u64* candidates = args.candidates + b * args.capacity;
     u64* buckets = args.buckets + (b * HEADS + tile * GROUP) * BUCKETS;
-    float down[COLUMNS][2];
-#pragma unroll
-    for (int i = 0; i < COLUMNS * 2; i++) {
-        int h = head_of(i / 2, i % 2);
-        down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(args.ups + part * GROUP + h) : 1.0f;
-    }
 #if DRAWN
-    u32 seed = __ldcg(args.seeds + part);
+    u32 seed = __ldcg(args.seeds + b);
     int threshold = __ldcg(&args.cuts[b].x);
 #endif
-    Exponentials sums[COLUMNS][2];
+    Exponentials sums[PAIR][2];
 #pragma unroll 1
-    for (int first = (blockIdx.x * 8 + warp) * 16; first < n; first += gridDim.x * 128) {
+    for (int first = (blockIdx.x * (ESTIMATORS / 32) + warp) * 16; first < n; first += gridDim.x * (ESTIMATORS / 2)) {
         u64 mine = lane < 16 && first + lane < n ? __ldcg(candidates + first + lane) : 0;
         u64 block = mine ? u64(args.codes[b * args.row + id_of(mine) / TOKENS]) : 0;
         Tile codes = {};
@@ -190,38 +261,36 @@ estimate_latents(const __grid_constant__ EstimateArguments args) {
             if (place)
                 load(codes, half, reinterpret_cast<const char*>(place), id_of(entry) % TOKENS, args.logs, args.magnitudes);
         }
+        float both[PAIR][ROWS][2];
+        multiply_tiles(both, codes, operands, levels);
 #pragma unroll
-        for (int set = 0; set < COLUMNS; set++) {
-            float both[ROWS][2];
-            multiply(both, codes, operands, set, levels);
-#pragma unroll
-            for (int half = 0; half < ROWS; half++) {
-                int key = key_of(half), log = log_of(codes, half);
-                u64 entry = __shfl_sync(ALL, mine, key);
-                float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f, stands_for = 0;
+        for (int half = 0; half < ROWS; half++) {
+            int key = key_of(half), log = log_of(codes, half);
+            u64 entry = __shfl_sync(ALL, mine, key);
+            float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f, stands_for = 0;
 #if DRAWN
-                stands_for = log_weight(vote_of(entry), u32(id_of(entry)), seed, threshold);
+            stands_for = log_weight(vote_of(entry), u32(id_of(entry)), seed, threshold);
 #endif
+            i64 segment = b * args.row + id_of(entry) / TOKENS;
 #pragma unroll
-                for (int side = 0; side < 2; side++) {
-                    int h = head_of(set, side);
-                    if (h >= GROUP || first + key >= n) continue;
-                    float found = both[half][side] * down[set][side] * weight;
-                    i64 segment = b * args.row + id_of(entry) / TOKENS;
-                    if (CENTERED) found += __ldcg(args.products + segment * HEADS + tile * GROUP + h);
-                    args.estimates[(b * args.capacity + first + key) * HEADS + tile * GROUP + h] = found;
-                    sums[set][side].add(buckets + h * BUCKETS, capped(found, args.scale, args.softcap) + stands_for);
-                }
+            for (int i = 0; i < PAIR * 2; i++) {
+                int p = i / 2, side = i % 2, h = head_of(0, side), head = (tile + p) * GROUP + h;
+                if (h >= GROUP || first + key >= n) continue;
+                float found = both[p][half][side] * down[p][side] * weight;
+                if (CENTERED) found += __ldcg(args.products + segment * HEADS + head);
+                args.estimates[(b * args.capacity + first + key) * HEADS + head] = found;
+                sums[p][side].add(buckets + (p * GROUP + h) * BUCKETS, capped(found, args.scale, args.softcap) + stands_for);
             }
         }
     }
 #pragma unroll
-    for (int set = 0; set < COLUMNS; set++)
+    for (int p = 0; p < PAIR; p++)
 #pragma unroll
         for (int side = 0; side < 2; side++)
-            sums[set][side].flush<FOLDED ? 2 : 4>(buckets + head_of(set, side) * BUCKETS);
+            sums[p][side].flush<FOLDED ? 2 : 4>(buckets + (p * GROUP + head_of(0, side)) * BUCKETS);
     if (!last_block(args.tickets + part, gridDim.x)) return;
-    for (int h = warp; h < GROUP; h += 8) {
+#pragma unroll 2
+    for (int h = warp; h < PAIR * GROUP; h += ESTIMATORS / 32) {
         float total = log_sum(buckets + h * BUCKETS);
         if (lane == 0) args.totals[b * HEADS + tile * GROUP + h] = total;
     }

@@ -18,71 +18,15 @@
 // else, in the registers of a product with all heads' operands, D/16 matrix instructions to four heads; then two
 // warps round a head. 2 D² bytes more of a group, from L2 to each of its blocks: 32 KiB at D = 128, some 0.3 µs
 // that pass beside the first reads, so that exchange, product and another barrier are left, predicted 0.3 µs.
-// Where a group has many heads, a group here is one tile of them, of TILES (1 unless a launcher says more, of one
-// KV head and no head_bytes): each finds a threshold, of which vote_latents.cu takes the largest.
 // Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER, RAGGED (each row of the batch has a length).
-#include "common/votes.cuh"
+#include "common/prepare.cuh"
+#include "common/threshold.cuh"
 
-constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
-constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
 constexpr int PITCH = (EIGHTS | 1) * 32;         // of operands in shared memory: two neighbors have other banks
 constexpr int COLUMN_TILES = (D + 15) / 16;             // of the matrix, 16 columns each
 constexpr bool EARLY = COLUMN_TILES <= 8;               // a warp's tile fits registers
 constexpr int HANDS = TOGETHER && GROUP <= 4 ? 2 : 1;  // warps that round a head
 constexpr int ROOM = TOGETHER && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
-constexpr float SMALLEST = 1.1754943508222875e-38f;
-constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
-constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // no norm reaches it where no coordinate does, up to D = 1,024
-
-// R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
-// Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
-// [ODD], cos + sin of 2πi/ODD.
-__device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
-                                       const float* waves) {
-    constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // that a factor H mixes
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int w = 0; w < PER_LANE; w++) x[w] *= signs[w];
-#pragma unroll
-    for (int step = 1; step < WORDS_OF; step *= 2)
-#pragma unroll
-        for (int w = 0; w < PER_LANE; w++)
-            if (!(w & step)) {
-                float low = x[w], high = x[w + step];
-                x[w] = low + high, x[w + step] = low - high;
-            }
-#pragma unroll
-    for (int step = 1; step < (ORDER < 32 ? ORDER : 32); step *= 2)
-#pragma unroll
-        for (int w = 0; w < PER_LANE; w++) {
-            float other = __shfl_xor_sync(ALL, x[w], step);
-            x[w] = lane & step ? other - x[w] : x[w] + other;
-        }
-    if (ODD == 1) return;
-    float sums[PER_LANE] = {};
-#pragma unroll
-    for (int i = 0; i < ODD; i++)
-#pragma unroll
-        for (int w = 0; w < PER_LANE; w++) {
-            int word = ORDER >= 32 ? i * WORDS_OF + w % WORDS_OF : i * ORDER / 32;
-            float part = ORDER >= 32 ? x[word] : __shfl_sync(ALL, x[word], i * ORDER % 32 + lane % ORDER);
-            int own = (32 * w + lane) / ORDER;
-            if (own < ODD) sums[w] += waves[own * i % ODD] * part;
-        }
-#pragma unroll
-    for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
-}
-
-// A number and what it leaves as float16; finite and of less than 2^15.
-__device__ __forceinline__ void split(float x, u16& high, u16& low) {
-#ifdef EMULATED
-    high = to_float16(x), low = to_float16(x - from_float16(high));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(high) : "f"(x));
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(low) : "f"(x - from_float16(high)));
-#endif
-}
-
 struct Sampled {  // 32 keys
     Signs signs;
     Mean mean;
@@ -101,7 +45,6 @@ struct Arguments {
     const int* counted;         // [B]: valid keys
     const int* factors;         // [256]: of ops.codes.log_factors
     u32* planes;                // [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments
-    i8* integers;               // [BG, GROUP, 32 WORDS]: r, where a group has several TILES, else null
     int* sums;                  // [BG, 4 SETS]: Σ r
     float* units;               // [BG, 4 SETS]: votes per unit of q·k
     u16* operands;              // [BG, 4 OPERANDS]: R q · up as float16 and its remainder, for rerank.cu, 0 where
@@ -124,31 +67,6 @@ struct Arguments {
     float octaves;              // of a unit of q·k
     double gain;                // the same in units of 2^-16
 };
-
-#if DRAWN
-// The seed of a group's noise, of a row's first valid key and its length (priority.seeds). A warp calls it.
-// bits: of the row's first words of `valid`; byte: the lane's, of the signs of the row's first token.
-__device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
-                                       u32 byte) {
-    constexpr int BYTES = D / 8;
-    int lane = threadIdx.x % 32;
-    i64 first = 0, words = (tokens + 31) / 32;
-    for (i64 from = 0; from < words; from += 32) {
-        if (from) bits = from + lane < words ? args.valid[batch * args.row * 8 + from + lane] : 0;
-        u32 some = __ballot_sync(ALL, bits != 0);
-        if (!some) continue;
-        int word = __ffs(int(some)) - 1;
-        first = (from + word) * 32 + __ffs(int(__shfl_sync(ALL, bits, word))) - 1;
-        break;
-    }
-    const u8* signs = reinterpret_cast<const u8*>(args.codes[batch * args.row + first / TOKENS]) + head_offset +
-                      first % TOKENS * STRIDE;
-    u32 sum = 0;
-    for (int j = lane; j < BYTES; j += 32) sum += hashed((j == lane && !first ? byte : signs[j]) + 256 * j);
-    u32 number = warp_sum(sum) + hashed(u32(args.counted[batch])) + u32(args.seed) * u32(SPREAD);
-    return hashed(number) - u32(first) * u32(SPREAD);
-}
-#endif
 
 extern "C" __global__ void __launch_bounds__(256)
 prepare_query(const __grid_constant__ Arguments args) {
@@ -196,7 +114,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     // no kernel that lets another begin early writes the matrix. Of a column 8 rows of every 32
     auto entries = [&](int tile, int s, int half) -> uint4 {
         int j = tile * 16 + half * 8 + lane / 4, i = s * 32 + lane % 4 * 8;
-        return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (u32(bg) / TILES * i64(D) + j) * D + i) : uint4{0, 0, 0, 0};
+        return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (bg * D + j) * D + i) : uint4{0, 0, 0, 0};
     };
     uint4 held[EARLY ? EIGHTS : 1][2];
 #pragma unroll
@@ -217,7 +135,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     u32 valid_bits = warp == 7 && lane < 8 * args.row ? args.valid[batch * args.row * 8 + lane] : 0;
     i64 first_block = warp == 7 ? args.codes[batch * args.row] : 0;
 #endif
-    float plain[PER_LANE], weight_scale = args.weight_scale[u32(bg) / TILES];
+    float plain[PER_LANE], weight_scale = args.weight_scale[bg];
     read_query(plain, warp);
     Group group;
     load_queries(group, queries);
@@ -238,19 +156,6 @@ prepare_query(const __grid_constant__ Arguments args) {
             center_blocks[j] = args.codes[batch * args.row + blocks * center_of(j) / centers];
 #endif
 
-    // unsigned integers order sizes, NaN above all
-    auto peak_of = [&](const float (&x)[PER_LANE]) {
-        u32 peak = 0;
-#pragma unroll
-        for (int w = 0; w < PER_LANE; w++) peak = max(peak, __float_as_uint(fabsf(x[w])));
-        return __uint_as_float(__reduce_max_sync(ALL, peak));
-    };
-    auto in_range = [&](const float (&x)[PER_LANE]) {
-        double square = 0;
-#pragma unroll
-        for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
-        return warp_sum(square) < LARGEST * LARGEST;
-    };
     // rounded, a digit of each coordinate to a word of its plane; words of one hand
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
         float scale = peak > 0 ? float(args.query_max) / peak : 0.0f;
@@ -267,7 +172,6 @@ prepare_query(const __grid_constant__ Arguments args) {
                 if (lane == p) mine = plane;
             }
             if (lane < PLANES) planes[h][lane][w] = mine;
-            if (TILES > 1 && blockIdx.x == 0) args.integers[((bg * GROUP + h) * WORDS + w) * 32 + lane] = i8(r);
         }
         sum = __reduce_add_sync(ALL, sum);
         if (lane == 0) atomicAdd(sums + h, sum);
@@ -289,9 +193,7 @@ prepare_query(const __grid_constant__ Arguments args) {
             for (int w = 0; w < PER_LANE; w++) x[w] = 0;
             peak = 0;
         }
-        // what brings the largest coordinate to [2^13, 2^14)
-        int exponent = int(__float_as_uint(fmaxf(peak, SMALLEST)) >> 23);
-        float up = __uint_as_float(u32(254 + 13 - min(max(exponent, 20), 230)) << 23);
+        float up = up_of(peak);
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) {
             u16 high, low;
@@ -441,56 +343,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
     if (!last) return;
 
-    // the vote with `rank` votes of the sample above it: a histogram, then one of its bin, until
-    // the bin has few
-    constexpr int EACH = SAMPLED / 256;
-    __shared__ int counts[8], lows[8], tops[8];
-    int each[EACH], found = 0, top = LEAST, low = 2147483647;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) each[i] = __ldcg(mine + i * 256 + threadIdx.x);
-    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-        if (each[i] != LEAST) found++, top = max(top, each[i]), low = min(low, each[i]);
-    found = warp_sum(found);
-    top = warp_max(top);
-    low = -1 - warp_max(-1 - low);
-    if (lane == 0) counts[warp] = found, tops[warp] = top, lows[warp] = low;
-    __syncthreads();
-    found = 0;
-    for (int i = 0; i < 8; i++)
-        found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
-    // the C best have so many of the sample on average; neighbors are alike, so that their number
-    // spreads some twice as far as that of as many keys drawn alone
-    float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
-    int rank = int(mean + 9 * sqrtf(mean)) + 8;
-    bool enough = rank < found;
-    int base = found ? low : 0, above = 0, range = 0;
-    u32 width = found ? u32(top) - u32(base) : 0;
-    auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
-    while (enough) {
-        range = shift_of(width);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            u32 over = u32(each[i]) - u32(base);
-            if (each[i] >= base && over <= width) atomicAdd(histogram + (over >> range), 1);
-        }
-        __syncthreads();
-        Cut cut = cut_of<true>(histogram, rank - above);
-        int many = histogram[cut.bin];
-        base += int(u32(cut.bin) << range);
-        above += cut.above;
-        if (range == 0 || many <= 16 + rank / 8) break;
-        width = (1u << range) - 1;
-        __syncthreads();
-        for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
-        __syncthreads();
-    }
-    if (DRAWN) base &= -STEP;
+    Threshold found = threshold_of(mine, share, all, histogram);
     if (threadIdx.x == 0) {
-        args.thresholds[bg] = enough ? base : LEAST + 1;  // no key has LEAST
-        args.bases[bg] = base;
-        args.shifts[bg] = DRAWN ? shift_of(STEP * BINS - 1) : found ? shift_of(u32(top) - u32(base)) : 0;
+        args.thresholds[bg] = found.threshold, args.bases[bg] = found.base, args.shifts[bg] = found.shift;
         args.tickets[bg] = 0;
     }
 }

@@ -9,6 +9,7 @@
 #include "common/noise.cuh"
 #endif
 
+constexpr int HELD = 4;  // candidates of a thread of the last block
 constexpr int SORTED = 2 * EDGE;  // rows that are put in order by their ids
 
 struct Arguments {
@@ -17,7 +18,7 @@ struct Arguments {
     const u64* candidates;
     const int* candidate_counts;
     const int2* cuts;
-    const u32* seeds;             // [B]: of prepare_query.cu, or null
+    const u32* seeds;             // [B]: of prepare_latents.cu, or null
     u64* words;                   // [B, capacity]: scores and ids of candidates
     float* candidate_weights;     // [B, capacity]: only if DRAWN, as are weights
     int* histogram;               // [B, BINS]: of scores, cleared before
@@ -27,7 +28,7 @@ struct Arguments {
     float* weights;               // [B, k]: the logarithm of how many keys a row stands for
     int* found;                   // [B]
     i64* found_sum;               // [B]: `found` is added, or null
-    i64 k, capacity, tiles;       // tiles: seeds of a group
+    i64 k, capacity;
     float scale, softcap, temper;
 };
 
@@ -53,7 +54,7 @@ select_latents(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < SORTED; i += THREADS) selected[i] = 2147483647;  // after all rows
 #if DRAWN
     __shared__ float selected_weights[SORTED], edge_weights[EDGE], threshold;
-    u32 seed = __ldcg(args.seeds + b * args.tiles);
+    u32 seed = __ldcg(args.seeds + b);
     int least = __ldcg(&args.cuts[b].x);
     float* candidate_weights = args.candidate_weights + b * args.capacity;
     if (threadIdx.x == 0) threshold = NEVER;
@@ -96,6 +97,20 @@ select_latents(const __grid_constant__ Arguments args) {
     i64* ids = args.ids + b * args.k;
     float* scores = args.scores + b * args.k;
     int asked = int(args.k) + DRAWN;  // the last one's priority is the threshold
+    auto weight_of = [&](int i) {
+#if DRAWN
+        return __ldcg(candidate_weights + i);
+#else
+        return 0.0f;
+#endif
+    };
+    u64 held[HELD];  // asked for while the cut is found
+    float held_weights[HELD];
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        int i = j * THREADS + threadIdx.x;
+        held[j] = i < n ? __ldcg(words + i) : 0, held_weights[j] = i < n ? weight_of(i) : 0;
+    }
     Cut cut = cut_of<false, THREADS>(histogram, asked);
     auto select = [&](u64 word, float weight) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
@@ -107,13 +122,6 @@ select_latents(const __grid_constant__ Arguments args) {
         (slot < SORTED ? selected_weights + slot : args.weights + b * args.k + slot)[0] = weight;
 #endif
     };
-    auto weight_of = [&](int i) {
-#if DRAWN
-        return __ldcg(candidate_weights + i);
-#else
-        return 0.0f;
-#endif
-    };
     // the last one that was asked for is the threshold, if any is
     auto take = [&](u64 word, float weight, bool last) {
 #if DRAWN
@@ -122,19 +130,22 @@ select_latents(const __grid_constant__ Arguments args) {
 #endif
         select(word, weight);
     };
-#pragma unroll 1
-    for (int i = threadIdx.x; i < n; i += THREADS) {
-        u64 word = __ldcg(words + i);
+    auto divide = [&](u64 word, float weight) {
         int bin = bin_of(value_of(word));
-        if (bin > cut.bin) select(word, weight_of(i));
-        if (bin != cut.bin) continue;
+        if (bin > cut.bin) select(word, weight);
+        if (bin != cut.bin) return;
         int slot = atomicAdd(&edges, 1);
-        if (slot >= EDGE) continue;
+        if (slot >= EDGE) return;
         edge[slot] = word;
 #if DRAWN
-        edge_weights[slot] = weight_of(i);
+        edge_weights[slot] = weight;
 #endif
-    }
+    };
+#pragma unroll
+    for (int j = 0; j < HELD; j++)
+        if (j * THREADS + threadIdx.x < n) divide(held[j], held_weights[j]);
+#pragma unroll 1
+    for (int i = HELD * THREADS + threadIdx.x; i < n; i += THREADS) divide(__ldcg(words + i), weight_of(i));
     __syncthreads();
     int rank = asked - cut.above;
     if (edges <= EDGE) {

@@ -1,0 +1,105 @@
+// How queries are prepared: rotated by a warp, brought to float16, and the seed of noise. For prepare_query.cu and
+// prepare_latents.cu.
+// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN.
+#pragma once
+#include "common/votes.cuh"
+
+constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
+constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
+constexpr float SMALLEST = 1.1754943508222875e-38f;
+constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
+constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // no norm reaches it where no coordinate does, up to D = 1,024
+
+// R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
+// Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
+// [ODD], cos + sin of 2πi/ODD.
+__device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
+                                       const float* waves) {
+    constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // that a factor H mixes
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) x[w] *= signs[w];
+#pragma unroll
+    for (int step = 1; step < WORDS_OF; step *= 2)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++)
+            if (!(w & step)) {
+                float low = x[w], high = x[w + step];
+                x[w] = low + high, x[w + step] = low - high;
+            }
+#pragma unroll
+    for (int step = 1; step < (ORDER < 32 ? ORDER : 32); step *= 2)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            float other = __shfl_xor_sync(ALL, x[w], step);
+            x[w] = lane & step ? other - x[w] : x[w] + other;
+        }
+    if (ODD == 1) return;
+    float sums[PER_LANE] = {};
+#pragma unroll
+    for (int i = 0; i < ODD; i++)
+#pragma unroll
+        for (int w = 0; w < PER_LANE; w++) {
+            int word = ORDER >= 32 ? i * WORDS_OF + w % WORDS_OF : i * ORDER / 32;
+            float part = ORDER >= 32 ? x[word] : __shfl_sync(ALL, x[word], i * ORDER % 32 + lane % ORDER);
+            int own = (32 * w + lane) / ORDER;
+            if (own < ODD) sums[w] += waves[own * i % ODD] * part;
+        }
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
+}
+
+// A number and what it leaves as float16; finite and of less than 2^15.
+__device__ __forceinline__ void split(float x, u16& high, u16& low) {
+#ifdef EMULATED
+    high = to_float16(x), low = to_float16(x - from_float16(high));
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(high) : "f"(x));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(low) : "f"(x - from_float16(high)));
+#endif
+}
+
+// The largest size, NaN above all: unsigned integers order them so.
+__device__ __forceinline__ float peak_of(const float (&x)[PER_LANE]) {
+    u32 peak = 0;
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) peak = max(peak, __float_as_uint(fabsf(x[w])));
+    return __uint_as_float(__reduce_max_sync(ALL, peak));
+}
+__device__ __forceinline__ bool in_range(const float (&x)[PER_LANE]) {
+    double square = 0;
+#pragma unroll
+    for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
+    return warp_sum(square) < LARGEST * LARGEST;
+}
+// The power of two that brings the largest coordinate to [2^13, 2^14).
+__device__ __forceinline__ float up_of(float peak) {
+    int exponent = int(__float_as_uint(fmaxf(peak, SMALLEST)) >> 23);
+    return __uint_as_float(u32(254 + 13 - min(max(exponent, 20), 230)) << 23);
+}
+
+#if DRAWN
+// The seed of a group's noise, of a row's first valid key and its length (priority.seeds). A warp calls it.
+// bits: of the row's first words of `valid`; byte: the lane's, of the signs of the row's first token.
+template <class Arguments>
+__device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
+                                       u32 byte) {
+    constexpr int BYTES = D / 8;
+    int lane = threadIdx.x % 32;
+    i64 first = 0, words = (tokens + 31) / 32;
+    for (i64 from = 0; from < words; from += 32) {
+        if (from) bits = from + lane < words ? args.valid[batch * args.row * 8 + from + lane] : 0;
+        u32 some = __ballot_sync(ALL, bits != 0);
+        if (!some) continue;
+        int word = __ffs(int(some)) - 1;
+        first = (from + word) * 32 + __ffs(int(__shfl_sync(ALL, bits, word))) - 1;
+        break;
+    }
+    const u8* signs = reinterpret_cast<const u8*>(args.codes[batch * args.row + first / TOKENS]) + head_offset +
+                      first % TOKENS * STRIDE;
+    u32 sum = 0;
+    for (int j = lane; j < BYTES; j += 32) sum += hashed((j == lane && !first ? byte : signs[j]) + 256 * j);
+    u32 number = warp_sum(sum) + hashed(u32(args.counted[batch])) + u32(args.seed) * u32(SPREAD);
+    return hashed(number) - u32(first) * u32(SPREAD);
+}
+#endif

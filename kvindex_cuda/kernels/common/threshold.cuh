@@ -1,0 +1,60 @@
+// A threshold from a sample of votes (ops.step_votes.thresholds_of): for prepare_query.cu and sample_latents.cu.
+// Compile-time: DRAWN, SAMPLED, STEP.
+#pragma once
+#include "common/common.cuh"
+
+struct Threshold {
+    int threshold, base, shift;  // and the histogram's, of votes from there on
+};
+
+// The vote with `rank` votes of the sample above it: a histogram, then one of its bin, until the bin has few.
+// share: C; all: valid keys; histogram: int [BINS] of shared memory, aligned to 16 bytes. 256 threads call it.
+__device__ __forceinline__ Threshold threshold_of(const int* sample, float share, float all, int* histogram) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr int EACH = SAMPLED / 256;
+    __shared__ int counts[8], lows[8], tops[8];
+    int each[EACH], found = 0, top = LEAST, low = 2147483647;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) each[i] = __ldcg(sample + i * 256 + threadIdx.x);
+    for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (each[i] != LEAST) found++, top = max(top, each[i]), low = min(low, each[i]);
+    found = warp_sum(found);
+    top = warp_max(top);
+    low = -1 - warp_max(-1 - low);
+    if (lane == 0) counts[warp] = found, tops[warp] = top, lows[warp] = low;
+    __syncthreads();
+    found = 0;
+    for (int i = 0; i < 8; i++)
+        found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
+    // the C best have so many of the sample on average; neighbors are alike, so that their number
+    // spreads some twice as far as that of as many keys drawn alone
+    float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
+    int rank = int(mean + 9 * sqrtf(mean)) + 8;
+    bool enough = rank < found;
+    int base = found ? low : 0, above = 0, range = 0;
+    u32 width = found ? u32(top) - u32(base) : 0;
+    auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
+    while (enough) {
+        range = shift_of(width);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            u32 over = u32(each[i]) - u32(base);
+            if (each[i] >= base && over <= width) atomicAdd(histogram + (over >> range), 1);
+        }
+        __syncthreads();
+        Cut cut = cut_of<true>(histogram, rank - above);
+        int many = histogram[cut.bin];
+        base += int(u32(cut.bin) << range);
+        above += cut.above;
+        if (range == 0 || many <= 16 + rank / 8) break;
+        width = (1u << range) - 1;
+        __syncthreads();
+        for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
+        __syncthreads();
+    }
+    if (DRAWN) base &= -STEP;
+    return {enough ? base : LEAST + 1, base,  // no key has LEAST
+            DRAWN ? shift_of(STEP * BINS - 1) : found ? shift_of(u32(top) - u32(base)) : 0};
+}
