@@ -17,11 +17,11 @@ from transformers.generation.streamers import BaseStreamer
 from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, model_of
 from benchmarks.common.timing import Figures, in_turns, settled
-from kvindex_adapters.decoder.weights import read_weights
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.llama.weights import read_weights
 
 
 class Marks(BaseStreamer):
