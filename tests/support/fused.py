@@ -10,7 +10,7 @@ def on_a_cpu(monkeypatch):
     """`attach(fused=True)` takes a CPU, where kernels are their twins."""
     import kvindex_cuda.triton as kernels
 
-    for name in ("norm_linear", "linear_residual", "swiglu_linear"):
+    for name in ("norm_linear", "norm_swiglu", "linear_residual", "swiglu_linear"):
         monkeypatch.setattr(kernels, name, _without_tiles(getattr(kernels.reference, name)))
     monkeypatch.setattr(kernels, "rotate_heads", _rotate_heads)
     monkeypatch.setattr(fused_token, "device_refusal", lambda device: None)
