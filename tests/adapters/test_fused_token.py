@@ -269,6 +269,24 @@ def of_two_dtypes():
     return model
 
 
+def made_for_inference():
+    with torch.inference_mode():
+        return model_of()
+
+
+def with_strides():
+    model = model_of()
+    down = model.model.layers[0].mlp.down_proj
+    down.weight.data = down.weight.detach().T.contiguous().T
+    return model
+
+
+def with_some_biases():
+    model = model_of("qwen2")
+    model.model.layers[0].self_attn.v_proj.bias = None
+    return model
+
+
 def with_a_hook():
     model = model_of()
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
@@ -304,7 +322,10 @@ def in_training():
         (lambda: build("phi3"), {}, "model: got Phi3ForCausalLM, allowed are LlamaForCausalLM"),
         (lambda: build("qwen3"), {}, "layer_types: got sliding_attention, allowed is full"),
         (of_two_dtypes, {}, "model: got weights of torch.float32, torch.float64"),
-        (lambda: model_of().double(), {}, "weights: got torch.float64"),
+        (lambda: model_of().double(), {}, "embed_tokens.weight: got torch.float64"),
+        (made_for_inference, {}, "embed_tokens.weight: got one that was made under inference"),
+        (with_strides, {}, r"down_proj.weight: got strides \(1, 64\), allowed is a contiguous"),
+        (with_some_biases, {}, "bias: got one of some projections"),
         (with_a_hook, {}, "model.layers.0.mlp: got a forward or hooks of its own"),
         (with_a_forward, {}, "model.layers.0.mlp: got a forward or hooks of its own"),
         (with_another_module, {}, "up_proj: got Sequential, allowed is Linear"),
@@ -365,6 +386,14 @@ def test_calls_that_no_kernels_compute_run_as_ever_and_say_why(graphs):
             torch.testing.assert_close(out.logits, want, rtol=1e-4, atol=1e-4)
             assert told.startswith(why)
         assert out.hidden_states is not None
+
+
+def test_weights_that_lie_together_are_those_of_inference_nowhere(graphs):
+    model = model_of("qwen2")
+    with torch.inference_mode(), kvhf.attach(model, **REGIONS, fused=True):
+        assert all(are_together(*modules) for modules in products(model.model))
+        assert not any(weight.is_inference() for weight in model.parameters())
+    assert not any(weight.is_inference() for weight in model.parameters())
 
 
 def test_more_rows_than_kernels_take_run_as_ever(graphs):

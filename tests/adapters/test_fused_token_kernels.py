@@ -91,6 +91,16 @@ def test_wherever_rows_are_and_beside_sampling(store):
 
 
 @pytest.mark.gpu
+def test_under_inference_mode():
+    model = small("qwen2", "cuda")
+    with torch.inference_mode():
+        mine, report = tokens_of(model, prompt(2, 60), 40, fused=True)
+        theirs, _ = tokens_of(model, prompt(2, 60), 40, token_graph=False)
+    assert torch.equal(mine, theirs)
+    assert report.graph == said(39 - EAGER, 39)
+
+
+@pytest.mark.gpu
 def test_weights_are_held_once_and_turns_leave_no_memory_behind():
     model, held = small("qwen2", "cuda", torch.bfloat16), []
     before = torch.cuda.memory_allocated()

@@ -217,11 +217,26 @@ def decoder_refusal(decoder: PreTrainedModel) -> str:
     dropout = max((one.self_attn.attention_dropout for one in layers if one.training), default=0)
     if dropout:
         return f"attention_dropout: got {dropout} in training, allowed is 0"
-    if decoder.dtype not in DTYPES:
-        return f"weights: got {decoder.dtype}, allowed is one of {DTYPES}"
     if (compiled := ModuleState(decoder).compiled) is not None:
         return f"{compiled}: got a compiled call, which no kernel would make"
-    return device_refusal(decoder.device) or ""
+    return weights_refusal(decoder) or device_refusal(decoder.device) or ""
+
+
+def weights_refusal(decoder: PreTrainedModel) -> str:
+    """Why a decoder's weights cannot be read where they lie; "" where they can."""
+    for name, weight in decoder.named_parameters():
+        if type(weight.data) is not Tensor:  # sharded, or quantized
+            return f"{name}: got a {type(weight.data).__name__}, allowed is a plain tensor"
+        if weight.is_inference():
+            return f"{name}: got one that was made under inference_mode, which cannot be moved"
+        if not weight.is_contiguous():
+            return f"{name}: got strides {weight.stride()}, allowed is a contiguous tensor"
+        if weight.dtype not in DTYPES:
+            return f"{name}: got {weight.dtype}, allowed is one of {DTYPES}"
+    for modules in products(decoder):
+        if len({module.bias is None for module in modules}) > 1:
+            return "bias: got one of some projections of a product, allowed is all or none"
+    return ""
 
 
 def call_refusal(given: Mapping[str, Any]) -> str:
