@@ -15,6 +15,7 @@ from tests.support.fused import on_a_cpu
 pytest.importorskip("triton")
 
 REGIONS = dict(k=10, sink=4, local_window=8, update_every=8, dense_below=0, graphs=False)
+EVERY_ROW = dict(index="pariskv:preset=fast", k=128)
 FULL = dict(layer_types=["full_attention"] * 2)
 
 
@@ -42,8 +43,10 @@ def tokens_of(model, inputs, count, **how):
 
 def logits_of(model, ids, first, **how):
     """Logits `[B, T, V]` of tokens of ids `[B, N]` from `first` on, one by one, and the report."""
-    made = []
-    with kvhf.attach(model, **REGIONS, **how) as cache, torch.no_grad():
+    made, how = [], {**REGIONS, **EVERY_ROW, **how}
+    if model.device.type == "cpu":
+        how["index_options"] = {"backend": "cuda"}
+    with kvhf.attach(model, **how) as cache, torch.no_grad():
         model(ids[:, :first], past_key_values=cache)
         for at in range(first, ids.shape[1]):
             positions = torch.full((len(ids), 1), at, device=ids.device)
@@ -66,18 +69,19 @@ def test_tokens_and_report_are_those_of_the_models_own_forward(device, graphs, k
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_on_a_gpu(name, dtype):
-    """Batches of 1 to 8 rows; with all rows retrieved, so that no candidate makes the difference.
+    """Batches of 1 to 8 rows, in which all rows are retrieved.
 
-    In 16 bits the model rounds after each of some 40 operations of a layer, kernels after 6.
+    In bfloat16 (rounding by 2^-8) the model rounds after each of some 40 operations of a layer, and
+    kernels after 6: with their twins on a CPU logits differ by 0.01 at the median token.
     """
-    model, bound = small(name, "cuda", dtype), 1e-3 if dtype is torch.float32 else 2**-4
+    model, bound = small(name, "cuda", dtype), 1e-3 if dtype is torch.float32 else 2**-5
     for batch in (1, 3, 8):
         ids = prompt(batch, 120)["input_ids"].to("cuda")
-        mine, told = logits_of(model, ids, 60, fused=True, index="pariskv:preset=precise")
-        theirs, _ = logits_of(model, ids, 60, token_graph=False, index="pariskv:preset=precise")
+        mine, told = logits_of(model, ids, 60, fused=True)
+        theirs, _ = logits_of(model, ids, 60, token_graph=False)
         assert told == said(60 - EAGER, 60)
         apart = (mine - theirs).abs().amax(-1) / theirs.abs().amax()
-        assert float(apart.median()) < bound  # rows may differ where scores are close
+        assert float(apart.median()) < bound
 
 
 @pytest.mark.gpu
