@@ -34,9 +34,10 @@ or to `weights`; `floor_ms`: the weights' bytes at the rate at which a sum reads
 Before that the tokens of two layers by graphs must be those by steps; else nothing is timed.
 
 `--through transformers` (key `transformers`): a model of transformers of that shape, with random
-weights, writes tokens drawn at random through `attach`, whole tokens as graphs (`token_graph`) or
-a graph for each layer's step (`layer_graphs`), beside the `decoder` with the same weights, which
-`ratio` is to; each holds N tokens a layer, in an index of its own. `token_ms` alone.
+weights, writes tokens drawn at random through `attach`, whole tokens as graphs of the decoder's
+kernels (`fused`, on a GPU with Triton) or of the model's own forward (`token_graph`), or a graph
+for each layer's step (`layer_graphs`), beside the `decoder` with the same weights, which `ratio` is
+to; both hold N tokens a layer, in indexes of their own. `token_ms` alone.
 
 `--prefill N` (key `prefill`): the decoder reads N random tokens layer by layer, into an index
 (`indexed`) and without one (`full`, where all rows fit), the last token's logits alone: seconds of

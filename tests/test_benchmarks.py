@@ -43,6 +43,7 @@ from kvindex_adapters.hf import layer_options
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 from tests.cuda.graphs import WholeGraph, kept
+from tests.support.fused import on_a_cpu
 
 ROOT = Path(__file__).parents[1]
 MACHINE = dict(cores=1, processor="p", torch="2", transformers="5", threads=1)
@@ -358,14 +359,18 @@ def tiny_decoder(small, tmp_path, monkeypatch):
 def test_tokens_of_transformers_are_timed_beside_the_decoders(tiny_decoder, monkeypatch):
     given = ["--through", "transformers", *tiny_decoder]
     given[given.index("--turn") + 1] = 16
+    pytest.importorskip("triton")
+    on_a_cpu(monkeypatch)
+    monkeypatch.setattr(attached, "device_refusal", lambda device: None)
     with kept(WholeGraph) as graphs:
         found = ran(generation.main, given, monkeypatch)["transformers"]
     assert found["rounds"] == 1
-    assert found["ratio"].keys() == {"token_graph", "layer_graphs"}
-    replays, tokens = map(int, re.findall(r"\d+", found["replays"])[:2])
-    assert replays > tokens // 2
-    assert graphs.replays > replays  # the decoder's too
-    assert len([*attached.shown(found)]) == 4
+    assert found["ratio"].keys() == {"fused", "token_graph", "layer_graphs"}
+    for told in found["replays"].values():
+        replays, tokens = map(int, re.findall(r"\d+", told)[:2])
+        assert replays > tokens // 2
+        assert graphs.replays > 2 * replays  # the decoder's too
+    assert len([*attached.shown(found)]) == 6
 
 
 def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch):

@@ -28,7 +28,7 @@ ROOMS = {
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
     "adapters/kvindex_adapters": (
-        *("__init__", "hf", "decoder", "vllm", "evaluate", "cli", "__main__"),
+        *("__init__", "llama", "hf", "decoder", "vllm", "evaluate", "cli", "__main__"),
     ),
 }
 """Package -> its rooms (folders, and files beside them) from the bottom up: a room imports only

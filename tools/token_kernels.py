@@ -5,7 +5,7 @@
         [--rows R]
 
 --apart: no launch begins before the one before it ends; --ahead: the matrix after attention is
-brought into L2 before it (`decoder/fused.py`).
+brought into L2 before it (`llama/fused.py`).
 The decoder of `benchmarks/common/token.py`. A line for each kernel: microseconds a token in all,
 launches a token, name; then what is left of the time of a replay, the gaps between them.
 """

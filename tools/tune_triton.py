@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.common.shapes import SHAPES, Shape
-from kvindex_adapters.decoder.fused import OVERLAPS
 from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
+from kvindex_adapters.llama.fused import OVERLAPS
 from kvindex_cuda.triton import (
     Matrix,
     Norm,

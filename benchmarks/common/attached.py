@@ -17,12 +17,14 @@ from transformers.generation.streamers import BaseStreamer
 from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, model_of
 from benchmarks.common.timing import Figures, in_turns, settled
-from kvindex_adapters.decoder.weights import read_weights
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.prefill import prefill
 from kvindex_adapters.hf.run_ahead import decoding_options
+from kvindex_adapters.hf.token_graph import TokenGraph
+from kvindex_adapters.llama.fused import device_refusal
+from kvindex_adapters.llama.weights import read_weights
 
 
 class Marks(BaseStreamer):
@@ -46,7 +48,7 @@ class Attached:
     """
 
     def __init__(self, model: Any, cache: IndexCache, tokens: int, room: int) -> None:
-        self._model, self._cache, self._graph = model, cache, cache.token_graph
+        self._model, self._cache = model, cache
         size = (1, tokens + 1)  # the last is the first that is read by a step
         self._ids = torch.randint(model.config.vocab_size, size, device=model.device)
         first = token.first()
@@ -55,9 +57,9 @@ class Attached:
             token.fill(layer, number, tokens, room)
         settled()
 
-    def turn(self, count: int, graph: bool) -> Figures:
-        """Milliseconds between two of so many tokens that the host reads; graph: whole tokens."""
-        self._cache.token_graph = self._graph if graph else None
+    def turn(self, count: int, graph: TokenGraph | None) -> Figures:
+        """Milliseconds between two of so many tokens that the host reads; graph: of whole ones."""
+        self._cache.token_graph = graph
         marks, options = Marks(), dict(max_new_tokens=count, do_sample=True, top_k=0, top_p=1.0)
         self._ids = self._model.generate(
             input_ids=self._ids,
@@ -66,12 +68,11 @@ class Attached:
             streamer=marks,
             **decoding_options(self._model, None, self._cache, marks, {**options, **ONE_ANSWER}),
         )
-        self._cache.token_graph = self._graph
         return {"token_ms": [1e3 * (new - old) for old, new in pairwise(marks.at[1:])]}
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Tokens of the decoder and of transformers with and without a token graph, in turns."""
+    """Tokens of the decoder and of transformers with token graphs and without, in turns."""
     shape = SHAPES[given.decoder]
     g = shape.geometry(getattr(torch, given.dtype), given.device)
     # of all turns, their warm tokens among them, and those that sharpen
@@ -86,11 +87,13 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     about["sharpness"] = token.sharpen_for(weights, decoder, given.hit_rate)
     options: Any = dict(k=token.K, sink=token.SINK, local_window=token.LOCAL)
     options |= dict(update_every=token.UPDATE, dense_below=0, token_graph=True)
-    with attach(model, index=given.index, **options) as cache:
+    fused = not given.torch_products and device_refusal(torch.device(given.device)) is None
+    with attach(model, index=given.index, fused=fused, **options) as cache:
         writer, hits = Attached(model, cache, given.context, room), token.Hits()
+        graphs = {"fused": cache.token_graph} if fused else {}
+        graphs |= {"token_graph": TokenGraph(), "layer_graphs": None}
         plans: dict[str, Any] = {"decoder": decoder.turn}
-        plans["token_graph"] = partial(writer.turn, graph=True)
-        plans["layer_graphs"] = partial(writer.turn, graph=False)
+        plans |= {name: partial(writer.turn, graph=graph) for name, graph in graphs.items()}
         about["hit_rates"] = {name: [] for name in plans}
 
         def turn(name: str) -> Figures:
@@ -106,7 +109,8 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         workload.free()
         about["hit_rates"] = {name: [] for name in plans}
         for found in in_turns(turns, given.written // given.turn, end, "decoder"):
-            yield about | found | {"replays": cache.report().graph}
+            reports = {name: graph.report for name, graph in graphs.items() if graph is not None}
+            yield about | found | {"replays": reports}
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
@@ -120,4 +124,5 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
         if plan in found["ratio"]:
             line += f", {found['ratio'][plan]['token_ms']:.3f} of the decoder's"
         yield line
-    yield f"token graph: {found['replays']}"
+    for plan, report in found["replays"].items():
+        yield f"{plan}: {report}"

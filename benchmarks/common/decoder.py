@@ -13,7 +13,7 @@ import torch
 from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, bytes_read, weights_of
 from benchmarks.common.timing import Figures, in_turns
-from kvindex_adapters.decoder.fused import refusal
+from kvindex_adapters.llama.fused import refusal
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:

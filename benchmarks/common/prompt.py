@@ -17,7 +17,7 @@ from benchmarks.common.shapes import SHAPES, Shape, bytes_read, model_of
 from benchmarks.common.timing import Figures, in_turns, settled
 from kvindex_adapters.decoder.decoder import Decoder
 from kvindex_adapters.decoder.prefill import default_chunk, token_bytes
-from kvindex_adapters.decoder.weights import Weights
+from kvindex_adapters.llama.weights import Weights
 
 ROUNDS = 3
 """Warm readings of each plan."""

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.decoder.quantized import PLAIN, quantize
-from kvindex_adapters.decoder.rotary import Rotary
-from kvindex_adapters.decoder.weights import LayerWeights, Linear, Norm, Weights
+from kvindex_adapters.llama.rotary import Rotary
+from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 
 
 class Shape(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvindex.core.graphs import GRAPHS
 from kvindex_cuda.runtime import launch as launching
@@ -75,8 +76,12 @@ class NotYet(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         call = partial(function, *args, **kwargs or {})
-        if function.is_view:
-            return call()
+        if function.is_view:  # some copy where there is no other way (`to`, `reshape`)
+            result = call()
+            if storages(result) <= storages((args, kwargs)):
+                return result
+            self._kept.append(partial(again, call, result))
+            return result
         if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
             raise RuntimeError(f"{function}: got a question to the device while a graph is made")
         written = [
@@ -92,6 +97,12 @@ class NotYet(TorchDispatchMode):
             result.zero_()  # what is written there comes later, and may be an index
         self._kept.append(partial(again, call, result))
         return result
+
+
+def storages(tensors: Any) -> set[int]:
+    """Where the memory of some tensors begins."""
+    leaves = tree_leaves(tensors)
+    return {one.untyped_storage().data_ptr() for one in leaves if isinstance(one, torch.Tensor)}
 
 
 class WholeGraph(KeptGraph):

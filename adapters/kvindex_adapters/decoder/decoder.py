@@ -21,8 +21,6 @@ from kvindex_adapters.decoder.attentions import make_attentions
 from kvindex_adapters.decoder.batch import Prompts, encode, is_one, left_padded, prompts_of
 from kvindex_adapters.decoder.config import DecoderConfig, check_model
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.decoder.fused import Fused
-from kvindex_adapters.decoder.fused import refusal as fused_refusal
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.options import GREEDY, Options
 from kvindex_adapters.decoder.prefill import default_chunk
@@ -30,7 +28,6 @@ from kvindex_adapters.decoder.quantized import PLAIN, check_weights, quantize
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.decoder.weights import Weights, read_weights
 from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.load_model import load
@@ -38,6 +35,9 @@ from kvindex_adapters.hf.prefill import Progress, Prompt
 from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.llama.fused import Fused
+from kvindex_adapters.llama.fused import refusal as fused_refusal
+from kvindex_adapters.llama.weights import Weights, read_weights
 
 
 class Decoder:

@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from kvindex_adapters.decoder.rotary import rotate
-from kvindex_adapters.decoder.weights import LayerWeights, Linear, Norm, Weights
+from kvindex_adapters.llama.rotary import rotate
+from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 
 
 class Attention(Protocol):

@@ -16,10 +16,10 @@ from kvindex.core import check
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.decoder.fused import Fused
 from kvindex_adapters.decoder.saving import load_session, save_session
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.decoder.weights import Weights
+from kvindex_adapters.llama.fused import Fused
+from kvindex_adapters.llama.weights import Weights
 
 
 class OpenSession(Session):

@@ -17,8 +17,8 @@ from kvindex.core.protocol import Rows
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
-from kvindex_adapters.decoder.weights import Weights
 from kvindex_adapters.hf.prefill import chunk_of
+from kvindex_adapters.llama.weights import Weights
 
 Told = Callable[[layers.Attention, int, int], None]
 """Called when a layer has read a piece: its attention, first and end of the piece."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from kvindex.core import check
-from kvindex_adapters.decoder.weights import LayerWeights, Linear, Weights
+from kvindex_adapters.llama.weights import LayerWeights, Linear, Weights
 
 PLAIN = "plain"
 WEIGHTS = (PLAIN, "fp8")

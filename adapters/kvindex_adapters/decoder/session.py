@@ -16,12 +16,12 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.decoder.fused import Fused, refusal
 from kvindex_adapters.decoder.prefill import read_by_layer
-from kvindex_adapters.decoder.weights import Weights
 from kvindex_adapters.hf.placement import expect, make_room
 from kvindex_adapters.hf.prefill import Progress, chunks
 from kvindex_adapters.hf.report import Report, sum_up
+from kvindex_adapters.llama.fused import Fused, refusal
+from kvindex_adapters.llama.weights import Weights
 
 
 class Attention(layers.Attention, Protocol):

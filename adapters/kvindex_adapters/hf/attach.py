@@ -15,6 +15,12 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import claimed
 from kvindex_adapters.hf.attention import NAME
 from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.fused_token import (
+    FusedGraph,
+    FusedToken,
+    check_fused,
+    check_fused_indexes,
+)
 from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
@@ -43,6 +49,7 @@ def attach(
     layer: type[AttentionLayer] = AttentionLayer,
     graphs: bool = True,
     token_graph: bool | None = None,
+    fused: bool = False,
 ) -> Iterator[IndexCache]:
     """A cache for `past_key_values`; inside the context the model attends through it, or through
     deep copies of it (`copy.deepcopy`).
@@ -59,7 +66,9 @@ def attach(
     layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
     steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`);
     token_graph: so is a whole token's forward, where it can be (`token_graph.TokenGraph`;
-    `cache.report()` says why it cannot); None: on a GPU, unless `graphs=False`.
+    `cache.report()` says why it cannot); None: on a GPU, unless `graphs=False`. fused: that graph
+    is of the minimal decoder's kernels in place of the model's own forward (models of the Llama
+    family on a GPU with Triton, up to 8 rows; others are refused).
     Afterwards the model is as it was, and as it was changed meanwhile (hooks, options of its
     configuration).
 
@@ -85,16 +94,23 @@ def attach(
     )
     if token_graph is not None:
         check.flag("token_graph", token_graph)
+    if check.flag("fused", fused):
+        check_fused(model, token_graph=token_graph, coverage=coverage, dense_layers=dense_layers)
     decoder, ropes = find_decoder(model), Ropes()
+    by_kernels = FusedToken(decoder) if fused else None
     with claimed(model) as attachment:
         attachment.sharing, make = sharing_of(config), partial(options.make, ropes)
         wanted = graphs and model.device.type in GRAPHS if token_graph is None else token_graph
         tokens = TokenGraph(asked=token_graph is not None) if wanted else None
+        tokens = tokens if by_kernels is None else FusedGraph(by_kernels)
         cache = IndexCache(config, make, dense_layers, attachment, tokens)
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # bad arguments raise here, not in the first forward
-        for made in options.probe(ropes, partial(layer_geometry, config)):
+        probed = options.probe(ropes, partial(layer_geometry, config))
+        for made in probed:
             check_shards(model, made)
+        if by_kernels is not None:
+            check_fused_indexes(probed)
         with private_configurations(model, NAME):
             model.set_attn_implementation(attention_request(model, NAME))
             if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -104,7 +120,8 @@ def attach(
                 )
             generates = hasattr(model, "generate")
             guarded = subclassed(model, GuardedModel) if generates else nullcontext()
-            with subclassed(decoder, GuardedDecoder), guarded:
+            laid = nullcontext() if by_kernels is None else by_kernels.laid_together()
+            with subclassed(decoder, GuardedDecoder), guarded, laid:
                 attachment.decoder = decoder
                 try:
                     yield cache

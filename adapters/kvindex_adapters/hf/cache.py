@@ -334,7 +334,7 @@ class IndexCache(DynamicCache):
         memo[id(self._config)] = self._config
         memo[id(self._make)] = self._make
         if self.token_graph is not None:  # a graph reads the layers of one cache
-            memo[id(self.token_graph)] = TokenGraph(asked=self.token_graph.asked)
+            memo[id(self.token_graph)] = self.token_graph.another()
         for layer in self.layers:
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
                 # they never write to them

@@ -86,7 +86,7 @@ def _compared(
         graph.give_up("attention_mask: got one that the model reads beside attention")
     except Exception as error:
         graph.give_up(f"{type(error).__name__} while it was compared: {error}")
-        if not cache.usable:
+        if graph.raises or not cache.usable:
             raise
     cache.ids = ids
     return plain()

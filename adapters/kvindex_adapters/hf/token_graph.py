@@ -49,6 +49,11 @@ class TokenGraph:
     another is called.
     """
 
+    raises = False
+    """Whether what fails in `run` is the caller's error; else the token runs as ever."""
+    first, replayed = "it was compared with the next", "replays"
+    """What the report says of a token that `run` computes, and calls those that a graph does."""
+
     def __init__(self, *, asked: bool = True) -> None:
         self.asked = asked
         self._comparing = False
@@ -59,13 +64,17 @@ class TokenGraph:
     @property
     def report(self) -> str:
         """How many single tokens were replays, and why the last one was not."""
-        said = f"{self._replays} of {self._tokens} tokens were replays"
+        said = f"{self._replays} of {self._tokens} tokens were {self.replayed}"
         return f"{said}; the last was not: {self._reason}" if self._reason else said
 
     def forget(self) -> None:
         """Hold nothing of the tokens so far."""
         self._inputs = TokenInputs()
         self._begin()
+
+    def another(self) -> TokenGraph:
+        """One for a copy of the cache."""
+        return TokenGraph(asked=self.asked)
 
     def look_again(self) -> None:
         """The cache has changed: other tokens may be padded."""
@@ -103,7 +112,7 @@ class TokenGraph:
         self._tokens += 1
         layers = cache.attention_layers()
         self._reason = (
-            refusal(cache, layers, given)
+            self._refusal(cache, layers, given)
             # of a graph's layers `prepare_replay` asks the same
             or ("" if self._graph is not None else layer_refusal(cache))
             or self._inputs.mask_refusal(given.get(MASK), layers[0])
@@ -123,7 +132,7 @@ class TokenGraph:
                 self._compare_anew(self._traces)
         if not self._alike:
             why = layer_refusal(cache)
-            self._comparing, self._reason = not why, why or "it was compared with the next"
+            self._comparing, self._reason = not why, why or self.first
             return False
         self._reason = self._ready(forward, cache, layers)
         return not self._reason
@@ -170,6 +179,12 @@ class TokenGraph:
         cache.count_rolled()
         self._compare(cache, trace, before)
         return output
+
+    def _refusal(
+        self, cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]
+    ) -> str:
+        """Why a call of one token can be no graph of this kind; "" where it can."""
+        return refusal(cache, layers, given)
 
     # Whether tokens are alike
 
@@ -219,7 +234,7 @@ class TokenGraph:
         outputs: list[Any] = []
 
         def work() -> None:
-            outputs.append(forward(**self._inputs.arguments(cache)))
+            outputs.append(self._forward(forward, cache))
 
         device = _device(cache)
         try:
@@ -240,6 +255,10 @@ class TokenGraph:
         leaves, structure = tree_flatten(outputs[0])
         self._output = [CACHE if leaf is cache else leaf for leaf in leaves], structure
         self._traces = self._since = 0
+
+    def _forward(self, forward: Forward, cache: IndexCache) -> Any:
+        """What a graph does: the model's forward of the token that was taken."""
+        return forward(**self._inputs.arguments(cache))
 
 
 def _attend_traced(

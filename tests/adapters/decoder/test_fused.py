@@ -14,8 +14,8 @@ triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_adapters.decoder import Decoder  # noqa: E402
-from kvindex_adapters.decoder.fused import Fused, refusal  # noqa: E402
-from kvindex_adapters.decoder.weights import adjacent, lay_together  # noqa: E402
+from kvindex_adapters.llama.fused import Fused, refusal  # noqa: E402
+from kvindex_adapters.llama.weights import adjacent, lay_together  # noqa: E402
 from tests.adapters.decoder.families import ids_of, model_of  # noqa: E402
 from tests.cuda.triton import interpreter  # noqa: E402
 

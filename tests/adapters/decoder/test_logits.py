@@ -8,9 +8,9 @@ from kvindex_adapters.decoder import Decoder, layers
 from kvindex_adapters.decoder.batch import left_padded
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.layers import forward
-from kvindex_adapters.decoder.rotary import Rotary, rotate
 from kvindex_adapters.decoder.sampling import keep_likeliest, keep_nucleus
-from kvindex_adapters.decoder.weights import Norm, read_weights
+from kvindex_adapters.llama.rotary import Rotary, rotate
+from kvindex_adapters.llama.weights import Norm, read_weights
 from tests.adapters.decoder.families import FAMILIES, ids_of, model_of
 from tests.adapters.tiny import LAYERS, VOCABULARY, prompt
 

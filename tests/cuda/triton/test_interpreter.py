@@ -14,7 +14,11 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 
 
-FILES = ["tests/cuda/triton/test_kernels.py", "tests/adapters/decoder/test_fused.py"]
+FILES = [
+    "tests/cuda/triton/test_kernels.py",
+    "tests/adapters/decoder/test_fused.py",
+    "tests/adapters/test_fused_token_interpreted.py",
+]
 
 
 @pytest.mark.parametrize(

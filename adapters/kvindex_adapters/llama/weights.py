@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvindex_adapters.decoder.rotary import Rotary
+from kvindex_adapters.llama.rotary import Rotary
 
 
 class Linear(NamedTuple):
@@ -55,14 +55,13 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """A whole model; head may be the embedding `[V, hidden]` itself (tied)."""
+class Body:
+    """A model without its head."""
 
     embedding: Tensor
     rotary: Rotary
     layers: tuple[LayerWeights, ...]
     norm: Norm
-    head: Linear
 
     @property
     def fp8(self) -> bool:
@@ -70,32 +69,72 @@ class Weights:
         return any(layer.query.scale is not None for layer in self.layers)
 
 
-def read_weights(model: PreTrainedModel) -> Weights:
-    """The weights of a model that `config.check_model` has checked."""
-    body = model.model
+@dataclass(frozen=True)
+class Weights(Body):
+    """A whole model; head may be the embedding `[V, hidden]` itself (tied)."""
+
+    head: Linear
+
+
+def read_body(body: Any) -> Body:
+    """The weights of a model's decoder, which `hf.llama_family` has checked.
+
+    On a GPU those of one product are laid together.
+    """
     rotary = body.rotary_emb
-    return Weights(
+    if body.embed_tokens.weight.is_cuda:
+        for modules in products(body):
+            lay_together(*modules)
+    return Body(
         embedding=body.embed_tokens.weight.detach(),
         rotary=Rotary(rotary.inv_freq.float(), float(rotary.attention_scaling)),
         layers=tuple(_layer(layer) for layer in body.layers),
         norm=_norm(body.norm),
-        head=_linear(model.lm_head),
     )
+
+
+def read_weights(model: PreTrainedModel) -> Weights:
+    """The weights of a model that `decoder.config.check_model` has checked, as `read_body`."""
+    return Weights(**vars(read_body(model.model)), head=_linear(model.lm_head))
+
+
+def products(body: Any) -> list[tuple[nn.Linear, ...]]:
+    """The modules of a decoder whose weights one product takes together."""
+    found: list[tuple[nn.Linear, ...]] = []
+    for layer in body.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        found.append((attention.q_proj, attention.k_proj, attention.v_proj))
+        found.append((mlp.gate_proj, mlp.up_proj))
+    return found
 
 
 def lay_together(*modules: nn.Linear) -> None:
     """Weights of one width lie one below the other from here on, as views of one matrix.
 
-    What the modules compute stays as it is; what else was a view of their weights is none any more.
+    So do biases, where all have one. What the modules compute stays as it is; what else was a view
+    of their weights is none any more.
     """
-    if adjacent([module.weight for module in modules]) is not None:
-        return  # as an earlier decoder has laid them
-    joined = torch.cat([module.weight.detach() for module in modules])
-    start = 0
-    for module in modules:
-        end = start + module.out_features
-        module.weight.data = joined[start:end]
-        start = end
+    with torch.inference_mode(False):
+        for parts in _parameters(modules):
+            if adjacent(parts) is None:  # else as an earlier decoder has laid them
+                joined = torch.cat([part.detach() for part in parts])
+                rows = torch.split(joined, list(map(len, parts)))
+                for part, its_own in zip(parts, rows, strict=True):
+                    part.data = its_own
+
+
+def lay_apart(*modules: nn.Linear) -> None:
+    """Weights that lie together have memory of their own from here on, as do biases."""
+    with torch.inference_mode(False):
+        for parts in _parameters(modules):
+            if adjacent(parts) is not None:
+                for part in parts:
+                    part.data = part.detach().clone()
+
+
+def are_together(*modules: nn.Linear) -> bool:
+    """Whether weights and biases are as `lay_together` leaves them."""
+    return None not in map(adjacent, _parameters(modules))
 
 
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
@@ -111,11 +150,15 @@ def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
+def _parameters(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
+    """The weights of some modules, and their biases if all have one."""
+    weights: list[Tensor] = [module.weight for module in modules]
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
+    return [weights, biases] if len(biases) == len(weights) else [weights]
+
+
 def _layer(layer: Any) -> LayerWeights:
     attention, mlp, parts = layer.self_attn, layer.mlp, dict(layer.self_attn.named_children())
-    if mlp.gate_proj.weight.is_cuda:
-        lay_together(attention.q_proj, attention.k_proj, attention.v_proj)
-        lay_together(mlp.gate_proj, mlp.up_proj)
     return LayerWeights(
         attention_norm=_norm(layer.input_layernorm),
         query=_linear(attention.q_proj),

@@ -1,10 +1,10 @@
-"""One token's forward pass by Triton kernels: as `layers.forward`, in six launches a layer.
+"""One token's forward pass by Triton kernels: as `decoder.layers.forward`, in six launches a layer.
 
 Queries, keys and values are one product, gate and up another, each after its normalization; each
 sum with the residual is part of the product before it. `silu(gate) · up` is part of the product
 that takes it; of several sequences, of the one that gives it, for the other's programs would each
-compute all of it. Sums are float32 and rounded once, so that logits are those of `layers.forward`
-within rounding.
+compute all of it. Sums are float32 and rounded once, so that logits are those of
+`decoder.layers.forward` within rounding.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvindex_adapters.decoder.layers import Attention
-from kvindex_adapters.decoder.weights import Linear, Norm, Weights, adjacent
+from kvindex_adapters.llama.weights import Body, Linear, Norm, Weights, adjacent
 
 if TYPE_CHECKING:
     from kvindex_cuda.triton import Matrix
@@ -32,17 +31,30 @@ READS_FP8, OVERLAPS = (8, 9), (9, 0)
 """Compute capabilities from which on kernels convert FP8, and launches may overlap."""
 
 
+class Attention(Protocol):
+    """What a layer attends through."""
+
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Append a token of each row and attend from it: `[B, H, 1, D]`."""
+        ...
+
+
 def refusal(weights: Weights, batch: int) -> str | None:
     """Why a token of so many sequences does not run by these kernels, or None where it does."""
     device = weights.embedding.device
-    if device.type != "cuda":
-        return f"device: got {device}, allowed is a GPU"
-    if find_spec("triton") is None:
-        return "triton: it is not installed"
+    if why := device_refusal(device):
+        return why
     has = torch.cuda.get_device_capability(device)
     if weights.fp8 and has < READS_FP8:
         return f"weights: got FP8 on compute capability {has}, allowed is from {READS_FP8} on"
     return None if batch <= BATCH else f"batch: got {batch} sequences, allowed is up to {BATCH}"
+
+
+def device_refusal(device: torch.device) -> str | None:
+    """Why no token runs by these kernels there, or None where some do."""
+    if device.type != "cuda":
+        return f"device: got {device}, allowed is a GPU"
+    return "triton: it is not installed" if find_spec("triton") is None else None
 
 
 class FusedLayer(NamedTuple):
@@ -58,17 +70,15 @@ class FusedLayer(NamedTuple):
     down: Matrix
 
 
-class Fused:
-    """The pass of one token of a model whose weights lie on a GPU.
+class FusedBody:
+    """The pass of one token through all layers of a model whose weights lie on a GPU.
 
     Matrices that are multiplied together are read where they lie, if that is one below the other
     (`weights.lay_together`), else from a copy. overlap: as of `kvindex_cuda.triton.Tile`, None:
     where the device can; ahead: the matrix after attention is brought into L2 before it.
     """
 
-    def __init__(
-        self, weights: Weights, *, overlap: bool | None = None, ahead: bool = False
-    ) -> None:
+    def __init__(self, weights: Body, *, overlap: bool | None = None, ahead: bool = False) -> None:
         from kvindex_cuda import triton  # asked for where it is used
 
         def normed(norm: Norm) -> FusedNorm:
@@ -92,12 +102,14 @@ class Fused:
             )
             for layer in weights.layers
         ]
-        self._norm, self._head = normed(weights.norm), self._together(weights.head)
 
-    def forward(
+    def read(
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
-        """Logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
+        """Hidden `[B, hidden]` after all layers, of ids int64 `[B, 1]` at positions int64 `[B, 1]`.
+
+        It is not normalized.
+        """
         run, batch, D = self._run, len(ids), head_dim
         tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         hidden = functional.embedding(ids[:, 0], self._weights.embedding)
@@ -143,7 +155,7 @@ class Fused:
                 hidden = run.linear_residual(
                     activated, layer.down, hidden, tile=tile("linear_residual", layer.down)
                 )
-        return run.norm_linear(hidden, self._norm, self._head, tile=tile("norm_linear", self._head))
+        return hidden
 
     def _together(self, *linears: Linear) -> Matrix:
         """The matrices one below the other: where they lie if they lie so, else a copy."""
@@ -153,5 +165,26 @@ class Fused:
         if whole is None:
             return run.stack(*parts)
         rest = run.stack(*(part._replace(weight=part.weight[:, :0]) for part in parts))
+        biases = [part.bias for part in parts if part.bias is not None]
         scales = [part.scale for part in parts if part.scale is not None]
-        return run.Matrix(whole, rest.bias, adjacent(scales) if scales else None)
+        bias = adjacent(biases) if len(biases) == len(parts) else None
+        scale = adjacent(scales) if scales else None
+        return run.Matrix(whole, rest.bias if bias is None else bias, scale)
+
+
+class Fused(FusedBody):
+    """The pass of one token of a whole model, from ids to logits."""
+
+    def __init__(
+        self, weights: Weights, *, overlap: bool | None = None, ahead: bool = False
+    ) -> None:
+        super().__init__(weights, overlap=overlap, ahead=ahead)
+        self._norm, self._head = self._run.Norm(*weights.norm), self._together(weights.head)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
+    ) -> Tensor:
+        """Logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
+        hidden = self.read(ids, positions, attentions, head_dim)
+        tile = self._run.tile_of("norm_linear", self._head, batch=len(ids), overlap=self._overlap)
+        return self._run.norm_linear(hidden, self._norm, self._head, tile=tile)

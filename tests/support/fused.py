@@ -1,0 +1,32 @@
+"""The decoder's Triton kernels on a CPU, as their twins in plain torch: quick, and keepable."""
+
+from functools import wraps
+from types import SimpleNamespace
+
+from kvindex_adapters.hf import fused_token
+
+
+def on_a_cpu(monkeypatch):
+    """`attach(fused=True)` takes a CPU, where kernels are their twins."""
+    import kvindex_cuda.triton as kernels
+
+    for name in ("norm_linear", "norm_swiglu", "linear_residual", "swiglu_linear"):
+        monkeypatch.setattr(kernels, name, _without_tiles(getattr(kernels.reference, name)))
+    monkeypatch.setattr(kernels, "rotate_heads", _rotate_heads)
+    monkeypatch.setattr(fused_token, "device_refusal", lambda device: None)
+
+
+def _without_tiles(twin):
+    @wraps(twin)
+    def call(*given, tile, ahead=None):
+        return twin(*given)
+
+    return call
+
+
+def _rotate_heads(projected, cos, sin, slots, *given, overlap, **norms):
+    """The first slot of each, which a graph cannot ask for."""
+    import kvindex_cuda.triton as kernels
+
+    first = SimpleNamespace(tolist=lambda: [0] * len(slots))
+    kernels.reference.rotate_heads(projected, cos, sin, first, *given, **norms)
