@@ -55,7 +55,10 @@ class State:
     sets to 1 where a query is not finite; found_sum: int64 `[B, G]`, to which it adds how many rows
     it found, or None. Of log weights alone: largest: upper byte of a weight in full blocks, int32
     `[B, G]`, which no step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
-    256]`; tiers: keys that bound each, int64 `[B, 6]`.
+    256]`; tiers: keys that bound each, int64 `[B, 6]`. Of an engine's pages alone (`paged_step`):
+    sink: how many of a sequence's first tokens are resident where any token is searched; resident
+    rows lie in the blocks of `rows` then, those of the window behind the `length` tokens searched,
+    and `resident_count` is `[B]`; head_bytes: from a KV head's rows of a block to the next one's.
     """
 
     codes: Tensor
@@ -78,6 +81,8 @@ class State:
     histogram: Tensor | None = None
     tiers: Tensor | None = None
     found_sum: Tensor | None = None
+    sink: int | None = None
+    head_bytes: int | None = None
 
 
 class BaseStep:
@@ -295,6 +300,7 @@ class BaseStep:
                 resident=state.resident,
                 resident_mask=state.resident_mask,
                 resident_count=state.resident_count,
+                length=state.length,
                 cache=cache.data if cache else None,
                 tags=cache.tags if cache else None,
                 stamps=cache.stamps if cache else None,
@@ -307,10 +313,11 @@ class BaseStep:
                 tickets=self._tickets[1],
                 signals=self._signals,
                 row=state.rows.shape[1],
-                head_bytes=BLOCK * state.row_bytes,
+                head_bytes=state.head_bytes or BLOCK * state.row_bytes,
                 row_bytes=state.row_bytes,
                 room=state.resident.shape[2],
                 cached=cache.capacity if cache else 0,
+                sink=state.sink or 0,
                 signaled=int(selected),
                 k=k,
                 kv_heads=g.kv_heads,
@@ -321,5 +328,6 @@ class BaseStep:
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),
+            PAGED=int(state.sink is not None),
         )
         return self.output
