@@ -123,7 +123,7 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
     layers, tokens, rows = (options.pop(name) for name in ("layers", "tokens", "rows"))
     shape = SHAPES[given.shape]
     config = configuration(shape, layers or shape.layers, tokens)
-    (Path(folder) / "config.json").write_text(json.dumps(config))
+    (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
     compilation: dict[str, Any] = dict(cudagraph_capture_sizes=sorted({1, 2, 4, rows}))
     if given.plain:
         compilation |= dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
@@ -234,7 +234,7 @@ def worker(given: argparse.Namespace) -> None:
     what, plan, to = given.worker
     with tempfile.TemporaryDirectory() as folder:
         found = (checked if what == "check" else timed)(given, plan, folder)
-    Path(to).write_text(json.dumps(found))
+    Path(to).write_text(json.dumps(found), encoding="utf-8")
 
 
 def ran(what: str, plan: str) -> Any:
@@ -246,7 +246,7 @@ def ran(what: str, plan: str) -> Any:
         done = subprocess.run([*command, what, plan, str(to)], env=os.environ | settings)
         if done.returncode:
             raise SystemExit(f"{plan}: {what} ended with {done.returncode}; nothing is written")
-        return json.loads(to.read_text())
+        return json.loads(to.read_text(encoding="utf-8"))
 
 
 def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
@@ -299,7 +299,8 @@ def main() -> None:
             print(row["batch"], plan, json.dumps(figures), flush=True)
     about = {name: value for name, value in vars(given).items() if name not in ("json", "worker")}
     part = dict(settings=about, check=check, batches=batches)
-    write_json(given.json, {"machine": describe("cuda"), "serving": part})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_json(given.json, {"machine": describe(device), "serving": part})
 
 
 if __name__ == "__main__":
