@@ -70,6 +70,7 @@ class Encoder:
         self.largest, tables = _tables(levels.cpu())
         self._tables = tables.to(self.device)
         self._taken: Tensor | None = None
+        self._defines = dict(D=D, BITS=bits, CENTERED=int(centered))
 
     def __call__(
         self,
@@ -92,7 +93,7 @@ class Encoder:
         `check.LARGEST`, or None. Raises ValueError for wrong dtypes or shapes, blocks beyond the
         table.
         """
-        L, D = self.layout, self.layout.head_dim
+        D = self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
         of_shape("keys", keys, B, G, N, D)
         of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
@@ -120,9 +121,6 @@ class Encoder:
                 keys=keys,
                 valid=valid,
                 codes=table.contiguous(),
-                flips=self._flips,
-                hartley=self._hartley,
-                tables=self._tables,
                 wrong=wrong,
                 taken=torch.zeros(1, dtype=torch.int32, device=keys.device) if more else None,
                 count=N,
@@ -131,23 +129,15 @@ class Encoder:
                 kv_heads=G,
                 batches=B,
                 row=table.shape[1],
-                head_bytes=L.head_bytes,
-                weights=L.weights,
-                logs=L.logs,
-                magnitudes=L.magnitudes,
-                center=L.center,
-                size_scale=1 / self.largest,
-                root=D**-0.5,
+                **self._constants(),
                 **NO_PAGES,
             ),
             shared_bytes=_staged(D, keys.element_size(), begins, resident),
-            D=D,
-            BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
             WIDE=int(begins),
             RESIDENT=resident,
-            CENTERED=int(self.centered),
             PAGED=0,
+            **self._defines,
         )
 
     def of_pages(
@@ -169,7 +159,7 @@ class Encoder:
         how many segments there are and which, counted over all pages, read on the device; bases:
         int64 `[layers, 2]`; the rest in bytes, `parts` segments of a page.
         """
-        L, D, device = self.layout, self.layout.head_dim, rows.device
+        D, device = self.layout.head_dim, rows.device
         keys = of_type("rows", rows, *CODES)[..., :D]
         begins = wide(keys)
         resident = _resident(D, keys.element_size(), begins)
@@ -186,9 +176,6 @@ class Encoder:
                 keys=None,
                 valid=None,
                 codes=None,
-                flips=self._flips,
-                hartley=self._hartley,
-                tables=self._tables,
                 wrong=None,
                 taken=self._taken,
                 count=BLOCK,
@@ -197,13 +184,7 @@ class Encoder:
                 kv_heads=keys.shape[1],
                 batches=1,
                 row=0,
-                head_bytes=L.head_bytes,
-                weights=L.weights,
-                logs=L.logs,
-                magnitudes=L.magnitudes,
-                center=L.center,
-                size_scale=1 / self.largest,
-                root=D**-0.5,
+                **self._constants(),
                 due=due,
                 bases=bases,
                 layers=layers,
@@ -214,13 +195,27 @@ class Encoder:
                 rows_part=rows_part,
             ),
             shared_bytes=_staged(D, keys.element_size(), begins, resident),
-            D=D,
-            BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
             WIDE=int(begins),
             RESIDENT=resident,
-            CENTERED=int(self.centered),
             PAGED=1,
+            **self._defines,
+        )
+
+    def _constants(self) -> dict[str, Tensor | float]:
+        """Arguments that are alike for all keys."""
+        L = self.layout
+        return dict(
+            flips=self._flips,
+            hartley=self._hartley,
+            tables=self._tables,
+            head_bytes=L.head_bytes,
+            weights=L.weights,
+            logs=L.logs,
+            magnitudes=L.magnitudes,
+            center=L.center,
+            size_scale=1 / self.largest,
+            root=L.head_dim**-0.5,
         )
 
 

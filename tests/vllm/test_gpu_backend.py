@@ -8,7 +8,7 @@ import torch
 from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
 from tests.cuda import emulator
-from tests.vllm.conftest import settings
+from tests.vllm.conftest import answers, prompt, settings, tokens
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
@@ -181,3 +181,39 @@ def test_the_backend_stands_in_for_flash_attention(entered):
     assert SearchingFlashBackend.get_impl_cls() is FlashAttentionImpl
     entered()
     assert SearchingFlashBackend.get_impl_cls() is SearchingFlashAttention
+
+
+@pytest.fixture
+def emulated_engine(stock, engine, model, monkeypatch):
+    """An engine on a CPU whose decoded tokens search by the kernels of a GPU."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    own = registry.AttentionBackendEnum.CPU_ATTN
+    before = own.get_path()
+    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
+    selector._cached_get_attn_backend.cache_clear()
+    with emulator.emulated():
+        yield engine(model, {**EVERY, "dense_below": 350, "local_window": 40})
+    registry.register_backend(own, before)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def test_the_engine_decodes_by_the_kernels(emulated_engine, stock):
+    """Mixed lengths, blocks that fill, prefixes found again, sequences that are preempted."""
+    from tests.vllm.on_a_cpu import Attention
+
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
+    assert tokens(emulated_engine, prompts, 8) == tokens(stock, prompts, 8)
+    assert Attention.searched >= 2 * 4
+    start = prompt(600, seed=10)
+    for length in (5, 164):  # the second fills a block as it writes, and searches it
+        ids = [start + prompt(length, seed=11 + length)]
+        (outcome,) = answers(emulated_engine, ids, 46 if length > 5 else 4)
+        expected = tokens(stock, ids, 46 if length > 5 else 4)[0]
+        assert [list(outcome.outputs[0].token_ids)] == expected
+        assert outcome.num_cached_tokens == (512 if length > 5 else 0)
+    lengths = 1010, 1000, 750  # 11 blocks, which are all, and then one more for each
+    prompts = [prompt(length, seed=20 + length) for length in lengths]
+    expected = [tokens(stock, [ids], 20)[0] for ids in prompts]
+    assert tokens(emulated_engine, prompts, 20) == expected
