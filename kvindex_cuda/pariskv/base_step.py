@@ -16,6 +16,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
 from kvindex.ops import priority
 from kvindex.storage.codecs import NAMES
+from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.attend_latents import LatentAttention
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
@@ -93,7 +94,8 @@ class BaseStep:
     further int32 per group that a step has cleared, at a multiple of 16 bytes
     (`_counted`); policy: as `ParisKVConfig.group`; drawn: whether rows are drawn (`ops.priority`):
     there `weights` has the logarithm of how many keys each stands for, times `priority.temper` if
-    tempered; ragged: whether `State.length` is of each row of the batch.
+    tempered; ragged: whether `State.length` is of each row of the batch; arena: whose memory its
+    buffers are, shared with steps of other batches that never run beside it.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -112,6 +114,7 @@ class BaseStep:
         drawn: bool = False,
         tempered: bool = False,
         ragged: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         g, group = geometry, geometry.group_size
         if policy not in ("mean_share", "max_share"):
@@ -120,10 +123,8 @@ class BaseStep:
         self.most, self.capacity = most, capacity
         device, groups = g.device, batch * g.kv_heads
         self._groups, self._multiprocessors = groups, multiprocessors
-
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device)
-
+        self._memory = memory = (arena or Arena(device)).begin()
+        floats = memory.empty
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
         self._scale, self._softcap = float(g.scale), float(g.softcap or 0)
         self._ragged = dict(RAGGED=int(ragged))
@@ -132,9 +133,9 @@ class BaseStep:
         self._selects["DRAWN"] = int(drawn)
         self._temper = priority.temper(k) if tempered else 1.0
 
-        self.ids = torch.empty((groups, k), dtype=torch.int64, device=device)
+        self.ids = memory.empty(groups, k, dtype=torch.int64)
         self.scores = floats(groups, k)
-        self.found = torch.zeros(groups, dtype=torch.int32, device=device)
+        self.found = memory.zeros(groups)
         self.weights = floats(groups, k) if drawn else None
         self._open_selection(counted)
         # of `attend`
@@ -142,24 +143,18 @@ class BaseStep:
         width = 0 if g.value_in_key else g.value_dim + 2
         self._partial = floats(groups, self.splits, group, width)
         self._latents = LatentAttention(g) if g.value_in_key else None
-        self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
+        self.output = memory.empty(batch, g.q_heads, g.value_dim, dtype=g.dtype)
         self.lse = floats(batch, g.q_heads)
 
     def _open_selection(self, counted: int) -> None:
         """Make what `select` leaves for `select_rows`, and counters."""
         groups, group, capacity = self._groups, self.geometry.group_size, self.capacity
-        device, drawn = self.geometry.device, self.weights is not None
+        drawn, ints, floats = self.weights is not None, self._memory.zeros, self._memory.empty
         if group > MOST_HEADS:
             raise ValueError(f"q_heads: got {group} per KV head, allowed is up to {MOST_HEADS}")
 
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
         def longs(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int64, device=device)
-
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device)
+            return self._memory.empty(*shape, dtype=torch.int64)
 
         self._bases, self._shifts = ints(groups), ints(groups)
         self._candidates = longs(groups, capacity)

@@ -22,6 +22,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.ops.block_layout import words_of
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
+from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, options_of, refusal
@@ -169,6 +170,7 @@ class PagedSteps:
         seen = torch.arange(max(blocks, 1) * BLOCK, device=device) >= sink
         self._valid = words_of(seen[None], max(blocks, 1)).expand(most_rows, -1, -1).contiguous()
         self._none = torch.empty(0, 0, 0, 0, device=device)
+        self._arena = Arena(device)
         self._steps: dict[int, tuple[Step, list[State]]] = {}
 
     def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
@@ -253,7 +255,8 @@ class PagedSteps:
         """A step for so many sequences, and what it reads of each layer."""
         g, kept = self._geometry, self._pages.rows[0]
         options = options_of("votes", self._config)
-        options |= dict(batch=rows, k=self._k, most=self._most, ragged=True)
+        options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
+        options |= dict(blocks=self._codes.shape[2])
         step = Step(g, self._layout, multiprocessors=multiprocessors(g.device), **options)
         common: dict[str, Any] = dict(
             valid=self._valid,

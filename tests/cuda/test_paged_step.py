@@ -86,7 +86,7 @@ class Engine:
     def begin(self, slots, *, rows, lengths=LENGTHS):
         lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         with on(self.device):
-            self.steps.begin(self.tables, lengths, slots, rows=rows)
+            self.steps.begin(self.tables[: max(len(lengths), 1)], lengths, slots, rows=rows)
 
     def decode(self, lengths=LENGTHS):
         """A step of all sequences: the kernels' outputs of each layer, and those in torch."""
@@ -154,6 +154,15 @@ def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
             continue
         engine.tables[3, 4] = 0 if step == 0 else 15
         assert_close(engine.decode(lengths))
+
+
+@on_devices
+@pytest.mark.parametrize("index", ["pariskv:preset=fast", "pariskv:signs=alone"])
+def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
+    engine = Engine(device, index=index, k=6)
+    engine.prefill()
+    for count in (4, 2, 6, 1, 4):
+        assert_close(engine.decode(LENGTHS[:count]))
 
 
 @on_devices

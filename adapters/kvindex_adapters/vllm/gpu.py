@@ -159,6 +159,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             for layer in layers
             if isinstance(layer.impl, SearchingFlashAttention) and layer.impl.geometry is not None
         ]
+        if self._layers:
+            self.supports_update_block_table = False  # of a step there is one plan, not a copy
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
