@@ -61,12 +61,9 @@ def agree(mine, stock, prompts, count=40):
     return equal / total
 
 
-@pytest.mark.parametrize("runner", ["0", "1"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_as_many_rows_as_there_are_give_the_engines_own_tokens(
-    made, exact, graphs, runner, monkeypatch
-):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, exact, graphs):
+    """By the model runner that VLLM_USE_V2_MODEL_RUNNER says (0 or 1)."""
     mine = made(EVERY, graphs)
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     for ids in prompts:
