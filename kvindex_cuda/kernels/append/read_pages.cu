@@ -53,8 +53,8 @@ read_pages(const __grid_constant__ Arguments args) {
         if (blockIdx.x == 0 && layer == 0) find_due(args);
         return;
     }
-    i64 tokens = max(0, args.lengths[r]), place = layer * args.room + r;
-    i64 segments = min((tokens + TOKENS - 1) / TOKENS, args.row);
+    i64 tokens = min(i64(max(0, args.lengths[r])), args.row * TOKENS), place = layer * args.room + r;
+    i64 segments = (tokens + TOKENS - 1) / TOKENS;
     i64 searched = tokens < args.dense_below ? 0 : max(tokens - args.window, i64(0)) / TOKENS;
     if (searched * TOKENS <= args.sink) searched = 0;
     i64 sink = searched ? args.sink : 0;
