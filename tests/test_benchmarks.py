@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import answers, append, generation, latency, quality, report
+from benchmarks import answers, append, generation, latency, quality, report, serving
 from benchmarks.common import (
     attached,
     correctness,
@@ -648,3 +648,46 @@ def test_a_tree_answers_commands_and_says_what_is_wrong(small):
     assert early["error"].startswith("ValueError: got 'round', allowed are 'start'")
     assert {place: times[place]["median_us"] for place in places} == dict.fromkeys(places, 10.0)
     assert wrong["error"].startswith("TypeError")
+
+
+def test_serving_is_timed_where_answers_are_the_engines_own(monkeypatch, tmp_path, capsys):
+    answer = dict(tokens=[5, 6, 7], gaps=[3.0, 0.01, 2.0])
+    close = dict(tokens=[5, 9, 1], gaps=[3.0, 0.01, 2.0])
+    row = dict(batch=2, prefill_s=1.0, token_ms=[[8.0, 8.0, 8.0], [9.0, 8.0, 8.0]])
+    found = {
+        ("check", "stock"): [answer],
+        ("check", "kvindex"): [close],
+        ("time", "stock"): [row],
+        ("time", "kvindex"): [{**row, "token_ms": [[4.0, 4.0, 4.0]]}],
+    }
+    monkeypatch.setattr(serving, "ran", lambda *which: found[which])
+    monkeypatch.setattr(serving, "describe", lambda device: MACHINE)
+    to = tmp_path / "serving.json"
+    monkeypatch.setattr(sys, "argv", ["serving", "--batch", "2", "--json", str(to)])
+    serving.main()
+    told = json.loads(to.read_text())
+    assert told["serving"]["check"] == dict(equal=1, tokens=3)
+    plans = told["serving"]["batches"][0]["plans"]
+    assert plans["kvindex"]["ratio"] == 0.5
+    assert plans["stock"]["token_ms_rounds"] == [8, 8]
+    to.unlink()
+    found["check", "kvindex"] = [dict(tokens=[8, 6, 7], gaps=[1.0, 1.0, 1.0])]
+    with pytest.raises(SystemExit, match="token 0 is 8, not 5, which led by 3"):
+        serving.main()
+    assert not to.exists()
+
+
+def test_a_served_models_configuration_is_the_shapes():
+    shape = shapes.SHAPES["qwen3-8b"]
+    config = serving.configuration(shape, 4, 4096)
+    made = importlib.import_module("transformers").Qwen3Config(**config)
+    assert (made.num_hidden_layers, made.head_dim, made.hidden_size) == (4, 128, 4096)
+    given = serving.arguments(["--context", "1024", "--shared", "--json", "x"])
+    first, second = serving.prompts(given, 2)
+    assert first[:768] == second[:768]
+    assert first != second
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.RMSNorm(64))
+    serving.randomize(model)
+    assert float(model[0].weight.detach().std()) == pytest.approx(1 / 8, rel=0.1)
+    assert (model[1].weight == 1).all()
+    assert not model[0].bias.any()

@@ -16,6 +16,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
 from kvindex.ops import priority
 from kvindex.storage.codecs import NAMES
+from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.attend_latents import LatentAttention
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
@@ -56,7 +57,10 @@ class State:
     sets to 1 where a query is not finite; found_sum: int64 `[B, G]`, to which it adds how many rows
     it found, or None. Of log weights alone: largest: upper byte of a weight in full blocks, int32
     `[B, G]`, which no step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
-    256]`; tiers: keys that bound each, int64 `[B, 6]`.
+    256]`; tiers: keys that bound each, int64 `[B, 6]`. Of an engine's pages alone (`paged_step`):
+    sink: how many of a sequence's first tokens are resident where any token is searched; resident
+    rows lie in the blocks of `rows` then, those of the window behind the `length` tokens searched,
+    and `resident_count` is `[B]`; head_bytes: from a KV head's rows of a block to the next one's.
     """
 
     codes: Tensor
@@ -80,6 +84,8 @@ class State:
     histogram: Tensor | None = None
     tiers: Tensor | None = None
     found_sum: Tensor | None = None
+    sink: int | None = None
+    head_bytes: int | None = None
 
 
 class BaseStep:
@@ -90,7 +96,8 @@ class BaseStep:
     further int32 per group that a step has cleared, at a multiple of 16 bytes
     (`_counted`); policy: as `ParisKVConfig.group`; drawn: whether rows are drawn (`ops.priority`):
     there `weights` has the logarithm of how many keys each stands for, times `priority.temper` if
-    tempered; ragged: whether `State.length` is of each row of the batch.
+    tempered; ragged: whether `State.length` is of each row of the batch; arena: whose memory its
+    buffers are, shared with steps of other batches that never run beside it.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -109,6 +116,7 @@ class BaseStep:
         drawn: bool = False,
         tempered: bool = False,
         ragged: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         g, group = geometry, geometry.group_size
         if policy not in ("mean_share", "max_share"):
@@ -117,10 +125,8 @@ class BaseStep:
         self.most, self.capacity = most, capacity
         device, groups = g.device, batch * g.kv_heads
         self._groups, self._multiprocessors = groups, multiprocessors
-
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device)
-
+        self._memory = memory = (arena or Arena(device)).begin()
+        floats = memory.empty
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
         self._scale, self._softcap = float(g.scale), float(g.softcap or 0)
         self._ragged = dict(RAGGED=int(ragged))
@@ -129,9 +135,9 @@ class BaseStep:
         self._selects["DRAWN"] = int(drawn)
         self._temper = priority.temper(k) if tempered else 1.0
 
-        self.ids = torch.empty((groups, k), dtype=torch.int64, device=device)
+        self.ids = memory.empty(groups, k, dtype=torch.int64)
         self.scores = floats(groups, k)
-        self.found = torch.zeros(groups, dtype=torch.int32, device=device)
+        self.found = memory.zeros(groups)
         self.weights = floats(groups, k) if drawn else None
         self._open_selection(counted)
         # of `attend`
@@ -139,24 +145,18 @@ class BaseStep:
         width = 0 if g.value_in_key else g.value_dim + 2
         self._partial = floats(groups, self.splits, group, width)
         self._latents = LatentAttention(g) if g.value_in_key else None
-        self.output = torch.empty((batch, g.q_heads, g.value_dim), dtype=g.dtype, device=device)
+        self.output = memory.empty(batch, g.q_heads, g.value_dim, dtype=g.dtype)
         self.lse = floats(batch, g.q_heads)
 
     def _open_selection(self, counted: int) -> None:
         """Make what `select` leaves for `select_rows`, and counters."""
         groups, group, capacity = self._groups, self.geometry.group_size, self.capacity
-        device, drawn = self.geometry.device, self.weights is not None
+        drawn, ints, floats = self.weights is not None, self._memory.zeros, self._memory.empty
         if group > MOST_HEADS:
             raise ValueError(f"q_heads: got {group} per KV head, allowed is up to {MOST_HEADS}")
 
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
         def longs(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int64, device=device)
-
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device)
+            return self._memory.empty(*shape, dtype=torch.int64)
 
         self._bases, self._shifts = ints(groups), ints(groups)
         self._candidates = longs(groups, capacity)
@@ -298,6 +298,7 @@ class BaseStep:
                 resident=state.resident,
                 resident_mask=state.resident_mask,
                 resident_count=state.resident_count,
+                length=state.length,
                 cache=cache.data if cache else None,
                 tags=cache.tags if cache else None,
                 stamps=cache.stamps if cache else None,
@@ -310,10 +311,11 @@ class BaseStep:
                 tickets=self._tickets[1],
                 signals=self._signals,
                 row=state.rows.shape[1],
-                head_bytes=BLOCK * state.row_bytes,
+                head_bytes=state.head_bytes or BLOCK * state.row_bytes,
                 row_bytes=state.row_bytes,
                 room=state.resident.shape[2],
                 cached=cache.capacity if cache else 0,
+                sink=state.sink or 0,
                 signaled=int(selected),
                 k=k,
                 kv_heads=g.kv_heads,
@@ -324,5 +326,6 @@ class BaseStep:
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),
+            PAGED=int(state.sink is not None),
         )
         return self.output

@@ -13,6 +13,7 @@ from kvindex_cuda.runtime.arguments import (
     CODES,
     busy,
     contiguous_rows,
+    multiprocessors,
     of_shape,
     of_type,
     strides,
@@ -24,6 +25,18 @@ from kvindex_cuda.runtime.launch import launch
 WIDEST, LATENT, MOST_ODD = 256, 576, 31
 """The largest head dimension; that of latents (512 coordinates and 64 rotary ones), and the largest
 odd part of one beyond the former."""
+
+NO_PAGES = dict(
+    due=None,
+    bases=None,
+    layers=0,
+    parts=0,
+    codes_page=0,
+    codes_part=0,
+    rows_page=0,
+    rows_part=0,
+)
+"""What the kernel is told of an engine's pages where keys are a tensor."""
 
 ROOM = 2.0**-10
 """The largest size of a coordinate that is told apart lies above the last edge by this share."""
@@ -56,6 +69,8 @@ class Encoder:
         self._hartley = hartley.to(self.device)
         self.largest, tables = _tables(levels.cpu())
         self._tables = tables.to(self.device)
+        self._taken: Tensor | None = None
+        self._defines = dict(D=D, BITS=bits, CENTERED=int(centered))
 
     def __call__(
         self,
@@ -78,7 +93,7 @@ class Encoder:
         `check.LARGEST`, or None. Raises ValueError for wrong dtypes or shapes, blocks beyond the
         table.
         """
-        L, D = self.layout, self.layout.head_dim
+        D = self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
         of_shape("keys", keys, B, G, N, D)
         of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
@@ -106,9 +121,6 @@ class Encoder:
                 keys=keys,
                 valid=valid,
                 codes=table.contiguous(),
-                flips=self._flips,
-                hartley=self._hartley,
-                tables=self._tables,
                 wrong=wrong,
                 taken=torch.zeros(1, dtype=torch.int32, device=keys.device) if more else None,
                 count=N,
@@ -117,21 +129,93 @@ class Encoder:
                 kv_heads=G,
                 batches=B,
                 row=table.shape[1],
-                head_bytes=L.head_bytes,
-                weights=L.weights,
-                logs=L.logs,
-                magnitudes=L.magnitudes,
-                center=L.center,
-                size_scale=1 / self.largest,
-                root=D**-0.5,
+                **self._constants(),
+                **NO_PAGES,
             ),
             shared_bytes=_staged(D, keys.element_size(), begins, resident),
-            D=D,
-            BITS=L.magnitude_bits,
             DTYPE=CODES[keys.dtype],
             WIDE=int(begins),
             RESIDENT=resident,
-            CENTERED=int(self.centered),
+            PAGED=0,
+            **self._defines,
+        )
+
+    def of_pages(
+        self,
+        rows: Tensor,
+        *,
+        due: Tensor,
+        bases: Tensor,
+        layers: int,
+        parts: int,
+        codes_page: int,
+        codes_part: int,
+        rows_page: int,
+        rows_part: int,
+    ) -> None:
+        """Write codes of whole segments of an engine's pages (`paged_step.Pages`).
+
+        rows: of one layer `[pages, G, tokens, 2 D]`, all of which are alike; due: int64 `[1 + n]`,
+        how many segments there are and which, counted over all pages, read on the device; bases:
+        int64 `[layers, 2]`; the rest in bytes, `parts` segments of a page.
+        """
+        D, device = self.layout.head_dim, rows.device
+        keys = of_type("rows", rows, *CODES)[..., :D]
+        begins = wide(keys)
+        resident = _resident(D, keys.element_size(), begins)
+        if self._taken is None:
+            self._taken = torch.zeros(1, dtype=torch.int32, device=device)
+        launch(
+            "append/encode.cu",
+            "encode",
+            (resident * multiprocessors(device),),
+            (32 * ENCODE_WARPS,),
+            arguments=dict(
+                **strides("keys", keys, "batch", "head", "token"),
+                valid_batch=0,
+                keys=None,
+                valid=None,
+                codes=None,
+                wrong=None,
+                taken=self._taken,
+                count=BLOCK,
+                first=0,
+                blocks=1,
+                kv_heads=keys.shape[1],
+                batches=1,
+                row=0,
+                **self._constants(),
+                due=due,
+                bases=bases,
+                layers=layers,
+                parts=parts,
+                codes_page=codes_page,
+                codes_part=codes_part,
+                rows_page=rows_page,
+                rows_part=rows_part,
+            ),
+            shared_bytes=_staged(D, keys.element_size(), begins, resident),
+            DTYPE=CODES[keys.dtype],
+            WIDE=int(begins),
+            RESIDENT=resident,
+            PAGED=1,
+            **self._defines,
+        )
+
+    def _constants(self) -> dict[str, Tensor | float]:
+        """Arguments that are alike for all keys."""
+        L = self.layout
+        return dict(
+            flips=self._flips,
+            hartley=self._hartley,
+            tables=self._tables,
+            head_bytes=L.head_bytes,
+            weights=L.weights,
+            logs=L.logs,
+            magnitudes=L.magnitudes,
+            center=L.center,
+            size_scale=1 / self.largest,
+            root=L.head_dim**-0.5,
         )
 
 

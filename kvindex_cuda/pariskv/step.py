@@ -31,7 +31,8 @@ class Step(BaseStep):
 
     most: the largest `C` that `State.wanted` will hold; seed, query_max, policy: as
     `ParisKVConfig`; centered: whether blocks hold centers; drawn, tempered: whether rows are drawn,
-    with lower weights; together: whether signs vote together, by `State.regression`.
+    with lower weights; together: whether signs vote together, by `State.regression`; blocks: `S` of
+    the tables that it will read, 0 where it is not known yet.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -46,6 +47,7 @@ class Step(BaseStep):
         centered: bool = True,
         drawn: bool = False,
         together: bool = False,
+        blocks: int = 0,
         **options: Any,
     ) -> None:
         capacity = 4 * (most + SAMPLED)  # `rerank` serves what is more
@@ -70,13 +72,7 @@ class Step(BaseStep):
         self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
         self._factors = reference.log_factors(16, device)
         quads, sets, parts = -(-(layout.stride // 4) // 4), -(-group // 4), 1 if group <= 4 else 2
-
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device)
-
+        ints, floats = self._memory.zeros, self._memory.empty
         # of `prepare_query`
         self._planes = ints(groups, sets, quads, planes // 2, 32)
         self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
@@ -87,9 +83,8 @@ class Step(BaseStep):
         self._seed = seed
         self._thresholds = ints(groups)
         # of `scan`
-        self._products: Tensor | None = None
-        shape = self._groups, self.capacity
-        self._list = torch.empty(shape, dtype=torch.int64, device=device)
+        self._products = floats(self._groups, blocks, g.group_size) if blocks else None
+        self._list = self._memory.empty(self._groups, self.capacity, dtype=torch.int64)
 
     def _open_heads(self) -> tuple[int, int]:
         """For how many groups queries are prepared, and of how many heads each."""

@@ -42,8 +42,8 @@ AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, DRAWN=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
-ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1)
-ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0, NEAR=0)
+ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1, PAGED=0)
+ATTEND = STEP | dict(DV=128, SOFTCAP=0, CODEC=0, GIVEN=0, NEAR=0, PAGED=0)
 LATENTS = dict(D=576, DV=512, GROUP=128, PART=32, DTYPE=2, SOFTCAP=0, CODEC=0)
 TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, DRAWN=0, RAGGED=0)
 PREPARES = dict(DTYPE=2, PLANES=6, TOGETHER=1, SIXTEENS=3)
@@ -79,6 +79,8 @@ DEFINES = {
         ATTEND | dict(GIVEN=1),
         ATTEND | dict(GIVEN=2),
         ATTEND | dict(GIVEN=2, NEAR=1),
+        ATTEND | dict(PAGED=1),
+        ATTEND | dict(PAGED=1, GIVEN=2),
         ATTEND | dict(CODEC=1, GIVEN=1, NEAR=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
@@ -149,6 +151,7 @@ DEFINES = {
         ENCODE | dict(D=256, RESIDENT=1),
         ENCODE | dict(D=576, RESIDENT=1),
         ENCODE | dict(CENTERED=0),
+        ENCODE | dict(PAGED=1),
     ],
     "ops/rerank.cu": [
         ESTIMATE,
@@ -158,6 +161,7 @@ DEFINES = {
     ],
     "ops/fetch.cu": [dict(PIECE=1), dict(PIECE=16)],
     "append/update_state.cu": [{}],
+    "append/read_pages.cu": [{}],
     "step/stage_token.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
     "append/write_rows.cu": [{}],
     "step/rerank.cu": [

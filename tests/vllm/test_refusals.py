@@ -87,18 +87,28 @@ def test_rows_of_another_dtype(stock, configured):
         layer(cache_config=get_current_vllm_config().cache_config)
 
 
-def test_latent_attention(stock, configured):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("CPU_MLA", "model: got multi-head latent"),
+        ("TRITON_MLA", "model: got multi-head latent"),
+        ("TRITON_ATTN", "attention_backend: got TRITON_ATTN, allowed is 'FLASH_ATTN'"),
+        ("FLEX_ATTENTION", "attention_backend: got FLEX_ATTENTION, allowed is 'FLASH_ATTN'"),
+    ],
+)
+def test_other_backends(stock, configured, name, said):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kvindex_adapters.vllm.latent import AMXLatentBackend, LatentBackend
-
-    served = [AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA]
-    assert [one.get_class() for one in served] == [LatentBackend, AMXLatentBackend]
-    for backend in (LatentBackend, AMXLatentBackend):
-        with configured(), pytest.raises(ValueError, match="kvindex: model: got multi-head latent"):
+    if name not in AttentionBackendEnum.__members__:
+        pytest.skip(f"this vLLM has no {name}")
+    with configured():
+        backend = AttentionBackendEnum[name].get_class()
+        assert backend.__module__ == "kvindex_adapters.vllm.others"
+        with pytest.raises(ValueError, match=f"kvindex: {said}"):
             backend.get_impl_cls()
-        with configured(None):
-            assert backend.get_impl_cls().__module__.startswith("vllm.")
+        assert backend is AttentionBackendEnum[name].get_class()
+    with configured(None):
+        assert AttentionBackendEnum[name].get_class().__module__.startswith("vllm.")
 
 
 def test_a_model_of_sliding_layers_alone(stock, configured):

@@ -80,7 +80,7 @@ class PagedAttention:
         """
         if len(queries) == 1 and (indexed := self.searched(sequence.length)):
             return self._search(queries, sequence, indexed)
-        return self._dense(queries, sequence)
+        return self.attend_dense(queries, sequence)
 
     def searched(self, length: int) -> int:
         """Tokens of whole blocks before the window that a step of such a sequence searches."""
@@ -123,7 +123,8 @@ class PagedAttention:
             retrieved += hits.log_weight
         return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
 
-    def _dense(self, queries: Tensor, sequence: Sequence) -> Tensor:
+    def attend_dense(self, queries: Tensor, sequence: Sequence) -> Tensor:
+        """The same over all that is before them, in whatever sequence."""
         g, heads = self.geometry, queries.transpose(0, 1)[None]  # [1, H, T, D]
         rows = pages.read_rows(sequence.rows, sequence.table, 0, sequence.length)
         if g.softcap is None:

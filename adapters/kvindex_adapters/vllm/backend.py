@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -18,27 +17,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from kvindex.core.geometry import Geometry
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
-from kvindex_adapters.vllm.engine import CodesLayer
-from kvindex_adapters.vllm.options import Options
-from kvindex_adapters.vllm.unsupported import (
-    check_engine,
-    check_layer,
-    check_sliding,
-    refuse_dense_model,
-)
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
-
-
-def options_of(config: VllmConfig) -> Options | None:
-    """What an engine is asked for, None for nothing of ours. Raises ValueError."""
-    given = config.additional_config
-    if not isinstance(given, dict) or "kvindex" not in given:
-        return None
-    return Options.of(given["kvindex"])
+from kvindex_adapters.vllm.engine import CodesLayer, geometry_of, logger, options_of
+from kvindex_adapters.vllm.unsupported import refuse_dense_model
 
 
 class SearchingBackend(CPUAttentionBackend):
@@ -100,29 +82,25 @@ class SearchingAttention(CPUAttentionBackendImpl):
             sinks,
         )
         config = get_current_vllm_config()
-        check_engine(config)
-        if sliding_window is not None:
-            check_sliding(config)
-            return
-        dtype = config.model_config.dtype
-        check_layer(
+        geometry = geometry_of(
+            config,
+            torch.device("cpu"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            sliding_window=sliding_window,
             attn_type=attn_type,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             kv_cache_dtype=kv_cache_dtype,
-            dtype=dtype,
         )
+        if geometry is None:
+            return
         options = options_of(config)
         assert options is not None  # or vLLM's own class would be here
-        geometry = Geometry.of(
-            q_heads=num_heads,
-            kv_heads=num_kv_heads,
-            head_dim=head_size,
-            scale=scale,
-            softcap=logits_soft_cap,
-            dtype=dtype,
-        )
         self.paged = PagedAttention.of(options, geometry)
         self.codes = CodesLayer(config, num_kv_heads, self.paged.layout.head_bytes)
         logger.info_once("kvindex: %s", self.paged.explain())

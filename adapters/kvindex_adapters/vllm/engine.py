@@ -1,7 +1,7 @@
 """The cache of codes as vLLM sees it: a layer with pages of its own under the same block table.
 
-What differs between versions of vLLM is here (this is 0.32's): a version before 0.28 asks the
-backend for the shape of its cache.
+What differs between versions of vLLM is here: 0.26 asks the backend for the shape of its cache,
+0.32 for an order of its dimensions.
 """
 
 from __future__ import annotations
@@ -11,16 +11,65 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvindex.core.geometry import Geometry
 from kvindex.ops.block_layout import BLOCK
+from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.unsupported import check_engine, check_layer, check_sliding
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
+
+
+def options_of(config: VllmConfig) -> Options | None:
+    """What an engine is asked for, None for nothing of ours. Raises ValueError."""
+    given = config.additional_config
+    if not isinstance(given, dict) or "kvindex" not in given:
+        return None
+    return Options.of(given["kvindex"])
+
+
+def geometry_of(
+    config: VllmConfig,
+    device: torch.device,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    scale: float,
+    logits_soft_cap: float | None,
+    sliding_window: int | None,
+    **needs: Any,
+) -> Geometry | None:
+    """Of a layer that searches, None for a sliding one; in vLLM's words.
+
+    needs: as of `check_layer`. Raises ValueError for what is not served.
+    """
+    check_engine(config)
+    if sliding_window is not None:
+        check_sliding(config)
+        return None
+    dtype = config.model_config.dtype
+    check_layer(**needs, dtype=dtype)
+    return Geometry.of(
+        q_heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_dim=head_size,
+        scale=scale,
+        softcap=logits_soft_cap,
+        dtype=dtype,
+        device=device,
+    )
 
 
 class CodesLayer(AttentionLayerBase):
@@ -74,9 +123,20 @@ class CodesBackend(AttentionBackend):
         return [MultipleOf(BLOCK)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """As the base: a block's heads one after the other, each in one piece."""
-        return (KVCacheLayout.LBHNC,)
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """As the base, of 0.32: a block's heads one after the other, each in one piece."""
+        return (kv_cache_interface.KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """As the base, of 0.26."""
+        return num_blocks, num_kv_heads, block_size, head_size
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -91,6 +151,8 @@ class CodesBackend(AttentionBackend):
 
 class CodesBuilder(AttentionMetadataBuilder[Any]):
     """Of metadata that nobody reads: the layer of the rows has the block table."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -14,7 +14,7 @@ def check_engine(config: Any) -> None:
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     block, sizes = cache.block_size, f"a multiple of {BLOCK} (block_size={BLOCK})"
     _refuse(
-        ("block_size", block, block % BLOCK == 0, sizes),
+        ("block_size", block, block is not None and block % BLOCK == 0, sizes),
         *(
             (name, value, value == 1, "1: no other was tried")
             for name, value in (
@@ -83,6 +83,20 @@ def check_sliding(config: Any) -> None:
     )
 
 
+def check_searched(why: str | None, local_window: int) -> None:
+    """Raises ValueError for what no fused step serves: why, or a window of no tokens."""
+    if why is not None:
+        raise ValueError(f"kvindex: on a GPU: {why}")
+    _refuse(
+        (
+            "local_window",
+            local_window,
+            local_window > 0,
+            "1 or more on a GPU: a block is encoded after the step that fills it",
+        )
+    )
+
+
 def refuse_latent(name: str) -> None:
     """Raises ValueError for multi-head latent attention."""
     _refuse(
@@ -93,6 +107,11 @@ def refuse_latent(name: str) -> None:
             "one whose cache holds keys that an index can search",
         )
     )
+
+
+def refuse_backend(name: str) -> None:
+    """Raises ValueError for a backend of vLLM's that ours does not stand in for."""
+    _refuse(("attention_backend", name, False, "'FLASH_ATTN' on a GPU"))
 
 
 def refuse_dense_model() -> None:

@@ -23,7 +23,8 @@
 // As the reference but for rounding: sums are in float32, and the center goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
 // Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
-// multiple of 16 bytes), RESIDENT (blocks of a multiprocessor), CENTERED (whether blocks have centers).
+// multiple of 16 bytes), RESIDENT (blocks of a multiprocessor), CENTERED (whether blocks have centers), PAGED
+// (whether keys are those of an engine's pages: of each layer and head the segments that `due` names, whole ones).
 // Longer than most files: it is one kernel.
 #include "common/rotated.cuh"
 
@@ -151,6 +152,10 @@ struct Arguments {
     i64 keys_batch, keys_head, keys_token;  // strides
     i64 valid_batch;
     i64 row, head_bytes, weights, logs, magnitudes, center;
+    const i64* due;       // PAGED: how many segments, then each one's number, counted over all pages
+    const i64* bases;     // PAGED: [layers, 2]: addresses of codes and of rows
+    i64 layers, parts;    // PAGED: segments of a page
+    i64 codes_page, codes_part, rows_page, rows_part;  // PAGED: bytes from a page, a segment to the next one
     float size_scale;     // 1 by the largest |u| that is told apart
     float root;           // 1 / √D
 };
@@ -170,11 +175,24 @@ encode(const __grid_constant__ Arguments args) {
     Shared stage = shared_place(memory);
 
     i64 step = args.keys_token * BYTES;
+#if PAGED
+    u32 units = u32(*args.due * args.layers * args.kv_heads);
+#else
     u32 units = u32(args.blocks * args.kv_heads * args.batches);
+#endif
     // One thread plans a segment while the second before it is coded, for its address comes from memory.
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.to = 0, found.state = NONE;
         if (unit >= units) return;
+#if PAGED
+        u32 g = unit % u32(args.kv_heads), rest = unit / u32(args.kv_heads), layer = rest % u32(args.layers);
+        i64 segment = args.due[1 + rest / u32(args.layers)], page = segment / args.parts, part = segment % args.parts;
+        found.block = reinterpret_cast<char*>(args.bases[2 * layer]) + page * args.codes_page + part * args.codes_part;
+        found.head = g * args.head_bytes;
+        found.keys = reinterpret_cast<const char*>(args.bases[2 * layer + 1]) + page * args.rows_page +
+                     part * args.rows_part + g * args.keys_head * BYTES;
+        found.flags = nullptr, found.to = TOKENS, found.state = WHOLE;
+#else
         i64 s = unit % u32(args.blocks), bg = unit / u32(args.blocks), token = s * TOKENS;
         i64 g = u32(bg) % u32(args.kv_heads), batch = u32(bg) / u32(args.kv_heads);
         copy_piece<8>(shared_place(&found.block), args.codes + batch * args.row + args.first + s);
@@ -184,6 +202,7 @@ encode(const __grid_constant__ Arguments args) {
         found.flags = args.valid ? args.valid + batch * args.valid_batch + token : nullptr;
         found.to = u32(min(args.count - token, i64(TOKENS)));
         found.state = !args.valid && found.to == TOKENS ? WHOLE : SOME;
+#endif
     };
     // Eight of a segment's keys, the half-th, on their way to shared memory, zeros for those that are
     // not there. piece: where this lane's first 16 bytes of them are, which is moved on.
@@ -232,7 +251,7 @@ encode(const __grid_constant__ Arguments args) {
     u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
 
     const char* coming = first_of(segments[0]);
-    if (STAGED)
+    if (STAGED && (!PAGED || segments[0].state))
         for (u32 half = warp * 4; half < warp * 4 + 4; half++) send(segments[0], half, coming);
     for (u32 slot = 0; segments[slot].unit < units; slot = segments[slot].after) {
         const Segment& own = segments[slot];

@@ -6,7 +6,7 @@
 // `codes_from` on, 4 MB at a million tokens and 4 heads. Limited by latency: for each 64 blocks of a
 // thread block, that of an address and then of bytes.
 // Compile-time: nothing.
-#include "common/common.cuh"
+#include "common/weight_scale.cuh"
 
 constexpr int WORDS = TOKENS / 32;   // of a block's bits
 constexpr int PIECES = TOKENS / 16;  // of its weights, 16 bytes each
@@ -34,12 +34,6 @@ __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 lef
         if (key < left) largest = max(largest, int((&bytes.x)[i / 4] >> i % 4 * 8 & 255));
     }
     return largest;
-}
-
-// As ops.codes.weight_scale.
-__device__ __forceinline__ float scale_of(int largest) {
-    int exponent = largest * OCTAVES / 256 + 1 - OCTAVES / 2;
-    return __uint_as_float(u32(exponent + 127) << 23);
 }
 
 // Of one head, by all thread blocks of its column of the grid. While they are at it, its `largest` has three

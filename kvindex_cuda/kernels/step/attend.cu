@@ -12,7 +12,9 @@
 // Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
 // GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
 // were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
-// the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way).
+// the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way), PAGED
+// (whether sink and window lie in the pages of `rows`, behind the tokens that are searched: a row of the batch has
+// `resident_count` of them, of which the first `sink` are the sequence's first, if any token is searched).
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
@@ -199,7 +201,8 @@ struct Arguments {
     const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · head_bytes
     const void* resident;       // DTYPE [BG, room, D + DV]
     const u8* resident_mask;    // [B, room]
-    const i64* resident_count;  // [1]: how many of them are there
+    const i64* resident_count;  // [1], or PAGED: [B]: how many of them are there
+    const i64* length;          // [B]: tokens that are searched; only if PAGED
     char* cache;                // [BG, cached, row_bytes]: of `cached` rows as they are stored (row_cache.py; 0 for none)
     int* tags;                  // [BG, cached], aligned to 16 bytes
     int* stamps;                // [BG, cached], likewise
@@ -212,7 +215,7 @@ struct Arguments {
     float* lse;                 // [BG, GROUP]: log Σ exp of the logits, −inf where no row is visible
     int* tickets;               // [BG] APART, 0 before and after
     const int* signals;         // that a group's rows are selected (common.cuh)
-    i64 row, head_bytes, row_bytes, room, cached;
+    i64 row, head_bytes, row_bytes, room, cached, sink;
     i64 signaled;               // 1 where select_rows.cu comes right before, else 0
     i64 k, kv_heads;
     float scale, softcap;
@@ -251,6 +254,10 @@ attend(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     partial += bg * splits * GROUP * PARTIAL;
+#if PAGED
+    int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;  // first rows, and how far others are
+    later -= sinks;
+#endif
     // resident rows, while the others are still being selected; then those
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
@@ -266,20 +273,28 @@ attend(const __grid_constant__ Arguments args) {
         auto tag_of = [&](int id) { return phase && args.cached ? ::tag_of(id, tags, args.cached) : 0; };
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
-        int rows_here = phase ? args.found[bg] : int(*args.resident_count);
+        int rows_here = phase ? args.found[bg] : int(args.resident_count[PAGED * batch]);
         if (phase && args.cached) now = __ldcg(args.clocks + bg) + 1;
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
                    bg % kv_heads * args.head_bytes + id % TOKENS * args.row_bytes;
         };
+#if PAGED
+        auto resident = [&](int i) { return stored(i < sinks ? i : later + i); };
+#else
+        auto resident = [&](int i) {
+            return static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
+        };
+#endif
         auto kept = [&](int id) { return args.cached && !(NEAR && args.near[batch * args.row + id / TOKENS]); };
         auto begin = [&](Raw& raw, int i, int id, int tag) {
             if (i >= rows_here) return;
-            const char* from = static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
+            const char* from = nullptr;
             raw.slot = NOWHERE;
             raw.weight = 0;
-            if (phase) {
+            if (!phase) from = resident(i);
+            else {
 #if GIVEN == 2
                 raw.weight = args.weights[bg * k + i];
 #elif GIVEN
@@ -327,7 +342,7 @@ attend(const __grid_constant__ Arguments args) {
             begin(after, i + 2 * step, third, third_tag);
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
-            if (phase || args.resident_mask[batch * args.room + i])
+            if (PAGED || phase || args.resident_mask[batch * args.room + i])
                 add_row(run, one, CODEC && phase, queries, args.scale, args.softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here

@@ -1,0 +1,307 @@
+"""Time per generated token of a served model: vLLM with the plug-in beside its own attention.
+
+    python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
+        [--index SPEC] [--k K] [--written T] [--rounds R] [--stock-block TOKENS] [--plain]
+        [--without-check] --json OUT
+
+Each engine is a process of its own, with the same random weights of a model's shape (`plans`):
+`stock`, with the attention that vLLM chooses, and `kvindex`. First (`check`) a model of four such
+layers writes tokens greedily, where as many rows are retrieved as there are: tokens must be those
+of `stock`, as far as its first and second choice lie further apart than roundings do, by graphs
+too; else nothing is timed. Then sequences of N random tokens are read, and each writes T tokens, R
+times (`--shared`: they are one text up to their last 256 tokens, whose pages they share, for cards
+that hold no more); a prompt that was read is found in the cache of prefixes again. Milliseconds
+between two tokens of the whole batch as the host gets them (`token_ms`), medians with quartiles and
+each round's; `ratio`: to `stock`; `prefill_s`: of the first reading, all sequences one after the
+other. `--plain`: no torch.compile, graphs of decoded tokens alone: starts sooner, for both engines.
+Runs on a GPU that vLLM 0.26 or newer serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.shapes import SHAPES, Shape
+from benchmarks.common.timing import spread
+from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import write_json
+
+PLANS = "stock", "kvindex"
+
+BLOCK, TAIL = 256, 256
+"""Tokens of a page with the plug-in; last ones of prompts that share the rest."""
+
+CHECKED, CHECK_LAYERS, CHECK_TOKENS = (700, 20, 1500, 3000), 4, 24
+"""Lengths of the prompts whose answers are compared; layers of that model; tokens of an answer."""
+
+CLOSE = 0.1
+"""Between logarithms of probabilities of the first and second choice, below which bf16 decides."""
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What the command was told; exits with words where it cannot be done."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--context", type=int, default=131_072, help="tokens of each sequence")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--shared", action="store_true", help="sequences share most pages")
+    parser.add_argument("--index", default="pariskv:preset=fast")
+    parser.add_argument("--k", type=int, default=100)
+    parser.add_argument("--written", type=int, default=128, help="tokens that are timed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stock-block", type=int, help="tokens of stock's pages")
+    parser.add_argument("--plain", action="store_true", help="no torch.compile")
+    parser.add_argument("--without-check", action="store_true")
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS])
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, required=True)
+    found = parser.parse_args(given)
+    least = dict(context=2 * TAIL, k=1, written=8, rounds=1)
+    for name, low in least.items():
+        if getattr(found, name) < low:
+            parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
+    if min(found.batch) < 1:
+        parser.error(f"batch: got {min(found.batch)}, allowed is at least 1")
+    return found
+
+
+def configuration(shape: Shape, layers: int, tokens: int) -> dict[str, Any]:
+    """A model's config.json, as transformers and vLLM read it."""
+    kind = "Qwen3" if shape.normed else "Llama"
+    return dict(
+        architectures=[f"{kind}ForCausalLM"],
+        model_type=kind.lower(),
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.q_heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        hidden_act="silu",
+        max_position_embeddings=tokens,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=shape.tied,
+        attention_bias=False,
+        dtype="bfloat16",
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Weights that keep the variance of what they multiply, the same in every process."""
+    draw = torch.Generator(next(model.parameters()).device).manual_seed(1)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if weight.ndim == 1:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif "embed" in name:
+                weight.normal_(generator=draw)
+            else:
+                weight.normal_(std=weight.shape[-1] ** -0.5, generator=draw)
+
+
+def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) -> Any:
+    """An engine with random weights; options: of the plug-in, and `layers`, `tokens`, `rows`."""
+    from vllm import LLM
+
+    layers, tokens, rows = (options.pop(name) for name in ("layers", "tokens", "rows"))
+    shape = SHAPES[given.shape]
+    config = configuration(shape, layers or shape.layers, tokens)
+    (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    compilation: dict[str, Any] = dict(cudagraph_capture_sizes=sorted({1, 2, 4, rows}))
+    if given.plain:
+        compilation |= dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
+    extra: dict[str, Any] = {}
+    if plan == "kvindex":
+        extra = dict(block_size=BLOCK, additional_config={"kvindex": options})
+    elif given.stock_block:
+        extra = dict(block_size=given.stock_block)
+    made = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=tokens,
+        max_num_seqs=rows,
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.9,
+        enable_prefix_caching=True,
+        disable_cascade_attn=True,
+        compilation_config=compilation,
+        **extra,
+    )
+    made.apply_model(randomize)
+    return made
+
+
+def text(shape: Shape, count: int, seed: int) -> list[int]:
+    """Random token ids."""
+    draw = torch.Generator().manual_seed(seed)
+    ids: Tensor = torch.randint(3, shape.vocabulary, (count,), generator=draw)
+    return ids.tolist()
+
+
+def prompts(given: argparse.Namespace, batch: int) -> list[list[int]]:
+    """Of the sequences that are timed."""
+    shape, common = SHAPES[given.shape], given.context - TAIL
+    if not given.shared:
+        return [text(shape, given.context, 10 + row) for row in range(batch)]
+    start = text(shape, common, 10)
+    return [start + text(shape, TAIL, 100 + row) for row in range(batch)]
+
+
+def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, Any]]:
+    """Greedy tokens, and how far the second choice lay behind each."""
+    from vllm import SamplingParams
+
+    options = dict(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=2)
+    given = [{"prompt_token_ids": one} for one in ids]
+    found = []
+    for outcome in engine.generate(given, SamplingParams(**options), use_tqdm=False):
+        (answer,) = outcome.outputs
+        sizes = [sorted(entry.logprob for entry in step.values()) for step in answer.logprobs]
+        gaps = [size[-1] - size[-2] for size in sizes]
+        found.append(dict(tokens=list(answer.token_ids), gaps=gaps))
+    return found
+
+
+def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
+    """Answers of a small model, as many rows being retrieved as there are."""
+    tokens = max(CHECKED) + CHECK_TOKENS + BLOCK
+    options = dict(index=given.index, k=tokens, dense_below=0, sink=4, local_window=16)
+    sizes = dict(layers=CHECK_LAYERS, tokens=tokens, rows=len(CHECKED))
+    engine = opened(given, plan, folder, **options, **sizes)
+    shape = SHAPES[given.shape]
+    ids = [text(shape, count, seed) for seed, count in enumerate(CHECKED)]
+    return [answered(engine, [one], CHECK_TOKENS)[0] for one in ids] + answered(
+        engine, ids, CHECK_TOKENS
+    )
+
+
+def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
+    """Milliseconds between tokens, by batch: of each round its own."""
+    options = dict(index=given.index, k=given.k)
+    tokens = given.context + given.written + BLOCK
+    sizes = dict(layers=given.layers, tokens=tokens, rows=max(given.batch))
+    engine = opened(given, plan, folder, **options, **sizes)
+    found = []
+    for batch in given.batch:
+        ids, start = prompts(given, batch), time.perf_counter()
+        for one in ids:
+            written(engine, [one], 1)
+        prefill_s = time.perf_counter() - start
+        rounds = [written(engine, ids, given.written) for _ in range(given.rounds)]
+        found.append(dict(batch=batch, prefill_s=prefill_s, token_ms=rounds))
+    return found
+
+
+def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
+    """Milliseconds between tokens of all sequences, while all of them write."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    core, lengths, marks = engine.llm_engine, dict.fromkeys(map(str, range(len(ids))), 0), []
+    for name, one in enumerate(ids):
+        core.add_request(str(name), {"prompt_token_ids": one}, params)
+    while core.has_unfinished_requests():
+        outcomes = core.step()
+        for outcome in outcomes:
+            lengths[outcome.request_id.split("-")[0]] = len(outcome.outputs[0].token_ids)
+        if outcomes and min(lengths.values()) >= 2 and max(lengths.values()) < count:
+            marks.append(time.perf_counter())
+    pairs = zip(marks[1:], marks, strict=False)
+    return [1e3 * (later - before) for later, before in pairs]
+
+
+def worker(given: argparse.Namespace) -> None:
+    """An engine's process: `check` or `time`, a plan, and the file that it writes."""
+    what, plan, to = given.worker
+    with tempfile.TemporaryDirectory() as folder:
+        found = (checked if what == "check" else timed)(given, plan, folder)
+    Path(to).write_text(json.dumps(found), encoding="utf-8")
+
+
+def ran(what: str, plan: str) -> Any:
+    """What an engine's process found. Raises SystemExit where it ends with an error."""
+    settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "benchmarks.serving", *sys.argv[1:], "--worker"]
+        done = subprocess.run([*command, what, plan, str(to)], env=os.environ | settings)
+        if done.returncode:
+            raise SystemExit(f"{plan}: {what} ended with {done.returncode}; nothing is written")
+        return json.loads(to.read_text(encoding="utf-8"))
+
+
+def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
+    """How many tokens of all are equal. Raises SystemExit where one that is not close differs."""
+    equal = total = 0
+    for number, (one, other) in enumerate(zip(stock, mine, strict=True)):
+        for place, (token, gap) in enumerate(zip(one["tokens"], one["gaps"], strict=True)):
+            if token != other["tokens"][place]:
+                if gap > CLOSE:
+                    raise SystemExit(
+                        f"check: answer {number}: token {place} is {other['tokens'][place]}, not "
+                        f"{token}, which led by {gap:.3f}; nothing is timed"
+                    )
+                break  # from here on the texts differ
+            equal += 1
+        total += len(one["tokens"])
+    return dict(equal=equal, tokens=total)
+
+
+def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of each batch its plans' medians, and their ratios to `stock`."""
+    batches = []
+    for number, first in enumerate(next(iter(found.values()))):
+        plans: dict[str, dict[str, Any]] = {}
+        for plan, rows in found.items():
+            rounds = rows[number]["token_ms"]
+            plans[plan] = dict(prefill_s=rows[number]["prefill_s"])
+            plans[plan] |= spread("token_ms", [ms for part in rounds for ms in part])
+            plans[plan]["token_ms_rounds"] = [statistics.median(part) for part in rounds]
+        if "stock" in plans and "kvindex" in plans:
+            ratio = plans["kvindex"]["token_ms"] / plans["stock"]["token_ms"]
+            plans["kvindex"]["ratio"] = ratio
+        batches.append(dict(batch=first["batch"], plans=plans))
+    return batches
+
+
+def main() -> None:
+    """Check, measure, print, and write JSON."""
+    given = arguments()
+    if given.worker:
+        worker(given)
+        return
+    check = None
+    if not given.without_check:
+        check = compared(*(ran("check", plan) for plan in PLANS))
+        print(f"check: {check['equal']} of {check['tokens']} tokens are equal", flush=True)
+    batches = summarized({plan: ran("time", plan) for plan in given.plans})
+    for row in batches:
+        for plan, figures in row["plans"].items():
+            print(row["batch"], plan, json.dumps(figures), flush=True)
+    about = {name: value for name, value in vars(given).items() if name not in ("json", "worker")}
+    part = dict(settings=about, check=check, batches=batches)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_json(given.json, {"machine": describe(device), "serving": part})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+// The scale of a head's log weights, of the largest upper byte of one (ops.codes.weight_scale).
+#pragma once
+#include "common/common.cuh"
+
+__device__ __forceinline__ float scale_of(int largest) {
+    int exponent = largest * OCTAVES / 256 + 1 - OCTAVES / 2;
+    return __uint_as_float(u32(exponent + 127) << 23);
+}

@@ -1,0 +1,277 @@
+"""Steps over an engine's pages: rows and codes of many layers, under one block table on the device.
+
+Before a model's step two launches read the engine's tables for all layers (`begin`); then each
+layer's step is the fused one (`attend`), which can be captured in a graph: addresses, lengths and
+scales are read on the device, at places that stay. Nothing here waits for the device.
+
+A block that has become full is encoded before the model's next step, from the rows in its page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex import ops
+from kvindex.core.geometry import Geometry
+from kvindex.ops.block_layout import words_of
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex.pariskv.encoding import Encoding
+from kvindex_cuda.memory.arena import Arena
+from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, options_of, refusal
+from kvindex_cuda.pariskv.encode import Encoder, encoder_of
+from kvindex_cuda.pariskv.step import Step
+from kvindex_cuda.runtime.arguments import multiprocessors, of_type
+from kvindex_cuda.runtime.constants import UPDATE_THREADS
+from kvindex_cuda.runtime.launch import launch
+
+WAVES = 8
+"""Thread blocks of `read_pages` for each multiprocessor, as far as there is work."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where codes and rows of layers lie: an engine's two caches of each, of equal strides.
+
+    codes: of each layer uint8 `[pages, G, parts, bytes]`, records of 256 tokens; rows: of each
+    `[pages, G, tokens, 2 D]`, key before value, in any order in memory but that a row is in one
+    piece. Raises ValueError for layers that differ, or other shapes.
+    """
+
+    codes: Sequence[Tensor]
+    rows: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        for name, parts in (("codes", self.codes), ("rows", self.rows)):
+            found = {(part.shape, part.stride(), part.dtype, part.device) for part in parts}
+            if len(found) != 1:
+                raise ValueError(f"{name}: got {len(found)} kinds of pages, allowed is one")
+        codes, rows = self.codes[0], self.rows[0]
+        tokens = rows.shape[2]
+        if tokens % BLOCK or codes.shape[:3] != (*rows.shape[:2], tokens // BLOCK):
+            raise ValueError(
+                f"pages: got codes {tuple(codes.shape)} and rows {tuple(rows.shape)}, allowed are "
+                f"[pages, G, tokens / {BLOCK}, bytes] and [pages, G, tokens, 2 D]"
+            )
+        if rows.stride(3) != 1 or codes.stride(3) != 1:
+            raise ValueError("pages: got rows or records with gaps, allowed are those in one piece")
+        size, places = rows.element_size(), [*self.codes, *self.rows]
+        steps = [step * size for step in rows.stride()[:3]] + [*codes.stride()[:3]]
+        if any(step % 16 for step in steps) or any(part.data_ptr() % 16 for part in places):
+            raise ValueError(f"pages: got strides {steps} bytes, allowed are multiples of 16")
+
+    @cached_property
+    def bases(self) -> Tensor:
+        """Addresses of codes and rows, int64 `[layers, 2]`."""
+        pairs = zip(self.codes, self.rows, strict=True)
+        places = [[codes.data_ptr(), rows.data_ptr()] for codes, rows in pairs]
+        return torch.tensor(places, dtype=torch.int64, device=self.rows[0].device)
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Bytes, as kernels name them."""
+        codes, rows = self.codes[0], self.rows[0]
+        size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
+        return dict(
+            codes_page=codes.stride(0),
+            codes_part=part,
+            rows_page=rows.stride(0) * size,
+            rows_part=BLOCK * rows.stride(2) * size,
+        )
+
+
+@dataclass(frozen=True)
+class PagedLayout(Layout):
+    """`Layout` in pages: `head_bytes` is from a KV head's record to the next one's."""
+
+    record_bytes: int
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Of a page's records."""
+        return self.record_bytes
+
+
+def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
+    """Why these steps do not serve a configuration, None where they do."""
+    if why := refusal(config, geometry):
+        return why
+    if config.signs != "alone":
+        return (
+            f"signs: got {config.signs!r}, allowed is 'alone' (pariskv:signs=alone, or "
+            "preset=fast): a regression is a sequence's, and pages are shared"
+        )
+    if (kind := kind_of(config, geometry)) != "votes":
+        return f"kind of step: got {kind!r}, allowed is 'votes' (preset=fast or precise)"
+    layout = layout_of(config, geometry)
+    known = Encoding.of(config, geometry, ops)
+    if encoder_of(config, layout, known.rotation, known.levels) is None:
+        return f"head_dim: got {geometry.head_dim}, which the encoder does not serve"
+    return None
+
+
+class PagedSteps:
+    """Steps of layers over `Pages`, for batches of up to `most_rows` sequences.
+
+    geometry: of every layer; k, sink, local_window, dense_below: as the vLLM plug-in's options,
+    local_window at least 1, so that a block is encoded before it is searched; tokens: the longest
+    sequence; new_tokens: the most that a step brings. Raises ValueError for what no kernel serves.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        config: ParisKVConfig,
+        pages: Pages,
+        *,
+        k: int,
+        sink: int,
+        local_window: int,
+        dense_below: int,
+        most_rows: int,
+        tokens: int,
+        new_tokens: int,
+    ) -> None:
+        if why := unserved(config, geometry):
+            raise ValueError(f"index: {why}")
+        if local_window < 1:
+            raise ValueError(f"local_window: got {local_window}, allowed is 1 or more")
+        self._geometry, self._config, self._pages, self._k = geometry, config, pages, k
+        self._limits = dict(sink=sink, window=local_window, dense_below=dense_below)
+        device, layers, G = geometry.device, len(pages.rows), geometry.kv_heads
+        self._most_rows, blocks = most_rows, -(-tokens // BLOCK)
+        codes = pages.codes[0]
+        record = codes.stride(1) if G > 1 else codes.stride(0)
+        self._layout = PagedLayout(geometry.head_dim, config.magnitude_bits, record)
+        known = Encoding.of(config, geometry, ops)
+        encoder = encoder_of(config, self._layout, known.rotation, known.levels)
+        assert encoder is not None  # or `unserved` would have said
+        self._encoder: Encoder = encoder
+        searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
+        candidates = [config.candidates(count, k) if count else 0 for count in searched]
+        self._most = max(max(candidates), 1)
+        self._candidates = torch.tensor(candidates, dtype=torch.int32, device=device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._codes, self._rows = (zeros(layers, most_rows, max(blocks, 1)) for _ in range(2))
+        self._length, self._resident_count = zeros(most_rows), zeros(most_rows)
+        self._counted, self._wanted = (zeros(most_rows, dtype=torch.int32) for _ in range(2))
+        self._scales = zeros(layers, most_rows, G, dtype=torch.float32)
+        self._due = zeros(1 + min(new_tokens, new_tokens // BLOCK + most_rows))
+        seen = torch.arange(max(blocks, 1) * BLOCK, device=device) >= sink
+        self._valid = words_of(seen[None], max(blocks, 1)).expand(most_rows, -1, -1).contiguous()
+        self._none = torch.empty(0, 0, 0, 0, device=device)
+        self._arena = Arena(device)
+        self._steps: dict[int, tuple[Step, list[State]]] = {}
+
+    def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
+        """Before a model's step, in no graph: read what the engine says of it.
+
+        tables: int32 `[R, blocks]`, pages of each sequence; lengths: int32 `[R]`, with the new
+        token, 0 for a row that is none; slots: int64 `[T]`, where new tokens go, below 0 for
+        nowhere; rows: of those sequences how many, the first ones, `attend` will ask about: `R`,
+        or 0 where it will not. Encodes what the step before has filled.
+        """
+        self._encode_due()
+        if rows > self._most_rows:
+            raise ValueError(f"rows: got {rows}, allowed is up to {self._most_rows}")
+        new = bool(rows) and rows not in self._steps
+        if rows:
+            self._scales.zero_()
+        layers, codes = len(self._pages.rows), self._pages.codes[0]
+        splits = WAVES * multiprocessors(self._geometry.device) // (layers * max(rows, 1))
+        most = -(-self._codes.shape[2] * self._geometry.kv_heads * (BLOCK // 16) // UPDATE_THREADS)
+        launch(
+            "append/read_pages.cu",
+            "read_pages",
+            (max(1, min(splits, most)) if rows else 1, rows + 1, layers if rows else 1),
+            (UPDATE_THREADS,),
+            arguments=dict(
+                tables=of_type("tables", tables, torch.int32),
+                lengths=of_type("lengths", lengths, torch.int32),
+                slots=of_type("slots", slots, torch.int64),
+                bases=self._pages.bases,
+                candidates=self._candidates,
+                codes=self._codes,
+                rows=self._rows,
+                length=self._length,
+                resident_count=self._resident_count,
+                counted=self._counted,
+                wanted=self._wanted,
+                weight_scale=self._scales,
+                due=self._due,
+                batch=rows,
+                room=self._most_rows,
+                row=self._codes.shape[2],
+                table=tables.stride(0),
+                pages=len(codes),
+                parts=codes.shape[2],
+                kv_heads=self._geometry.kv_heads,
+                count=len(slots),
+                most=len(self._due) - 1,
+                codes_head=self._layout.head_bytes,
+                weights=self._layout.weights,
+                **self._pages.strides,
+                **self._limits,
+            ),
+        )
+        if new:
+            self._steps[rows] = self._step_for(rows)
+            g = self._geometry
+            queries = torch.zeros(rows, g.q_heads, g.head_dim, dtype=g.dtype, device=g.device)
+            self.attend(
+                0, queries, torch.empty_like(queries)
+            )  # kernels are compiled: none in a graph
+
+    def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
+        """Attention of queries `[R, H, D]`, one of each sequence, into `output` of the same shape.
+
+        For as many rows as `begin` was told of, or a graph was captured with.
+        """
+        step, states = self._steps[len(queries)]
+        step.output = output
+        step(queries.contiguous(), states[layer])
+
+    def _encode_due(self) -> None:
+        self._encoder.of_pages(
+            self._pages.rows[0],
+            due=self._due,
+            bases=self._pages.bases,
+            layers=len(self._pages.rows),
+            parts=self._pages.codes[0].shape[2],
+            **self._pages.strides,
+        )
+
+    def _step_for(self, rows: int) -> tuple[Step, list[State]]:
+        """A step for so many sequences, and what it reads of each layer."""
+        g, kept = self._geometry, self._pages.rows[0]
+        options = options_of("votes", self._config)
+        options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
+        options |= dict(blocks=self._codes.shape[2])
+        step = Step(g, self._layout, multiprocessors=multiprocessors(g.device), **options)
+        common: dict[str, Any] = dict(
+            valid=self._valid,
+            length=self._length,
+            wanted=self._wanted,
+            counted=self._counted,
+            resident=self._none,
+            resident_mask=self._none,
+            resident_count=self._resident_count,
+            row_bytes=kept.stride(2) * kept.element_size(),
+            head_bytes=(kept.stride(1) if g.kv_heads > 1 else 0) * kept.element_size(),
+            sink=self._limits["sink"],
+        )
+        places = zip(self._codes, self._rows, self._scales, strict=True)
+        return step, [
+            State(codes=codes, rows=pages, weight_scale=scale, **common)
+            for codes, pages, scale in places
+        ]

@@ -1,0 +1,54 @@
+"""The plug-in's backend of a GPU in vLLM's engine on a CPU: kernels emulated, prompts in torch."""
+
+from kvindex_adapters.vllm import pages
+from kvindex_adapters.vllm.attention import PagedAttention, Sequence
+from kvindex_adapters.vllm.engine import options_of
+from kvindex_adapters.vllm.gpu import SearchingFlashAttention, SearchingFlashBackend
+
+
+class Backend(SearchingFlashBackend):
+    """In the place of CPU_ATTN."""
+
+    @staticmethod
+    def get_name():
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls():
+        return Attention
+
+    @classmethod
+    def get_required_kv_cache_layout(cls):
+        return "HND"
+
+
+class Attention(SearchingFlashAttention):
+    """What FlashAttention does, in plain torch."""
+
+    searched = 0
+    """Calls that searched, of all layers."""
+
+    def __init__(self, *given, **named):
+        from vllm.config import get_current_vllm_config
+
+        super().__init__(*given, **named)
+        self.plain = PagedAttention.of(options_of(get_current_vllm_config()), self.geometry)
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        slots = slot_mapping.long()
+        pages.write_rows(kv_cache, slots, key[: len(slots)], value[: len(slots)])
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, output, **more):
+        if metadata is None:
+            return output
+        if metadata.searching is not None:
+            Attention.searched += 1
+            return super().forward(layer, query, key, value, kv_cache, metadata, output, **more)
+        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        for number, length in enumerate(lengths):
+            own = slice(starts[number], starts[number + 1])
+            if own.start == own.stop:
+                continue
+            sequence = Sequence(kv_cache, None, metadata.block_table[number], length)
+            output[own] = self.plain.attend_dense(query[own], sequence)
+        return output

@@ -1,0 +1,219 @@
+"""The plug-in's backend on a GPU, in vLLM's own classes: its kernels emulated on a CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvindex.ops.attention import attend
+from kvindex_adapters.vllm import pages
+from tests.cuda import emulator
+from tests.vllm.conftest import answers, prompt, settings, tokens
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+
+H, G, D, BLOCKS, LAYERS = 4, 2, 32, 12, 2
+
+LENGTHS = 700, 300, 5, 0
+"""Of sequences: the last one is a row of padding."""
+
+EVERY = {"index": "pariskv:preset=fast", "k": 1024, "dense_below": 400, "sink": 4}
+
+
+@pytest.fixture
+def entered(model):
+    """Enters the configuration of an engine on a GPU, and gives it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    left = []
+
+    def enter(asked=EVERY, **options):
+        made = EngineArgs(**settings(model, asked, **options)).create_engine_config()
+        left.append(set_current_vllm_config(made))
+        left[-1].__enter__()
+        return made
+
+    with emulator.emulated():
+        yield enter
+    for one in left:
+        one.__exit__(None, None, None)
+
+
+def layers_of(config):
+    """Layers with caches, as vLLM binds them: tokens of a page before heads, as it lays them."""
+    from kvindex_adapters.vllm.gpu import SearchingFlashAttention
+
+    made = {}
+    for number in range(LAYERS):
+        impl = SearchingFlashAttention(H, D, D**-0.5, G, None, None, "auto")
+        impl.codes.kv_cache = torch.zeros(
+            impl.codes.get_kv_cache_spec(config).page_size_bytes * BLOCKS, dtype=torch.uint8
+        ).view(BLOCKS, G, 256, -1)
+        rows = torch.zeros(BLOCKS, 256, G, 2 * D).transpose(1, 2)
+        made[f"layers.{number}"] = SimpleNamespace(impl=impl, kv_cache=rows)
+    config.compilation_config.static_forward_context.update(made)
+    return made
+
+
+def builder_of(config, layers):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvindex_adapters.vllm.gpu import SearchingFlashBackend
+
+    spec = FullAttentionSpec(block_size=256, num_kv_heads=G, head_size=D, dtype=torch.float32)
+    made = SearchingFlashBackend.get_builder_cls()
+    return made(spec, list(layers), config, torch.device("cpu"))
+
+
+def common(tables, lengths, counts, slots):
+    """What vLLM tells of a step that brings so many tokens of each sequence."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths).int(),
+        num_reqs=len(lengths),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        block_table_tensor=tables,
+        slot_mapping=slots,
+        causal=True,
+    )
+
+
+def slots_of(tables, bounds):
+    """Slots of each sequence's tokens from and before, -1 for a row of padding."""
+    found = []
+    for table, (start, stop) in zip(tables, bounds, strict=True):
+        places = torch.arange(start, stop)
+        found.append(table.long()[places // 256] * 256 + places % 256)
+    return torch.cat([part if len(part) else torch.tensor([-1]) for part in found])
+
+
+def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):
+    config = entered()
+    layers = layers_of(config)
+    builder = builder_of(config, layers)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 0], [9, 0, 0], [0, 0, 0]]).int()
+    before = [(0, max(length - 1, 0)) for length in LENGTHS]
+    slots, torch_rows = slots_of(tables, before), {}
+    for name, layer in layers.items():
+        torch_rows[name] = torch.randn(len(slots), G, D), torch.randn(len(slots), G, D)
+        pages.write_rows(layer.kv_cache, slots, *torch_rows[name])
+    counts = [max(stop, 1) for _, stop in before]
+    metadata = builder.build(0, common(tables, counts, counts, slots))
+    assert metadata.searching is None
+    slots = slots_of(tables, [(max(length - 1, 0), length) for length in LENGTHS])
+    for layer in layers.values():
+        pages.write_rows(layer.kv_cache, slots, *torch.randn(2, 4, G, D))
+    metadata = builder.build_for_cudagraph_capture(common(tables, LENGTHS, [1] * 4, slots))
+    for layer in layers.values():
+        assert layer.impl.codes.records.any()  # encoded from the step before
+        queries, output = torch.randn(6, H, D), torch.full((6, H, D), 9.0)  # padded by vLLM
+        layer.impl.forward(layer, queries, None, None, layer.kv_cache, metadata, output)
+        for b, length in enumerate(LENGTHS[:3]):
+            rows = pages.read_rows(layer.kv_cache, tables[b], 0, length)
+            expected = attend(queries[b, None], rows.keys, rows.values, scale=D**-0.5)
+            torch.testing.assert_close(output[b, None], expected, rtol=1e-4, atol=1e-5)
+        assert not output[3].any()
+        assert (output[4:] == 9).all()
+
+
+def test_caches_that_vllm_gives_anew_are_read(entered):
+    config = entered()
+    layers = layers_of(config)
+    builder = builder_of(config, layers)
+    tables, slots = torch.tensor([[1]]).int(), torch.tensor([256 + 9])
+    for _ in range(2):
+        for layer in layers.values():
+            layer.kv_cache = torch.randn(BLOCKS, G, 256, 2 * D)
+        metadata = builder.build(0, common(tables, [10], [1], slots))
+        layer, queries, output = layers["layers.1"], torch.randn(1, H, D), torch.empty(1, H, D)
+        layer.impl.forward(layer, queries, None, None, layer.kv_cache, metadata, output)
+        rows = pages.read_rows(layer.kv_cache, tables[0], 0, 10)
+        expected = attend(queries, rows.keys, rows.values, scale=D**-0.5)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_graphs_are_of_decoded_tokens_alone(entered):
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from kvindex_adapters.vllm.engine import CodesBuilder
+    from kvindex_adapters.vllm.gpu import SearchingFlashBuilder
+
+    config = entered()
+    found = SearchingFlashBuilder.get_cudagraph_support(config, None)
+    assert found is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert CodesBuilder.get_cudagraph_support(config, None) is AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "on a GPU: signs: got 'together', allowed is 'alone'"),
+        ({"index": "pariskv:preset=paper"}, "on a GPU: kind of step: got 'tiers'"),
+        ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is 1 or more on a GPU"),
+    ],
+)
+def test_what_no_fused_step_serves_is_refused(entered, asked, said):
+    from kvindex_adapters.vllm.gpu import SearchingFlashAttention
+
+    entered(asked)
+    with pytest.raises(ValueError, match=f"kvindex: {said}"):
+        SearchingFlashAttention(H, D, 1.0, G, None, None, "auto")
+
+
+def test_the_backend_stands_in_for_flash_attention(entered):
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvindex_adapters.vllm.gpu import SearchingFlashAttention, SearchingFlashBackend
+
+    assert AttentionBackendEnum.FLASH_ATTN.get_class() is SearchingFlashBackend
+    entered(None)
+    assert SearchingFlashBackend.get_impl_cls() is FlashAttentionImpl
+    entered()
+    assert SearchingFlashBackend.get_impl_cls() is SearchingFlashAttention
+
+
+@pytest.fixture
+def emulated_engine(stock, engine, model, monkeypatch):
+    """An engine on a CPU whose decoded tokens search by the kernels of a GPU."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    own = registry.AttentionBackendEnum.CPU_ATTN
+    before = own.get_path()
+    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
+    selector._cached_get_attn_backend.cache_clear()
+    with emulator.emulated():
+        yield engine(model, {**EVERY, "dense_below": 350, "local_window": 40})
+    registry.register_backend(own, before)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def test_the_engine_decodes_by_the_kernels(emulated_engine, stock):
+    """Mixed lengths, blocks that fill, prefixes found again, sequences that are preempted."""
+    from tests.vllm.on_a_cpu import Attention
+
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
+    assert tokens(emulated_engine, prompts, 8) == tokens(stock, prompts, 8)
+    assert Attention.searched >= 2 * 4
+    start = prompt(600, seed=10)
+    for length in (5, 164):  # the second fills a block as it writes, and searches it
+        ids = [start + prompt(length, seed=11 + length)]
+        (outcome,) = answers(emulated_engine, ids, 46 if length > 5 else 4)
+        expected = tokens(stock, ids, 46 if length > 5 else 4)[0]
+        assert [list(outcome.outputs[0].token_ids)] == expected
+        assert outcome.num_cached_tokens == (512 if length > 5 else 0)
+    lengths = 1010, 1000, 750  # 11 blocks, which are all, and then one more for each
+    prompts = [prompt(length, seed=20 + length) for length in lengths]
+    expected = [tokens(stock, [ids], 20)[0] for ids in prompts]
+    assert tokens(emulated_engine, prompts, 20) == expected
