@@ -107,7 +107,7 @@ def test_options_of_attach_mean_what_they_mean_there(model, decoder):
 def test_defaults_are_those_of_attach():
     attach = inspect.signature(kvhf.attach).parameters
     fields = {field.name: field.default for field in dataclasses.fields(LayerOptions)}
-    others = ("model", "token_graph")  # the decoder's tokens are graphs by themselves
+    others = ("model", "token_graph", "fused")  # the decoder's tokens are graphs by themselves
     assert fields == {name: attach[name].default for name in attach if name not in others}
 
 
