@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.common.timing import spread
 from kvindex_adapters.evaluate.machine import describe
-from kvindex_adapters.evaluate.output_files import write_json
+from kvindex_adapters.evaluate.output_files import output, write_json
 
 PLANS = "stock", "kvindex"
 
@@ -67,7 +67,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--without-check", action="store_true")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS])
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
     least = dict(context=2 * TAIL, k=1, written=8, rounds=1)
     for name, low in least.items():

@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 import kvindex_cuda
+from kvindex.core.guard import in_plain_torch
 from kvindex_adapters.vllm.engine import CodesLayer, geometry_of, logger, options_of
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import check_searched, refuse_dense_model
@@ -96,9 +97,12 @@ class SearchingFlashAttention(FlashAttentionImpl):
         options = options_of(config)
         assert options is not None  # or vLLM's own class would be here
         kvindex_cuda.ready(self.geometry.device)
-        check_searched(unserved(options.config, self.geometry), options.local_window)
+        # vLLM makes layers with a model's dtype and device as torch's defaults
+        why = in_plain_torch(unserved)(options.config, self.geometry)
+        check_searched(why, options.local_window)
         self.codes = CodesLayer(config, num_kv_heads, options.layout(head_size).head_bytes)
         logger.info_once("kvindex: %s", explain(options))
+        logger.warning_once("kvindex: steps on vLLM's pages are not yet verified on a GPU")
 
     def forward(
         self,
@@ -196,6 +200,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             metadata.searching = Searching(steps, numbers, rows)
         return metadata
 
+    @in_plain_torch
     def _opened(self) -> PagedSteps:
         """Steps over the caches that the layers have: vLLM may give them others."""
         caches = [layer.kv_cache for layer in self._layers]
