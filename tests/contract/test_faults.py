@@ -43,7 +43,7 @@ def test_memory_that_runs_out_anywhere_changes_no_index(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.not_in_ci
+@pytest.mark.longest
 @pytest.mark.parametrize("spec", [*SPECS, *WRAPPED])
 def test_memory_that_runs_out_at_each_operation_changes_no_index(spec):
     check_memory_that_runs_out_anywhere_changes_nothing(make(spec), CASE, most=10_000)
@@ -153,7 +153,7 @@ def test_memory_that_runs_out_changes_no_layer(name, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.not_in_ci
+@pytest.mark.longest
 @pytest.mark.parametrize("spec", LAYERS)
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_that_runs_out_at_each_operation_changes_no_layer(name, spec):
@@ -167,7 +167,7 @@ def test_an_interrupt_changes_no_layer(name, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.not_in_ci
+@pytest.mark.longest
 @pytest.mark.parametrize("spec", LAYERS)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_each_line_changes_no_layer(name, spec):

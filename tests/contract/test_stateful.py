@@ -45,7 +45,7 @@ def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
 
 
 @pytest.mark.slow
-@pytest.mark.not_in_ci
+@pytest.mark.longest
 @pytest.mark.parametrize("name", SPECS)
 def test_many_interleavings_of_calls_agree_with_a_fresh_index(name):
     hold(name, 40)

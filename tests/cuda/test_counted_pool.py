@@ -63,7 +63,7 @@ def history(seed, deeds):
         yield number, deed, draw
 
 
-MORE = pytest.mark.slow, pytest.mark.not_in_ci
+MORE = pytest.mark.slow, pytest.mark.longest
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIMS = (8, 40, 72, 96, 112, 192, 248)
 SLOW = pytest.mark.slow
 WIDTHS = [
-    pytest.param(dim, dtype, marks=() if i % 3 == j else (SLOW, pytest.mark.not_in_ci))
+    pytest.param(dim, dtype, marks=() if i % 3 == j else (SLOW, pytest.mark.longest))
     for i, dim in enumerate((64, 80, 128, 256))
     for j, dtype in enumerate(DTYPES)
 ]

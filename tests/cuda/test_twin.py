@@ -69,7 +69,7 @@ FAST["drawn-few"] = (FAST["g4"][0], 900, dict(SPARSE, refine_factor=2))
 ELSEWHERE = {"drawn-g3-D96": "drawn-D192", "drawn-g12": "g12", "drawn-bfloat16": "bfloat16"}
 """Shapes that only a GPU's run compiles for another time, and the case that stands for each."""
 OFTEN = [
-    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.not_in_ci) * (name in ELSEWHERE))
+    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.longest) * (name in ELSEWHERE))
     for name in FAST
 ]
 

@@ -31,7 +31,7 @@ def test_any_interleaving_equals_separate_indexes(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.not_in_ci
+@pytest.mark.longest
 def test_ten_thousand_operations_equal_separate_indexes():
     hold("pariskv", 100, 100)
 

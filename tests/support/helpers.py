@@ -95,7 +95,7 @@ def follow_changes(mine, theirs, case, device, assert_same):
 
 def slow_as(elsewhere: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Marks of a slow test. elsewhere: another has the same case, so CI leaves this one out."""
-    return (pytest.mark.slow, *[pytest.mark.not_in_ci] * elsewhere)
+    return (pytest.mark.slow, *[pytest.mark.longest] * elsewhere)
 
 
 def sampled(*lists: object) -> list[object]:

@@ -33,7 +33,7 @@ def test_ranks_together(ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.not_in_ci
+@pytest.mark.longest
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_whole_contract_of_every_index(ranks):
     for name in sharded_cases.EVERY:

@@ -87,9 +87,14 @@ def test_a_worker_that_fails_is_told_in_words(tmp_path, load, message):
 
 
 RUN = """
+import time
 from pathlib import Path
 from tests.adapters.evaluate.test_compare_jobs import parallel
-parallel(Path(%r)).run(lambda done, *others: done and print(done, flush=True))
+def told(done, *others):
+    if done:
+        print(done, flush=True)
+        time.sleep(60)  # until it is interrupted
+parallel(Path(%r)).run(told)
 """
 
 

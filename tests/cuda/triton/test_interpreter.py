@@ -25,7 +25,7 @@ FILES = [
     ("tests", "which"),
     [(file, "not gpu and not slow") for file in FILES]
     + [
-        pytest.param(file, "not gpu and slow", marks=(pytest.mark.slow, pytest.mark.not_in_ci))
+        pytest.param(file, "not gpu and slow", marks=(pytest.mark.slow, pytest.mark.longest))
         for file in FILES
     ],
 )
