@@ -102,7 +102,8 @@ def test_windows_beside_kernels(device, graphs, family):
         apart = float((mine - theirs).abs().max() / theirs.abs().max())
         assert apart < (1e-4 if dtype is torch.float32 else 2**-4)
         count = ids.shape[1] - 60
-        assert (made in (1, 1 + (device == "cuda")), replays) == (True, count - EAGER)
+        assert made == 1 or (device == "cuda" and made == 2)
+        assert replays == count - EAGER
         assert said == f"{count - EAGER} of {count} tokens were replays"
 
 

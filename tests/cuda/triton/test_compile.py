@@ -8,6 +8,7 @@ import torch
 
 from tests.support.helpers import sampled
 
+# what is imported below needs Triton (E402)
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+# what is imported below needs Triton (E402)
 pytest.importorskip("triton")
 
 from kvindex_cuda.triton import Matrix, Tile, tile_of
