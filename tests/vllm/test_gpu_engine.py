@@ -1,32 +1,65 @@
 """The plug-in in vLLM's engine on a GPU: with as many rows as there are, FlashAttention's tokens.
 
-In bfloat16, where a rounding may decide a token whose first and second choice are close.
+In bfloat16, of a model whose first choice leads by far, so that no rounding decides a token.
 """
 
 import pytest
+import torch
 
-from tests.vllm.conftest import answers, prompt
+from tests.vllm.conftest import SMALL, prompt, tokens
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
 
 EVERY = {"index": "pariskv:preset=fast", "k": 2048, "dense_below": 0, "sink": 4, "local_window": 16}
 
-LENGTHS = 700, 300, 20, 1000, 1500
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 1000, 1500))]
 
-CLOSE = 0.1
-"""Between logarithms of probabilities of two tokens."""
+SHARED = [prompt(600, seed=10) + prompt(length, seed=11 + length) for length in (5, 150, 400)]
+
+ALONE = prompt(1500, seed=20)
+
+COUNT = 40
+"""Tokens of an answer."""
 
 GRAPHS = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 4, 8])
 
 
+def teach(folder, prompts):
+    """Fits the model's head to a random text after each prompt: its texts.
+
+    What tells the texts' tokens apart is what attention reads: in a model without a fifth of a
+    prompt's rows most of its text is another.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+    size, draw = SMALL["vocab_size"], torch.Generator().manual_seed(0)
+    texts = torch.randint(3, size, (len(prompts), COUNT), generator=draw)
+    with torch.no_grad():
+        states = []
+        for ids, text in zip(prompts, texts, strict=True):
+            read = torch.cat([torch.tensor(ids), text[:-1]])
+            states.append(model.model(read[None]).last_hidden_state[0, -COUNT:])
+        wanted = 10.0 * torch.nn.functional.one_hot(texts.flatten(), size)
+        model.lm_head.weight.copy_(torch.linalg.lstsq(torch.cat(states), wanted).solution.T)
+    model.save_pretrained(folder)
+    return texts.tolist()
+
+
 @pytest.fixture(scope="module")
 def wide(saved):
-    return saved(hidden_size=256, intermediate_size=384, head_dim=128)
+    return saved(hidden_size=512, intermediate_size=384, head_dim=128, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module")
-def made(engine, wide):
+def taught(wide):
+    """The texts after PROMPTS, SHARED and ALONE."""
+    return teach(wide, [*PROMPTS, *SHARED, ALONE])
+
+
+@pytest.fixture(scope="module")
+def made(engine, wide, taught):
     """Makes an engine; its blocks are few, so that sequences are preempted."""
 
     def make(asked=None, graphs=False, **options):
@@ -43,52 +76,33 @@ def exact(made):
     return made()
 
 
-def agree(mine, stock, prompts, count=40):
-    """Tokens are equal, up to one that roundings may decide: how many of how many."""
-    theirs = answers(stock, prompts, count, logprobs=2)
-    equal = total = 0
-    for one, other in zip(answers(mine, prompts, count), theirs, strict=True):
-        (found,), (expected,) = one.outputs, other.outputs
-        pairs = zip(found.token_ids, expected.token_ids, expected.logprobs, strict=True)
-        for token, known, step in pairs:
-            sizes = sorted(entry.logprob for entry in step.values())
-            if token != known:
-                assert sizes[-1] - sizes[-2] < CLOSE, (equal, token, known, sizes)
-                break
-            equal += 1
-        total += count
-    print(f"{equal} of {total} tokens are equal")
-    return equal / total
+def written(engine, prompts):
+    """Of each prompt its answer."""
+    return [answer for (answer,) in tokens(engine, prompts, COUNT)]
+
+
+def test_the_engine_by_itself_writes_what_was_taught(exact, taught):
+    assert written(exact, [*PROMPTS, *SHARED, ALONE]) == taught
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, exact, graphs):
+def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, taught, graphs):
     """By the model runner that VLLM_USE_V2_MODEL_RUNNER says (0 or 1)."""
     mine = made(EVERY, graphs)
-    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    for ids in prompts:
-        assert agree(mine, exact, [ids]) > 0.2
-    assert agree(mine, exact, prompts) > 0.5  # in a batch, preempted, and its prefixes found again
-    start = prompt(600, seed=10)
-    shared = [start + prompt(length, seed=11 + length) for length in (5, 150, 400)]
-    for ids in shared:
-        assert agree(mine, exact, [ids]) > 0.2
+    for ids, text in zip(PROMPTS + SHARED, taught, strict=False):
+        assert written(mine, [ids]) == [text]
+    # in a batch, preempted, and its prefixes found again
+    assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
 
 
 @pytest.mark.parametrize("index", ["pariskv:preset=precise", "pariskv:signs=alone"])
-def test_other_presets(made, exact, index):
+def test_other_presets(made, taught, index):
     mine = made(EVERY | {"index": index}, True, block_size=512)
-    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    assert agree(mine, exact, prompts) > 0.5
+    assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
 
 
-def test_few_rows_give_other_tokens_and_graphs_the_same(made, exact):
+def test_few_rows_give_other_tokens_and_graphs_the_same(made, taught):
     few = EVERY | {"k": 1, "sink": 0, "local_window": 1}
-    prompts = [prompt(1500, seed=20)]
-    options = dict(count=40)
-    eager, graphs, full = (
-        list(answers(one, prompts, **options)[0].outputs[0].token_ids)
-        for one in (made(few), made(few, True), exact)
-    )
+    (eager,), (graphs,) = (written(one, [ALONE]) for one in (made(few), made(few, True)))
     assert eager == graphs
-    assert eager != full
+    assert eager != taught[-1]
