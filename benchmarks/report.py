@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "decoder_tokens": tokens.decoder_tokens,
     "prefill_decoder": tokens.prefill,
     "transformers_tokens": tokens.through,
+    "serving": tokens.serving,
     "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,

@@ -26,7 +26,7 @@ def decoder_tokens(result: Result) -> str:
     """Milliseconds a token of each shape: medians and quartiles."""
     results = stored_beside("decoder_tokens", result)
     rows = [row for one in results for row in _rows(one)]
-    head = ("shape, tokens", "attention", "ms a token", "of the floor", "of full attention")
+    head = ("shape, tokens", "GPU", "attention", "ms a token", "of the floor", "of full attention")
     head = (*head, "rows in the cache", "worst token over the median")
     found = result["decoder"]
     about = (
@@ -35,6 +35,25 @@ def decoder_tokens(result: Result) -> str:
         f"{found['update_every']} tokens among them. Medians (quartiles). The floor: the bytes of "
         "weights at the rate at which a sum reads memory in the same run."
     )
+    return f"{about}\n\n{table(head, rows)}"
+
+
+def serving(result: Result) -> str:
+    """Milliseconds a token of a served model, beside vLLM's own attention."""
+    rows, found = [], result["serving"]["settings"]
+    for batch in result["serving"]["batches"]:
+        for plan, words in {"stock": "FlashAttention", "kvindex": f"`{found['index']}`"}.items():
+            plans = batch["plans"][plan]
+            ms, low, high = (plans[f"token_ms{part}"] for part in ("", "_low", "_high"))
+            ratio = f"{plans['ratio']:.3f}" if "ratio" in plans else ""
+            rows.append((str(batch["batch"]), words, f"{ms:.2f} ({low:.2f} to {high:.2f})", ratio))
+    shared = ", which share all but their last pages" if found["shared"] else ""
+    about = (
+        f"{found['shape']}, random weights, bfloat16, sequences of {found['context']:,} tokens"
+        f"{shared}; k = {found['k']}, rows in pages on the GPU; between two tokens of the batch "
+        "that the host gets. Medians (quartiles)."
+    )
+    head = ("sequences", "attention", "ms a token", "over FlashAttention's")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
@@ -45,10 +64,9 @@ def summary(result: Result) -> str:
         found = one["decoder"]
         full = f"{found['dense']['device_ms']:.1f}" if "dense" in found else "does not fit"
         times = full, f"{found['cached']['device_ms']:.1f}"
-        rows.append((f"{found['context']:,}", one["model"], *times))
-    head = ("tokens", "shape of", "full attention, ms", f"`{result['index']}`, ms")
-    places = dict.fromkeys(one["machine"]["gpu"] for one in plain(result))
-    return f"{table(head, rows)}\n\nMeasured on {', '.join(places)}."
+        rows.append((f"{found['context']:,}", one["model"], gpu(one), *times))
+    head = ("tokens", "shape of", "GPU", "full attention, ms", f"`{result['index']}`, ms")
+    return table(head, rows)
 
 
 def plain(result: Result) -> list[Result]:
@@ -109,6 +127,11 @@ def prefill(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+def gpu(result: Result) -> str:
+    """Its short name, `none` of a CPU."""
+    return str(result["machine"].get("gpu", "none")).removeprefix("NVIDIA ").split()[0]
+
+
 def _tokens(result: Result) -> int:
     return int(result["prefill"]["tokens"])
 
@@ -126,6 +149,7 @@ def _rows(result: Result) -> list[tuple[str, ...]]:
         rows.append(
             (
                 f"{result['model']}{kind}, {found['context']:,}{batch}",
+                gpu(result),
                 words.format(index=result["index"]),
                 f"{ms:.2f} ({low:.2f} to {high:.2f})",
                 f"{ms / found['floor_ms']:.2f}",

@@ -63,6 +63,9 @@ def made(engine, wide, taught):
     """Makes an engine; its blocks are few, so that sequences are preempted."""
 
     def make(asked=None, graphs=False, **options):
+        from vllm.platforms import current_platform
+
+        type(current_platform)._global_graph_pool = None  # graphs of an engine in a pool of its own
         how = dict(enforce_eager=not graphs, dtype="bfloat16", gpu_memory_utilization=0.2)
         if graphs:
             how |= dict(compilation_config=GRAPHS)

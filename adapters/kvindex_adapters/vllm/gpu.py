@@ -102,7 +102,6 @@ class SearchingFlashAttention(FlashAttentionImpl):
         check_searched(why, options.local_window)
         self.codes = CodesLayer(config, num_kv_heads, options.layout(head_size).head_bytes)
         logger.info_once("kvindex: %s", explain(options))
-        logger.warning_once("kvindex: steps on vLLM's pages are not yet verified on a GPU")
 
     def forward(
         self,
