@@ -43,9 +43,9 @@ def batch(model, inputs, *, answers=1, **options):
     return [result.generated_tokens for result in found.values()]
 
 
-@pytest.fixture
-def model():
-    return build("llama", num_hidden_layers=2)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request):
+    return build("llama", num_hidden_layers=2).to(request.param)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_two_models_in_turn_and_each_is_restored(model):
         config = vars(module).get("config")
         assert config is None or vars(config)[IMPLEMENTATION] == "sdpa"
     with kvhf.attach(model, **EXACT) as cache:
-        model(torch.tensor([inputs[0]]), past_key_values=cache)
+        model(torch.tensor([inputs[0]], device=model.device), past_key_values=cache)
 
 
 def test_bfloat16(model):
