@@ -203,14 +203,15 @@ class LatentStep(Step):
             overlap=True,
             **estimates,
         )
-        pair = 2 if tiles >= 8 and tiles % 2 == 0 else 1  # tiles of a block
-        most = 8 * self._multiprocessors // (groups * tiles)
-        splits = max(1, min(-(-self.most // (64 * pair)), most))
+        # tiles of a block, candidates at once, blocks for which there is room: estimate_latents.cu
+        pair, threads = 2 if tiles % 2 == 0 else 1, 32 * -(-L.stride // 16)
+        at_once = 32 if tiles // pair > 2 else 16
+        most = 320 // threads * self._multiprocessors // (groups * (tiles // pair))
         launch(
             "step/estimate_latents.cu",
             "estimate_latents",
-            (splits, tiles // pair, groups),
-            (128 * pair,),
+            (max(1, min(-(-self.most // at_once), most)), tiles // pair, groups),
+            (threads,),
             arguments=dict(
                 codes=state.codes,
                 operands=self._operands,
