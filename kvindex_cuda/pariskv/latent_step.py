@@ -30,7 +30,7 @@ from kvindex_cuda.runtime.constants import (
     TAKE_THREADS,
     VOTE_STAGES,
 )
-from kvindex_cuda.runtime.launch import launch
+from kvindex_cuda.runtime.launch import launch, warpgroups
 
 TILE = 8
 """Heads of a tile at most: what `estimate_latents` multiplies at once, and fits 48 KB."""
@@ -56,16 +56,18 @@ class LatentStep(Step):
         super().__init__(geometry, layout, **options)
         self._all_votes: Tensor | None = None
         width, device = layout.stride * 8, geometry.device
+        self._by_warpgroups = dict(WARPGROUPS=warpgroups(device))
         rows = self._groups, geometry.group_size
-        self._integers = torch.zeros((*rows, width), dtype=torch.int8, device=device)
+        columns = -(-geometry.group_size // 16) * 16
+        self._integers = torch.zeros(
+            (self._groups, width // 16, columns, 16), dtype=torch.int8, device=device
+        )  # as byte_votes.cuh has them
         self._voting = torch.empty((*rows, geometry.head_dim), device=device)
         self._prepare_tickets = torch.zeros(
             (self._groups, self._tiles), dtype=torch.int32, device=device
         )
-        pitch = -(-width // 128) * 128 + 32
         stage = -(-BLOCK * (layout.stride + 1) // 128) * 128
-        columns = -(-geometry.group_size // 8) * 8
-        self._shared_bytes = columns * pitch + VOTE_STAGES * stage  # as vote_latents.cu lays it out
+        self._shared_bytes = columns * width + VOTE_STAGES * stage  # as vote_latents.cu lays it out
 
     def _open_selection(self, counted: int) -> None:
         """As `BaseStep._open_selection`."""
@@ -171,7 +173,7 @@ class LatentStep(Step):
             ),
             shared_bytes=self._shared_bytes,
             overlap=True,
-            **(self._votes | tiled),
+            **(self._votes | tiled | self._by_warpgroups),
         )
         ragged = dict(RAGGED=self._ragged["RAGGED"])
         drawn = dict(DRAWN=self._votes["DRAWN"], CENTERED=self._votes["CENTERED"])
@@ -201,14 +203,15 @@ class LatentStep(Step):
             overlap=True,
             **estimates,
         )
-        pair = 2 if tiles >= 8 and tiles % 2 == 0 else 1  # tiles of a block
-        most = 8 * self._multiprocessors // (groups * tiles)
-        splits = max(1, min(-(-self.most // (64 * pair)), most))
+        # tiles of a block, candidates at once, blocks for which there is room: estimate_latents.cu
+        pair, threads = 2 if tiles % 2 == 0 else 1, 32 * -(-L.stride // 16)
+        at_once = 32 if tiles // pair > 2 else 16
+        most = 320 // threads * self._multiprocessors // (groups * (tiles // pair))
         launch(
             "step/estimate_latents.cu",
             "estimate_latents",
-            (splits, tiles // pair, groups),
-            (128 * pair,),
+            (max(1, min(-(-self.most // at_once), most)), tiles // pair, groups),
+            (threads,),
             arguments=dict(
                 codes=state.codes,
                 operands=self._operands,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -30,7 +31,16 @@ OLDEST = (8, 0)
 OVERLAPS = (9, 0)
 """Compute capability: the first whose kernels may begin before the one before them ends."""
 
+WARPGROUPS = (9, 0)
+"""Compute capability: the only one with the products of warpgroups (`wgmma`) that a kernel compiled
+with `WARPGROUPS=1` has."""
+
 OPTIONS = ("--std=c++17",)
+
+ADDED = "-ftz=true", "--device-as-default-execution-space"
+"""By CuPy 14.2, in cupy/cuda/compiler.py: `_compile_with_cache_cuda` the first,
+`_compile_using_nvrtc_no_warning` the second, with an architecture. Its core.pyx adds `-I` of its
+own headers and of CUDA's, where it finds them: the kernels include neither, and get neither."""
 
 Grid = tuple[int, ...]
 Launch = Callable[[Grid, Grid, list[Any], int, bool], None]
@@ -56,6 +66,11 @@ def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     """What NVRTC is told for a kernel; CuPy adds the architecture and flags of its own."""
     given = constants(file) | dict(defines)
     return (*OPTIONS, *(f"-D{key}={value}" for key, value in given.items()), f"-I{SOURCES}")
+
+
+def warpgroups(device: torch.device) -> int:
+    """What `WARPGROUPS` is to be: 1 where a device has their products, as the emulator has."""
+    return int(device.type != "cuda" or torch.cuda.get_device_capability(device) == WARPGROUPS)
 
 
 _signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
@@ -150,11 +165,27 @@ def _passed(takes: Signature, arguments: Mapping[str, Argument]) -> tuple[torch.
 @cache
 def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> _Kernel:
     """The kernel, compiled for and loaded on one device."""
-    cupy = checked(device)
-    with cupy.cuda.Device(device):
-        module = cupy.RawModule(code=source(file), options=options(file, defines))
-        function = module.get_function(name)
-    return _Kernel(_takes(file, name), function, device)
+    cupy, given = checked(device), options(file, defines)
+    with cupy.cuda.Device(device), tempfile.TemporaryDirectory() as folder:
+        if dict(defines).get("WARPGROUPS"):
+            path = Path(folder, "kernel.cubin")
+            path.write_bytes(_assembled(cupy.cuda.nvrtc, file, given))
+            module = cupy.RawModule(path=str(path))
+        else:
+            module = cupy.RawModule(code=source(file), options=given)
+        return _Kernel(_takes(file, name), module.get_function(name), device)
+
+
+def _assembled(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
+    """Machine code for `sm_90a`, with the other options that CuPy adds: it asks for `sm_90`."""
+    program = nvrtc.createProgram(source(file), file, (), ())
+    try:
+        nvrtc.compileProgram(program, (*given, *ADDED, "-arch=sm_90a"))
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{file}: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Launch:

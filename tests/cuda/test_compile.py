@@ -98,9 +98,14 @@ DEFINES = {
         TILED | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1),
     ],
     "step/vote_latents.cu": [
-        TILED | dict(DTYPE=2, PLANES=6),
-        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1),
-        TILED | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1),
+        TILED | dict(DTYPE=2, PLANES=6, WARPGROUPS=1),
+        TILED | dict(DTYPE=2, PLANES=6, WARPGROUPS=1, DRAWN=1),
+        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1, WARPGROUPS=1),
+        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1, WARPGROUPS=0),
+        TILED
+        | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1, WARPGROUPS=0),
+        TILED
+        | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1, WARPGROUPS=1),
     ],
     "step/estimate_latents.cu": [
         TILED | dict(BITS=3, SOFTCAP=0),
@@ -214,7 +219,8 @@ def compiled(file, defines):
     """Registers, bytes on the stack and spilled bytes of each kernel, by its name."""
     options = [*launching.options(file, tuple(defines.items())), "-ftz=true"]  # which CuPy adds
     path = launching.SOURCES / file
-    target = ["-cubin", f"-arch={ARCHITECTURE}", "-Xptxas", "-v", "-o", "/dev/null"]
+    architecture = f"{ARCHITECTURE}a" if defines.get("WARPGROUPS") else ARCHITECTURE
+    target = ["-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", "/dev/null"]
     done = subprocess.run(["nvcc", *target, *options, path], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{named(file, defines)} does not compile:\n{done.stderr[:4000]}")

@@ -46,6 +46,8 @@ CASES = {
     "one": (SMALL, 1, {}),
     "one-drawn": (SMALL, 1, DRAWN),
     "few-drawn": (SMALL, 15, DRAWN),
+    "no-warpgroups": (SMALL, 900, dict(warpgroups=0)),
+    "h16-no-warpgroups": (LARGE, 300, dict(DRAWN, warpgroups=0)),
     "rows-2100": (SMALL, 2600, dict(DRAWN, k=2100, refine_factor=1)),
 }
 SLOW = {"h128-D576", "rows-2100", "precise", "h128-drawn", "ties-drawn", "padding", "one-drawn"}
@@ -57,6 +59,7 @@ def ran(name, device, order="forward"):
     case, count, options = CASES[name]
     options = dict(preset="fast") | options
     pads, capacity = options.pop("pads", None), options.pop("capacity", None)
+    by_warpgroups = options.pop("warpgroups", 1)
     keys, values = case.tokens(count + 40)
     if options.pop("ties", False):
         keys[:, :, 5:] = keys[:, :, 5:6]
@@ -80,11 +83,20 @@ def ran(name, device, order="forward"):
         together=layer.state.regression is not None,
     )
     step.capacity = capacity or step.capacity
+    step._by_warpgroups["WARPGROUPS"] &= by_warpgroups
     state, wrong, _blocks = addressed(layer.state, device)
     with on(device, **(dict(order=order) if device == "cpu" else {})):
         step(layer.queries.to(device), state)
     assert not wrong
     return layer, step
+
+
+def rounded(pieces, heads, width):
+    """Rounded queries `[B, heads, width]` of what byte_votes.cuh says lies where."""
+    order = [lane % 2 * 16 + lane // 2 % 4 * 4 + lane // 8 for lane in range(32)]
+    halves = pieces.view(len(pieces), -1, 2, pieces.shape[2], 16)  # of 32 coordinates, of heads
+    words = halves.transpose(2, 3).flatten(3)[..., order]
+    return words.transpose(1, 2).flatten(2)[:, :heads, :width]
 
 
 class Found:
@@ -97,7 +109,7 @@ class Found:
         def heads(part):  # of tiles `[B, tiles, heads of a tile and more, ...]`
             return part.cpu().view(B, tiles, *part.shape[1:])[:, :, :tile].flatten(1, 2)[:, None]
 
-        integers = step._integers.cpu()[:, None, :, : g.head_dim].int()
+        integers = rounded(step._integers.cpu(), g.q_heads, g.head_dim)[:, None].int()
         planes = planes_of(integers, layer.config.largest)
         thresholds, bases, shifts = (
             part.cpu()[:, None] for part in (step._thresholds[:B], step._bases, step._shifts)

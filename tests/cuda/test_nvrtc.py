@@ -16,18 +16,16 @@ from tests.cuda.test_compile import DEFINES, KERNEL, few, named
 
 WHEEL = "nvidia-cuda-nvrtc"
 
-ADDED = "-ftz=true", "--device-as-default-execution-space"
-"""By CuPy 14.2, in cupy/cuda/compiler.py: `_compile_with_cache_cuda` the first,
-`_compile_using_nvrtc_no_warning` the second, with an architecture. Its core.pyx adds `-I` of its
-own headers and of CUDA's, where it finds them: the kernels include neither, and get neither."""
-
 NEWER, OLDER = (
     f"compute_{major}{minor}" for major, minor in (launching.OVERLAPS, launching.OLDEST)
 )
 CASES = [pytest.param(*row.values, NEWER, marks=row.marks) for row in few()]
 CASES += [
     pytest.param(
-        file, rows[0], OLDER, marks=() if file == "step/prepare_query.cu" else pytest.mark.slow
+        file,
+        next(row for row in rows if not row.get("WARPGROUPS")),
+        OLDER,
+        marks=() if file == "step/prepare_query.cu" else pytest.mark.slow,
     )
     for file, rows in DEFINES.items()
 ]
@@ -64,8 +62,16 @@ def text(program, what):
 
 
 def compiled(file, defines, architecture=NEWER):
-    """The names of the kernels in a file's PTX, by which `launch` asks for them."""
-    given = *launching.options(file, tuple(defines.items())), *ADDED, f"-arch={architecture}"
+    """The names of the kernels in a file's PTX, by which `launch` asks for them.
+
+    With products of warpgroups, which PTX for no other architecture has, as machine code, too.
+    """
+    architecture = "sm_90a" if defines.get("WARPGROUPS") else architecture
+    given = (
+        *launching.options(file, tuple(defines.items())),
+        *launching.ADDED,
+        f"-arch={architecture}",
+    )
     options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
     source, name = launching.source(file).encode(), file.encode()
     program = ctypes.c_void_p()

@@ -1,11 +1,21 @@
 // Votes of keys by products of bytes (ops.step_votes): 0 or 1 for the signs of 16 keys, the rounded queries of 8 heads
-// as they are, for Σ s r = 2 Σ b r − Σ r. For sample_latents.cu and vote_latents.cu.
+// as they are, for Σ s r = 2 Σ b r − Σ r. For prepare_latents.cu, sample_latents.cu and vote_latents.cu.
+//
+// Rounded queries lie in pieces of 16 coordinates, of all heads side by side, as the matrix unit reads them in shared
+// memory (warpgroup.cuh). Of 32 coordinates a piece has the even ones, the next the odd ones: four bits of a key, 8
+// apart, are four bytes of it by a shift and a mask.
 // Compile-time: D, GROUP (heads of a tile), TILES, DRAWN, and what votes.cuh has.
 #pragma once
 #include "common/votes.cuh"
 
-constexpr int HEADS = TILES * GROUP, COLUMNS_OF = (HEADS + 7) / 8 * 8;
-constexpr int WIDTH = WORDS * 32;  // bytes of a rounded query
+constexpr int HEADS = TILES * GROUP, COLUMNS_OF = (HEADS + 15) / 16 * 16;  // zeros after the heads
+constexpr int PIECE = COLUMNS_OF * 16;  // bytes of a piece of all rounded queries
+constexpr int WIDTH = WORDS * 32;       // bytes of a rounded query
+
+// Where coordinate `lane` of 32 w is among the rounded queries, of head 0.
+__device__ __forceinline__ int byte_of(int w, int lane) {
+    return (2 * w + lane % 2) * PIECE + lane / 2 % 4 * 4 + lane / 8;
+}
 
 #if DRAWN
 typedef float Vote;
@@ -14,9 +24,6 @@ typedef float Vote;
 typedef int Vote;
 #define NO_VOTE LEAST
 #endif
-
-// Four bits as bytes of 0 or 1.
-__device__ __forceinline__ u32 spread(u32 bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
 
 // Signs as left factors: of keys 16 half + lane / 4 and 8 further.
 template <int HALVES>
@@ -34,8 +41,8 @@ __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
 #pragma unroll
             for (int row = 0; row < 2; row++) {
                 int key = half * 16 + row * 8 + lane / 4;
-                u32 bits = *reinterpret_cast<const u32*>(signs + key * STRIDE + w * 4) >> 8 * t;
-                keys.words[half][w][row] = spread(bits), keys.words[half][w][row + 2] = spread(bits >> 4);
+                u32 bits = *reinterpret_cast<const u32*>(signs + key * STRIDE + w * 4) >> 2 * t;
+                keys.words[half][w][row] = bits & 0x01010101u, keys.words[half][w][row + 2] = bits >> 1 & 0x01010101u;
             }
 }
 

@@ -344,6 +344,13 @@ __device__ __forceinline__ void to_l2(const void* address) {
 #endif
 }
 
+// The same of many bytes, a multiple of 16 (PTX, cp.async.bulk.prefetch): nothing before compute capability 9.0.
+__device__ __forceinline__ void to_l2(const void* address, u32 bytes) {
+#if !defined(EMULATED) && ASYNCHRONOUS
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
+
 // The bin of a vote in a list's histogram; an integer division by a power of two.
 __device__ __forceinline__ int bin_of(int vote, int base, int shift) {
     return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));

@@ -5,9 +5,11 @@
 // take_candidates puts the C best entries of the list together, of equal votes those of the lower ids; where the
 // list lacks some, or has more than it has room for, of all votes. Where candidates are drawn, those that `threshold`
 // of ops.priority takes.
-// estimate_latents multiplies 16 candidates a warp with a tile of heads, or with two where there are many, whose levels
-// are then decoded once (as product.cuh does; numbers and what they leave are sums of their own, so that fewer products
-// wait for each other). Sums over all candidates are integers, so that their order leaves no trace.
+// estimate_latents multiplies 16 candidates at a time with two tiles of heads, a warp 128 coordinates of them: what it takes
+// of the queries is in registers before there are candidates, and so few steps follow one another that most of the time
+// they wait for codes (as product.cuh does; numbers and what they leave are sums of their own, so that fewer products
+// wait for each other). Warps then share out the sums of 16 candidates and a tile. Sums over all candidates are
+// integers, so that their order leaves no trace.
 // Compile-time: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED, SOFTCAP, DRAWN, RAGGED (each row of
 // the batch has a length).
 #include "common/product.cuh"
@@ -17,9 +19,11 @@
 #endif
 
 constexpr int HEADS = TILES * GROUP;
-constexpr int PAIR = TILES >= 8 && TILES % 2 == 0 ? 2 : 1;  // tiles of a block
-constexpr int ESTIMATORS = 128 * PAIR;                      // its threads: as latent_step.py has them
-constexpr int HELD = 16;                                    // entries of a thread of take_candidates
+constexpr int PAIR = TILES % 2 == 0 ? 2 : 1;       // tiles of a block: as latent_step.py has them, and the next two
+constexpr int ESTIMATORS = 32 * QUADS;             // its threads
+constexpr int BATCHES = TILES / PAIR > 2 ? 2 : 1;  // sixteens of candidates that it takes at once
+constexpr int TASKS = (BATCHES * PAIR + QUADS - 1) / QUADS;  // of 16 candidates and a tile each: of a warp
+constexpr int HELD = 16;                           // entries of a thread of take_candidates
 static_assert(COLUMNS == 1, "eight heads a tile");
 
 struct TakeArguments {
@@ -182,28 +186,58 @@ __device__ __forceinline__ float log_sum(const u64* buckets) {
     return (log2f(warp_sum(sum)) + octaves) * (1 / LOG2E);
 }
 
-// Sums of levels times the operands of tiles: of keys `key_of(·)` and heads `head_of(0, ·)` of each. operands: uint2
-// [PAIR][OPERANDS], in shared memory. All lanes of a warp call it.
-__device__ __forceinline__ void multiply_tiles(float (&sums)[PAIR][ROWS][2], const Tile& tile, const uint2* operands,
-                                               const Levels& levels) {
+// What a warp takes of 16 candidates: of rows lane / 4 and 8 further a word of signs and of each plane.
+struct Part {
+    u32 signs[2], planes[2][BITS > 0 ? BITS : 1];
+};
+// place: of a block's first signs; key: in the block.
+__device__ __forceinline__ void load(Part& part, int half, const char* place, int key, i64 magnitudes) {
+    int w = threadIdx.x / 32 * 4 + threadIdx.x % 4;
+    bool has = place && (QUADS * 4 == WORDS || w < WORDS);
+    part.signs[half] = has ? __ldg(reinterpret_cast<const u32*>(place) + key * WORDS + w) : 0;
+    part.planes[half][0] = 0;
+#pragma unroll
+    for (int p = 0; p < BITS; p++)
+        part.planes[half][p] =
+            has ? __ldg(reinterpret_cast<const u32*>(place + magnitudes) + key * (BITS * WORDS) + p * WORDS + w) : 0;
+}
+
+// A warp's part of the operands of tiles: of each step a number's words, and those of what it leaves.
+struct Operands {
+    uint4 steps[PAIR][8];  // the latter two unused where they are FOLDED
+};
+__device__ __forceinline__ void load(Operands& right, const uint2* operands) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < PAIR * 8; i++) {
+        int at = ((i / 8 * QUADS + warp) * 8 + i % 8) * 32 + lane;
+        uint4& step = right.steps[i / 8][i % 8];
+        if (FOLDED) {
+            uint2 two = __ldcg(operands + at);
+            step = {two.x, two.y, 0, 0};
+        } else {
+            step = __ldcg(reinterpret_cast<const uint4*>(operands) + at);
+        }
+    }
+}
+
+// Levels times operands, of a warp's coordinates: sums of keys `key_of(·)` and heads `head_of(0, ·)` of each tile.
+__device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], const Part& part, const Operands& right,
+                                              const Levels& levels) {
     constexpr int CHAINS = 2;  // numbers and what they leave; or, where both are in one, every other product
     float c[PAIR][CHAINS][4] = {};
 #pragma unroll
-    for (int quad = 0; quad < QUADS; quad++)
+    for (int i = 0; i < 8; i++) {
+        u32 upper[2], lower[2];
+        decode(upper, part.signs[0], part.planes[0], i / 2, i % 2, levels);
+        decode(lower, part.signs[1], part.planes[1], i / 2, i % 2, levels);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            u32 upper[2], lower[2];
-            decode(upper, tile.signs[0][quad], tile.planes[0][quad], i / 2, i % 2, levels);
-            decode(lower, tile.signs[1][quad], tile.planes[1][quad], i / 2, i % 2, levels);
-            int from = (quad * 8 + i) * 32 + threadIdx.x % 32;
-#pragma unroll
-            for (int p = 0; p < PAIR; p++) {
-                const uint2* right = operands + p * OPERANDS + (FOLDED ? from : 2 * from);
-                float(&first)[4] = c[p][FOLDED ? i % 2 : 0];
-                mma_halves(first, upper[0], lower[0], upper[1], lower[1], right[0].x, right[0].y);
-                if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], right[1].x, right[1].y);
-            }
+        for (int p = 0; p < PAIR; p++) {
+            uint4 step = right.steps[p][i];
+            mma_halves(c[p][FOLDED ? i % 2 : 0], upper[0], lower[0], upper[1], lower[1], step.x, step.y);
+            if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], step.z, step.w);
         }
+    }
     // of a folded row the lanes of the upper two columns have the other half
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
@@ -221,76 +255,112 @@ __device__ __forceinline__ void multiply_tiles(float (&sums)[PAIR][ROWS][2], con
 }
 
 // Grid: (splits, TILES / PAIR, B), ESTIMATORS threads. Reads of each candidate and PAIR its signs, magnitudes and log
-// weight, all but once from L2; writes 4 HEADS bytes of each.
-extern "C" __global__ void __launch_bounds__(ESTIMATORS, 1)
+// weight, all but once from L2, and a block the operands of PAIR tiles; writes 4 HEADS bytes of each.
+extern "C" __global__ void __launch_bounds__(ESTIMATORS, 320 / ESTIMATORS)
 estimate_latents(const __grid_constant__ EstimateArguments args) {
     __shared__ u16 halves[LEVELS];
-    __shared__ uint2 operands[PAIR * OPERANDS];
+    __shared__ float parts[2][QUADS][BATCHES][PAIR][ROWS * 2][32];  // of sums over coordinates; every other turn
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y * PAIR;
-    i64 b = blockIdx.z, part = b * TILES + tile;
-    if (threadIdx.x < LEVELS) halves[threadIdx.x] = to_float16(args.levels[threadIdx.x]);
+    i64 b = blockIdx.z, of = b * TILES + tile;
+    for (int i = threadIdx.x; i < LEVELS; i += ESTIMATORS) halves[i] = to_float16(args.levels[i]);
     // prepare_latents.cu has ended when this begins
-#pragma unroll 4
-    for (int i = threadIdx.x; i < PAIR * OPERANDS; i += ESTIMATORS) operands[i] = __ldcg(args.operands + part * OPERANDS + i);
-    float down[PAIR][2];
+    Operands right;
+    load(right, args.operands + of * OPERANDS);
+    float down[TASKS][2];
 #pragma unroll
-    for (int i = 0; i < PAIR * 2; i++) {
-        int h = head_of(0, i % 2);
-        down[i / 2][i % 2] = h < GROUP ? 1 / __ldcg(args.ups + (part + i / 2) * GROUP + h) : 1.0f;
+    for (int i = 0; i < TASKS * 2; i++) {
+        int task = warp + i / 2 * QUADS, h = head_of(0, i % 2);
+        down[i / 2][i % 2] = h < GROUP && task < BATCHES * PAIR ? 1 / __ldcg(args.ups + (of + task % PAIR) * GROUP + h) : 1.0f;
     }
-    after_previous();
-    let_next_begin();
     __syncthreads();
     Levels levels = levels_of(halves);
-    int n = __ldcg(args.candidate_counts + b * APART);
     const u64* candidates = args.candidates + b * args.capacity;
     u64* buckets = args.buckets + (b * HEADS + tile * GROUP) * BUCKETS;
+    int first = blockIdx.x * (BATCHES * 16);
+    auto entries_at = [&](i64 at) { return lane < BATCHES * 16 && at < args.capacity ? __ldcg(candidates + at) : 0; };
+    after_previous();
+    let_next_begin();
+    int n = __ldcg(args.candidate_counts + b * APART);
+    u64 next = entries_at(first + lane);  // whether they are there is asked meanwhile
 #if DRAWN
     u32 seed = __ldcg(args.seeds + b);
     int threshold = __ldcg(&args.cuts[b].x);
 #endif
-    Exponentials sums[PAIR][2];
+    Exponentials sums[TASKS][2];
 #pragma unroll 1
-    for (int first = (blockIdx.x * (ESTIMATORS / 32) + warp) * 16; first < n; first += gridDim.x * (ESTIMATORS / 2)) {
-        u64 mine = lane < 16 && first + lane < n ? __ldcg(candidates + first + lane) : 0;
-        u64 block = mine ? u64(args.codes[b * args.row + id_of(mine) / TOKENS]) : 0;
-        Tile codes = {};
+    for (int turn = 0; first < n; first += gridDim.x * (BATCHES * 16), turn ^= 1) {
+        u64 mine = first + lane < n ? next : 0, block = mine ? u64(args.codes[b * args.row + id_of(mine) / TOKENS]) : 0;
+        next = entries_at(i64(first) + gridDim.x * (BATCHES * 16) + lane);
+        Part codes[BATCHES];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u64 entry = __shfl_sync(ALL, mine, half * 8 + lane / 4), place = __shfl_sync(ALL, block, half * 8 + lane / 4);
-            if (place)
-                load(codes, half, reinterpret_cast<const char*>(place), id_of(entry) % TOKENS, args.logs, args.magnitudes);
+        for (int i = 0; i < BATCHES * 2; i++) {
+            int row = i * 8 + lane / 4;
+            u64 place = __shfl_sync(ALL, block, row), entry = __shfl_sync(ALL, mine, row);
+            load(codes[i / 2], i % 2, reinterpret_cast<const char*>(place), id_of(entry) % TOKENS, args.magnitudes);
         }
-        float both[PAIR][ROWS][2];
-        multiply_tiles(both, codes, operands, levels);
+        int logs[TASKS][ROWS];
+        float centers[TASKS][ROWS][2];
 #pragma unroll
-        for (int half = 0; half < ROWS; half++) {
-            int key = key_of(half), log = log_of(codes, half);
-            u64 entry = __shfl_sync(ALL, mine, key);
-            float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f, stands_for = 0;
+        for (int i = 0; i < TASKS * ROWS; i++) {
+            int task = warp + i / ROWS * QUADS, half = i % ROWS;
+            bool some = task < BATCHES * PAIR;
+            int row = (some ? task / PAIR * 16 : 0) + key_of(half);
+            u64 place = __shfl_sync(ALL, block, row), entry = __shfl_sync(ALL, mine, row);
+            bool there = some && place;
+            logs[i / ROWS][half] =
+                there ? reinterpret_cast<const u16*>(place + args.logs)[id_of(entry) % TOKENS] : 0;
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                int h = head_of(0, side);
+                centers[i / ROWS][half][side] = CENTERED && there && h < GROUP
+                    ? __ldcg(args.products + (b * args.row + id_of(entry) / TOKENS) * HEADS + (tile + task % PAIR) * GROUP + h)
+                    : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int batch = 0; batch < BATCHES; batch++) {
+            float both[PAIR][ROWS][2];
+            multiply_part(both, codes[batch], right, levels);
+#pragma unroll
+            for (int i = 0; i < PAIR * ROWS * 2; i++)
+                parts[turn][warp][batch][i / (ROWS * 2)][i % (ROWS * 2)][lane] = both[i / (ROWS * 2)][i / 2 % ROWS][i % 2];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < TASKS; i++) {
+            int task = warp + i * QUADS, batch = task / PAIR, p = task % PAIR;
+            if (task >= BATCHES * PAIR) break;
+#pragma unroll
+            for (int half = 0; half < ROWS; half++) {
+                int at = first + batch * 16 + key_of(half), log = logs[i][half];
+                u64 entry = __shfl_sync(ALL, mine, batch * 16 + key_of(half));
+                float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f, stands_for = 0;
 #if DRAWN
-            stands_for = log_weight(vote_of(entry), u32(id_of(entry)), seed, threshold);
+                stands_for = log_weight(vote_of(entry), u32(id_of(entry)), seed, threshold);
 #endif
-            i64 segment = b * args.row + id_of(entry) / TOKENS;
 #pragma unroll
-            for (int i = 0; i < PAIR * 2; i++) {
-                int p = i / 2, side = i % 2, h = head_of(0, side), head = (tile + p) * GROUP + h;
-                if (h >= GROUP || first + key >= n) continue;
-                float found = both[p][half][side] * down[p][side] * weight;
-                if (CENTERED) found += __ldcg(args.products + segment * HEADS + head);
-                args.estimates[(b * args.capacity + first + key) * HEADS + head] = found;
-                sums[p][side].add(buckets + (p * GROUP + h) * BUCKETS, capped(found, args.scale, args.softcap) + stands_for);
+                for (int side = 0; side < 2; side++) {
+                    int h = head_of(0, side);
+                    if (h >= GROUP || at >= n) continue;
+                    float sum = 0;
+#pragma unroll
+                    for (int q = 0; q < QUADS; q++) sum += parts[turn][q][batch][p][half * 2 + side][lane];
+                    float found = sum * down[i][side] * weight + centers[i][half][side];
+                    args.estimates[(b * args.capacity + at) * HEADS + (tile + p) * GROUP + h] = found;
+                    sums[i][side].add(buckets + (p * GROUP + h) * BUCKETS, capped(found, args.scale, args.softcap) + stands_for);
+                }
             }
         }
     }
 #pragma unroll
-    for (int p = 0; p < PAIR; p++)
-#pragma unroll
-        for (int side = 0; side < 2; side++)
-            sums[p][side].flush<FOLDED ? 2 : 4>(buckets + (p * GROUP + head_of(0, side)) * BUCKETS);
-    if (!last_block(args.tickets + part, gridDim.x)) return;
-#pragma unroll 2
-    for (int h = warp; h < PAIR * GROUP; h += ESTIMATORS / 32) {
+    for (int i = 0; i < TASKS * 2; i++) {
+        int task = warp + i / 2 * QUADS;
+        if (task < BATCHES * PAIR)
+            sums[i / 2][i % 2].flush<FOLDED ? 2 : 4>(buckets + (task % PAIR * GROUP + head_of(0, i % 2)) * BUCKETS);
+    }
+    if (!last_block(args.tickets + of, gridDim.x)) return;
+#pragma unroll 4
+    for (int h = warp; h < PAIR * GROUP; h += QUADS) {
         float total = log_sum(buckets + h * BUCKETS);
         if (lane == 0) args.totals[b * HEADS + tile * GROUP + h] = total;
     }

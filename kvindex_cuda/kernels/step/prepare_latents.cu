@@ -4,15 +4,16 @@
 // prepare_query.cu has it for one tile of heads. Here the matrix, 2 D² bytes, is read once for a tile by many blocks:
 // each rotates the tile's heads for itself, a head a warp, and multiplies them by SIXTEENS · 16 columns, which its warps
 // have asked for before all else, a slice of the sum each. Other blocks multiply centers by queries as they came, 8
-// blocks of keys a warp. The last block of a tile rounds.
+// blocks of keys a warp, and ask for these blocks' signs and weights, which come to L2 meanwhile. The last block of a
+// tile rounds.
 // Grid: (TILES · (columns / SIXTEENS / 16 + spread) + 1, B), 256 threads. Reads 2 D² bytes, and 2 D a block of keys, from
 // memory once, from L2 once a tile; writes 5 D + 4 bytes per head and 4 per head and block of keys.
 // Limited by latency: two reads and the rotation, a product, the last block's sums.
 // Compile-time: D, GROUP (heads of a tile), TILES, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER, SIXTEENS (sixteens of the
 // matrix a block), RAGGED (each row of the batch has a length).
 #include "common/prepare.cuh"
+#include "common/byte_votes.cuh"
 
-constexpr int HEADS = TILES * GROUP;
 constexpr int PITCH = (EIGHTS | 1) * 32;                  // of operands in shared memory: two neighbors have other banks
 constexpr int COLUMN_TILES = TOGETHER ? (D + 15) / 16 : 1;
 constexpr int COLUMN_BLOCKS = (COLUMN_TILES + SIXTEENS - 1) / SIXTEENS;
@@ -28,7 +29,7 @@ struct Arguments {
     const i64* length;          // [1], or RAGGED: [B]
     const int* counted;         // [B]: valid keys
     float* voting;              // [B, HEADS, D]: Aᵀ R q · up, or R q · up
-    i8* integers;               // [B, HEADS, 32 WORDS]: r
+    i8* integers;               // [B, 2 WORDS, COLUMNS_OF, 16]: r, as byte_votes.cuh has them
     int* sums;                  // [B TILES, 4 SETS]: Σ r
     float* units;               // [B TILES, 4 SETS]: votes per unit of q·k
     u16* operands;              // [B TILES, 4 OPERANDS]: R q · up as float16 and its remainder
@@ -58,9 +59,13 @@ __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, i
     for (i64 first = (part * 8 + warp) * 8; first < blocks; first += args.spread * 64) {
         i64 s = first + lane / 4;
         Mean mean = {};
-        if (s < blocks) load(mean, reinterpret_cast<const char*>(args.codes[b * args.row + s]) + CENTER);
+        const char* block = s < blocks ? reinterpret_cast<const char*>(args.codes[b * args.row + s]) : nullptr;
+        if (block) load(mean, block + CENTER);
         float dots[SETS][2];
         products_of(dots, mean, group);
+        // what vote_latents.cu reads, when nobody here waits for memory: no more of it than L2 has room for
+        if (block && tile == 0 && lane % 4 == 0 && blocks * gridDim.y <= 1024)
+            to_l2(block, CENTER), to_l2(args.valid + (b * args.row + s) * 8);
 #pragma unroll
         for (int i = 0; i < 2 * SETS; i++) {
             int h = i / 2 * 4 + 2 * (lane % 4) + i % 2;
@@ -196,6 +201,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
     int h = warp;
     if (h < GROUP) {
         i64 head = b * HEADS + tile * GROUP + h;
+        i8* integers = args.integers + b * (COLUMNS_OF * WIDTH) + (tile * GROUP + h) * 16;
         float x[PER_LANE], up = __ldcg(args.ups + of * GROUP + h);
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) x[w] = w * 32 + lane < D ? __ldcg(args.voting + head * D + w * 32 + lane) : 0.0f;
@@ -205,7 +211,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
         for (int w = 0; w < WORDS; w++) {
             int r = __float2int_rn(x[w] * scale);
             sum += r;
-            args.integers[(head * WORDS + w) * 32 + lane] = i8(r);
+            integers[byte_of(w, lane)] = i8(r);
         }
         sum = __reduce_add_sync(ALL, sum);
         if (scale > 0 && weight_scale > 0) unit = scale * up * (args.factor_max / (args.level * weight_scale));

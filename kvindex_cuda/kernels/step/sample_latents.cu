@@ -21,7 +21,7 @@ struct Arguments {
     const int* wanted;          // [B]: C
     const int* counted;         // [B]: valid keys
     const int* factors;         // [256]: of ops.codes.log_factors
-    const i8* integers;         // [B, HEADS, WIDTH]: of prepare_latents.cu, as are the next five
+    const i8* integers;         // [B, WIDTH / 16, COLUMNS_OF, 16]: of prepare_latents.cu, as are the next five
     const int* sums;
     const float* units;
     const float* products;
@@ -78,12 +78,12 @@ sample_latents(const __grid_constant__ Arguments args) {
         int h = unit / (2 / HALVES) * 8, half = HALVES == 2 ? 0 : unit % 2;
         Keys<HALVES> keys;
         load(keys, codes + half * (16 * STRIDE));
-        const i8* right = args.integers + (b * HEADS + h + lane / 4) * WIDTH + t * 8;
+        const i8* right = args.integers + b * (COLUMNS_OF * WIDTH) + (h + lane / 4) * 16 + t * 4;
         int dots[HALVES][4] = {};
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
-            uint2 two = {0, 0};
-            if (h + lane / 4 < HEADS) two = __ldcg(reinterpret_cast<const uint2*>(right + w * 32));
+            uint2 two = {__ldcg(reinterpret_cast<const u32*>(right + 2 * w * PIECE)),
+                         __ldcg(reinterpret_cast<const u32*>(right + (2 * w + 1) * PIECE))};
 #pragma unroll
             for (int k = 0; k < HALVES; k++)
                 mma_bytes(dots[k], keys.words[k][w][0], keys.words[k][w][1], keys.words[k][w][2], keys.words[k][w][3], two.x, two.y);

@@ -1,0 +1,71 @@
+// Products of bytes by a warpgroup: four warps have 64 keys, the right factor lies in shared memory (PTX, wgmma).
+//
+// Compute capability 9.0 alone, compiled for sm_90a. Of a warp's 16 rows the fragments are those of `mma_bytes`; the right
+// factor's columns are rows of 16 bytes side by side, its next 16 rows a `PIECE` further (no swizzle, "K-major").
+#pragma once
+#include "common/byte_votes.cuh"
+
+constexpr int CHUNK = COLUMNS_OF % 64 == 0 ? 64 : COLUMNS_OF % 32 == 0 ? 32 : 16;  // columns of a product
+
+// Of one after another: all begin with `warpgroup_begin`, which orders registers, and end with `warpgroup_commit`.
+__device__ __forceinline__ void warpgroup_begin() {
+#ifndef EMULATED
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void warpgroup_commit() {
+#ifndef EMULATED
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+// Until all but the last COUNT of them are there: then `sums` may be read.
+template <int COUNT>
+__device__ __forceinline__ void warpgroup_wait(int (&sums)[CHUNK / 8][1][4]) {
+#ifndef EMULATED
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory");
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; i++) asm volatile("" : "+r"(sums[i / 4][0][i % 4])::"memory");
+#endif
+}
+
+// What threads have written to shared memory, for the matrix unit to read after a barrier.
+__device__ __forceinline__ void show_to_warpgroup() {
+#ifndef EMULATED
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// sums += a b, or = where `first`; b: of CHUNK columns, the place of the first. All of four warps call it.
+__device__ __forceinline__ void multiply_bytes(int (&sums)[CHUNK / 8][1][4], const u32 (&a)[4], Shared b, bool first) {
+#ifdef EMULATED
+    int lane = threadIdx.x % 32;
+    for (int n = 0; n < CHUNK / 8; n++) {
+        Shared at = b + (n * 8 + lane / 4) * 16 + lane % 4 * 4;
+        for (int i = 0; i < 4; i++) sums[n][0][i] = first ? 0 : sums[n][0][i];
+        mma_bytes(sums[n][0], a[0], a[1], a[2], a[3], load_from<u32>(at), load_from<u32>(at + PIECE));
+    }
+#else
+    // a place, how far the other 16 bytes of a column are, how far 8 columns are: in units of 16 bytes
+    u64 right = u64(b >> 4 & 0x3fff) | u64(PIECE >> 4) << 16 | u64(128 >> 4) << 32;
+#define FOUR(n) "+r"(sums[n][0][0]), "+r"(sums[n][0][1]), "+r"(sums[n][0][2]), "+r"(sums[n][0][3])
+#define FACTORS_GIVEN "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "r"(int(!first))
+    if constexpr (CHUNK == 16)
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %13, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7}, "
+                     "{%8,%9,%10,%11}, %12, p;\n\t}"
+                     : FOUR(0), FOUR(1) : FACTORS_GIVEN);
+    else if constexpr (CHUNK == 32)
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %21, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,"
+                     "%14,%15}, {%16,%17,%18,%19}, %20, p;\n\t}"
+                     : FOUR(0), FOUR(1), FOUR(2), FOUR(3) : FACTORS_GIVEN);
+    else
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %37, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,"
+                     "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+                     "{%32,%33,%34,%35}, %36, p;\n\t}"
+                     : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7) : FACTORS_GIVEN);
+#undef FOUR
+#undef FACTORS_GIVEN
+#endif
+}
