@@ -25,7 +25,8 @@ from kvindex.core.guard import in_plain_torch
 from kvindex_adapters.vllm.engine import CodesLayer, geometry_of, logger, options_of
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import check_searched, refuse_dense_model
-from kvindex_cuda.pariskv.paged_step import PagedSteps, Pages, unserved
+from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.pariskv.paged_step import PagedSteps, unserved
 
 
 class SearchingFlashBackend(FlashAttentionBackend):
