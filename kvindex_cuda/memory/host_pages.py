@@ -41,7 +41,7 @@ class HostPages:
         shape = pages, geometry.kv_heads, tokens, geometry.head_dim + geometry.value_dim
         budget = shared_budget() if budget is None else budget
         if allocator is None:
-            allocator = pinned(device) if device.type == "cuda" else DeviceAllocator(device)
+            allocator = _allocator(device)
         layer_bytes = prod(shape) * size
         self.nbytes = layers * layer_bytes
         if not budget.try_take(self.nbytes):
@@ -64,6 +64,13 @@ class HostPages:
             slab.view(layer_bytes).view(geometry.dtype).view(shape) for slab in slabs
         ]
         self.places = [slab.device_address for slab in slabs]
+
+
+def _allocator(device: torch.device) -> Allocator:
+    if device.type != "cuda":
+        return DeviceAllocator(device)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return pinned(torch.device("cuda", number))
 
 
 def _free(slabs: list[Slab], budget: Budget, nbytes: int) -> None:

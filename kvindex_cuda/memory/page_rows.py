@@ -12,7 +12,15 @@ from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.memory.write_rows import MOST_BLOCKS, PIECE
 from kvindex_cuda.runtime.arguments import busy, of_shape, of_type, steps, wide
 from kvindex_cuda.runtime.constants import WRITE_THREADS
-from kvindex_cuda.runtime.launch import launch
+from kvindex_cuda.runtime.launch import launch, load
+
+WRITE, GATHER = "append/write_pages.cu", "append/gather_pages.cu"
+
+
+def load_kernels(device: torch.device) -> None:
+    """Have both kernels on a device before the first rows come: none is compiled in a graph."""
+    load(WRITE, "write_pages", device)
+    load(GATHER, "gather_pages", device)
 
 
 def write_pages(
@@ -34,7 +42,7 @@ def write_pages(
     of_shape("slots", of_type("slots", slots, torch.int64), len(keys))
     total = prod(keys.shape[:2]) * given["pieces"]
     launch(
-        "append/write_pages.cu",
+        WRITE,
         "write_pages",
         (min(-(-total // WRITE_THREADS), MOST_BLOCKS),),
         (WRITE_THREADS,),
@@ -88,7 +96,7 @@ def gather_pages(
         raise ValueError(f"copy: got strides {copy.stride()}, allowed is a contiguous one")
     total = width * prod(rows.shape[1:3]) * given["pieces"]
     launch(
-        "append/gather_pages.cu",
+        GATHER,
         "gather_pages",
         (busy(copy.device, count, total, WRITE_THREADS), count),
         (WRITE_THREADS,),

@@ -16,7 +16,7 @@ from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.host_pages import HostPages
-from kvindex_cuda.memory.page_rows import gather_pages, write_pages
+from kvindex_cuda.memory.page_rows import gather_pages, load_kernels, write_pages
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.paged_step import PagedSteps
@@ -56,6 +56,13 @@ class HostRows:
         """Whether there are pages."""
         return self._pages is not None
 
+    def check_geometry(self, geometry: Geometry) -> None:
+        """Raises ValueError for a layer of another one."""
+        if geometry != self._geometry:
+            raise ValueError(
+                f"geometry: got {geometry}, allowed is that of the other layers: {self._geometry}"
+            )
+
     def add_layer(self) -> int:
         """Make a layer's cache: the layer's number."""
         g = self._geometry
@@ -70,6 +77,8 @@ class HostRows:
         codes: of each layer, as `Pages`; options: of `PagedSteps`. What was opened before is given
         back. Raises MemoryError with numbers, ValueError as `PagedSteps`.
         """
+        if len(codes) != len(self.caches):
+            raise ValueError(f"codes: got {len(codes)} layers, allowed are {len(self.caches)}")
         self.close()
         self._host = HostPages(
             self._geometry, layers=len(self.caches), pages=len(codes[0]), tokens=self._page_tokens
@@ -81,6 +90,7 @@ class HostRows:
         except BaseException:
             self.close()
             raise
+        load_kernels(self._geometry.device)
         self._pages = pages
         return made
 
@@ -106,11 +116,11 @@ class HostRows:
         starts: Tensor,
         keys: Tensor,
         values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """As `gather_pages`, to `scratch`: pages of that, and a table of them, int32 `[R, width]`.
+    ) -> Tensor:
+        """As `gather_pages`, to `scratch`, which holds it until the next one: a sequence's pages
+        are those of `table`.
 
-        tables: int32 `[R, width]`. The copy holds until the next one. Raises ValueError for more
-        pages than the scratch has.
+        tables: int32 `[R, width]`. Raises ValueError for more pages than the scratch has.
         """
         count, width = tables.shape
         if count * width > len(self.scratch):
@@ -127,7 +137,21 @@ class HostRows:
             keys=keys,
             values=values,
         )
-        return self.scratch, self._numbers[: count * width].view(count, width)
+        return self.scratch
+
+    def table(self, count: int, width: int) -> Tensor:
+        """Of the scratch, the pages of so many sequences, int32 `[count, width]`."""
+        return self._numbers[: count * width].view(count, width)
+
+    def explain(self) -> str:
+        """What lies where, in words."""
+        size = {name: f"{nbytes / 1e9:.2f} GB" for name, nbytes in self.nbytes().items()}
+        pages = 0 if self._host is None else len(self._host.rows[0])
+        return (
+            f"rows of {pages} pages are on the host, {size['host']} pinned; on the device "
+            f"{size['device']} beside the codes: {self._cached} rows per KV head and layer, and a "
+            f"copy of {self._tokens} tokens of a layer for prompts"
+        )
 
     def nbytes(self) -> dict[str, int]:
         """Bytes beside the codes: on the device and pinned."""
