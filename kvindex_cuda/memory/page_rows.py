@@ -40,7 +40,7 @@ def write_pages(
     """
     rows, given = pages.rows[layer], _pieces(pages, keys, values)
     of_shape("slots", of_type("slots", slots, torch.int64), len(keys))
-    total = prod(keys.shape[:2]) * given["pieces"]
+    total = _counted(prod(keys.shape[:2]) * given["pieces"])
     launch(
         WRITE,
         "write_pages",
@@ -94,7 +94,7 @@ def gather_pages(
     of_shape("starts", of_type("starts", starts, torch.int32), count + 1)
     if not copy.is_contiguous():
         raise ValueError(f"copy: got strides {copy.stride()}, allowed is a contiguous one")
-    total = width * prod(rows.shape[1:3]) * given["pieces"]
+    total = _counted(width * prod(rows.shape[1:3]) * given["pieces"])
     launch(
         GATHER,
         "gather_pages",
@@ -117,6 +117,13 @@ def gather_pages(
             **{name: step for name, step in given.items() if name != "width"},
         ),
     )
+
+
+def _counted(pieces: int) -> int:
+    """As kernels count them, in 32 bits."""
+    if pieces >= 2**31:
+        raise ValueError(f"rows: got {pieces} pieces of 16 bytes, allowed are fewer than 2^31")
+    return pieces
 
 
 def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:

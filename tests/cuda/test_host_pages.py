@@ -6,6 +6,7 @@ import torch
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.vllm import pages as plain
 from kvindex_adapters.vllm.attention import Sequence
+from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.memory.budget import Budget
 from kvindex_cuda.memory.host_pages import HostPages
 from kvindex_cuda.memory.row_cache import RowCache
@@ -13,7 +14,7 @@ from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.host_rows import HostRows
 from kvindex_cuda.pariskv.paged_step import PagedSteps
 from tests.cuda.devices import on, on_devices
-from tests.cuda.test_paged_step import LAYERS, LENGTHS, PAGES, D, Engine, G, assert_close
+from tests.cuda.test_paged_step import LAYERS, LENGTHS, PAGES, D, Engine, G, H, assert_close
 
 
 class HostEngine(Engine):
@@ -115,12 +116,36 @@ def test_a_slot_that_is_written_again_is_forgotten(device):
 
 
 @on_devices
-def test_sequences_that_share_pages_share_rows(device):
-    engine = HostEngine(device, k=6)
+@pytest.mark.parametrize("order", ["forward", "backward", "random"])
+def test_sequences_that_share_pages_share_rows(order, device):
+    engine = HostEngine(device, k=6, cached=64)
     engine.prefill()
+    list(engine.decode())
     engine.tables[1, :2] = engine.tables[0, :2]  # 512 of its 700 tokens
     for _ in range(3):
-        assert_close(engine.decode())
+        lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+        nowhere = torch.full((len(LENGTHS),), -1, device=device)
+        with on(device, order=order):
+            engine.steps.begin(engine.tables, lengths, nowhere, rows=len(LENGTHS))
+            for layer in range(LAYERS):
+                queries = engine.normal(len(LENGTHS), H, D)
+                output = torch.full_like(queries, torch.nan)
+                engine.steps.attend(layer, queries, output)
+                assert_close([(output, engine.expected(layer, queries, LENGTHS))])
+
+
+def test_a_sequence_of_128k_tokens_takes_a_fifth_of_the_devices_memory():
+    """8 KV heads of 128 in 16 bits: codes, cached rows, a copy of a layer's rows for prompts."""
+    options = Options(index="pariskv:preset=fast", rows="host")
+    nowhere = torch.device("meta")
+    shape = dict(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=nowhere)
+    tokens, layers, geometry = 131_072, 32, Geometry.of(**shape)
+    rows = HostRows(geometry, tokens=tokens, page_tokens=256, cached=options.cached_rows)
+    for _ in range(layers):
+        rows.add_layer()
+    own = layers * tokens * 8 * 2 * 128 * 2
+    codes = layers * tokens // 256 * 8 * options.layout(128).head_bytes
+    assert codes + rows.nbytes()["device"] < 0.2 * own
 
 
 @on_devices

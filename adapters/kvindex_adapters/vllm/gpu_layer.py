@@ -160,9 +160,15 @@ def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRow
 
 def explain(options: Options) -> str:
     """What searches, and how, in words."""
+    others = "all other batches are FlashAttention's"
+    if options.rows == "host":
+        others = (
+            f"all other tokens are FlashAttention's, over copies of rows on the host, of which "
+            f"{options.cached_rows} per KV head and layer stay on the device"
+        )
     return (
         f"full-attention layers search by {options.index}: k={options.k} rows of sequences of at "
         f"least {options.dense_below} tokens, beside {options.sink} first and "
         f"{options.local_window} or more newest ones, in fused steps of batches of decoded tokens; "
-        "all other batches are FlashAttention's"
+        f"{others}"
     )

@@ -19,19 +19,20 @@ struct Arguments {
     i64 key_token, key_head, value_token, value_head;  // strides
 };
 
-// `key`, `pieces` and strides are in units of 16 bytes; a page is in one piece.
+// `key`, `pieces` and strides are in units of 16 bytes; a page is in one piece. A sequence has fewer than 2^31 pieces.
 extern "C" __global__ void __launch_bounds__(THREADS)
 gather_pages(const __grid_constant__ Arguments args) {
     i64 r = blockIdx.y, first = args.starts[r], count = args.starts[r + 1] - first;
     i64 length = min(i64(max(0, args.lengths[r])), args.width * args.tokens), before = max(length - count, i64(0));
-    i64 head = args.tokens * args.pieces, page = args.kv_heads * head;
-    i64 total = (length + args.tokens - 1) / args.tokens * page;
+    u32 tokens = u32(args.tokens), pieces = u32(args.pieces), head = tokens * pieces, page = u32(args.kv_heads) * head;
+    u32 total = u32((u32(length) + tokens - 1) / tokens) * page;
     const uint4* rows = reinterpret_cast<const uint4*>(args.base[1]);
     uint4* copy = args.copy + r * args.width * page;
 #pragma unroll 4
-    for (i64 i = i64(blockIdx.x) * THREADS + threadIdx.x; i < total; i += i64(gridDim.x) * THREADS) {
-        i64 p = i / page, inside = i - p * page, g = inside / head, place = inside - g * head;
-        i64 piece = place % args.pieces, token = p * args.tokens + place / args.pieces;
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < total; i += gridDim.x * THREADS) {
+        u32 p = i / page, inside = i - p * page, g = inside / head, place = inside - g * head;
+        u32 at = place / pieces, piece = place - at * pieces;
+        i64 token = i64(p) * tokens + at;
         if (token >= length) continue;
         const uint4* from;
         if (token < before) {

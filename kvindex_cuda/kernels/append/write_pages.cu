@@ -19,17 +19,17 @@ struct Arguments {
     i64 cached;
 };
 
-// Widths, `pieces` and strides are in units of 16 bytes.
+// Widths, `pieces` and strides are in units of 16 bytes. There are fewer than 2^31 pieces, and slots.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_pages(const __grid_constant__ Arguments args) {
-    i64 total = args.count * args.kv_heads * args.pieces, rows = args.base[1];
-    for (i64 i = i64(blockIdx.x) * THREADS + threadIdx.x; i < total; i += i64(gridDim.x) * THREADS) {
-        i64 row = i / args.pieces, piece = i - row * args.pieces, t = row / args.kv_heads, g = row - t * args.kv_heads;
+    u32 heads = u32(args.kv_heads), pieces = u32(args.pieces), total = u32(args.count) * heads * pieces;
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < total; i += gridDim.x * THREADS) {
+        u32 row = i / pieces, piece = i - row * pieces, t = row / heads, g = row - t * heads;
         i64 slot = args.slots[t];
         if (slot < 0 || slot >= args.most) continue;
-        i64 segment = slot / TOKENS, page = segment / args.parts;
-        i64 place = rows + page * args.rows_page + (segment - page * args.parts) * args.rows_part + g * args.rows_head +
-                    slot % TOKENS * args.row_bytes;
+        u32 segment = u32(slot) / TOKENS, page = segment / u32(args.parts);
+        i64 place = args.base[1] + page * args.rows_page + (segment - page * u32(args.parts)) * args.rows_part +
+                    g * args.rows_head + slot % TOKENS * args.row_bytes;
         reinterpret_cast<uint4*>(place)[piece] =
             piece < args.width ? args.keys[t * args.key_token + g * args.key_head + piece]
                                : args.values[t * args.value_token + g * args.value_head + piece - args.width];

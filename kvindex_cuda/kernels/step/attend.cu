@@ -277,7 +277,7 @@ attend(const __grid_constant__ Arguments args) {
         }
         // what does not wait for their number: the first, and which ones the next are
         auto selected = [&](int i) {
-#if PAGED
+#if PAGED == 2
             if (!phase) return i < sinks ? i : later + i;
 #endif
             return phase && i < k ? int(args.ids[bg * k + i]) : 0;
@@ -299,7 +299,7 @@ attend(const __grid_constant__ Arguments args) {
                    bg % kv_heads * args.head_bytes + id % TOKENS * args.row_bytes;
         };
 #if PAGED
-        auto resident = [&](int i) { return stored(selected(i)); };
+        auto resident = [&](int i) { return stored(i < sinks ? i : later + i); };
 #else
         auto resident = [&](int i) {
             return static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
