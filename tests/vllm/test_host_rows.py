@@ -129,6 +129,12 @@ def test_more_pages_than_the_host_has_room_for_are_refused(entered, monkeypatch)
         builder.build(0, common(torch.tensor([[1]]).int(), [1], [1], slots))
 
 
+def test_rows_that_come_before_there_are_pages_go_nowhere(entered):
+    layer = layers_of(entered(HOST))["layers.0"]
+    rows = torch.ones(2, 1, G, D)
+    layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, torch.tensor([-1]))
+
+
 def test_the_cpu_backend_has_one_memory(engine, model):
     with pytest.raises(ValueError, match="rows: got host, allowed is 'device' on a CPU"):
         engine(model, {"rows": "host"})

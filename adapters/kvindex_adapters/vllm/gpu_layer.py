@@ -21,7 +21,7 @@ from kvindex_adapters.vllm.engine import (
     options_of,
 )
 from kvindex_adapters.vllm.options import Options
-from kvindex_adapters.vllm.unsupported import check_host, check_searched
+from kvindex_adapters.vllm.unsupported import check_host, check_searched, refuse_capture
 from kvindex_cuda.pariskv.host_rows import HostRows
 from kvindex_cuda.pariskv.paged_step import unserved
 
@@ -131,9 +131,12 @@ class SearchingFlashAttention(FlashAttentionImpl):
         """As the base: write keys and values `[T, G, D]`, wherever rows lie."""
         if self.host is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        elif self.host.opened:  # else vLLM tries how much memory a batch takes: it has no slots
-            count = len(slot_mapping)
-            self.host.write(self.number, key[:count], value[:count], slot_mapping)
+            return
+        if not self.host.opened:  # vLLM tries how much memory a batch takes: it has no slots
+            refuse_capture(key.is_cuda and torch.cuda.is_current_stream_capturing())
+            return
+        count = len(slot_mapping)
+        self.host.write(self.number, key[:count], value[:count], slot_mapping)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """As the base; vLLM asks for the sizes of pages after it."""

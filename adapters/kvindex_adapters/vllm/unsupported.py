@@ -119,6 +119,12 @@ def check_device(rows: str) -> None:
     _refuse(("rows", rows, rows == "device", "'device' on a CPU: there is one memory"))
 
 
+def refuse_capture(captured: bool) -> None:
+    """Raises ValueError for a graph that would write no rows, as there are no pages yet."""
+    own = "vLLM's own splitting_ops, which write rows in no graph but that of a decoded token"
+    _refuse(("rows", "host, and a graph captured before there are pages", not captured, own))
+
+
 def refuse_memory(error: MemoryError) -> None:
     """Raises ValueError for pages whose rows the host has no room for."""
     raise ValueError(
